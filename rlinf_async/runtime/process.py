@@ -31,7 +31,7 @@ from rlinf_async.runtime.backend import WorkerSpec, refuse_what_ray_has, with_re
 from rlinf_async.runtime.child import Boot
 from rlinf_async.runtime.devices import host_devices
 from rlinf_async.runtime.forced_exit import kill_tree
-from rlinf_async.runtime.fork_server import LOST, ForkedProcess
+from rlinf_async.runtime.forked import LOST, ForkedProcess
 from rlinf_async.runtime.listeners import LISTEN_VARIABLE, Listeners, shared_secret
 from rlinf_async.runtime.output import OutputLog, OutputPipe
 from rlinf_async.runtime.remote_worker import CONNECT_SECONDS, Ended, RemoteWorker, RemoteWorkers

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import logging
 import multiprocessing
 import os
 import signal
@@ -24,10 +25,12 @@ from rlinf_async.runtime.backend import WorkerSpec
 from rlinf_async.runtime.child import Boot, child_main
 from rlinf_async.runtime.devices import device_environment
 from rlinf_async.runtime.forced_exit import kill_tree
-from rlinf_async.runtime.fork_server import ForkedProcess
+from rlinf_async.runtime.forked import ForkedProcess, ImportsStartThreads
 from rlinf_async.runtime.output import OutputPipe
 from rlinf_async.runtime.signals import OF_THE_DRIVER
 from rlinf_async.workers.errors import BuildError
+
+log = logging.getLogger(__name__)
 
 _spawn_lock = threading.Lock()
 
@@ -82,7 +85,10 @@ def _spawn(boot: Boot, output: OutputPipe) -> SpawnProcess:
     if imports:
         with _spawn_lock:  # while another is spawned, `os.environ` is its own
             environment = dict(os.environ) | extra
-        return _started(ForkedProcess(imports=imports, environment=environment, **process))
+        try:
+            return _started(ForkedProcess(imports=imports, environment=environment, **process))
+        except ImportsStartThreads as why:
+            log.warning("%s is not forked, and so starts more slowly: %s", boot.life, why)
     # Its environment is set here, because its modules are imported first of all.
     with _spawn_lock, _environment(extra):
         return _started(multiprocessing.get_context("spawn").Process(**process))
@@ -92,7 +98,7 @@ def _started(process: SpawnProcess) -> SpawnProcess:
     try:
         with _signals_blocked():
             process.start()
-    except OSError:
+    except (OSError, ImportsStartThreads):
         raise
     except Exception as error:  # pickle raises what the arguments' own methods raise
         raise cannot_be_sent(process.name, error) from error

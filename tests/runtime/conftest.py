@@ -13,7 +13,7 @@ import pytest
 
 import rlinf_async as ra
 from rlinf_async.channels.wire.memory.written import was_written
-from rlinf_async.runtime.fork_server import close_servers
+from rlinf_async.runtime.forked import close_servers
 from rlinf_async.workers import Device
 from tests.loops import FACTORIES, VIRTUAL
 from tests.runtime.kit import NewCluster, left_behind, open_files

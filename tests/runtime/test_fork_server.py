@@ -6,9 +6,11 @@ import asyncio
 import errno
 import os
 import random
+import select
 import signal
 import sys
 import tempfile
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -21,8 +23,9 @@ import pytest
 import torch
 
 import rlinf_async as ra
-from rlinf_async.runtime import fork_server, spawning
+from rlinf_async.runtime import forked, spawning
 from rlinf_async.workers import WorkerDied
+from tests.jobs.processes import until
 from tests.runtime.kit import NewCluster, kill
 from tests.runtime.scripts import gone, running
 
@@ -83,13 +86,13 @@ def setting() -> tuple[str, str]:
 @pytest.fixture(autouse=True)
 def _own_servers() -> None:
     """Servers of other tests are not counted."""
-    fork_server.close_servers()
+    forked.close_servers()
 
 
 async def test_ranks_and_restarts_are_forked_from_one_process(new_cluster: NewCluster) -> None:
     async with new_cluster() as cluster:
         looks = await cluster.launch(Look, count=2, restart=ra.Restart())
-        [server] = fork_server.pids()
+        [server] = forked.pids()
         assert await looks.call(Look.parent) == [server, server]
         pid = kill(cluster, "Look[0]")
         while cluster.pid("Look[0]") in (pid, None):  # calls that run when it is seen to die fail
@@ -101,7 +104,7 @@ async def test_what_says_that_it_imports_nothing_slow_is_not(new_cluster: NewClu
     async with new_cluster() as cluster:
         look = await cluster.launch_one(Look, slow=False)
         assert await look.call(Look.parent) == os.getpid()
-    assert fork_server.pids() == set()
+    assert forked.pids() == set()
 
 
 async def test_a_forked_worker_has_what_a_spawned_one_has(
@@ -111,13 +114,13 @@ async def test_a_forked_worker_has_what_a_spawned_one_has(
         await cluster.launch_one(Look, name="first")  # starts the server
         monkeypatch.chdir(tempfile.gettempdir())
         monkeypatch.setattr(sys, "path", [*sys.path, tempfile.gettempdir()])
-        forked = await cluster.launch_one(Look, name="forked", env_vars={"TUNED": "yes"})
+        fork = await cluster.launch_one(Look, name="forked", env_vars={"TUNED": "yes"})
         spawned = await cluster.launch_one(Look, False, name="spawned", env_vars={"TUNED": "yes"})
-        assert await forked.call(Look.environment) == os.environ | {"TUNED": "yes"}
-        assert await forked.call(Look.place) == await spawned.call(Look.place)
+        assert await fork.call(Look.environment) == os.environ | {"TUNED": "yes"}
+        assert await fork.call(Look.place) == await spawned.call(Look.place)
         files = [
             Counter(one.partition(":")[0] for one in await which.call(Look.files))
-            for which in (forked, spawned)
+            for which in (fork, spawned)
         ]
         assert files[0] <= files[1]
 
@@ -132,6 +135,24 @@ async def test_another_environment_has_another_process_to_be_forked_from(
         third = await cluster.launch_one(Look, name="third", env_vars={"OMP_NUM_THREADS": "7"})
         parents = [await look.call(Look.parent) for look in (one, other, third)]
     assert parents[0] != parents[1] == parents[2]
+
+
+async def test_environments_that_take_turns_keep_their_processes_unless_they_are_too_many(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forked, "SERVERS", 2)
+    async with new_cluster() as cluster:
+        parents = []
+        for turn, threads in enumerate("1212313"):
+            env_vars = {"OMP_NUM_THREADS": threads}
+            look = await cluster.launch_one(Look, name=f"turn{turn}", env_vars=env_vars)
+            parents.append(await look.call(Look.parent))
+    one, two, *others = parents
+    assert one != two
+    assert others[:2] == [one, two]
+    _, again, last = others[2:]
+    assert again not in (one, two)  # "1" was asked longer ago than "2" when "3" came
+    assert last == others[2]
 
 
 async def test_ranks_do_not_draw_the_same_random_numbers(new_cluster: NewCluster) -> None:
@@ -153,6 +174,93 @@ async def test_a_module_that_exits_when_it_is_imported_takes_no_other_worker_alo
         other = await cluster.launch_one(Look, name="other")
         assert await other.call(Look.parent) == server
         assert await first.call(Look.parent) == server
+
+
+async def test_a_death_is_told_while_modules_are_imported(
+    tmp_path: Path, new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("begins", "goes_on"):  # each is imported once somebody has written to it
+        os.mkfifo(tmp_path / name)
+        (tmp_path / f"which_{name}.py").write_text(f"open({str(tmp_path / name)!r}).read()\n")
+    async with new_cluster() as cluster:
+        first = await cluster.launch_one(Look, name="first")
+        waiting = first.call(Look.wait)
+        monkeypatch.setattr(f"{__name__}.SLOW", (*SLOW, "which_begins", "which_goes_on"))
+        other = asyncio.create_task(cluster.launch_one(Look, name="other"))
+        with await asyncio.to_thread((tmp_path / "begins").open, "w"):
+            end = os.pidfd_open(kill(cluster, "first[0]"))
+            await asyncio.to_thread(select.select, [end], [], [])
+            os.close(end)
+        with pytest.raises(WorkerDied, match="killed"):
+            await waiting
+        await asyncio.to_thread((tmp_path / "goes_on").write_text, "")
+        await (await other).call(Look.parent)
+
+
+async def test_imports_that_start_threads_are_named_and_their_workers_spawned(
+    tmp_path: Path,
+    new_cluster: NewCluster,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "which_starts_a_thread.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    async with new_cluster() as cluster:
+        first = await cluster.launch_one(Look, name="first")
+        server = await first.call(Look.parent)
+        with monkeypatch.context() as patch:
+            patch.setattr(f"{__name__}.SLOW", (*SLOW, "which_starts_a_thread"))
+            others = await cluster.launch(Look, count=2, name="others")
+            assert await others.call(Look.parent) == [os.getpid(), os.getpid()]
+        assert await first.call(Look.parent) == server  # it goes on
+        last = await cluster.launch_one(Look, name="last")
+        assert await last.call(Look.parent) not in (server, os.getpid())
+    said = {one.message.partition("#")[0] for one in caplog.records}
+    assert said == {"others[0]", "others[1]"}
+    assert "which_starts_a_thread starts threads" in caplog.text
+
+
+async def test_a_server_that_does_not_answer_is_named_and_the_next_start_asks_it_again(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with new_cluster() as cluster:
+        first = await cluster.launch_one(Look, name="first")
+        server = psutil.Process(await first.call(Look.parent))
+        server.suspend()
+        with monkeypatch.context() as patch:
+            patch.setattr(forked, "ANSWER_SECONDS", 0.01)  # it would not answer in any time
+            with pytest.raises(OSError, match=f"process {server.pid} .* is it stopped"):
+                await cluster.launch_one(Look, name="other")
+        server.resume()
+        last = await cluster.launch_one(Look, name="last")
+        assert await last.call(Look.parent) == server.pid
+
+
+async def test_a_server_that_has_ended_is_no_zombie(new_cluster: NewCluster) -> None:
+    async with new_cluster() as cluster:
+        look = await cluster.launch_one(Look)
+        server = await look.call(Look.parent)
+        os.kill(server, signal.SIGKILL)
+        with pytest.raises(WorkerDied):
+            await look.call(Look.wait)
+        await asyncio.to_thread(until, lambda: not psutil.pid_exists(server), "it is gone")
+
+
+async def test_a_process_that_this_one_forks_has_servers_of_its_own(
+    new_cluster: NewCluster,
+) -> None:
+    async with new_cluster() as cluster:
+        look = await cluster.launch_one(Look)
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+            child = os.fork()  # newer versions of Python warn of threads
+        if not child:
+            os._exit(len(forked.pids()))
+        _, status = await asyncio.to_thread(os.waitpid, child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert forked.pids() == {await look.call(Look.parent)}
 
 
 def test_where_the_end_of_a_process_cannot_be_watched_none_is_forked(
@@ -182,7 +290,7 @@ async def test_who_killed_a_worker_is_said(new_cluster: NewCluster) -> None:
         look = await cluster.launch_one(Look)
         pid = cluster.pid("Look[0]")
         assert pid is not None
-        os.kill(fork_server.pids().pop(), signal.SIGKILL)
+        os.kill(forked.pids().pop(), signal.SIGKILL)
         with pytest.raises(WorkerDied, match="from which it was forked was killed"):
             await look.call(Look.wait)
         assert gone(pid)
@@ -193,12 +301,12 @@ async def test_workers_of_a_killed_server_have_ended_and_the_next_get_another(
 ) -> None:
     async with new_cluster() as cluster:
         looks = await cluster.launch(Look, count=2, restart=ra.Restart())
-        [server] = fork_server.pids()
+        [server] = forked.pids()
         assert await looks.call(Look.parent) == [server, server]
         os.kill(server, signal.SIGKILL)
         found = [server]
         while (
-            server in found or set(found) != fork_server.pids()
+            server in found or set(found) != forked.pids()
         ):  # calls that run when the end is seen fail
             with suppress(WorkerDied):
                 found = await looks.call(Look.parent)

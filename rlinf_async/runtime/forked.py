@@ -1,0 +1,307 @@
+"""Workers are forked from a process that has imported what takes seconds, and start in a moment.
+
+::
+
+    this process                             fork server                       a worker's process
+    Fork.start --- modules, descriptors ---> imports those it does not have
+                                             forks ------------------------->  environment, main
+    its number, and later its exit code <--- waits for it <---------exit-----  module, worker
+
+Importing torch and transformers takes four seconds of a core, a fork some hundredths of one. So a
+host imports them once, not for each rank and each restart, and all workers share that memory.
+
+A worker finds what it would find in a new interpreter: the environment, the folder and the main
+module of this process as they are now. What libraries read of the environment when they are
+imported is the same for all workers of a server: another environment has another server. Workers
+that are given accelerators are not forked, nor are those whose imports start threads.
+
+The servers go with the process that started them; if one is killed, its workers count as ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import io
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from multiprocessing import (
+    connection,
+    forkserver,
+    popen_forkserver,
+    reduction,
+    resource_tracker,
+    spawn,
+    util,
+)
+from multiprocessing.context import SpawnProcess, set_spawning_popen
+from typing import Any, Final
+
+import msgspec
+
+from rlinf_async.runtime.fork_server import HAS_THREADS
+
+UNREAD: Final = frozenset({"PYTEST_CURRENT_TEST"})
+"""variables that no import reads: with another value of them it is the same environment"""
+WITHOUT_CUDA: Final = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""Of the server alone: a library that asks, when it is imported, whether there is a GPU does not
+open it."""
+LOST: Final = 256
+"""exit code of a worker whose server is gone: no process ends with it"""
+SERVERS: Final = 4
+"""environments whose servers are kept: each has some hundred MB"""
+ANSWER_SECONDS: Final = 120.0
+"""time that a server has for its imports and a fork, as a new interpreter has until it connects"""
+END_SECONDS: Final = 1.0
+"""time that a server without workers has to end with this process"""
+
+
+class ImportsStartThreads(Exception):
+    """A process with threads cannot be forked: what they hold would be held for ever."""
+
+    def __init__(self, imports: Sequence[str]) -> None:
+        super().__init__(f"the import of {', '.join(imports)} starts threads")
+
+
+class ForkedProcess(SpawnProcess):
+    """As multiprocessing's process that is spawned, but forked from a server of this process.
+
+    Args:
+        imports: modules that the server imports first. One that cannot be imported is left to the
+            worker, who says why.
+        environment: all variables of the process.
+
+    `start` raises `ImportsStartThreads` where it cannot be forked, and `OSError` where there is no
+    room for it, or where the server does not answer.
+    """
+
+    def __init__(
+        self, *, imports: Sequence[str], environment: Mapping[str, str], **process: Any
+    ) -> None:
+        super().__init__(**process)
+        self.imports = tuple(imports)
+        self.environment = dict(environment)
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:
+        return _Fork(process_obj)
+
+
+class _Fork(popen_forkserver.Popen):
+    """A fork that was asked for: as multiprocessing's own, but for which server it comes from."""
+
+    _fds: list[int]
+    """what the process is handed, by `DupFd`"""
+
+    def _launch(self, process_obj: ForkedProcess) -> None:
+        if process_obj.imports in _start_threads:
+            raise ImportsStartThreads(process_obj.imports)
+        told = io.BytesIO()
+        set_spawning_popen(self)
+        try:
+            reduction.dump(spawn.get_preparation_data(process_obj.name), told)
+            reduction.dump(process_obj, told)
+        finally:
+            set_spawning_popen(None)
+        environment = msgspec.msgpack.encode(process_obj.environment)
+        told.seek(0)
+        message = len(environment).to_bytes(4, "big") + environment + told.read()
+        if not self._forked(process_obj, message) and not self._forked(process_obj, message):
+            raise OSError("the process that forks workers was killed, and the next one, too")
+
+    def _forked(self, process: ForkedProcess, message: bytes) -> bool:
+        """Ask for the process; False where the server is killed before it has forked it."""
+        self.sentinel, write_status = os.pipe()
+        read_told, write_told = os.pipe()
+        # The process sees by its end of this pipe that this one is gone.
+        self.finalizer = util.Finalize(self, _close, (self.sentinel, write_told))
+        handed = (read_told, write_status, resource_tracker.getfd() or 0, *self._fds)
+        try:
+            server = _server_for(process.environment)
+            while not server.fork(process.imports, handed):  # it was let go meanwhile
+                server = _server_for(process.environment)
+        finally:
+            _close(read_told, write_status)
+        try:
+            self.pid = server.answer(self.sentinel, process.imports)
+            with open(write_told, "wb", closefd=False) as pipe:
+                pipe.write(message)
+        except (BrokenPipeError, EOFError):
+            self.finalizer()
+            server.see_killed()
+            return False
+        except BaseException:
+            self.finalizer()
+            raise
+        return True
+
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        """As multiprocessing's own, but for what it says where the server is gone."""
+        if self.returncode is None:
+            if flag == os.WNOHANG and not connection.wait([self.sentinel], 0):
+                return None
+            try:
+                self.returncode = forkserver.read_signed(self.sentinel)
+            except EOFError:
+                self.returncode = LOST
+        return self.returncode
+
+
+class _Server:
+    """The server of one environment, as this process sees it."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.environment = _shared(environment)
+        self._lock = threading.Lock()
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.closed = False
+        """whether it takes no more requests: it is told to end, or was killed"""
+        program = (
+            f"import sys; sys.path[:] = {sys.path!r}; "
+            f"from rlinf_async.runtime.fork_server import main; main({theirs.fileno()})"
+        )
+        flags: list[str] = getattr(util, "_args_from_interpreter_flags")()  # noqa: B009
+        with theirs:
+            self._process = subprocess.Popen(
+                [os.fsdecode(spawn.get_executable()), *flags, "-c", program, "fork_server"],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env={**environment, **WITHOUT_CUDA},
+                start_new_session=True,  # a Ctrl-C is for this process
+            )
+        # Somebody has to wait for it, or it stays as a zombie once it has ended.
+        threading.Thread(target=self._process.wait, name="fork_server", daemon=True).start()
+
+    def fork(self, imports: Sequence[str], descriptors: Sequence[int]) -> bool:
+        """Ask for a process, which gets these descriptors; False where it is closed."""
+        # Where it was killed, nobody has the other ends of these: their reader sees it.
+        with self._lock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            if self.closed:
+                return False
+            socket.send_fds(self._control, [msgspec.json.encode(imports)], descriptors)
+        return True
+
+    def answer(self, status: int, imports: tuple[str, ...]) -> int:
+        """The number of the process that was asked for.
+
+        Raises:
+            EOFError: it was killed, or could not fork.
+            OSError: it does not answer.
+            ImportsStartThreads: this process cannot be forked any more.
+        """
+        if not connection.wait([status], ANSWER_SECONDS):
+            raise OSError(
+                f"the process {self.pid} that forks workers has not answered for "
+                f"{ANSWER_SECONDS:g} s: is it stopped (`kill -CONT {self.pid}` lets it go on), or "
+                f"does the import of {', '.join(imports)} take so long?"
+            )
+        pid: int = forkserver.read_signed(status)
+        if pid != HAS_THREADS:
+            return pid
+        _start_threads.add(imports)
+        self.close()
+        raise ImportsStartThreads(imports)
+
+    def see_killed(self) -> None:
+        """Note that it was killed; raises `OSError` where it lives, and could not fork."""
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            limits = "too many open files or processes: see its message, `ulimit -n`, `ulimit -u`"
+            raise OSError(f"no process could be forked: {limits}") from None
+        self.close()
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self._process.pid
+
+    @property
+    def lives(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.poll() is None
+
+    def serves(self, environment: Mapping[str, str]) -> bool:
+        """Whether it lives, and forks processes of this environment."""
+        return self.environment == _shared(environment) and not self.closed and self.lives
+
+    def close(self) -> None:
+        """Let it end once its workers have."""
+        with self._lock:
+            self.closed = True
+            self._control.close()
+
+    def forget(self) -> None:
+        """It is that of the process which has forked this one."""
+        self._control.close()
+
+    def wait(self) -> None:
+        """Wait some moments for its end."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_SECONDS)
+
+
+_lock = threading.Lock()
+_servers: list[_Server] = []
+"""the one that was asked last is last"""
+_start_threads: set[tuple[str, ...]] = set()
+"""imports that start threads"""
+
+
+def _server_for(environment: Mapping[str, str]) -> _Server:
+    """The server of this environment. Of those that serve, the one that was asked longest ago is
+    let go where they become too many."""
+    with _lock:
+        for one in [one for one in _servers if not one.lives]:
+            one.close()
+            _servers.remove(one)
+        found = next((one for one in _servers if one.serves(environment)), None)
+        if found is None:
+            found = _Server(environment)
+        else:
+            _servers.remove(found)
+        _servers.append(found)
+        for one in [one for one in _servers if not one.closed][:-SERVERS]:
+            one.close()
+        return found
+
+
+@atexit.register
+def close_servers() -> None:
+    """Let all servers end once their workers have; without workers they have ended then."""
+    with _lock:
+        servers = list(_servers)
+    for one in servers:
+        one.close()
+    for one in servers:
+        one.wait()
+
+
+def _in_forked_child() -> None:
+    """The servers are those of the process that has forked this one, and so are its threads."""
+    global _lock
+    _lock = threading.Lock()
+    for one in _servers:
+        one.forget()
+    _servers.clear()
+
+
+os.register_at_fork(after_in_child=_in_forked_child)
+
+
+def _close(*descriptors: int) -> None:
+    for one in descriptors:
+        os.close(one)
+
+
+def pids() -> set[int]:
+    """The servers of this process."""
+    return {one.pid for one in tuple(_servers) if one.lives}
+
+
+def _shared(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name not in UNREAD}
