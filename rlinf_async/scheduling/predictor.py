@@ -29,6 +29,11 @@ class Predictor:
         """The longest of them."""
         return self._ordered[-1]
 
+    @property
+    def mean(self) -> float:
+        """Their mean."""
+        return self._means[0]
+
     def left(self, made: int) -> float:
         """Return the expectation for one sample."""
         at = bisect_right(self._ordered, made)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
@@ -16,7 +15,6 @@ from rlinf_async.scheduling import (
     RequestState,
     instance_name,
 )
-from rlinf_async.scheduling.predictor import Predictor
 from rlinf_async.workers.scheduler.config import Topology
 from rlinf_async.workers.scheduler.messages import (
     ActorReady,
@@ -25,15 +23,9 @@ from rlinf_async.workers.scheduler.messages import (
     Orders,
     RequestCount,
 )
+from rlinf_async.workers.scheduler.responses import UNKNOWN_TOKENS, Responses
 
 Phase: TypeAlias = Literal["begin", "step", "end"]
-
-UNKNOWN_TOKENS = 256.0
-"""mean length of a response before one is finished"""
-KNOWN_GROUPS = 4096
-"""newest groups whose finished responses are remembered"""
-KNOWN_LENGTHS = 8192
-"""newest finished responses whose lengths are remembered"""
 
 
 def same_sizes(one: Strategy, other: Strategy) -> bool:
@@ -59,15 +51,7 @@ class Seen:
         """requests that are with any instance, by the same"""
         self._sequence = 0
         """of these orders"""
-        self._lengths = deque[float](lengths, maxlen=KNOWN_LENGTHS)
-        self._predictor = Predictor(lengths) if len(lengths) else None
-        self._groups: dict[int, list[int]] = {}
-        """tokens of finished responses, by group"""
-        self._whole = Counter[int]()
-        """groups that are finished, by iteration"""
-        self._finished: dict[int, set[str]] = {}
-        """names of requests that are finished, by iteration"""
-        self._longest = max(lengths, default=0.0)
+        self._responses = Responses(topology.samples, topology.group, lengths)
         self._refused: tuple[int, list[Strategy]] = (-1, [])
 
     def note(self, report: InstanceReport) -> None:
@@ -80,36 +64,20 @@ class Seen:
             self._taken = max(self._taken, report.taken)
 
     def note_ended(self, ended: Sequence[EndedCount]) -> None:
-        """Take responses that are finished; one that is finished twice counts once."""
-        for one in ended:
-            names = self._finished.setdefault(one.iteration, set())
-            if one.name in names:
-                continue
-            self._lengths.append(one.tokens)
-            self._longest = max(self._longest, one.tokens)
-            if one.iteration < 0:
-                continue
-            names.add(one.name)
-            group = self._groups.setdefault(one.group, [])
-            group.append(one.tokens)
-            self._whole[one.iteration] += len(group) == self._topology.group
-            while len(self._groups) > KNOWN_GROUPS:
-                del self._groups[next(iter(self._groups))]
+        """Take responses that are finished."""
+        self._responses.note(ended)
 
     def begin(self, iteration: int) -> None:
         """An iteration begins: lengths are expected by those of the iterations before."""
-        for older in [one for one in self._finished if one < iteration]:
-            del self._finished[older]
-        if self._lengths:
-            self._predictor = Predictor(self._lengths)
+        self._responses.begin(iteration)
 
     def finished(self, iteration: int) -> int:
         """Return the samples of an iteration that are generated, as far as is known."""
-        return len(self._finished.get(iteration, ()))
+        return self._responses.finished(iteration)
 
     def arrived(self, ready: ActorReady) -> int:
         """Return the samples of whole groups that are generated, and not trained yet."""
-        whole = self._whole[ready.boundary.iteration] * self._topology.group
+        whole = self._responses.in_whole_groups(ready.boundary.iteration)
         first = max(ready.mini_batches // ready.epochs, 1)
         trained = ready.boundary.done * self._topology.samples // first
         return max(whole - trained, 0)
@@ -189,7 +157,7 @@ class Seen:
         names = tuple(self._request(one) for one in queued or ())
         if queued is not None:
             waiting = len(names)
-        mean = self._mean_tokens()
+        mean = self._responses.mean
         return ClusterState(
             time=time,
             iteration=boundary.iteration,
@@ -197,7 +165,7 @@ class Seen:
             samples=topology.samples,
             finished=topology.samples - self._unfinished(ready, phase),
             tokens=mean,
-            longest=float(self._longest),
+            longest=self._responses.longest,
             group=topology.group,
             queued=waiting,
             queued_expected=sum(one.expected for one in names)
@@ -270,23 +238,9 @@ class Seen:
             answers=number not in silent,
         )
 
-    def _mean_tokens(self) -> float:
-        """Return the mean number of tokens of finished responses; 0: there is none."""
-        return sum(self._lengths) / len(self._lengths) if self._lengths else 0.0
-
     def _request(self, request: RequestCount) -> RequestState:
         return RequestState(name=request.name, made=request.made, expected=self.expected(request))
 
     def expected(self, request: RequestCount) -> float:
-        """Guess the tokens that are still to come.
-
-        Of a request that has none yet and others of its group are finished: their mean, for prompts
-        differ. Else by the lengths of earlier iterations, of those that are longer than it. While
-        there are none, the rest of the mean; of a request that is longer already, half as many
-        again as it has: lengths have a long tail.
-        """
-        group = self._groups.get(request.group)
-        if self._predictor is not None and not (group and not request.made):
-            return min(float(request.most), self._predictor.left(request.made))
-        mean = sum(group) / len(group) if group else self._mean_tokens() or UNKNOWN_TOKENS
-        return min(float(request.most), max(mean - request.made, request.made / 2, 1.0))
+        """Guess the tokens that are still to come; see `Responses`."""
+        return self._responses.expected(request)
