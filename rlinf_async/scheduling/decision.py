@@ -1,4 +1,4 @@
-"""`ScalingDecision`: what changes now. It travels as ``Latest[ScalingDecision]``.
+"""`ScalingDecision`: what changes now, as a policy decides it.
 
 Carried out in this order::
 
@@ -47,8 +47,6 @@ class Migration(msgspec.Struct, frozen=True, kw_only=True):
 class ScalingDecision(msgspec.Struct, frozen=True, kw_only=True):
     """One decision. As it is by default, nothing changes."""
 
-    sequence: int = 0
-    """number of the decision in its run; a receiver ignores one that it has carried out"""
     iteration: int = 0
     stop: tuple[int, ...] = ()
     """instances"""
@@ -207,7 +205,8 @@ def _device_faults(decision: ScalingDecision, state: ClusterState) -> list[str]:
 
 
 def _service_faults(decision: ScalingDecision, state: ClusterState) -> list[str]:
-    """Somebody has to serve while there is something to generate, if anybody can."""
+    """Somebody has to serve while there is something to generate, if anybody can; and after an
+    iteration, for what comes next: an evaluation, or requests of the next one."""
     holder = {
         device: name
         for name, devices in holdings_after(decision, state).items()
@@ -226,9 +225,12 @@ def _service_faults(decision: ScalingDecision, state: ClusterState) -> list[str]
         one.number in resumed or (one.number not in decision.stop and (one.serves or comes(one)))
         for one in state.instances
     )
-    if serves or not state.unfinished:
+    able = any(can_have(one, one.home) for one in state.instances)
+    if serves:
         return []
-    if not decision.changes_devices and not any(can_have(one, one.home) for one in state.instances):
+    if state.phase == "end":
+        return ["no instance would serve after the iteration"] if able else []
+    if not state.unfinished or not (decision.changes_devices or able):
         return []
     return [f"no instance would serve, but {state.unfinished} samples are unfinished"]
 

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any, Protocol
 
+import msgspec
+
 from rlinf_async.config import ConfigError
 from rlinf_async.config.entry_point import load_entry_point
 from rlinf_async.scheduling.decision import ScalingDecision, check
@@ -71,10 +73,8 @@ def _made(kind: Callable[[], Any], name: str, path: tuple[str, ...]) -> ScalingP
 
 
 class SafePolicy:
-    """A policy whose failure changes nothing: the run goes on as it is.
-
-    Once it has raised, or has returned what cannot be carried out, it is not asked again but to go
-    home: at the end of an iteration the actor takes its home strategy, and instances their devices.
+    """A policy that is replaced by `Static` once it has raised, or has returned what cannot be
+    carried out: everybody goes home, and the run goes on.
 
     Args:
         policy: is asked.
@@ -95,27 +95,28 @@ class SafePolicy:
 
     def decide(self, state: ClusterState, /) -> ScalingDecision:
         """Return the policy's decision if it can be carried out; see the class."""
-        from rlinf_async.scheduling.policies.home import go_home
-
         if not self.fault:
             try:
                 decision = self._policy.decide(state)
                 if not isinstance(decision, ScalingDecision):
                     raise TypeError(f"it returned {decision!r}, not a ScalingDecision")
+                # Its fields may be of any type: Python does not look.
+                msgspec.convert(msgspec.to_builtins(decision), ScalingDecision)
                 check(decision, state)
                 return decision
             except Exception as error:
                 self.fault = f"{type(error).__name__}: {error}"
                 self._report(
                     f"policy {self._name!r} failed in iteration {state.iteration} ({self.fault}); "
-                    "the run goes on with its devices as they are (policy 'static')"
+                    "everybody goes home and stays there (policy 'static')"
                 )
-        home = go_home(state)
-        return home if state.actor.ready else ScalingDecision()
+                self._policy = load_policy("static")
+                self.orders = False
+        return self._policy.decide(state)
 
 
 def safe(
     policy: ScalingPolicy, name: str = "", report: Callable[[str], None] | None = None
 ) -> SafePolicy:
-    """Return a policy that goes on static once this one fails, and says so once."""
+    """Return a policy that is `Static` once this one fails, and says so once."""
     return SafePolicy(policy, name or type(policy).__name__, report)

@@ -58,8 +58,6 @@ class InstanceState(msgspec.Struct, frozen=True, kw_only=True):
     """tokens made for the requests that are here"""
     expected: float = 0.0
     """expected number of tokens that are still to come for the requests that are here"""
-    rate: float = 0.0
-    """tokens per second, measured; 0: not known"""
     requests: tuple[RequestState, ...] = ()
     """the requests that are here; may be left out where only counts are known"""
     answers: bool = True
@@ -186,8 +184,6 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     """the ledger's"""
     loans: tuple[Loan, ...] = ()
     """the ledger's"""
-    sequence: int = 0
-    """number of the last decision"""
 
     @property
     def unfinished(self) -> int:

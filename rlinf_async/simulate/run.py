@@ -358,6 +358,8 @@ class SimulatedRun:
             self.generated.sender,
             self.weights.receiver,
             self.taken.sender,
+            self.orders.receiver,
+            self.told.sender,
         )
         inferred = self._config.inference.devices > 0
         scored = self.unchecked if inferred else self.scored
@@ -365,7 +367,7 @@ class SimulatedRun:
         inferring = inferred and self.inference.call(
             SimulatedInference.log_probs, self.unchecked.receiver, self.scored.sender
         )
-        following = await self._follow()
+        following, deciding = await self._follow()
         background = [
             asyncio.create_task(one)
             for one in (
@@ -400,20 +402,22 @@ class SimulatedRun:
         await source
         await self.orders.sender.close()
         await self.verdicts.sender.close()
-        for call in following[:2]:
-            await call
+        await following
+        self.requests.sender.close()
+        await serving
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
         self.told.sender.close()
-        await following[2]  # the scheduler: nobody reports any more
-        del serving, scoring, inferring
+        await deciding  # the scheduler: nobody reports any more
+        del scoring, inferring
 
     async def _publish(self) -> None:
         await self.actor.call(SimulatedActor.sync_model_to_rollout, self.weights.sender)
 
-    async def _follow(self) -> tuple[Any, ...]:
-        """Have everyone follow the scheduler; the guests on the actor's devices are stopped."""
+    async def _follow(self) -> tuple[Any, Any]:
+        """Have the actors follow the scheduler, as rollout workers do; the guests on the actor's
+        devices are stopped."""
         orders, told = self.orders, self.told
         await orders.sender.publish(first_orders(self.site.topology))
         return (
@@ -426,7 +430,6 @@ class SimulatedRun:
                 self.shares.sender,
                 self.site.scheduler.config.patience,
             ),
-            self.rollout.call(SimulatedRollout.follow_scheduler, orders.receiver, told.sender),
             self.scheduler.call(
                 SimulatedScheduler.run,
                 orders.sender,

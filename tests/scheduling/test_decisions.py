@@ -177,7 +177,7 @@ def test_devices_follow_a_decision() -> None:
 
 def test_states_and_decisions_travel() -> None:
     decision = ScalingDecision(
-        sequence=3,
+        iteration=3,
         actor=Strategy(dp=4),
         resume=(Resume(instance=6, devices=(0,)),),
         migrations=(Migration(source=0, target=1, names=("1/2",)),),

@@ -100,7 +100,6 @@ class SchedulerLink:
         while True:
             self._newest = await self._orders.get(newer_than=seen)
             seen = self._orders.version
-            self._over = self._newest.over
             async with self._changed:
                 self._changed.notify_all()
 

@@ -2,7 +2,7 @@
 
 from rlinf_async.workers.scheduler.changes import SchedulerSummary
 from rlinf_async.workers.scheduler.config import SchedulingConfig, Topology
-from rlinf_async.workers.scheduler.holdings import first_orders, last_orders
+from rlinf_async.workers.scheduler.holdings import first_orders
 from rlinf_async.workers.scheduler.messages import (
     ActorChanged,
     ActorReady,
@@ -33,5 +33,4 @@ __all__ = [
     "Topology",
     "Verdict",
     "first_orders",
-    "last_orders",
 ]

@@ -243,7 +243,7 @@ class Changes:
         """Ask all ranks of an actor that waits what they hold, where that is not known: one has not
         answered in time, or told it to a scheduler before this one."""
         control = self._control
-        if control.holdings.knows_actor(ready) or not self._says_so(ready):
+        if control.holdings.knows_actor(ready) or not self._is_current(ready):
             return
         await control.order_actor(ready.boundary, holds=ready.holds, goes_on=False, roll_call=True)
         await control.changed(self._config.answer_seconds)
@@ -253,17 +253,17 @@ class Changes:
         control, ready = self._control, self._control.actor
         if holds_boundary or not control.is_open or ready is None or not ready.holds:
             return
-        if self._says_so(ready):
+        if self._is_current(ready):
             await control.order_actor(ready.boundary)
 
-    def _says_so(self, ready: ActorReady) -> bool:
-        """Whether the actor can hold what it says; else it said so before it gave devices away."""
+    def _is_current(self, ready: ActorReady) -> bool:
+        """Whether the actor can hold what it says; else it said so before it gave devices away,
+        and is not at this boundary any more."""
         control = self._control
         ranks = ready.strategy.world_size if ready.holds else 0
-        if control.holdings.can_give_actor(ranks):
-            return True
-        control.is_open = False
-        return False
+        is_current = control.holdings.can_give_actor(ranks)
+        control.is_open = control.is_open and is_current
+        return is_current
 
     async def _change(
         self,
@@ -283,7 +283,9 @@ class Changes:
             await self._let_go(holds_boundary)
             return True
         if holds and not control.holdings.can_give_actor(control.ranks_needed(ready, strategy)):
-            self._log.warning("others may hold devices that the actor needs: it stays as it is")
+            self._log.warning(
+                "devices that the actor needs are lost, or others may hold them: it stays as it is"
+            )
             await self._let_go(holds_boundary)
             return False
         began = asyncio.get_running_loop().time()

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-import msgspec
-
 from rlinf_async.scheduling import ACTOR, DeviceLedger, Holding, instance_name
 from rlinf_async.workers.scheduler.config import Topology
 from rlinf_async.workers.scheduler.messages import ActorChanged, ActorReady, InstanceReport, Orders
@@ -29,28 +27,6 @@ def first_orders(topology: Topology) -> Orders:
     own = topology.actor[: topology.home.world_size]
     held = [Holding(holder=instance_name(n), devices=has) for n, has in enumerate(devices) if has]
     return Orders(devices=devices, held=(Holding(holder=ACTOR, devices=own), *held))
-
-
-def last_orders(newest: Orders, topology: Topology) -> Orders:
-    """Return the orders that hold once there is no scheduler any more: instances serve at home,
-    unless somebody else may hold devices there; guests are stopped."""
-    holder = {device: one.holder for one in newest.held for device in one.devices}
-
-    def devices(number: int, home: tuple[int, ...]) -> tuple[int, ...]:
-        if number in topology.guests:
-            return ()
-        name = instance_name(number)
-        is_free = all(holder.get(one, name) == name for one in home)
-        return home if is_free and not set(home) & set(newest.lost) else newest.devices_of(number)
-
-    return msgspec.structs.replace(
-        newest,
-        sequence=newest.sequence + 1,
-        devices=tuple(devices(number, home) for number, home in enumerate(topology.instances)),
-        due=(),
-        takers=None,
-        hand_back=(),
-    )
 
 
 class Holdings:

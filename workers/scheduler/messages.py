@@ -72,8 +72,6 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     """False: the actor stays there, until later orders"""
     roll_call: bool = False
     """every rank of the actor says what it holds there, though nothing changes"""
-    over: bool = False
-    """there is no scheduler any more: nobody waits for it, and all stays as it is"""
     reason: str = ""
     """for logs and traces"""
 

@@ -190,7 +190,6 @@ class Seen:
             rates=rates,
             holdings=ledger.holdings(),
             loans=ledger.loans(),
-            sequence=orders.sequence,
         )
 
     def _known(self, strategy: Strategy) -> Strategy:

@@ -9,7 +9,7 @@ import pytest
 from rlinf_async.config import ConfigError
 from rlinf_async.parallel import Strategy
 from rlinf_async.runtime.devices import stated_devices
-from rlinf_async.runtime.jobs.language.layout import actor_options, layout_of
+from rlinf_async.runtime.jobs.language.layout import actor_options, layout_of, rollout_options
 from rlinf_async.runtime.jobs.language.placement import placed, plan_roles
 from rlinf_async.runtime.jobs.language.schedulable import check_scheduler
 from rlinf_async.runtime.jobs.language.scheduling import topology
@@ -94,6 +94,30 @@ def test_actors_are_launched_on_their_devices_and_those_of_the_last_rollout_work
 
 
 @pytest.mark.parametrize(
+    ("devices", "guests", "homes"),
+    [("1", "2", ((0,), (1,))), ("2", "1", ((0, 1),))],
+)
+def test_guests_are_launched_on_devices_of_the_actors(
+    tmp_path: Path, devices: str, guests: str, homes: tuple[tuple[int, ...], ...]
+) -> None:
+    settings = {
+        "cluster__actors": "2",
+        "cluster__rollout_workers": "2",
+        "cluster__placement__rollout__devices_per_worker": devices,
+        "scheduler__guests": guests,
+    }
+    asked = config(tmp_path, **SCHEDULED, **settings)
+    plan = plan_roles(asked, stated_devices("8xH100"))
+    found = placed(asked, plan)
+    check_scheduler(found, plan)
+    layout = layout_of(found, plan)
+    own = tuple(plan.ranks["rollout"])
+    assert layout.instances == (*own, *homes)
+    assert rollout_options(layout, plan, {})["placement"] == Ranks([*own, *homes])
+    assert found.rollout_ranks == len(layout.instances)
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"cluster__placement": "collocated"}, "rollout and actor workers share devices"),
@@ -103,6 +127,10 @@ def test_actors_are_launched_on_their_devices_and_those_of_the_last_rollout_work
             "several rollout workers share a device",
         ),
         ({"rollout__vllm__sleep": "false"}, "has to free their memory, and sleep is false"),
+        (
+            {"scheduler__guests": "2"},
+            "devices could be lent: use no more than 1",
+        ),
     ],
 )
 def test_devices_that_cannot_move_are_refused(

@@ -143,3 +143,16 @@ def test_megatron_actors_grow_and_shrink_beside_a_critic_through_two_epochs_and_
     expected, nothing = trained(tmp_path / "static", capsys, *ppo)
     assert nothing is None
     same(job, expected, ("critic_loss", "critic_value", "critic_grad_norm", *LOSSES), 1e-4)
+
+
+def test_a_guest_starts_its_engine_on_the_device_that_an_actor_has_lent(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lends = ("--scheduler.policy", "turns", "--scheduler.guests", 1)
+    workers = ("--cluster.rollout_workers", 2, "--cluster.backend", "process")
+    job, scheduler = trained(tmp_path / "lent", capsys, *lends, *workers)
+    assert scheduler is not None
+    assert (scheduler["lent"], scheduler["policy_fault"]) == (2, "")
+    assert scheduler["unanswered"] == scheduler["failed"] == 0
+    expected, _ = trained(tmp_path / "static", capsys)
+    same(job, expected, LOSSES, 1e-4)

@@ -32,8 +32,9 @@ class Rollout(LanguageRolloutWorker):
         config: LanguageRolloutConfig | None = None,
         *,
         scheduled: bool = False,
+        guests: int = 0,
     ):
-        super().__init__(engine, config, backend="toy", scheduled=scheduled)
+        super().__init__(engine, config, backend="toy", scheduled=scheduled, guests=guests)
 
     async def kill_engine(self) -> None:
         """The engine dies with all it has."""
@@ -75,9 +76,9 @@ class Channels:
             await self.requests.sender.put(one)
 
     def serve(
-        self, rollout: ra.WorkerGroup[Any], ranks: Iterable[int] = (0,)
+        self, rollout: ra.WorkerGroup[Any], ranks: Iterable[int] = (0,), *scheduler: Any
     ) -> ra.GroupCall[list[LanguageRolloutReport]]:
-        """Have these ranks serve."""
+        """Have these ranks serve; ``scheduler``: the orders, and the sender of reports."""
         return rollout.call_on(
             ranks,
             Rollout.serve,
@@ -85,6 +86,7 @@ class Channels:
             self.samples.sender,
             self.weights.receiver,
             self.taken.sender,
+            *scheduler,
         )
 
     async def collect(self, count: int) -> dict[str, Sample]:

@@ -57,6 +57,8 @@ def trained_once(ran: Ran, iterations: int = ITERATIONS) -> None:
 
 ACTOR_DEVICES = (0, 2)
 """of its ranks"""
+HOMES = ((1,), (2,), (0,))
+"""of rollout workers, the guest last"""
 
 
 class Devices:
@@ -96,8 +98,8 @@ class Slow(Rollout):
     held: ClassVar[Devices]
 
     async def setup(self) -> None:
-        await super().setup()
-        self.held.has(self.rank, ())  # it may be another one, after the death of the first
+        await super().setup()  # it may be another one, after the death of the first
+        self.held.has(self.rank, () if self.offloaded else HOMES[self.rank])
 
     async def offload(self, migrate: bool = False) -> None:
         await asyncio.sleep(self.chance.choice((0.0, 0.0, 1.0, 7.0)))
@@ -237,6 +239,7 @@ def try_seed(seed: int) -> None:
                 scheduler=Unsure,
                 guest=guest,
                 sizes=(1, 2),
+                restarts=chance.choice((0, 1, 5)),
             )
             await run.start()
 
@@ -244,7 +247,7 @@ def try_seed(seed: int) -> None:
                 for _ in range(chance.randint(0, 3)):
                     await asyncio.sleep(chance.uniform(0.0, 20.0))
                     mortal = ["Scheduler[0]", "Rollout[0]", "Rollout[1]", *["Rollout[2]"] * guest]
-                    backend.kill(chance.choice(mortal))
+                    backend.kill(chance.choice(mortal))  # one that is given up is not there
 
             async def lose() -> None:
                 """Devices of rollout workers are lost for a while, as the scheduler is told."""

@@ -21,6 +21,7 @@ from rlinf_async.messages.language import (
 )
 from rlinf_async.runtime.jobs.language.dispatch import Dispatcher
 from rlinf_async.runtime.jobs.language.samples import to_train
+from rlinf_async.runtime.jobs.language.scheduling import decide
 from rlinf_async.workers.actor import FSDPActor, LanguageBatches
 from rlinf_async.workers.scheduler import (
     DataShare,
@@ -71,6 +72,7 @@ class Run:
         scheduler: its class.
         guest: another rollout worker, on the actor's own device, serves while the actor lends it.
         sizes: numbers of devices that rollout workers can serve on, beside one.
+        restarts: of the scheduler, before it is given up.
     """
 
     def __init__(
@@ -85,10 +87,12 @@ class Run:
         rollout: type[Rollout] = Rollout,
         guest: bool = False,
         sizes: tuple[int, ...] = (),
+        restarts: int = 5,
     ) -> None:
         self.cluster, self.engine, self.trainer, self.config = cluster, engine, trainer, config
         self._backend = backend
-        self._sizes = sizes
+        self._sizes, self._restarts = sizes, restarts
+        self._guests = int(guest)
         self._instances = ((1,), (2,), (0,)) if guest else ((1,), (2,))
         self._scheduler_class, self._rollout_class = scheduler, rollout
         self.channels = Channels(cluster)
@@ -120,6 +124,7 @@ class Run:
             self._rollout_class,
             self.engine,
             scheduled=True,
+            guests=self._guests,
             count=len(self._instances),
             name="Rollout",
             restart=ra.Restart(max=3),
@@ -137,7 +142,7 @@ class Run:
             topology,
             self.config,
             name="Scheduler",
-            restart=ra.Restart(max=5),
+            restart=ra.Restart(max=self._restarts),
         )
         await self.orders.sender.publish(first_orders(topology))
         self._ends = [
@@ -147,25 +152,26 @@ class Run:
             self.groups.receiver.open(),
             self.reports.receiver.open(),  # a scheduler that dies is not the last to read them
         ]
-        self.serving = channels.serve(self.rollouts, range(len(self._instances)))
-        self.following: list[Any] = [
-            self.actors.call(
-                FSDPActor.follow_scheduler,
-                self.orders.receiver,
-                self.reports.sender,
-                self.verdicts.sender,
-                self.verdicts.receiver,
-                self.shares.sender,
-                self.config.patience,
-            ),
-            self.rollouts.call(Rollout.follow_scheduler, self.orders.receiver, self.reports.sender),
-        ]
-        self.deciding = self.schedulers.call(
-            SchedulerWorker.run,
-            self.orders.sender,
+        ends = self.orders.receiver, self.reports.sender
+        self.serving = channels.serve(self.rollouts, range(len(self._instances)), *ends)
+        self.following = self.actors.call(
+            FSDPActor.follow_scheduler,
             self.orders.receiver,
-            self.reports.receiver,
-            self.channels.requests.receiver,
+            self.reports.sender,
+            self.verdicts.sender,
+            self.verdicts.receiver,
+            self.shares.sender,
+            self.config.patience,
+        )
+        self.deciding = asyncio.create_task(
+            decide(
+                self.schedulers,
+                topology,
+                self.config,
+                self.orders,
+                self.reports.receiver,
+                self.channels.requests.receiver,
+            )
         )
 
     async def train(
@@ -204,12 +210,11 @@ class Run:
     async def _end(self) -> None:
         await self.orders.sender.close()
         await self.verdicts.sender.close()
-        for call in self.following:
-            await call
-        [self.ran.summary] = await self.deciding
+        await self.following
         self.channels.requests.close()
         await self.channels.weights.sender.close()
         await self.serving
+        self.ran.summary = await self.deciding
         for end in self._ends:
             end.close()
 

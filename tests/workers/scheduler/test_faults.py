@@ -4,8 +4,11 @@ policy fails, a strategy cannot be applied. In all of them every sample is train
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
 
+import msgspec
 import pytest
 
 import rlinf_async as ra
@@ -14,6 +17,7 @@ from rlinf_async.channels import LatestReceiver, Sender
 from rlinf_async.parallel import Strategy
 from rlinf_async.scheduling import (
     ClusterState,
+    Migration,
     Resume,
     ScalingDecision,
     ScalingPolicy,
@@ -28,6 +32,7 @@ from rlinf_async.workers.scheduler import (
     SchedulerWorker,
     SchedulingConfig,
 )
+from tests.runtime.mortal import MortalBackend
 from tests.workers.rollout.language_kit import Rollout
 from tests.workers.scheduler.explore import Devices, Failing, trained_once, try_seed
 from tests.workers.scheduler.kit import Run
@@ -39,11 +44,11 @@ ITERATIONS = 3
 class Deaf(Rollout):
     """Rank 1 hears its first orders, and never answers."""
 
-    async def follow_scheduler(
+    async def _follow_scheduler(
         self, orders: LatestReceiver[Orders], reports: Sender[SchedulerReport]
     ) -> None:
         if self.rank == 0:
-            await super().follow_scheduler(orders, reports)
+            await super()._follow_scheduler(orders, reports)
         else:
             async for _ in orders:
                 self._link.heard.set()
@@ -116,6 +121,26 @@ class WithStrangers(SchedulerWorker):
         return Raising(ScalingDecision(stop=(7,)))
 
 
+class WithHalves(SchedulerWorker):
+    def make_policy(self) -> ScalingPolicy:
+        half: Any = 2.5  # Python does not look at the type of a field
+        return Raising(ScalingDecision(migrations=(Migration(source=0, target=1, count=half),)))
+
+
+class WithNobodyLeft(SchedulerWorker):
+    def make_policy(self) -> ScalingPolicy:
+        return StoppingAtTheEnd()
+
+
+class StoppingAtTheEnd:
+    """All stop at the end of an iteration, and serve from the beginning of the next on."""
+
+    def decide(self, state: ClusterState, /) -> ScalingDecision:
+        if state.phase == "end":
+            return ScalingDecision(stop=tuple(one.number for one in state.serving))
+        return ScalingDecision()
+
+
 @pytest.mark.parametrize(
     ("scheduler", "fault"),
     [
@@ -123,6 +148,8 @@ class WithStrangers(SchedulerWorker):
         (WithNonsense, "not a ScalingDecision"),
         (WithTooMany, "dp=3"),
         (WithStrangers, "instance 7"),
+        (WithHalves, "Expected `int`, got `float` - at `$.migrations[0].count`"),
+        (WithNobodyLeft, "no instance would serve after the iteration"),
     ],
 )
 def test_a_policy_that_fails_leaves_the_run_static_and_that_is_said(
@@ -139,7 +166,7 @@ def test_a_policy_that_fails_leaves_the_run_static_and_that_is_said(
         assert ran.summary.changes == 0
 
     explore(body, seeds=range(2))
-    assert "goes on with its devices as they are" in caplog.text
+    assert "everybody goes home and stays there" in caplog.text
 
 
 def test_a_strategy_that_the_actor_cannot_apply_gives_the_device_back(
@@ -279,6 +306,103 @@ def test_one_that_loses_a_device_that_is_not_of_its_home_serves_at_home() -> Non
         assert ran.summary.stopped == 2
 
     explore(body, seeds=range(3))
+
+
+class Fails(SchedulerWorker):
+    """Fails, or dies, while the actor has lent its device."""
+
+    fail: ClassVar[Callable[[], None]]
+
+    def decided(self, state: ClusterState, decision: ScalingDecision) -> None:
+        if not state.actor.holds and state.phase == "step":
+            type(self).fail()
+
+
+def make_a_mistake() -> None:
+    raise RuntimeError("a mistake of the scheduler's own")
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_scheduler_that_is_given_up_leaves_everybody_at_home(dies: bool) -> None:
+    async def body() -> None:
+        Failing.seed, Failing.held = None, Devices()
+        backend = MortalBackend()
+        async with ra.Cluster(backend) as cluster:
+            run = Run(
+                cluster,
+                scheduler=Fails,
+                config=msgspec.structs.replace(SHORT, policy="turns"),
+                guest=True,
+                restarts=0,
+            )
+            Fails.fail = partial(backend.kill, "Scheduler[0]") if dies else make_a_mistake
+            await run.start()
+            ran = await run.train(ITERATIONS)
+        trained_once(ran, ITERATIONS)
+        assert ran.summary is not None
+        cause = "killed by a test" if dies else "a mistake of the scheduler's own"
+        assert cause in ran.summary.policy_fault
+        assert not Failing.held.lent
+
+    with registered("toy", Failing):
+        explore(body, seeds=range(5))
+
+
+class Ending(Run):
+    """A rollout worker dies once the orders have ended."""
+
+    backend: MortalBackend
+
+    async def _end(self) -> None:
+        await self.orders.sender.close()
+        await self.verdicts.sender.close()
+        await self.following
+        self.backend.kill("Rollout[1]")
+        await super()._end()
+
+
+def test_a_rollout_worker_that_dies_after_the_last_orders_does_not_keep_the_run_from_ending() -> (
+    None
+):
+    async def body() -> None:
+        backend = MortalBackend()
+        async with ra.Cluster(backend) as cluster:
+            run = Ending(cluster)
+            run.backend = backend
+            await run.start()
+            trained_once(await run.train(1), 1)
+        assert len(backend.lives["Rollout[1]"]) == 2
+
+    explore(body, seeds=range(3))
+
+
+class Watching(SchedulerWorker):
+    """Notes how much of the iteration is finished, as its policy is told, and dies once."""
+
+    told: ClassVar[list[tuple[int, int]]]
+    """by which incarnation, and how much"""
+    die: ClassVar[Callable[[], None]]
+
+    def decided(self, state: ClusterState, decision: ScalingDecision) -> None:
+        self.told.append((self.incarnation, state.finished))
+        if not self.incarnation and state.finished > state.samples / 2:
+            type(self).die()
+
+
+def test_a_scheduler_that_is_started_again_knows_what_is_finished() -> None:
+    async def body() -> None:
+        backend, Watching.told = MortalBackend(), []
+        async with ra.Cluster(backend) as cluster:
+            config = SchedulingConfig(policy="static", every=0.1)
+            run = Run(cluster, scheduler=Watching, config=config)
+            Watching.die = partial(backend.kill, "Scheduler[0]")
+            await run.start()
+            trained_once(await run.train(1), 1)
+        first = [finished for incarnation, finished in Watching.told if not incarnation]
+        second = [finished for incarnation, finished in Watching.told if incarnation]
+        assert 0 < max(first) <= min(second)
+
+    explore(body, seeds=range(5))
 
 
 @pytest.mark.parametrize("part", range(2))

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from rlinf_async.parallel import Strategy
-from rlinf_async.scheduling import ACTOR, DeviceTaken, Resume
+from rlinf_async.scheduling import ACTOR, DeviceTaken
 from rlinf_async.workers.scheduler import (
     ActorChanged,
     ActorReady,
@@ -14,7 +14,6 @@ from rlinf_async.workers.scheduler import (
     InstanceReport,
     Topology,
     first_orders,
-    last_orders,
 )
 from rlinf_async.workers.scheduler.holdings import Holdings
 
@@ -153,23 +152,3 @@ def test_a_scheduler_after_another_one_knows_no_less() -> None:
     assert second.ledger.lost == (1,)
     second.note(says(0, 3))  # before those orders: it may have taken it again
     assert not second.can_have(1, (1,))
-
-
-def test_without_a_scheduler_all_serve_at_home_whose_home_nobody_else_may_hold() -> None:
-    orders = msgspec.structs.replace(
-        first_orders(TOPOLOGY),
-        sequence=9,
-        devices=((1, 0), (), ()),
-        due=(Resume(instance=1, devices=(2,)),),
-        held=(),
-    )
-    held = holdings().ledger
-    held.release(ACTOR)
-    held.take("rollout[0]", (0,))
-    held.release("rollout[1]")
-    last = last_orders(msgspec.structs.replace(orders, held=held.holdings()), TOPOLOGY)
-    assert last.devices == ((1,), (2,), ())
-    assert (last.sequence, last.due) == (10, ())
-    held.take(ACTOR, (2,))
-    last = last_orders(msgspec.structs.replace(orders, held=held.holdings()), TOPOLOGY)
-    assert last.devices == ((1,), (), ())

@@ -52,9 +52,29 @@ class LiveEngine:
             asyncio.Lock()
         )  # held while weights are loaded, or the engine is replaced or offloaded
         self._moving = asyncio.Lock()  # held while it is offloaded or onloaded
-        self._offloaded = False
+        self._started = self._offloaded = False
         self.restarts = 0
         """engines that died and were replaced"""
+
+    @property
+    def started(self) -> bool:
+        """Whether the engine was started."""
+        return self._started
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether it holds no device's memory."""
+        return self._offloaded
+
+    async def start(self) -> None:
+        """Start the engine."""
+        await self.engine.start()
+        self._started = True
+
+    async def start_later(self) -> None:
+        """Have the first `onload` start the engine: others may hold its devices until then."""
+        await self._changing.acquire()
+        self._offloaded = True
 
     async def generate(self, request: Request) -> Generated | None:
         """Generate under weights that are recent enough for the request; None if it was interrupted
@@ -139,12 +159,12 @@ class LiveEngine:
 
     async def onload(self) -> None:
         """Take the memory again, if it was given back, and the weights if the engine dropped
-        them."""
+        them; start the engine, if it was not."""
         async with self._moving:
             if not self._offloaded:
                 return
             try:
-                await self.engine.onload()
+                await (self.engine.onload() if self._started else self.start())
                 if self.engine.version < 0:
                     await self._load_newest(self.engine)
             finally:

@@ -43,6 +43,11 @@ class Instance(Protocol):
         ...
 
     @property
+    def offloaded(self) -> bool:
+        """It holds no device's memory."""
+        ...
+
+    @property
     def handed_back(self) -> int:
         """Requests that it has handed back."""
         ...
@@ -77,29 +82,31 @@ class SchedulerLink:
 
     Args:
         instance: the worker.
-        scheduled: it follows one; else nothing is noted.
     """
 
-    def __init__(self, instance: Instance, *, scheduled: bool) -> None:
-        self._instance, self._scheduled = instance, scheduled
+    def __init__(self, instance: Instance) -> None:
+        self._instance = instance
+        self._follows = False
+        """else nothing is noted"""
         self.orders = Orders()
         """the newest"""
         self.heard = asyncio.Event()
-        """the first orders are carried out, or there is no scheduler"""
+        """the first orders are carried out, or there are none any more"""
         self._sending: dict[str, EndedCount] = {}
         """by request: responses that are generated, and not sent on"""
         self._ended: list[EndedCount] = []
         """since the last message"""
+        self._known: list[EndedCount] = []
+        """of this iteration and the one before, for a scheduler that is started again"""
         self._began: list[str] = []
         """requests that were taken since then, where few instances take any"""
         self._news = asyncio.Event()
-        if not scheduled:
-            self.heard.set()
 
     async def follow(
         self, orders: LatestReceiver[Orders], reports: Sender[SchedulerReport]
     ) -> None:
         """Carry orders out until they end."""
+        self._follows = True
         async with task_group() as group:
             telling = group.create_task(self._tell(reports))
             await self._follow(orders, reports)
@@ -109,23 +116,24 @@ class SchedulerLink:
     async def _follow(
         self, orders: LatestReceiver[Orders], reports: Sender[SchedulerReport]
     ) -> None:
-        instance, seen, stopped = self._instance, 0, False
+        instance, seen, scheduler = self._instance, 0, 0
         while True:
             try:
                 newest = self.orders = await orders.get(newer_than=seen)
             except EndOfChannel:
                 return
             seen = orders.version
+            if newest.scheduler != scheduler:  # it does not know what another one was told
+                scheduler, self._ended = newest.scheduler, [*self._known]
             before = instance.handed_back
             devices = newest.devices_of(instance.rank)
             if not devices:
                 await instance.offload(newest.migrate)
             else:
                 await instance.use_devices(devices)
-                if stopped:
+                if instance.offloaded:
                     await instance.onload()
                 await self._share_out(newest)
-            stopped = not devices
             self.heard.set()
             await reports.put(await self._report(newest, instance.handed_back - before))
 
@@ -164,7 +172,7 @@ class SchedulerLink:
         self, request: Request, generated: Generated, seconds: float, running: float
     ) -> None:
         """A response is complete, after so many seconds beside so many others."""
-        if not self._scheduled:
+        if not self._follows:
             return
         brought = 0 if request.partial is None else len(request.partial.token_ids)
         tokens = len(generated.token_ids)
@@ -182,6 +190,8 @@ class SchedulerLink:
         """The sample of a request was sent on: until then it may be lost, and generated again."""
         if (ended := self._sending.pop(request.name, None)) is not None:
             self._ended.append(ended)
+            self._known = [one for one in self._known if one.iteration >= ended.iteration - 1]
+            self._known.append(ended)
             self._news.set()
 
     async def _tell(self, reports: Sender[SchedulerReport]) -> None:

@@ -82,7 +82,8 @@ class LanguageRolloutWorker(Worker):
         engine: configuration of the engine, as its own Struct.
         config: how this worker serves.
         backend: the engine's registered name.
-        scheduled: it serves only once it has heard from a scheduler: see `follow_scheduler`.
+        scheduled: `serve` gets the orders of a scheduler.
+        guests: so many of the last ranks have no devices until a scheduler gives them some.
     """
 
     def __init__(
@@ -92,8 +93,12 @@ class LanguageRolloutWorker(Worker):
         *,
         backend: str = "transformers",
         scheduled: bool = False,
+        guests: int = 0,
     ) -> None:
-        self._link = SchedulerLink(self, scheduled=scheduled)
+        self._link = SchedulerLink(self)
+        is_guest = self.rank >= self.world_size - guests
+        self._starts_later = scheduled and (is_guest or self.incarnation > 0)
+        """others may hold its devices: the actor has lent them, or has grown there"""
         self.config = config or LanguageRolloutConfig()
         self._engine_config = engine
         self._backend_name = backend
@@ -115,11 +120,14 @@ class LanguageRolloutWorker(Worker):
         return slow_imports(ENGINES, arguments.get("backend"))
 
     async def setup(self) -> None:
-        """Start the engine; its weights come with the first update, unless it loads its own."""
+        """Start the engine; its weights come with the first update, unless it loads its own.
+
+        Where a scheduler may have given its devices to others, it starts once that gives them back.
+        """
         # Its module imports torch, which takes seconds: not in the event loop.
         restarts = self.config.engine_restarts
         self._live = await self.compute(LiveEngine, self.make_engine, restarts, self.span)
-        await self._live.engine.start()
+        await (self._live.start_later() if self._starts_later else self._live.start())
 
     async def teardown(self) -> None:
         """End the engine and its processes."""
@@ -139,8 +147,13 @@ class LanguageRolloutWorker(Worker):
         samples: Sender[Sample],
         weights: LatestReceiver[WeightUpdate],
         taken: Sender[WeightsTaken],
+        orders: LatestReceiver[Orders] | None = None,
+        reports: Sender[SchedulerReport] | None = None,
     ) -> LanguageRolloutReport:
         """Answer requests until there are no more.
+
+        With ``orders`` it serves or stops as a scheduler says, from the first of them on, until
+        they end with the run; to ``reports`` it says once for each that it is carried out.
 
         Raises:
             ModelOutputError: the model gave NaN or infinity.
@@ -154,10 +167,12 @@ class LanguageRolloutWorker(Worker):
         loads, restarts = live.weights.loads, live.restarts
         live.listen(weights)
         self._requests = requests
-        await self._link.heard.wait()
         held = self.config.max_concurrent or _held(live.engine.max_concurrent)
         room = asyncio.Semaphore(held)
         async with task_group() as group:
+            if orders is not None and reports is not None:
+                group.create_task(self._follow_scheduler(orders, reports))
+                await self._link.heard.wait()
             following = group.create_task(live.follow(weights, taken, self.rank))
             async with asyncio.TaskGroup() as answering:
                 step = partial(self._start_next, requests, samples, room, answering, report)
@@ -262,6 +277,8 @@ class LanguageRolloutWorker(Worker):
             return {}
 
     async def _made(self) -> dict[str, int]:
+        if not self._live.started:
+            return {}
         engine: Any = self._live.engine
         kind: Any = type(engine)
         if not _counts_tokens(kind):
@@ -283,15 +300,10 @@ class LanguageRolloutWorker(Worker):
         """
         return await self._live.log_probs(sequences)
 
-    async def follow_scheduler(
-        self, orders: LatestReceiver[Orders], reports: Sender[SchedulerReport]
-    ) -> None:
-        """Serve or stop as a scheduler says, beside `serve`, until its orders end with the run.
-
-        Reports once for each of its orders that is carried out, with the `progress`.
-        """
-        await self._link.follow(orders, reports)
-        self._taking.open()  # nothing is requested any more: `serve` sees the end
+    @property
+    def offloaded(self) -> bool:
+        """Whether it holds no device's memory."""
+        return self._live.offloaded
 
     @property
     def handed_back(self) -> int:
@@ -317,6 +329,12 @@ class LanguageRolloutWorker(Worker):
     async def queue_state(self) -> KeyState | None:
         """How many requests wait, and are with somebody; None: it does not serve."""
         return None if self._requests is None else await self._requests.state()
+
+    async def _follow_scheduler(
+        self, orders: LatestReceiver[Orders], reports: Sender[SchedulerReport]
+    ) -> None:
+        await self._link.follow(orders, reports)
+        self._taking.open()  # nothing is requested any more: it sees the end
 
     async def _start_next(
         self,

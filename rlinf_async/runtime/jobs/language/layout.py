@@ -5,11 +5,12 @@
     device     0  1 | 2      3      4
     actor      0  1 |        3      2      idle members at first, from the last rollout worker on
     rollout         | 0      1      2      rollout worker 0 always serves
-    guests     3    |                      stopped at first; they serve while the actors lend theirs
+    guests     3    |                      start when the actors lend devices for the first time
 
 Actors and rollout workers have devices of their own; beyond theirs actors are launched on those of
 rollout workers, too, and hold nothing there until a worker has given its device back. So are the
-``scheduler.guests`` among the rollout workers on devices of the actors.
+``scheduler.guests`` among the rollout workers on devices of the actors: their engines start once
+the actors have given these back.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def layout_of(config: LanguageConfig, plan: Plan) -> Layout:
     names = sorted({one.host for one in plan.machine})
     every = [*own, *(device for one in instances for device in one)]
     hosts = {one: names.index(plan.machine[one].host) if accelerated else 0 for one in every}
-    guests = tuple((own[number],) for number in range(config.scheduler.guests))
+    each = plan.devices_per_worker("rollout")
+    guests = tuple(own[one * each : (one + 1) * each] for one in range(config.scheduler.guests))
     return Layout((*own, *beyond)[:launched], (*instances, *guests), hosts, accelerated)
 
 
@@ -65,4 +67,12 @@ def actor_options(layout: Layout, plan: Plan, environment: dict[str, str]) -> La
     options = plan.options("actor", environment)
     if layout.accelerated:
         options["placement"] = Ranks([(device,) for device in layout.actor])
+    return options
+
+
+def rollout_options(layout: Layout, plan: Plan, environment: dict[str, str]) -> LaunchOptions:
+    """Return what the rollout workers of a scheduled run are launched with, guests too."""
+    options = plan.options("rollout", environment)
+    if layout.accelerated:
+        options["placement"] = Ranks(list(layout.instances))
     return options

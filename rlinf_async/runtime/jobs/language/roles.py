@@ -29,10 +29,11 @@ from rlinf_async.runtime.group import WorkerGroup
 from rlinf_async.runtime.jobs.language.backends import inference_backend, inference_config
 from rlinf_async.runtime.jobs.language.channels import LanguageChannels
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
-from rlinf_async.runtime.jobs.language.layout import layout_of
+from rlinf_async.runtime.jobs.language.layout import layout_of, rollout_options
 from rlinf_async.runtime.jobs.language.learners import Learners, Trained
 from rlinf_async.runtime.jobs.language.placement import plan_roles, takes_turns
 from rlinf_async.runtime.jobs.language.scheduling import Scheduling
+from rlinf_async.runtime.jobs.placement import LaunchOptions
 from rlinf_async.runtime.stall import WorkEvent
 from rlinf_async.runtime.supervise import Restart
 from rlinf_async.workers.inference import InferenceConfig, InferenceReport, InferenceWorker
@@ -77,10 +78,11 @@ class Roles:
         self._rollouts_offloaded = False
         self.scheduling: Scheduling | None = None
         """of a run with a scheduler"""
-        if config.scheduled:
-            layout = layout_of(config, self._plan)
-            self.scheduling = Scheduling(cluster, config, layout)
-            self._apart = self._apart and not layout.accelerated  # idle ranks free memory first
+        self._layout = layout_of(config, self._plan) if config.scheduled else None
+        if self._layout is not None:
+            self.scheduling = Scheduling(cluster, config, self._layout)
+            # Idle ranks free memory first.
+            self._apart = self._apart and not self._layout.accelerated
         self._version_taken = WorkEvent()
         self._inferring: GroupCall[list[InferenceReport]] | None = None
 
@@ -118,6 +120,7 @@ class Roles:
             channels.generated.sender,
             channels.weights.receiver,
             channels.taken.sender,
+            *(() if self.scheduling is None else self.scheduling.ends),
         )
         if self._config.needs_inference:
             self._inferring = self._inference.call(
@@ -133,9 +136,7 @@ class Roles:
         )
         if self.scheduling is not None:
             await self.scheduling.launch()
-            await self.scheduling.connect(
-                self.learners.actors, self._rollouts, channels.requests.receiver
-            )
+            await self.scheduling.connect(self.learners.actors, channels.requests.receiver)
 
     async def _watch_versions(self) -> None:
         """Note that a rollout worker serves new weights, each time one does."""
@@ -144,8 +145,10 @@ class Roles:
 
     async def finish(self) -> SchedulerSummary | None:
         """Wait for the workers that stream, once the requests have ended; what a scheduler did."""
-        scheduled = None if self.scheduling is None else await self.scheduling.finish()
+        if self.scheduling is not None:
+            await self.scheduling.end_orders()
         await self._serving
+        scheduled = None if self.scheduling is None else await self.scheduling.finish()
         await self._watching_versions
         if self._inferring is not None:
             await self._inferring
@@ -241,11 +244,18 @@ class Roles:
             config.rollout.serving,
             backend=config.rollout.backend,
             scheduled=config.scheduled,
+            guests=config.scheduler.guests,
             count=config.rollout_ranks,
             name="Rollout",
             restart=Restart(max=counts.max_restarts),
-            **self._plan.options("rollout", counts.environment),
+            **self._rollout_options(),
         )
+
+    def _rollout_options(self) -> LaunchOptions:
+        environment = self._config.cluster.environment
+        if self._layout is None:
+            return self._plan.options("rollout", environment)
+        return rollout_options(self._layout, self._plan, environment)
 
     async def _launch_others(self) -> None:
         config, counts = self._config, self._config.cluster

@@ -46,18 +46,12 @@ def _wanted(config: LanguageConfig) -> str:
 
 
 def _check_guests(config: LanguageConfig, plan: Plan) -> None:
-    guests = config.scheduler.guests
-    if guests > config.actors:
+    guests, each = config.scheduler.guests, plan.devices_per_worker("rollout")
+    if guests * each > config.actors:
         raise ConfigError(
             f"guests is {guests}, but there are only {config.actors} actors whose devices could be "
-            "lent: use no more",
-            path=GUESTS,
-        )
-    if guests and plan.accelerated("rollout"):
-        raise ConfigError(
-            "rollout workers on accelerators cannot be guests of actors: both would start in the "
-            "memory of one device. Set it to 0, or take turns by cluster.placement = 'collocated' "
-            "and scheduler.policy = 'static'",
+            f"lent{f', and each needs {each} devices' if each > 1 else ''}: use no more than "
+            f"{config.actors // each}",
             path=GUESTS,
         )
 

@@ -7,42 +7,43 @@
     actor rank 0 --DataShare--> Dispatcher --SampleGroup--> actors
     actors --SampleGroup, trained, where there are several epochs--> Dispatcher
 
-A scheduler that dies is restarted. One that dies too often, or fails, is given up: nobody waits for
-it any more, and the run goes on with the actors and the rollout workers that it has.
+A scheduler that dies is restarted. One that dies too often, or fails, is given up: this process
+takes its place, with policy "static", by which everybody goes home and stays there.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from rlinf_async.channels import Channel, ChannelClosed, EndOfChannel, Latest, Receiver
+from rlinf_async.channels import Channel, Latest, LatestReceiver, Receiver, Sender
 from rlinf_async.messages.language import Request, SampleGroup
 from rlinf_async.parallel import Strategy
 from rlinf_async.runtime.calls import GroupCall
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.group import WorkerGroup
+from rlinf_async.runtime.jobs.failures import start_background
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.layout import Layout
 from rlinf_async.runtime.supervise import Restart
 from rlinf_async.workers.actor import LanguageActor
+from rlinf_async.workers.base import make
+from rlinf_async.workers.context import WorkerContext, WorkerInfo
 from rlinf_async.workers.errors import WorkerError
-from rlinf_async.workers.rollout.language import LanguageRolloutWorker
 from rlinf_async.workers.scheduler import (
     DataShare,
-    InstanceReport,
     Orders,
     SchedulerReport,
     SchedulerSummary,
     SchedulerWorker,
+    SchedulingConfig,
     Topology,
     Verdict,
     first_orders,
-    last_orders,
 )
 
 log = logging.getLogger(__name__)
@@ -71,6 +72,35 @@ def topology(
     )
 
 
+async def decide(
+    scheduler: WorkerGroup[SchedulerWorker],
+    topology: Topology,
+    config: SchedulingConfig,
+    orders: Latest[Orders],
+    reports: Receiver[SchedulerReport],
+    requests: Receiver[Request],
+) -> SchedulerSummary:
+    """Have the scheduler decide until the orders end; in this process, where it is given up."""
+    try:
+        [summary] = await scheduler.call(
+            SchedulerWorker.run, orders.sender, orders.receiver, reports, requests
+        )
+        return summary
+    except WorkerError as failure:
+        log.warning(
+            "the scheduler is given up, everybody goes home and stays there (policy 'static'): %s",
+            failure,
+        )
+        newest = await orders.receiver.get(newer_than=0)
+        info = WorkerInfo(group="Scheduler", rank=0, world_size=1, incarnation=newest.scheduler + 1)
+        config = msgspec.structs.replace(config, policy="static")
+        with ThreadPoolExecutor(1) as executor:
+            here = make(SchedulerWorker, WorkerContext(info, executor), (topology, config), {})
+            summary = await here.run(orders.sender, orders.receiver, reports)
+        summary.policy_fault = f"the scheduler was given up: {failure}"
+        return summary
+
+
 class Scheduling:
     """The scheduler of one run.
 
@@ -94,8 +124,14 @@ class Scheduling:
             SampleGroup, name="samples of the next epoch", capacity=batches * len(layout.actor)
         )
         """trained once, to be trained again, where there are several epochs"""
-        self._following: list[GroupCall[list[None]]] = []
-        self._deciding: asyncio.Task[SchedulerSummary | None] | None = None
+        self._following: GroupCall[list[None]] | None = None
+        self._deciding: asyncio.Task[None] | None = None
+        self._summary: SchedulerSummary | None = None
+
+    @property
+    def ends(self) -> tuple[LatestReceiver[Orders], Sender[SchedulerReport]]:
+        """What a rollout worker follows its orders by, and reports to."""
+        return self._orders.receiver, self._reports.sender
 
     async def prepare(self, actors: WorkerGroup[LanguageActor]) -> None:
         """Prepare the actors for other strategies: those beyond home become idle, and give the
@@ -125,84 +161,46 @@ class Scheduling:
     async def connect(
         self,
         actors: WorkerGroup[LanguageActor],
-        rollouts: WorkerGroup[LanguageRolloutWorker],
         requests: Receiver[Request],
     ) -> None:
-        """Have everyone follow the scheduler, from its first orders on."""
+        """Have actors follow the scheduler, from its first orders on, as rollout workers do."""
         self._requests = requests
         self._reports.receiver.open()  # while a scheduler is started again, nobody else reads them
         await self._orders.sender.publish(first_orders(self._topology))
-        self._following = [
-            actors.call(
-                LanguageActor.follow_scheduler,
-                self._orders.receiver,
-                self._reports.sender,
-                self._verdicts.sender,
-                self._verdicts.receiver,
-                self.shares.sender,
-                self._config.scheduler.patience,
-                self.again.sender,
-            ),
-            rollouts.call(
-                LanguageRolloutWorker.follow_scheduler, self._orders.receiver, self._reports.sender
-            ),
-        ]
-        self._deciding = asyncio.create_task(self._decide(), name="scheduler")
+        self._following = actors.call(
+            LanguageActor.follow_scheduler,
+            self._orders.receiver,
+            self._reports.sender,
+            self._verdicts.sender,
+            self._verdicts.receiver,
+            self.shares.sender,
+            self._config.scheduler.patience,
+            self.again.sender,
+        )
+        self._deciding = start_background(self._cluster, self._decide(), "scheduler")
 
-    async def _decide(self) -> SchedulerSummary | None:
-        """Run the scheduler; None where it was given up."""
-        try:
-            [summary] = await self._scheduler.call(
-                SchedulerWorker.run,
-                self._orders.sender,
-                self._orders.receiver,
-                self._reports.receiver,
-                self._requests,
-            )
-        except WorkerError as failure:
-            log.warning(
-                "the scheduler is given up, the run goes on with the strategy that it has: %s",
-                failure,
-            )
-            newest = await self._orders.receiver.get(newer_than=0)
-            orders = last_orders(newest, self._topology)
-            await self._orders.sender.publish(orders)
-            if not newest.holds:
-                await self._until_carried_out(orders)
-            await self._orders.sender.publish(
-                msgspec.structs.replace(orders, over=True, holds=True, goes_on=True)
-            )
-            with contextlib.suppress(EndOfChannel, ChannelClosed):
-                while True:  # nobody else reads them, and who reports would wait
-                    await self._reports.receiver.get()
-            return None
-        return summary
+    async def _decide(self) -> None:
+        self._summary = await decide(
+            self._scheduler,
+            self._topology,
+            self._config.scheduler,
+            self._orders,
+            self._reports.receiver,
+            self._requests,
+        )
 
-    async def _until_carried_out(self, orders: Orders) -> None:
-        """Wait until rollout workers hold none of the devices that the actors have lent."""
-        limit, left = self._config.scheduler.stop_seconds, set(range(len(orders.devices)))
-        try:
-            async with asyncio.timeout(limit):
-                while left:
-                    report = await self._reports.receiver.get()
-                    if isinstance(report, InstanceReport) and report.sequence >= orders.sequence:
-                        left.discard(report.instance)
-        except TimeoutError:
-            log.warning(
-                "rollout workers %s did not answer within %g s; the actors take their devices back "
-                "all the same",
-                sorted(left),
-                limit,
-            )
-
-    async def finish(self) -> SchedulerSummary | None:
-        """End the orders, and wait for all who follow them; what the scheduler did."""
+    async def end_orders(self) -> None:
+        """End the orders, and wait for the actors that follow them."""
         await self._orders.sender.close()
         await self._verdicts.sender.close()
-        for call in self._following:
-            await call
+        if self._following is not None:
+            await self._following
+
+    async def finish(self) -> SchedulerSummary | None:
+        """Once nobody reports any more: wait for the scheduler; what it did."""
         self._reports.receiver.close()
-        summary = await self._deciding if self._deciding is not None else None
-        if summary is not None:
-            log.info("the scheduler: %s", msgspec.json.encode(summary).decode())
-        return summary
+        if self._deciding is not None:
+            await self._deciding
+        if self._summary is not None:
+            log.info("the scheduler: %s", msgspec.json.encode(self._summary).decode())
+        return self._summary
