@@ -37,7 +37,7 @@ from rlinf_async.testing import run as run_seeded
 from rlinf_async.workers.scheduler import DevicesReport, SchedulerWorker, SchedulingConfig
 from tests.runtime.mortal import MortalBackend
 from tests.workers.rollout.language_kit import Rollout
-from tests.workers.scheduler.kit import BATCHES, ENGINE, Ran, Run
+from tests.workers.scheduler.kit import ENGINE, SMALL, WIDE, Ran, Run, Site
 from tests.workers.scheduler.registered import registered
 
 ITERATIONS = 2
@@ -45,26 +45,22 @@ POLICIES = ("tail", "greedy", "longest_first", "turns")
 LIMITS = SchedulingConfig(policy="tail", answer_seconds=2.0, stop_seconds=4.0, change_seconds=6.0)
 
 
-def trained_once(ran: Ran, iterations: int = ITERATIONS) -> None:
+def trained_once(ran: Ran, iterations: int = ITERATIONS, site: Site = SMALL) -> None:
     """Every sample was generated, and every iteration trained on all of its own."""
-    assert len(ran.samples) == iterations * BATCHES.samples
+    samples = site.batches.samples
+    assert len(ran.samples) == iterations * samples
     assert len(ran.reports) == iterations
     for reports in ran.reports:
-        assert sum(one.samples for one in reports) == BATCHES.samples
+        assert sum(one.samples for one in reports) == samples
         assert len({one.version for one in reports}) == 1
         assert max(one.lag_max for one in reports) == 0
-
-
-ACTOR_DEVICES = (0, 2)
-"""of its ranks"""
-HOMES = ((1,), (2,), (0,))
-"""of rollout workers, the guest last"""
 
 
 class Devices:
     """Who holds which device, as the workers themselves know it."""
 
-    def __init__(self) -> None:
+    def __init__(self, site: Site = SMALL) -> None:
+        self.site = site
         self.rollout: dict[int, tuple[int, ...]] = {}
         """of each instance"""
         self.actor: dict[int, int] = {}
@@ -80,12 +76,13 @@ class Devices:
 
     def check(self) -> None:
         """Note it where two hold a device."""
+        actor = self.site.actor
         ranks = [
             rank
-            for rank in range(len(ACTOR_DEVICES))
+            for rank in range(len(actor))
             if rank < self.actor.get(rank, 1) and rank not in self.lent
         ]
-        held = Counter(ACTOR_DEVICES[rank] for rank in ranks)
+        held = Counter(actor[rank] for rank in ranks)
         held.update(device for devices in self.rollout.values() for device in devices)
         if twice := [device for device, count in held.items() if count > 1]:
             self.wrong.append(f"devices {twice} are held twice: {self.rollout}, actor {ranks}")
@@ -99,7 +96,8 @@ class Slow(Rollout):
 
     async def setup(self) -> None:
         await super().setup()  # it may be another one, after the death of the first
-        self.held.has(self.rank, () if self.offloaded else HOMES[self.rank])
+        homes = (*self.held.site.instances, self.held.site.actor[:1])
+        self.held.has(self.rank, () if self.offloaded else homes[self.rank])
 
     async def offload(self, migrate: bool = False) -> None:
         await asyncio.sleep(self.chance.choice((0.0, 0.0, 1.0, 7.0)))
@@ -218,7 +216,9 @@ class Failing(ToyTrainer):
 
 def try_seed(seed: int) -> None:
     """Run the program of this seed; raises what does not hold."""
-    chance, devices = random.Random(seed), Devices()
+    chance = random.Random(seed)
+    site = chance.choice((SMALL, SMALL, SMALL, WIDE))
+    devices, beside = Devices(site), [device for one in site.instances for device in one]
     Slow.chance = Unsure.chance = chance
     Slow.held = Failing.held = devices
     Failing.seed = seed if chance.random() < 0.3 else None
@@ -231,6 +231,7 @@ def try_seed(seed: int) -> None:
             guest = chance.random() < 0.5
             run = Run(
                 cluster,
+                site=site,
                 engine=engine,
                 config=msgspec.structs.replace(
                     LIMITS, on_stop=chance.choice(("migrate", "migrate", "wait"))
@@ -244,16 +245,16 @@ def try_seed(seed: int) -> None:
             await run.start()
 
             async def kill() -> None:
+                rollouts = [f"Rollout[{number}]" for number in range(len(site.instances) + guest)]
                 for _ in range(chance.randint(0, 3)):
                     await asyncio.sleep(chance.uniform(0.0, 20.0))
-                    mortal = ["Scheduler[0]", "Rollout[0]", "Rollout[1]", *["Rollout[2]"] * guest]
-                    backend.kill(chance.choice(mortal))  # one that is given up is not there
+                    backend.kill(chance.choice(("Scheduler[0]", *rollouts)))
 
             async def lose() -> None:
                 """Devices of rollout workers are lost for a while, as the scheduler is told."""
                 for _ in range(chance.choice((0, 0, 1, 2))):
                     await asyncio.sleep(chance.uniform(0.0, 20.0))
-                    devices = tuple(chance.sample((1, 2), chance.randint(1, 2)))
+                    devices = tuple(chance.sample(beside, chance.randint(1, 2)))
                     with run.reports.sender.clone("who watches hosts") as watching:
                         for report in (DevicesReport(lost=devices), DevicesReport(found=devices)):
                             for _ in range(4):  # a scheduler that dies may have read it
@@ -262,7 +263,7 @@ def try_seed(seed: int) -> None:
 
             faults = [asyncio.create_task(one()) for one in (kill, lose)]
             try:
-                trained_once(await run.train(ITERATIONS))
+                trained_once(await run.train(ITERATIONS), site=site)
             finally:
                 for fault in faults:
                     fault.cancel()

@@ -38,11 +38,32 @@ from tests.backends.requests import request
 from tests.workers.rollout.language_kit import Channels, Rollout, right
 
 GROUP = 2
-PROMPTS = 8
 MINI_BATCHES = 4
-BATCHES = LanguageBatches(
-    samples=PROMPTS * GROUP, group_size=GROUP, optimizer_steps=MINI_BATCHES, micro_batch_size=2
-)
+
+
+class Site(msgspec.Struct, frozen=True, kw_only=True):
+    """Who is launched on which devices, and how much an iteration is."""
+
+    instances: tuple[tuple[int, ...], ...]
+    """of each rollout worker"""
+    actor: tuple[int, ...]
+    """of each rank, the first of which trains between two iterations"""
+    prompts: int
+
+    @property
+    def batches(self) -> LanguageBatches:
+        """Of an iteration."""
+        return LanguageBatches(
+            samples=self.prompts * GROUP,
+            group_size=GROUP,
+            optimizer_steps=MINI_BATCHES,
+            micro_batch_size=2,
+        )
+
+
+SMALL = Site(instances=((1,), (2,)), actor=(0, 2), prompts=8)
+WIDE = Site(instances=((1,), (2,), (3,), (4,)), actor=(0, 2, 3, 4), prompts=16)
+BATCHES = SMALL.batches
 ENGINE = ToyEngineConfig(slots=8, seconds_per_step=1.0, mean_tokens=10, tail=1.0)
 TRAINER = ToyTrainerConfig(seconds_per_token=0.0, seconds_per_step=0.0)
 CONFIG = SchedulingConfig(policy="tail", answer_seconds=20.0, stop_seconds=60.0)
@@ -65,6 +86,7 @@ class Run:
 
     Args:
         cluster: where it runs.
+        site: devices and samples.
         engine: of the rollout workers.
         trainer: of the actors.
         backend: its registered name.
@@ -79,6 +101,7 @@ class Run:
         self,
         cluster: ra.Cluster,
         *,
+        site: Site = SMALL,
         engine: ToyEngineConfig = ENGINE,
         trainer: Any = TRAINER,
         backend: str = "toy",
@@ -92,8 +115,8 @@ class Run:
         self.cluster, self.engine, self.trainer, self.config = cluster, engine, trainer, config
         self._backend = backend
         self._sizes, self._restarts = sizes, restarts
-        self._guests = int(guest)
-        self._instances = ((1,), (2,), (0,)) if guest else ((1,), (2,))
+        self._site, self._guests = site, int(guest)
+        self._instances = (*site.instances, *[site.actor[:1]] * guest)
         self._scheduler_class, self._rollout_class = scheduler, rollout
         self.channels = Channels(cluster)
         self.groups = cluster.channel(SampleGroup, name="groups", capacity=64)
@@ -109,16 +132,16 @@ class Run:
         self.actors = await cluster.launch(
             FSDPActor,
             self.trainer,
-            BATCHES,
+            self._site.batches,
             backend=self._backend,
             scheduled=True,
-            count=2,
+            count=len(self._site.actor),
             name="Actor",
             collective=None if self._backend == "toy" else "gloo",
             env_vars={"OMP_NUM_THREADS": "1"},
         )
-        [valid, _] = await self.actors.call(FSDPActor.init_trainer_resharding, 1)
-        assert valid == [1, 2]
+        [valid, *_] = await self.actors.call(FSDPActor.init_trainer_resharding, 1)
+        assert valid == [dp for dp in (1, 2, 4) if dp <= len(self._site.actor)]
         home = (await self.actors.call(FSDPActor.strategy))[0]
         self.rollouts = await cluster.launch(
             self._rollout_class,
@@ -131,10 +154,10 @@ class Run:
         )
         topology = Topology(
             instances=self._instances,
-            actor=(0, 2),
+            actor=self._site.actor,
             home=home,
             strategies=tuple(msgspec.structs.replace(home, dp=dp) for dp in valid),
-            samples=BATCHES.samples,
+            samples=self._site.batches.samples,
             sizes=self._sizes,
         )
         self.schedulers = await cluster.launch(
@@ -191,7 +214,7 @@ class Run:
         dispatcher = Dispatcher(
             self.groups.sender,
             self.shares.receiver,
-            batch=PROMPTS // MINI_BATCHES,
+            batch=self._site.prompts // MINI_BATCHES,
             first=0 if in_order else None,
         )
         dispatching = asyncio.create_task(dispatcher.run())
@@ -222,13 +245,13 @@ class Run:
         return [
             msgspec.structs.replace(
                 request(number, max_tokens=64, min_version=iteration),
-                group=iteration * PROMPTS + number // GROUP,
+                group=iteration * self._site.prompts + number // GROUP,
                 index=number % GROUP,
                 group_size=GROUP,
                 iteration=iteration,
                 seed=iteration * 1000 + number,
             )
-            for number in range(PROMPTS * GROUP)
+            for number in range(self._site.prompts * GROUP)
         ]
 
     async def _collect(self, dispatcher: Dispatcher, each: Callable[[SampleGroup], None]) -> None:

@@ -271,17 +271,17 @@ class LanguageRolloutWorker(Worker):
         return [(task, one) for task, one in self._answering.items() if not task.done()]
 
     async def _so_far(self) -> dict[str, Generated]:
+        if not self._live.started:
+            return {}
         try:
             return await self._live.engine.so_far()
         except EngineDied:  # its successor generates them from the start
             return {}
 
     async def _made(self) -> dict[str, int]:
-        if not self._live.started:
-            return {}
         engine: Any = self._live.engine
         kind: Any = type(engine)
-        if not _counts_tokens(kind):
+        if not self._live.started or not _counts_tokens(kind):
             return {name: len(one.token_ids) for name, one in (await self._so_far()).items()}
         try:
             made: dict[str, int] = await engine.made()
