@@ -4,8 +4,6 @@ policy fails, a strategy cannot be applied. In all of them every sample is train
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from functools import partial
 from typing import Any, ClassVar
 
 import msgspec
@@ -311,15 +309,14 @@ def test_one_that_loses_a_device_that_is_not_of_its_home_serves_at_home() -> Non
 class Fails(SchedulerWorker):
     """Fails, or dies, while the actor has lent its device."""
 
-    fail: ClassVar[Callable[[], None]]
+    killer: ClassVar[MortalBackend | None]
 
     def decided(self, state: ClusterState, decision: ScalingDecision) -> None:
-        if not state.actor.holds and state.phase == "step":
-            type(self).fail()
-
-
-def make_a_mistake() -> None:
-    raise RuntimeError("a mistake of the scheduler's own")
+        if state.actor.holds or state.phase != "step":
+            return
+        if self.killer is None:
+            raise RuntimeError("a mistake of the scheduler's own")
+        self.killer.kill(self.name)
 
 
 @pytest.mark.parametrize("dies", [False, True])
@@ -335,7 +332,7 @@ def test_a_scheduler_that_is_given_up_leaves_everybody_at_home(dies: bool) -> No
                 guest=True,
                 restarts=0,
             )
-            Fails.fail = partial(backend.kill, "Scheduler[0]") if dies else make_a_mistake
+            Fails.killer = backend if dies else None
             await run.start()
             ran = await run.train(ITERATIONS)
         trained_once(ran, ITERATIONS)
@@ -381,12 +378,12 @@ class Watching(SchedulerWorker):
 
     told: ClassVar[list[tuple[int, int]]]
     """by which incarnation, and how much"""
-    die: ClassVar[Callable[[], None]]
+    killer: ClassVar[MortalBackend]
 
     def decided(self, state: ClusterState, decision: ScalingDecision) -> None:
         self.told.append((self.incarnation, state.finished))
         if not self.incarnation and state.finished > state.samples / 2:
-            type(self).die()
+            self.killer.kill(self.name)
 
 
 def test_a_scheduler_that_is_started_again_knows_what_is_finished() -> None:
@@ -395,7 +392,7 @@ def test_a_scheduler_that_is_started_again_knows_what_is_finished() -> None:
         async with ra.Cluster(backend) as cluster:
             config = SchedulingConfig(policy="static", every=0.1)
             run = Run(cluster, scheduler=Watching, config=config)
-            Watching.die = partial(backend.kill, "Scheduler[0]")
+            Watching.killer = backend
             await run.start()
             trained_once(await run.train(1), 1)
         first = [finished for incarnation, finished in Watching.told if not incarnation]
