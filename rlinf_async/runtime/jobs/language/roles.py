@@ -120,7 +120,8 @@ class Roles:
             channels.generated.sender,
             channels.weights.receiver,
             channels.taken.sender,
-            *(() if self.scheduling is None else self.scheduling.ends),
+            None if self.scheduling is None else self.scheduling.orders,
+            None if self.scheduling is None else self.scheduling.reports,
         )
         if self._config.needs_inference:
             self._inferring = self._inference.call(

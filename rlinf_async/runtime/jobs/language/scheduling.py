@@ -129,9 +129,14 @@ class Scheduling:
         self._summary: SchedulerSummary | None = None
 
     @property
-    def ends(self) -> tuple[LatestReceiver[Orders], Sender[SchedulerReport]]:
-        """What a rollout worker follows its orders by, and reports to."""
-        return self._orders.receiver, self._reports.sender
+    def orders(self) -> LatestReceiver[Orders]:
+        """What rollout workers follow."""
+        return self._orders.receiver
+
+    @property
+    def reports(self) -> Sender[SchedulerReport]:
+        """Whom they report to."""
+        return self._reports.sender
 
     async def prepare(self, actors: WorkerGroup[LanguageActor]) -> None:
         """Prepare the actors for other strategies: those beyond home become idle, and give the
