@@ -1,9 +1,14 @@
-"""Moving a model and its optimizer between the accelerator and the CPU."""
+"""Moving a model and its optimizer between the accelerator and the CPU.
+
+Through pinned memory, which is copied thirty times as fast as other memory (55 against 1.8 GB/s on
+an H200). Pinning takes far longer than the copy; torch keeps what was pinned for the next one.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from rlinf_async.backends.fsdp.errors import FSDPError
 
@@ -35,13 +40,35 @@ def check_strategy(strategy: str, world_size: int, device: torch.device) -> None
 
 def move_model(model: nn.Module, device: torch.device) -> None:
     """Move parameters, their gradients and buffers; does nothing where all are there already."""
-    if any(tensor.device != device for tensor in (*model.parameters(), *model.buffers())):
-        model.to(device)
+    tensors = (*model.parameters(), *model.buffers())
+    left = {tensor.device for tensor in tensors if tensor.device != device}
+    if left:
+        model._apply(lambda tensor: moved(tensor, device))  # type: ignore[no-untyped-call]
+        finish_copies(*left, device)
 
 
 def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     """Move the optimizer's state (moments, step counters) to a device."""
+    left = set[torch.device]()
     for state in optimizer.state.values():
         for key, value in state.items():
             if isinstance(value, Tensor) and value.device != device:
-                state[key] = value.to(device)
+                left.add(value.device)
+                state[key] = moved(value, device)
+    if left:
+        finish_copies(*left, device)
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return the tensor on another device. It may still be copied: see `finish_copies`."""
+    if device.type != "cpu" or not tensor.is_cuda or isinstance(tensor, DTensor):
+        return tensor.to(device, non_blocking=device.type != "cpu")
+    pinned = torch.empty_like(tensor, device=device, pin_memory=True)
+    return pinned.copy_(tensor, non_blocking=True)
+
+
+def finish_copies(*devices: torch.device) -> None:
+    """Return when what was copied from and to these devices has arrived."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()

@@ -98,8 +98,9 @@ class MegatronModelManager(Offloading):
         super().__init__(torch.device(cfg.device))
         if not dist.is_initialized():
             collectives: Any = dist
+            backend = "gloo" if self.device.type == "cpu" else "nccl"
             collectives.init_process_group(
-                "gloo", store=collectives.HashStore(), rank=0, world_size=1
+                backend, store=collectives.HashStore(), rank=0, world_size=1
             )
         self.steps = 0
         """optimizer steps taken"""

@@ -49,7 +49,7 @@ class TransformersEngine:
 
     Args:
         config: the model and how it generates.
-        seed: of the random weights before the first update; requests have their own seeds.
+        seed: of what the model draws when it is built; requests have their own seeds.
         device: as torch names it.
     """
 

@@ -17,8 +17,13 @@ from rlinf_async.weights import unpack, verify
 
 
 def build_model(folder: ModelFolder, config: TransformersEngineConfig, device: str) -> nn.Module:
-    """Build the causal language model: with the folder's weights, or with random ones."""
+    """Build the causal language model: with the folder's weights, or with none yet.
+
+    Then its memory is not filled: drawing random numbers that the first update replaces would take
+    half a minute for each billion of them.
+    """
     from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
 
     factory: Any = AutoModelForCausalLM
     options = {
@@ -29,7 +34,10 @@ def build_model(folder: ModelFolder, config: TransformersEngineConfig, device: s
     if config.weights == "folder":
         model: nn.Module = factory.from_pretrained(folder.path, local_files_only=True, **options)
     else:
-        model = factory.from_config(folder.config, **options)
+        with no_init_weights():
+            model = factory.from_config(folder.config, **options)
+        tied: Any = model
+        tied.tie_weights()  # what is not filled is not tied either
     return model.to(device).eval().requires_grad_(False)
 
 

@@ -19,12 +19,14 @@ from torch.distributed.tensor import DTensor
 
 from rlinf_async.backends.fsdp.language.network import PolicyNetwork
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
+from rlinf_async.backends.fsdp.offload import finish_copies, moved
 from rlinf_async.backends.fsdp.state import full_model_state
 from rlinf_async.backends.transformers.tensors import Slice
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.weights import WeightsMismatch, check_fit, unpack, verify
 
 PREFIX = "language."
+CPU = torch.device("cpu")
 
 
 class Weights(NamedTuple):
@@ -66,8 +68,9 @@ def hugging_face_state(
         whole = sharded.full_tensor() if isinstance(sharded, DTensor) else sharded
         if manager.rank == 0:
             there = whole.to(dtype) if whole.is_floating_point() else whole
-            there = there.detach().cpu()
+            there = moved(there.detach(), CPU)
             found |= {name: weights.slices[name].of(there) for name in names}
+    finish_copies(manager.device)
     return found
 
 
