@@ -145,8 +145,11 @@ class _Forks:
 
 def _run(told: int, handed: Sequence[int]) -> int:
     """What a spawned process does with what it is told."""
-    size = int.from_bytes(_read(told, 4), "big")
-    environment = msgspec.msgpack.decode(_read(told, size), type=dict[str, str])
+    try:
+        size = int.from_bytes(_read(told, 4), "big")
+        environment = msgspec.msgpack.decode(_read(told, size), type=dict[str, str])
+    except EOFError:  # who asked for it has given up, or is gone
+        return 1
     os.environ.clear()
     os.environ.update(environment)
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
@@ -185,7 +188,7 @@ def _read(descriptor: int, size: int) -> bytes:
     while len(parts) < size:
         part = os.read(descriptor, size - len(parts))
         if not part:
-            raise EOFError("the process that asked for this one is gone")
+            raise EOFError
         parts += part
     return bytes(parts)
 

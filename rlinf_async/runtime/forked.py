@@ -55,16 +55,13 @@ LOST: Final = 256
 SERVERS: Final = 4
 """environments whose servers are kept: each has some hundred MB"""
 ANSWER_SECONDS: Final = 120.0
-"""time that a server has for its imports and a fork, as a new interpreter has until it connects"""
+"""time that a server has for its imports and a fork"""
 END_SECONDS: Final = 1.0
 """time that a server without workers has to end with this process"""
 
 
-class ImportsStartThreads(Exception):
-    """A process with threads cannot be forked: what they hold would be held for ever."""
-
-    def __init__(self, imports: Sequence[str]) -> None:
-        super().__init__(f"the import of {', '.join(imports)} starts threads")
+class NotForked(Exception):
+    """The process has to begin with a new interpreter, and why."""
 
 
 class ForkedProcess(SpawnProcess):
@@ -75,8 +72,8 @@ class ForkedProcess(SpawnProcess):
             worker, who says why.
         environment: all variables of the process.
 
-    `start` raises `ImportsStartThreads` where it cannot be forked, and `OSError` where there is no
-    room for it, or where the server does not answer.
+    `start` raises `NotForked` where its imports start threads or the server does not answer, and
+    `OSError` where there is no room for it.
     """
 
     def __init__(
@@ -99,7 +96,7 @@ class _Fork(popen_forkserver.Popen):
 
     def _launch(self, process_obj: ForkedProcess) -> None:
         if process_obj.imports in _start_threads:
-            raise ImportsStartThreads(process_obj.imports)
+            raise NotForked(_starts_threads(process_obj.imports))
         told = io.BytesIO()
         set_spawning_popen(self)
         try:
@@ -128,15 +125,16 @@ class _Fork(popen_forkserver.Popen):
             _close(read_told, write_status)
         try:
             self.pid = server.answer(self.sentinel, process.imports)
-            with open(write_told, "wb", closefd=False) as pipe:
-                pipe.write(message)
-        except (BrokenPipeError, EOFError):
+        except EOFError:
             self.finalizer()
             server.see_killed()
             return False
         except BaseException:
             self.finalizer()
             raise
+        # One that has ended already does not read it, and says by its exit code how it has ended.
+        with contextlib.suppress(BrokenPipeError), open(write_told, "wb", closefd=False) as pipe:
+            pipe.write(message)
         return True
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
@@ -190,21 +188,21 @@ class _Server:
 
         Raises:
             EOFError: it was killed, or could not fork.
-            OSError: it does not answer.
-            ImportsStartThreads: this process cannot be forked any more.
+            NotForked: it does not answer, or has threads, which would hold for ever in the fork
+                what they hold. It is let go.
         """
         if not connection.wait([status], ANSWER_SECONDS):
-            raise OSError(
-                f"the process {self.pid} that forks workers has not answered for "
-                f"{ANSWER_SECONDS:g} s: is it stopped (`kill -CONT {self.pid}` lets it go on), or "
-                f"does the import of {', '.join(imports)} take so long?"
+            self.close()
+            raise NotForked(
+                f"the process {self.pid}, which imports {', '.join(imports)}, has not answered for "
+                f"{ANSWER_SECONDS:g} s (`kill -CONT {self.pid}` lets it go on if it is stopped)"
             )
         pid: int = forkserver.read_signed(status)
-        if pid != HAS_THREADS:
-            return pid
-        _start_threads.add(imports)
-        self.close()
-        raise ImportsStartThreads(imports)
+        if pid == HAS_THREADS:
+            self.close()
+            _start_threads.add(imports)
+            raise NotForked(_starts_threads(imports))
+        return pid
 
     def see_killed(self) -> None:
         """Note that it was killed; raises `OSError` where it lives, and could not fork."""
@@ -291,6 +289,10 @@ def _in_forked_child() -> None:
 
 
 os.register_at_fork(after_in_child=_in_forked_child)
+
+
+def _starts_threads(imports: Sequence[str]) -> str:
+    return f"the import of {', '.join(imports)} starts threads"
 
 
 def _close(*descriptors: int) -> None:

@@ -25,7 +25,7 @@ from rlinf_async.runtime.backend import WorkerSpec
 from rlinf_async.runtime.child import Boot, child_main
 from rlinf_async.runtime.devices import device_environment
 from rlinf_async.runtime.forced_exit import kill_tree
-from rlinf_async.runtime.forked import ForkedProcess, ImportsStartThreads
+from rlinf_async.runtime.forked import ForkedProcess, NotForked
 from rlinf_async.runtime.output import OutputPipe
 from rlinf_async.runtime.signals import OF_THE_DRIVER
 from rlinf_async.workers.errors import BuildError
@@ -87,7 +87,7 @@ def _spawn(boot: Boot, output: OutputPipe) -> SpawnProcess:
             environment = dict(os.environ) | extra
         try:
             return _started(ForkedProcess(imports=imports, environment=environment, **process))
-        except ImportsStartThreads as why:
+        except NotForked as why:
             log.warning("%s is not forked, and so starts more slowly: %s", boot.life, why)
     # Its environment is set here, because its modules are imported first of all.
     with _spawn_lock, _environment(extra):
@@ -98,7 +98,7 @@ def _started(process: SpawnProcess) -> SpawnProcess:
     try:
         with _signals_blocked():
             process.start()
-    except (OSError, ImportsStartThreads):
+    except (OSError, NotForked):
         raise
     except Exception as error:  # pickle raises what the arguments' own methods raise
         raise cannot_be_sent(process.name, error) from error
