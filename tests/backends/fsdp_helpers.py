@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -65,6 +66,7 @@ def _start(
     rendezvous: Path,
     arguments: tuple[object, ...],
 ) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # megatron-core takes any that it sees
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=world_size)
     try:

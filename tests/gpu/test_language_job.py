@@ -87,6 +87,13 @@ def test_megatron_takes_turns_with_the_engine(job: Job, precision: str) -> None:
     check_trained(job)
 
 
+def test_megatron_trains_on_the_cpu_beside_an_engine_on_the_device(job: Job) -> None:
+    """It computes on any GPU that it sees, and so is shown none."""
+    pytest.importorskip("megatron.core")
+    job.succeed(*LETTERS, "--actor.backend", "megatron", "--cluster.placement.actor", "cpu")
+    check_trained(job)
+
+
 def test_two_actors_on_one_device_are_refused_before_anything_starts(job: Job) -> None:
     """NCCL refuses two ranks on one device, with an error that says little."""
     ended = job.train("--cluster.actors", 2, *TURNS)

@@ -79,6 +79,16 @@ def test_float32_learns_what_the_cpu_learns(model: dict[str, Any], checkpointing
         np.testing.assert_allclose(one, two, atol=1e-3, rtol=0)
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "mistral"])
+def test_samples_of_all_lengths_in_one_row_have_the_log_probs_of_the_cpu(kind: str) -> None:
+    model = {name: value for name, value in QWEN3.items() if name != "head_dim"}
+    model |= {"model_type": kind} | ({"sliding_window": 4} if kind == "mistral" else {})
+    here, there = policy(DEVICE, model), policy("cpu", model)
+    batch = samples(16, 4)
+    for one, two in zip(here.log_probs(batch), there.log_probs(batch), strict=True):
+        np.testing.assert_allclose(one, two, atol=1e-4, rtol=0)
+
+
 def test_bfloat16_learns_about_what_float32_learns() -> None:
     here, there = policy(DEVICE, precision="bfloat16"), policy("cpu")
     for mine, theirs in zip(learn(here), learn(there), strict=True):

@@ -54,6 +54,11 @@ def test_float32_learns_what_fsdp_learns_on_the_cpu(
         np.testing.assert_allclose(one, two, atol=1e-3, rtol=0)
 
 
+def test_a_device_that_megatron_would_not_keep_to_is_refused() -> None:
+    with pytest.raises(ValueError, match="set CUDA_VISIBLE_DEVICES='' for this process"):
+        megatron("cpu", QWEN3)
+
+
 @pytest.mark.parametrize("distributed", [True, False])
 def test_bfloat16_learns_about_what_float32_learns(distributed: bool) -> None:
     fields = {"distributed_optimizer": distributed, "precision": "bfloat16"}

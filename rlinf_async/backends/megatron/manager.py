@@ -96,6 +96,11 @@ class MegatronModelManager(Offloading):
         self.rank, self.launched = rank, world_size
         self.strategy = strategy_of(cfg, world_size)
         super().__init__(torch.device(cfg.device))
+        if self.device.type == "cpu" and torch.cuda.is_available():
+            raise ValueError(
+                "device is 'cpu', but megatron-core computes on any GPU that its process sees: set "
+                "CUDA_VISIBLE_DEVICES='' for this process, or device to 'cuda'"
+            )
         if not dist.is_initialized():
             collectives: Any = dist
             backend = "gloo" if self.device.type == "cpu" else "nccl"

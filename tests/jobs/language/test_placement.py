@@ -175,6 +175,23 @@ def test_heads_that_the_devices_of_an_engine_do_not_divide_are_named(
         check_families(found)
 
 
+@pytest.mark.parametrize(
+    ("machine", "backend", "actor", "hidden"),
+    [
+        ("1xH100", "megatron", "cpu", True),
+        ("2xH100", "megatron", "0", False),
+        ("1xH100", "fsdp", "cpu", False),
+        ("2xcpu", "megatron", "cpu", False),
+    ],
+)
+def test_megatron_sees_no_gpu_where_it_is_to_have_none(
+    tmp_path: Path, machine: str, backend: str, actor: str, hidden: bool
+) -> None:
+    asked = config(tmp_path, actor__backend=backend, cluster__placement__actor=actor)
+    found = placement.environment_of(asked, plan_roles(asked, stated_devices(machine)), "actor")
+    assert (found.get("CUDA_VISIBLE_DEVICES") == "") is hidden
+
+
 def test_a_worker_keeps_to_the_cores_that_a_run_gives_its_role(job: Job) -> None:
     """The verifier gives a reward of 1 for each core that its process may use."""
     summary = job.succeed(

@@ -38,6 +38,7 @@ from rlinf_async.runtime.jobs.language.backends import BACKENDS, actor_config, c
 from rlinf_async.runtime.jobs.language.channels import LanguageChannels
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.layout import actor_options, layout_of
+from rlinf_async.runtime.jobs.language.placement import environment_of
 from rlinf_async.runtime.jobs.placement import LaunchOptions, Plan
 from rlinf_async.workers.actor import LanguageActor, LanguageBatches
 from rlinf_async.workers.critic import LanguageCritic
@@ -115,7 +116,7 @@ class Learners:
             count=config.cluster.critics,
             name="Critic",
             collective=self._plan.collective("critic"),
-            **self._plan.options("critic", config.cluster.environment),
+            **self._plan.options("critic", environment_of(config, self._plan, "critic")),
         )
 
     @property
@@ -132,7 +133,7 @@ class Learners:
         return self._plan.collective("actor")
 
     def _actor_options(self) -> LaunchOptions:
-        environment = self._config.cluster.environment
+        environment = environment_of(self._config, self._plan, "actor")
         if self._layout is None:
             return self._plan.options("actor", environment)
         return actor_options(self._layout, self._plan, environment)

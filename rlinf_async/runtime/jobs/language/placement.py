@@ -9,6 +9,7 @@ import msgspec
 
 from rlinf_async.backends.vllm.config import GPU_MEMORY
 from rlinf_async.config import ConfigError
+from rlinf_async.runtime.devices import VISIBLE
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.sections import RolloutConfig
 from rlinf_async.runtime.jobs.placement import Plan, Role
@@ -96,6 +97,19 @@ def placed(config: LanguageConfig, plan: Plan) -> LanguageConfig:
         config.cluster, actors=plan.count("actor"), rollout_workers=plan.count("rollout")
     )
     return replace(config, cluster=cluster, rollout=_rollout(config, plan))
+
+
+def environment_of(config: LanguageConfig, plan: Plan, learner: str) -> dict[str, str]:
+    """Environment variables of an actor's or critic's processes.
+
+    Megatron computes on any GPU that its process sees: where it is to have none, it sees none.
+    """
+    backend = config.actor.backend if learner == "actor" else config.critic_backend
+    environment = dict(config.cluster.environment)
+    on_gpus = any(one.kind != "cpu" for one in plan.machine)
+    if backend == "megatron" and on_gpus and not plan.accelerated(learner):
+        return {VISIBLE: ""} | environment
+    return environment
 
 
 def takes_turns(plan: Plan) -> bool:
