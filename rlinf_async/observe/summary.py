@@ -95,7 +95,7 @@ class LanguageSummary(Summary, kw_only=True):
     """number of samples that were scored, rejected, failed"""
     scheduler: dict[str, int | str] | None = None
     """What the scheduler did: boundaries at which it decided, strategies that came into force,
-    ...; None where there was none, or it was given up"""
+    ..., why its policy is not asked any more; None where there was none"""
 
     def figures(self) -> list[str]:
         parts = []

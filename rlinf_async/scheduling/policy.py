@@ -101,7 +101,7 @@ class SafePolicy:
                 if not isinstance(decision, ScalingDecision):
                     raise TypeError(f"it returned {decision!r}, not a ScalingDecision")
                 # Its fields may be of any type: Python does not look.
-                msgspec.convert(msgspec.to_builtins(decision), ScalingDecision)
+                decision = msgspec.convert(msgspec.to_builtins(decision), ScalingDecision)
                 check(decision, state)
                 return decision
             except Exception as error:

@@ -172,7 +172,7 @@ class Seen:
             if names
             else waiting * (mean or UNKNOWN_TOKENS),
             queued_requests=names,
-            hosts=topology.hosts,
+            hosts=topology.hosts or dict.fromkeys(sorted(topology.owners), 0),
             lost=ledger.lost,
             instances=instances,
             actor=ActorState(

@@ -29,7 +29,8 @@ LEAST_GAIN = 0.02
 
 
 class Greedy:
-    """See the module. Where rates are not known yet, it moves nothing."""
+    """See the module. Where rates are not known yet, it moves nothing, but that the actor takes its
+    devices again once all is generated."""
 
     def decide(self, state: ClusterState, /) -> ScalingDecision:
         """Return what changes now."""
@@ -38,6 +39,8 @@ class Greedy:
             return go_home(state)
         if state.phase == "begin":
             return spread(all_serve(_begin(state) or nothing, state), state)
+        if not state.actor.holds and not state.unfinished:
+            return take_most(state) or nothing
         if not state.rates.known:
             return nothing
         if not state.actor.holds:
@@ -58,8 +61,6 @@ def _begin(state: ClusterState) -> ScalingDecision | None:
 
 def _back(state: ClusterState) -> ScalingDecision | None:
     """Take the actor's devices back where the best moment for it is now."""
-    if not state.unfinished:
-        return take_most(state)
     if not has_work(state):
         return None
     plan = Forecast(state).best_lending(at_least_home(state))

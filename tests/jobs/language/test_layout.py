@@ -9,7 +9,7 @@ import pytest
 from rlinf_async.config import ConfigError
 from rlinf_async.parallel import Strategy
 from rlinf_async.runtime.devices import stated_devices
-from rlinf_async.runtime.jobs.language.layout import actor_options, layout_of, rollout_options
+from rlinf_async.runtime.jobs.language.layout import layout_of, options
 from rlinf_async.runtime.jobs.language.placement import placed, plan_roles
 from rlinf_async.runtime.jobs.language.schedulable import check_scheduler
 from rlinf_async.runtime.jobs.language.scheduling import topology
@@ -79,7 +79,7 @@ def test_actors_are_launched_on_their_devices_and_those_of_the_last_rollout_work
     check_scheduler(found, plan)
     layout = layout_of(found, plan)
     assert (layout.actor, layout.instances) == (actor, instances)
-    placement = actor_options(layout, plan, {})["placement"]
+    placement = options("actor", layout, plan, {})["placement"]
     if machine == "4xcpu":
         assert placement is None
     else:
@@ -113,8 +113,21 @@ def test_guests_are_launched_on_devices_of_the_actors(
     layout = layout_of(found, plan)
     own = tuple(plan.ranks["rollout"])
     assert layout.instances == (*own, *homes)
-    assert rollout_options(layout, plan, {})["placement"] == Ranks([*own, *homes])
+    assert options("rollout", layout, plan, {})["placement"] == Ranks([*own, *homes])
     assert found.rollout_ranks == len(layout.instances)
+
+
+def test_a_guest_on_devices_of_two_hosts_is_refused(tmp_path: Path) -> None:
+    settings = {
+        "cluster__actors": "4",
+        "cluster__rollout_workers": "2",
+        "cluster__placement__rollout__devices_per_worker": "2",
+        "scheduler__guests": "2",
+    }
+    asked = config(tmp_path, **SCHEDULED, **settings)
+    plan = plan_roles(asked, stated_devices("3x3xH100"))
+    with pytest.raises(ConfigError, match=r"devices \[2, 3\] of the actors, which are on several"):
+        check_scheduler(placed(asked, plan), plan)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -220,6 +220,10 @@ def test_weights_that_will_never_come_are_an_error_and_not_a_hang() -> None:
     explore(body, seeds=range(20))
 
 
+async def _log_probs(rollout: ra.WorkerGroup[Rollout], pairs: Any, version: int) -> Any:
+    return await rollout[0].call(Rollout.log_probs, pairs, version)
+
+
 def test_the_engines_log_probs_are_there_for_a_comparison() -> None:
     async def body() -> None:
         async with served(Rollout, SLOW) as (channels, rollout, serving):
@@ -228,6 +232,11 @@ def test_the_engines_log_probs_are_there_for_a_comparison() -> None:
             pairs = [(sample.request.prompt.token_ids, sample.generated.token_ids)]
             [log_prob] = await rollout[0].call(Rollout.log_probs, pairs)
             np.testing.assert_array_equal(log_prob, sample.generated.log_prob)
+            later = asyncio.create_task(_log_probs(rollout, pairs, version=1))
+            await wait_all_blocked()
+            assert not later.done()  # this worker has not taken these weights
+            await channels.weights.sender.publish(update(1))
+            await later
             channels.requests.close()
             await serving
 

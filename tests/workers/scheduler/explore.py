@@ -37,7 +37,7 @@ from rlinf_async.testing import run as run_seeded
 from rlinf_async.workers.scheduler import DevicesReport, SchedulerWorker, SchedulingConfig
 from tests.runtime.mortal import MortalBackend
 from tests.workers.rollout.language_kit import Rollout
-from tests.workers.scheduler.kit import ENGINE, SMALL, WIDE, Ran, Run, Site
+from tests.workers.scheduler.kit import ENGINE, SMALL, TRAINER, WIDE, Ran, Run, Site
 from tests.workers.scheduler.registered import registered
 
 ITERATIONS = 2
@@ -179,11 +179,15 @@ class Unsure(SchedulerWorker):
     """Has any policy, now and then one that fails."""
 
     chance: ClassVar[random.Random]
+    strange: ClassVar[bool]
+    """a policy was not a built-in one"""
 
     def make_policy(self) -> ScalingPolicy:
         if self.chance.random() < 0.3:
+            type(self).strange = True
             return Unsteady(self.chance.randrange(8))
         if self.chance.random() < 0.5:
+            type(self).strange = True
             return Mixing(self.chance)
         return load_policy(self.chance.choice(POLICIES))
 
@@ -221,6 +225,7 @@ def try_seed(seed: int) -> None:
     devices, beside = Devices(site), [device for one in site.instances for device in one]
     Slow.chance = Unsure.chance = chance
     Slow.held = Failing.held = devices
+    Unsure.strange = False
     Failing.seed = seed if chance.random() < 0.3 else None
 
     async def body() -> None:
@@ -233,6 +238,9 @@ def try_seed(seed: int) -> None:
                 cluster,
                 site=site,
                 engine=engine,
+                trainer=msgspec.structs.replace(
+                    TRAINER, seconds_per_token=chance.choice((0.0, 0.01, 0.05))
+                ),
                 config=msgspec.structs.replace(
                     LIMITS, on_stop=chance.choice(("migrate", "migrate", "wait"))
                 ),
@@ -263,7 +271,11 @@ def try_seed(seed: int) -> None:
 
             faults = [asyncio.create_task(one()) for one in (kill, lose)]
             try:
-                trained_once(await run.train(ITERATIONS), site=site)
+                ran = await run.train(ITERATIONS)
+                trained_once(ran, site=site)
+                assert ran.summary is not None
+                why = ran.summary.policy_fault
+                assert Unsure.strange or not why or "was given up" in why, why
             finally:
                 for fault in faults:
                     fault.cancel()

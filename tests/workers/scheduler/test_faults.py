@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 import rlinf_async as ra
+from rlinf_async.backends.toy.engine import ToyEngine
 from rlinf_async.backends.toy.trainer import ToyTrainer
 from rlinf_async.channels import LatestReceiver, Sender
 from rlinf_async.parallel import Strategy
@@ -33,7 +34,7 @@ from rlinf_async.workers.scheduler import (
 from tests.runtime.mortal import MortalBackend
 from tests.workers.rollout.language_kit import Rollout
 from tests.workers.scheduler.explore import Devices, Failing, trained_once, try_seed
-from tests.workers.scheduler.kit import Run
+from tests.workers.scheduler.kit import ENGINE, TRAINER, Run
 from tests.workers.scheduler.registered import registered
 
 ITERATIONS = 3
@@ -49,7 +50,7 @@ class Deaf(Rollout):
             await super()._follow_scheduler(orders, reports)
         else:
             async for _ in orders:
-                self._link.heard.set()
+                self._taking.open()
 
 
 class Stubborn(Rollout):
@@ -312,11 +313,78 @@ class Fails(SchedulerWorker):
     killer: ClassVar[MortalBackend | None]
 
     def decided(self, state: ClusterState, decision: ScalingDecision) -> None:
-        if state.actor.holds or state.phase != "step":
+        if state.actor.holds or state.phase != "step" or self.incarnation:
             return
         if self.killer is None:
             raise RuntimeError("a mistake of the scheduler's own")
         self.killer.kill(self.name)
+
+
+@pytest.mark.parametrize("policy", ["greedy", "longest_first"])
+def test_a_policy_that_predicts_goes_on_where_the_scheduler_died_while_the_actor_had_lent(
+    policy: str,
+) -> None:
+    """Its successor does not know how fast the actor is."""
+
+    async def body() -> None:
+        backend = MortalBackend()
+        async with ra.Cluster(backend) as cluster:
+            run = Run(
+                cluster,
+                engine=msgspec.structs.replace(ENGINE, slots=2),
+                trainer=msgspec.structs.replace(TRAINER, seconds_per_token=0.05),
+                scheduler=Fails,
+                config=msgspec.structs.replace(SHORT, policy=policy),
+                guest=True,
+            )
+            Fails.killer = backend
+            await run.start()
+            ran = await run.train(6)
+        trained_once(ran, 6)
+        assert ran.summary is not None
+        assert ran.summary.policy_fault == ""
+        assert ran.summary.changes > 0
+
+    explore(body, seeds=range(3))
+
+
+class EngineThatDiesUnseen(ToyEngine):
+    """Dies once while nothing runs on it."""
+
+    died: ClassVar[bool]
+    by: ClassVar[str]
+
+    async def offload(self) -> None:
+        self._maybe("offload")
+        await super().offload()
+
+    async def onload(self) -> None:
+        self._maybe("onload")
+        await super().onload()
+
+    def _maybe(self, method: str) -> None:
+        if self.by == method and not EngineThatDiesUnseen.died:
+            EngineThatDiesUnseen.died = True
+            self.die()
+        self._check_alive()
+
+
+class Unseen(Rollout):
+    def make_engine(self) -> ToyEngine:
+        return EngineThatDiesUnseen(self._engine_config)
+
+
+@pytest.mark.parametrize("by", ["offload", "onload"])
+def test_an_engine_that_died_while_nothing_ran_on_it_is_built_again(by: str) -> None:
+    async def body() -> None:
+        EngineThatDiesUnseen.by, EngineThatDiesUnseen.died = by, False
+        async with ra.Cluster.local() as cluster:
+            run = Run(cluster, rollout=Unseen)
+            await run.start()
+            trained_once(await run.train(ITERATIONS), ITERATIONS)
+        assert EngineThatDiesUnseen.died
+
+    explore(body, seeds=range(3))
 
 
 @pytest.mark.parametrize("dies", [False, True])

@@ -5,7 +5,9 @@
                   waits for                               unblocked by
     generate      weights of the version that is asked    the actor
     follow        newer weights                           the actor
+                  the devices' memory                     `onload`
     revive        the engine to start, weights to load    itself
+    onload        the same                                itself
 
 Invariant: a request that was taken is answered, or fails with the cause, whatever happens to the
 engine meanwhile. Tokens of an engine that died are generated again.
@@ -151,7 +153,7 @@ class LiveEngine:
                 return
             await self._changing.acquire()
             try:
-                await self.engine.offload()
+                await self._release_memory()
             except BaseException:
                 self._changing.release()
                 raise
@@ -164,13 +166,28 @@ class LiveEngine:
             if not self._offloaded:
                 return
             try:
-                await (self.engine.onload() if self._started else self.start())
+                await self._take_memory()
                 if self.engine.version < 0:
                     await self._load_newest(self.engine)
             finally:
                 self._offloaded = False
                 self._changing.release()
                 self.weights.wake()
+
+    async def _release_memory(self) -> None:
+        try:
+            await self.engine.offload()
+        except EngineDied as death:  # it holds none any more; `onload` starts its successor
+            await self._rebuild(self.engine, death)
+            self._count_restart()
+
+    async def _take_memory(self) -> None:
+        if not self._started:
+            return await self.start()
+        try:
+            await self.engine.onload()
+        except EngineDied as death:
+            await self._replace(self.engine, death)
 
     async def _load(self, update: WeightUpdate) -> int:
         while True:
@@ -196,16 +213,23 @@ class LiveEngine:
                     death = again
 
     async def _replace(self, dead: GenerationEngine, death: EngineDied) -> None:
+        await self._rebuild(dead, death)
+        try:
+            await self.start()
+        except BaseException:  # a cancellation too: the next caller must not find half an engine
+            await self.engine.close()
+            raise
+        self._count_restart()
+
+    async def _rebuild(self, dead: GenerationEngine, death: EngineDied) -> None:
+        """Put another engine, which is not started, in the place of one that died."""
         if self._restarts_left == 0:
             raise death
         log.warning("the engine died (%s) and is built again", death)
         await dead.close()
-        self.engine = self._build()
-        try:
-            await self.engine.start()
-        except BaseException:  # a cancellation too: the next caller must not find half an engine
-            await self.engine.close()
-            raise
+        self.engine, self._started = self._build(), False
+
+    def _count_restart(self) -> None:
         self._restarts_left -= 1
         self.restarts += 1
 

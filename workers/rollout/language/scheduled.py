@@ -90,14 +90,13 @@ class SchedulerLink:
         """else nothing is noted"""
         self.orders = Orders()
         """the newest"""
-        self.heard = asyncio.Event()
-        """the first orders are carried out, or there are none any more"""
         self._sending: dict[str, EndedCount] = {}
         """by request: responses that are generated, and not sent on"""
         self._ended: list[EndedCount] = []
         """since the last message"""
         self._known: list[EndedCount] = []
-        """of this iteration and the one before, for a scheduler that is started again"""
+        """of the iteration that the actor trains and of later ones, for a scheduler that is started
+        again"""
         self._began: list[str] = []
         """requests that were taken since then, where few instances take any"""
         self._news = asyncio.Event()
@@ -111,7 +110,6 @@ class SchedulerLink:
             telling = group.create_task(self._tell(reports))
             await self._follow(orders, reports)
             telling.cancel()
-        self.heard.set()
 
     async def _follow(
         self, orders: LatestReceiver[Orders], reports: Sender[SchedulerReport]
@@ -134,7 +132,6 @@ class SchedulerLink:
                 if instance.offloaded:
                     await instance.onload()
                 await self._share_out(newest)
-            self.heard.set()
             await reports.put(await self._report(newest, instance.handed_back - before))
 
     async def _share_out(self, orders: Orders) -> None:
@@ -190,7 +187,9 @@ class SchedulerLink:
         """The sample of a request was sent on: until then it may be lost, and generated again."""
         if (ended := self._sending.pop(request.name, None)) is not None:
             self._ended.append(ended)
-            self._known = [one for one in self._known if one.iteration >= ended.iteration - 1]
+            at = self.orders.boundary
+            if at is not None:
+                self._known = [one for one in self._known if one.iteration >= at.iteration]
             self._known.append(ended)
             self._news.set()
 

@@ -8,7 +8,8 @@
                                  +--------------+
 
                 waits for                                unblocked by
-    taking      room, then requests                      a sample that is done; the source
+    taking      orders, where there is a scheduler       the scheduler
+                room, then requests                      a sample that is done; the source
     answering   weights of the version it asks for       the actor
                 its tokens                               the engine
                 room for the sample                      reward or inference workers
@@ -83,7 +84,7 @@ class LanguageRolloutWorker(Worker):
         config: how this worker serves.
         backend: the engine's registered name.
         scheduled: `serve` gets the orders of a scheduler.
-        guests: so many of the last ranks have no devices until a scheduler gives them some.
+        guests: so many of the last ranks hold no devices until a scheduler gives them some.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class LanguageRolloutWorker(Worker):
         self._link = SchedulerLink(self)
         is_guest = self.rank >= self.world_size - guests
         self._starts_later = scheduled and (is_guest or self.incarnation > 0)
-        """others may hold its devices: the actor has lent them, or has grown there"""
+        """others may hold its devices: the actor, whose they are, or which has grown there"""
         self.config = config or LanguageRolloutConfig()
         self._engine_config = engine
         self._backend_name = backend
@@ -171,8 +172,8 @@ class LanguageRolloutWorker(Worker):
         room = asyncio.Semaphore(held)
         async with task_group() as group:
             if orders is not None and reports is not None:
+                await self._taking.close()  # until the first orders
                 group.create_task(self._follow_scheduler(orders, reports))
-                await self._link.heard.wait()
             following = group.create_task(live.follow(weights, taken, self.rank))
             async with asyncio.TaskGroup() as answering:
                 step = partial(self._start_next, requests, samples, room, answering, report)
@@ -293,11 +294,15 @@ class LanguageRolloutWorker(Worker):
         """The version of the weights that the engine serves; -1 before the first."""
         return self._live.engine.version
 
-    async def log_probs(self, sequences: list[tuple[Tokens, Tokens]]) -> list[Floats]:
-        """The engine's log-probs at temperature 1 of ``(prompt [P], response [R])``: ``[R]`` each.
+    async def log_probs(
+        self, sequences: list[tuple[Tokens, Tokens]], version: int = -1
+    ) -> list[Floats]:
+        """The engine's log-probs at temperature 1 of ``(prompt [P], response [R])``: ``[R]`` each,
+        by weights that are at least as new as ``version``.
 
         For the comparison with the actor's own: see ``check_weight_update_equal``.
         """
+        await self._live.weights.reach(version)
         return await self._live.log_probs(sequences)
 
     @property

@@ -15,6 +15,8 @@ the actors have given these back.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
@@ -62,17 +64,15 @@ def _homes(
     return tuple(range(actors)), homes, False
 
 
-def actor_options(layout: Layout, plan: Plan, environment: dict[str, str]) -> LaunchOptions:
-    """Return what the actors of a scheduled run are launched with."""
-    options = plan.options("actor", environment)
-    if layout.accelerated:
-        options["placement"] = Ranks([(device,) for device in layout.actor])
-    return options
-
-
-def rollout_options(layout: Layout, plan: Plan, environment: dict[str, str]) -> LaunchOptions:
-    """Return what the rollout workers of a scheduled run are launched with, guests too."""
-    options = plan.options("rollout", environment)
-    if layout.accelerated:
-        options["placement"] = Ranks(list(layout.instances))
-    return options
+def options(
+    role: Literal["actor", "rollout"],
+    layout: Layout | None,
+    plan: Plan,
+    environment: dict[str, str],
+) -> LaunchOptions:
+    """Return what the workers of a role are launched with; ``layout``: of a scheduled run."""
+    found = plan.options(role, environment)
+    if layout is not None and layout.accelerated:
+        alone = [(device,) for device in layout.actor]
+        found["placement"] = Ranks(alone if role == "actor" else list(layout.instances))
+    return found

@@ -37,9 +37,9 @@ from rlinf_async.runtime.jobs.checkpoints import sibling
 from rlinf_async.runtime.jobs.language.backends import BACKENDS, actor_config, critic_config
 from rlinf_async.runtime.jobs.language.channels import LanguageChannels
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
-from rlinf_async.runtime.jobs.language.layout import actor_options, layout_of
+from rlinf_async.runtime.jobs.language.layout import layout_of, options
 from rlinf_async.runtime.jobs.language.placement import environment_of
-from rlinf_async.runtime.jobs.placement import LaunchOptions, Plan
+from rlinf_async.runtime.jobs.placement import Plan
 from rlinf_async.workers.actor import LanguageActor, LanguageBatches
 from rlinf_async.workers.critic import LanguageCritic
 
@@ -85,6 +85,7 @@ class Learners:
         """Start the actors."""
         config = self._config
         backend = BACKENDS[config.actor.backend]
+        environment = environment_of(config, self._plan, "actor")
         self._actors: WorkerGroup[LanguageActor] = await self._cluster.launch(
             backend.actor,
             actor_config(config, self._model, self._device("actor")),
@@ -96,7 +97,7 @@ class Learners:
             count=config.actors if self._layout is None else len(self._layout.actor),
             name="Actor",
             collective=self._collective(),
-            **self._actor_options(),
+            **options("actor", self._layout, self._plan, environment),
         )
 
     async def launch_critics(self, resume: Path | None) -> None:
@@ -131,12 +132,6 @@ class Learners:
         if self._layout is not None:
             return "nccl" if self._layout.accelerated else "gloo"
         return self._plan.collective("actor")
-
-    def _actor_options(self) -> LaunchOptions:
-        environment = environment_of(self._config, self._plan, "actor")
-        if self._layout is None:
-            return self._plan.options("actor", environment)
-        return actor_options(self._layout, self._plan, environment)
 
     def _device(self, role: str) -> str:
         return self._plan.device(role, own_process=self._config.cluster.processes)

@@ -29,11 +29,10 @@ from rlinf_async.runtime.group import WorkerGroup
 from rlinf_async.runtime.jobs.language.backends import inference_backend, inference_config
 from rlinf_async.runtime.jobs.language.channels import LanguageChannels
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
-from rlinf_async.runtime.jobs.language.layout import layout_of, rollout_options
+from rlinf_async.runtime.jobs.language.layout import layout_of, options
 from rlinf_async.runtime.jobs.language.learners import Learners, Trained
 from rlinf_async.runtime.jobs.language.placement import plan_roles, takes_turns
 from rlinf_async.runtime.jobs.language.scheduling import Scheduling
-from rlinf_async.runtime.jobs.placement import LaunchOptions
 from rlinf_async.runtime.stall import WorkEvent
 from rlinf_async.runtime.supervise import Restart
 from rlinf_async.workers.inference import InferenceConfig, InferenceReport, InferenceWorker
@@ -218,7 +217,7 @@ class Roles:
         sequences = [_sequence(one.token_ids) for one in prompts]
         await self._taken(version)
         answers = await self._rollouts.call_on(
-            self._at_home, LanguageRolloutWorker.log_probs, sequences
+            self._at_home, LanguageRolloutWorker.log_probs, sequences, version
         )
         async with self._turn_of_learners():
             return max([await self.learners.compare(sequences, answer) for answer in answers])
@@ -249,14 +248,8 @@ class Roles:
             count=config.rollout_ranks,
             name="Rollout",
             restart=Restart(max=counts.max_restarts),
-            **self._rollout_options(),
+            **options("rollout", self._layout, self._plan, counts.environment),
         )
-
-    def _rollout_options(self) -> LaunchOptions:
-        environment = self._config.cluster.environment
-        if self._layout is None:
-            return self._plan.options("rollout", environment)
-        return rollout_options(self._layout, self._plan, environment)
 
     async def _launch_others(self) -> None:
         config, counts = self._config, self._config.cluster

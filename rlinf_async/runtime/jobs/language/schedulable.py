@@ -38,7 +38,9 @@ def check_scheduler(config: LanguageConfig, plan: Plan) -> None:
     _check_guests(config, plan)
     _check_actors(config)
     _check_devices(config, plan)
-    _check_sizes(config, layout_of(config, plan))
+    layout = layout_of(config, plan)
+    _check_hosts(config, layout)
+    _check_sizes(config, layout)
 
 
 def _wanted(config: LanguageConfig) -> str:
@@ -54,6 +56,17 @@ def _check_guests(config: LanguageConfig, plan: Plan) -> None:
             f"{config.actors // each}",
             path=GUESTS,
         )
+
+
+def _check_hosts(config: LanguageConfig, layout: Layout) -> None:
+    """A rollout worker has all of its devices on one host."""
+    for guest in layout.instances[config.rollout_workers :]:
+        if len({layout.hosts[device] for device in guest}) > 1:
+            raise ConfigError(
+                f"a guest would have devices {list(guest)} of the actors, which are on several "
+                "hosts: use fewer guests, or give actors other devices by cluster.placement",
+                path=GUESTS,
+            )
 
 
 def _check_actors(config: LanguageConfig) -> None:
