@@ -101,7 +101,9 @@ class SafePolicy:
                 if not isinstance(decision, ScalingDecision):
                     raise TypeError(f"it returned {decision!r}, not a ScalingDecision")
                 # Its fields may be of any type: Python does not look.
-                decision = msgspec.convert(msgspec.to_builtins(decision), ScalingDecision)
+                order, rest = decision.order, msgspec.structs.replace(decision, order=())
+                rest = msgspec.convert(msgspec.to_builtins(rest), ScalingDecision)
+                decision = msgspec.structs.replace(rest, order=tuple(order))  # of many requests
                 check(decision, state)
                 return decision
             except Exception as error:

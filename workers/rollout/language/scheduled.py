@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
+from itertools import chain
 from typing import Protocol
 
 from rlinf_async.channels import EndOfChannel, LatestReceiver, Sender
@@ -94,9 +95,9 @@ class SchedulerLink:
         """by request: responses that are generated, and not sent on"""
         self._ended: list[EndedCount] = []
         """since the last message"""
-        self._known: list[EndedCount] = []
-        """of the iteration that the actor trains and of later ones, for a scheduler that is started
-        again"""
+        self._known: dict[int, list[EndedCount]] = {}
+        """by iteration: of the one that the actor trains and of later ones, for a scheduler that is
+        started again"""
         self._began: list[str] = []
         """requests that were taken since then, where few instances take any"""
         self._news = asyncio.Event()
@@ -122,7 +123,7 @@ class SchedulerLink:
                 return
             seen = orders.version
             if newest.scheduler != scheduler:  # it does not know what another one was told
-                scheduler, self._ended = newest.scheduler, [*self._known]
+                scheduler, self._ended = newest.scheduler, [*chain(*self._known.values())]
             before = instance.handed_back
             devices = newest.devices_of(instance.rank)
             if not devices:
@@ -187,10 +188,10 @@ class SchedulerLink:
         """The sample of a request was sent on: until then it may be lost, and generated again."""
         if (ended := self._sending.pop(request.name, None)) is not None:
             self._ended.append(ended)
+            self._known.setdefault(ended.iteration, []).append(ended)
             at = self.orders.boundary
-            if at is not None:
-                self._known = [one for one in self._known if one.iteration >= at.iteration]
-            self._known.append(ended)
+            for over in [one for one in self._known if at is not None and one < at.iteration]:
+                del self._known[over]
             self._news.set()
 
     async def _tell(self, reports: Sender[SchedulerReport]) -> None:
