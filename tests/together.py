@@ -18,7 +18,6 @@ LONGEST = (
     "examples/test_examples",
     "backends/vllm",
     "runtime/ray/test_cluster",
-    "jobs/on_hosts/test_on_hosts",
     "backends/megatron/test_trainer",
     "jobs/language/test_megatron",
     "backends/megatron/test_stages",

@@ -1,7 +1,8 @@
 """Building a model from a seed, one at a time in a process.
 
 Workers of a local cluster are threads of one process, and building depends on what is global to it:
-torch's random numbers, and the default dtype that transformers sets meanwhile.
+torch's random numbers, the default dtype that transformers sets meanwhile, and the functions that
+fill new weights, which are none while an engine is built.
 """
 
 from __future__ import annotations

@@ -118,8 +118,12 @@ def _show_name(name: str) -> None:
 
 def _pin(boot: Boot) -> None:
     cores = pinned_cores(boot.spec.info.devices)
-    if cores:
-        os.sched_setaffinity(0, cores)
+    if not cores:
+        return
+    os.sched_setaffinity(0, cores)
+    torch = sys.modules.get("torch")
+    if torch is not None and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(len(cores))  # it was imported where there were more: see `forked`
 
 
 def remove_unused_torch_cache(temporary: Path) -> None:

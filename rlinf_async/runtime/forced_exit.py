@@ -41,7 +41,8 @@ def kill_tree(process: BaseProcess) -> None:
         return
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.kill()  # it may not lead its own group yet
+    with suppress(ProcessLookupError):  # it may not lead its own group yet
+        os.kill(process.pid, signal.SIGKILL)
 
 
 def exit_at_once(code: int, reason: str) -> NoReturn:

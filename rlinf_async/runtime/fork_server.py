@@ -25,7 +25,9 @@ import msgspec
 from rlinf_async.runtime.child import remove_unused_torch_cache
 
 HAS_THREADS: Final = -1
-"""instead of a process's number: none was forked, because this one has threads"""
+"""instead of a process's number: none was forked, because its imports have started threads"""
+ASK_ANOTHER: Final = -2
+"""the same, because those of another have"""
 MESSAGE_BYTES: Final = 1 << 16
 DESCRIPTORS: Final = 64
 
@@ -69,9 +71,11 @@ class _Forks:
         asked, given, _, _ = socket.recv_fds(self._control, MESSAGE_BYTES, DESCRIPTORS)
         if not asked:
             return False
+        # A library's own threads, which Python does not know, are prepared for a fork.
+        refusal = ASK_ANOTHER if threading.active_count() > 1 else HAS_THREADS
         self._import(msgspec.json.decode(asked, type=tuple[str, ...]))
         try:
-            self._start(given)
+            self._start(given, refusal)
         except (OSError, ValueError) as error:  # there is no room for its files, or for a process
             print(f"no process could be forked: {error}", file=sys.stderr, flush=True)
             for descriptor in given:
@@ -92,11 +96,10 @@ class _Forks:
         gc.collect()
         gc.freeze()  # the collector would write to the memory that is shared
 
-    def _start(self, given: Sequence[int]) -> None:
+    def _start(self, given: Sequence[int], refusal: int) -> None:
         told, status, *handed = given
-        # A library's own threads, which Python does not know, are prepared for a fork.
         if threading.active_count() > 1:
-            _write(status, HAS_THREADS)
+            _write(status, refusal)
             for descriptor in given:
                 os.close(descriptor)
             return

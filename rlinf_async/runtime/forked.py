@@ -43,7 +43,7 @@ from typing import Any, Final
 
 import msgspec
 
-from rlinf_async.runtime.fork_server import HAS_THREADS
+from rlinf_async.runtime.fork_server import ASK_ANOTHER, HAS_THREADS
 
 UNREAD: Final = frozenset({"PYTEST_CURRENT_TEST"})
 """variables that no import reads: with another value of them it is the same environment"""
@@ -64,6 +64,10 @@ class NotForked(Exception):
     """The process has to begin with a new interpreter, and why."""
 
 
+class _AskAnother(Exception):
+    """This server forks nobody any more."""
+
+
 class ForkedProcess(SpawnProcess):
     """As multiprocessing's process that is spawned, but forked from a server of this process.
 
@@ -72,8 +76,8 @@ class ForkedProcess(SpawnProcess):
             worker, who says why.
         environment: all variables of the process.
 
-    `start` raises `NotForked` where its imports start threads or the server does not answer, and
-    `OSError` where there is no room for it.
+    `start` raises `NotForked` where its imports start threads or end the server, or the server does
+    not answer, and `OSError` where there is no room for it.
     """
 
     def __init__(
@@ -95,8 +99,8 @@ class _Fork(popen_forkserver.Popen):
     """what the process is handed, by `DupFd`"""
 
     def _launch(self, process_obj: ForkedProcess) -> None:
-        if process_obj.imports in _start_threads:
-            raise NotForked(_starts_threads(process_obj.imports))
+        self._reading = threading.Lock()
+        imports = process_obj.imports
         told = io.BytesIO()
         set_spawning_popen(self)
         try:
@@ -107,11 +111,20 @@ class _Fork(popen_forkserver.Popen):
         environment = msgspec.msgpack.encode(process_obj.environment)
         told.seek(0)
         message = len(environment).to_bytes(4, "big") + environment + told.read()
-        if not self._forked(process_obj, message) and not self._forked(process_obj, message):
-            raise OSError("the process that forks workers was killed, and the next one, too")
+        for _ in range(2):
+            if (why := _not_forked.get(imports)) is not None:
+                raise NotForked(why)
+            if self._forked(process_obj, message):
+                return
+        why = _not_forked[imports] = (
+            f"a process that imported {', '.join(imports)} was killed before it could fork, and "
+            "the next one, too (was memory used up? the kernel's log says so)"
+        )
+        raise NotForked(why)
 
     def _forked(self, process: ForkedProcess, message: bytes) -> bool:
-        """Ask for the process; False where the server is killed before it has forked it."""
+        """Ask for the process; False where another server has to be asked: this one was killed
+        before it had forked it, or has threads by the import of others."""
         self.sentinel, write_status = os.pipe()
         read_told, write_told = os.pipe()
         # The process sees by its end of this pipe that this one is gone.
@@ -129,6 +142,9 @@ class _Fork(popen_forkserver.Popen):
             self.finalizer()
             server.see_killed()
             return False
+        except _AskAnother:
+            self.finalizer()
+            return False
         except BaseException:
             self.finalizer()
             raise
@@ -139,13 +155,17 @@ class _Fork(popen_forkserver.Popen):
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
         """As multiprocessing's own, but for what it says where the server is gone."""
-        if self.returncode is None:
-            if flag == os.WNOHANG and not connection.wait([self.sentinel], 0):
-                return None
-            try:
-                self.returncode = forkserver.read_signed(self.sentinel)
-            except EOFError:
-                self.returncode = LOST
+        if self.returncode is not None:
+            return self.returncode
+        if not connection.wait([self.sentinel], 0 if flag == os.WNOHANG else None):
+            return None
+        # Any thread that starts a process looks for those that have ended, beside who waits for it.
+        with self._reading:
+            if self.returncode is None:
+                try:
+                    self.returncode = forkserver.read_signed(self.sentinel)
+                except EOFError:
+                    self.returncode = LOST
         return self.returncode
 
 
@@ -188,6 +208,7 @@ class _Server:
 
         Raises:
             EOFError: it was killed, or could not fork.
+            _AskAnother: it has threads, but not by these imports. It is let go.
             NotForked: it does not answer, or has threads, which would hold for ever in the fork
                 what they hold. It is let go.
         """
@@ -200,8 +221,11 @@ class _Server:
         pid: int = forkserver.read_signed(status)
         if pid == HAS_THREADS:
             self.close()
-            _start_threads.add(imports)
-            raise NotForked(_starts_threads(imports))
+            why = _not_forked[imports] = f"the import of {', '.join(imports)} starts threads"
+            raise NotForked(why)
+        if pid == ASK_ANOTHER:
+            self.close()
+            raise _AskAnother
         return pid
 
     def see_killed(self) -> None:
@@ -246,8 +270,8 @@ class _Server:
 _lock = threading.Lock()
 _servers: list[_Server] = []
 """the one that was asked last is last"""
-_start_threads: set[tuple[str, ...]] = set()
-"""imports that start threads"""
+_not_forked: dict[tuple[str, ...], str] = {}
+"""imports with which no process can be forked, and why"""
 
 
 def _server_for(environment: Mapping[str, str]) -> _Server:
@@ -289,10 +313,6 @@ def _in_forked_child() -> None:
 
 
 os.register_at_fork(after_in_child=_in_forked_child)
-
-
-def _starts_threads(imports: Sequence[str]) -> str:
-    return f"the import of {', '.join(imports)} starts threads"
 
 
 def _close(*descriptors: int) -> None:

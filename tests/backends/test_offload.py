@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from rlinf_async.backends.fsdp.errors import OffloadedError
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
+from rlinf_async.backends.fsdp.offload import pinned_like
 from tests.backends.fsdp_helpers import (
     backward,
     changed,
@@ -20,6 +22,23 @@ from tests.backends.fsdp_helpers import (
     set_up,
     train_steps,
 )
+
+
+def test_where_no_memory_can_be_pinned_other_memory_is_used_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    empty_like = torch.empty_like
+
+    def refuse(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("the limit on locked memory is reached")
+        return empty_like(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty_like", refuse)
+    found = pinned_like(torch.ones(3, 4, dtype=torch.bfloat16))
+    assert (found.shape, found.dtype, found.device.type) == ((3, 4), torch.bfloat16, "cpu")
+    assert "memory cannot be pinned" in caplog.text
+    assert "the limit on locked memory is reached" in caplog.text
 
 
 def test_offloading_drops_the_gradients_and_refuses_to_step() -> None:

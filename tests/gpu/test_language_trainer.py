@@ -197,5 +197,6 @@ def test_published_weights_are_loaded_by_a_trainer_on_either_device() -> None:
         assert other.version == update.version
         assert_near(weights(other), unpack(update), 0.0)
     second = trainer.publish()  # nothing has changed: the buckets are the same ones
-    assert [one.data is two.data for one, two in zip(second.buckets, update.buckets, strict=True)]
+    pairs = zip(second.buckets, update.buckets, strict=True)
+    assert all(one.data is two.data for one, two in pairs)
     assert second.checksum == update.checksum

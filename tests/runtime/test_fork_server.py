@@ -223,6 +223,48 @@ async def test_imports_that_start_threads_are_named_and_their_workers_spawned(
     assert "which_starts_a_thread starts threads" in caplog.text
 
 
+async def test_a_module_that_kills_the_process_that_imports_it_is_named_and_its_workers_spawned(
+    tmp_path: Path,
+    new_cluster: NewCluster,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "which_kills.py").write_text(
+        "import os, sys\nif 'fork_server' in sys.argv:\n    os.kill(os.getpid(), 9)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(f"{__name__}.SLOW", (*SLOW, "which_kills"))
+    async with new_cluster() as cluster:
+        for number in range(2):  # the second one does not try again
+            look = await cluster.launch_one(Look, name=f"look{number}")
+            assert await look.call(Look.parent) == os.getpid()
+            assert forked.pids() == set()
+    assert len(caplog.messages) == 2
+    assert "which_kills was killed before it could fork, and the next one, too" in caplog.text
+
+
+def test_who_asks_a_server_that_has_threads_by_the_imports_of_another_asks_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "which_starts_one.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    server = forked._Server(os.environ)
+    pipes = [os.pipe() for _ in range(2)]
+    try:
+        for imports, (_, write) in zip((("which_starts_one",), ("json",)), pipes, strict=True):
+            assert server.fork(imports, (write, write))
+        with pytest.raises(forked.NotForked, match="which_starts_one starts threads"):
+            server.answer(pipes[0][0], ("which_starts_one",))
+        with pytest.raises(forked._AskAnother):
+            server.answer(pipes[1][0], ("json",))
+    finally:
+        server.wait()
+        for descriptor in (one for pipe in pipes for one in pipe):
+            os.close(descriptor)
+
+
 async def test_a_server_that_does_not_answer_is_named_and_let_go_and_the_worker_spawned(
     new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

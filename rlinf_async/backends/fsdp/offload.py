@@ -1,16 +1,21 @@
 """Moving a model and its optimizer between the accelerator and the CPU.
 
 Through pinned memory, which is copied thirty times as fast as other memory (55 against 1.8 GB/s on
-an H200). Pinning takes far longer than the copy; torch keeps what was pinned for the next one.
+an H200). Pinning takes far longer than the copy; torch keeps what was pinned for the next one, and
+rounds each tensor up to a power of two. Shards (`DTensor`) are copied to other memory.
 """
 
 from __future__ import annotations
+
+import logging
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rlinf_async.backends.fsdp.errors import FSDPError
+
+log = logging.getLogger(__name__)
 
 
 def rank_device(name: str, world_size: int, rank: int) -> str:
@@ -63,8 +68,17 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     """Return the tensor on another device. It may still be copied: see `finish_copies`."""
     if device.type != "cpu" or not tensor.is_cuda or isinstance(tensor, DTensor):
         return tensor.to(device, non_blocking=device.type != "cpu")
-    pinned = torch.empty_like(tensor, device=device, pin_memory=True)
-    return pinned.copy_(tensor, non_blocking=True)
+    return pinned_like(tensor).copy_(tensor, non_blocking=True)
+
+
+def pinned_like(tensor: Tensor) -> Tensor:
+    """Return a tensor of this shape and type in pinned memory, or, where none can be had, in other
+    memory."""
+    try:
+        return torch.empty_like(tensor, device="cpu", pin_memory=True)
+    except RuntimeError as error:  # such as a limit of the host on it
+        log.warning("memory cannot be pinned, so copies take longer: %s", error)
+        return torch.empty_like(tensor, device="cpu")
 
 
 def finish_copies(*devices: torch.device) -> None:

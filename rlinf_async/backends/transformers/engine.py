@@ -112,6 +112,7 @@ class TransformersEngine:
         """Generate the response. See `GenerationEngine.generate`."""
         self._check_alive()
         assert self._folder is not None
+        self._check_weights()
         self._folder.check_fits(request)
         row = Row(request)
         if row.finish is not None:  # the partial has all that was asked for
@@ -251,6 +252,14 @@ class TransformersEngine:
         for answer in answers.values():
             if not answer.done():
                 answer.set_exception(EngineDied(self._failure))
+
+    def _check_weights(self) -> None:
+        """Its memory is not filled before the first update."""
+        if self.version < 0:
+            raise RuntimeError(
+                "the engine has no weights yet: they come with the first update, or, with "
+                "weights = 'folder', from the model's folder"
+            )
 
     def _check_alive(self) -> None:
         if self._failure is not None:

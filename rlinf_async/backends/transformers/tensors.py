@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rlinf_async.backends.building import building
+
 
 class Slice(NamedTuple):
     """A tensor of a checkpoint: consecutive elements of a tensor in memory."""
@@ -95,7 +97,7 @@ def model_without_memory(config: Any) -> nn.Module:
     if isinstance(config, Mapping):
         described = AutoConfig.for_model(**config)
     factory: Any = AutoModelForCausalLM
-    with torch.device("meta"):
+    with building(0), torch.device("meta"):
         model: nn.Module = factory.from_config(described)
     return model
 

@@ -148,7 +148,11 @@ def test_megatron_actors_grow_and_shrink_beside_a_critic_through_two_epochs_and_
 def test_a_guest_starts_its_engine_on_the_device_that_an_actor_has_lent(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lends = ("--scheduler.policy", "turns", "--scheduler.guests", 1)
+    lends = (
+        *("--scheduler.policy", "turns", "--scheduler.guests", 1),
+        # An engine takes some seconds to start: the scheduler waits for it.
+        *("--scheduler.answer_seconds", 100, "--scheduler.stop_seconds", 100),
+    )
     workers = ("--cluster.rollout_workers", 2, "--cluster.backend", "process")
     job, scheduler = trained(tmp_path / "lent", capsys, *lends, *workers)
     assert scheduler is not None

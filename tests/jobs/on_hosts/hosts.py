@@ -29,10 +29,11 @@ CLOCKS_APART: Final = 100_000
 STORE_BYTES: Final = 100 << 20
 """Of Ray's object store."""
 NOTICING: Final = (
-    '--system-config={"health_check_period_ms":1000,"health_check_timeout_ms":2000,'
-    '"health_check_initial_delay_ms":2000,"health_check_failure_threshold":5}'
+    '--system-config={"health_check_period_ms":1000,"health_check_timeout_ms":10000,'
+    '"health_check_initial_delay_ms":10000,"health_check_failure_threshold":5}'
 )
-"""By default Ray takes half a minute until it says that a host is lost."""
+"""By default Ray takes half a minute until it says that a host is lost. One that is killed refuses
+at once; one that lives is given time to answer: these hosts share few cores with other tests."""
 _WORKER: Final = re.compile(r"[A-Z]\w*\[\d+\]")
 SETUP: Final = (
     # This checkout is seen on each host, also where it lies below /tmp.

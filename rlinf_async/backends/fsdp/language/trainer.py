@@ -76,12 +76,13 @@ class LanguageTrainerBase(IterationTrainer[LanguageTrainerConfig]):
         Raises `ValueError` for a folder that cannot be used and an architecture that this backend
         would train wrongly.
         """
+        chunk_bytes = self.config.logit_chunk_bytes
         with building(self.config.seed):
             language, packs = build_language_model(self.config.fsdp.model)
-        chunk_bytes = self.config.logit_chunk_bytes
-        policy = PolicyNetwork(language, packs=packs, logit_chunk_bytes=chunk_bytes)
+            policy = PolicyNetwork(language, packs=packs, logit_chunk_bytes=chunk_bytes)
+            network = ValueNetwork(language, packs=packs) if self.critic else policy
         check_same_as_transformers(policy)
-        return ValueNetwork(language, packs=packs) if self.critic else policy
+        return network
 
     @property
     def language(self) -> nn.Module:
