@@ -79,10 +79,12 @@ class LanguageTrainerBase(IterationTrainer[LanguageTrainerConfig]):
         chunk_bytes = self.config.logit_chunk_bytes
         with building(self.config.seed):
             language, packs = build_language_model(self.config.fsdp.model)
-            policy = PolicyNetwork(language, packs=packs, logit_chunk_bytes=chunk_bytes)
-            network = ValueNetwork(language, packs=packs) if self.critic else policy
+        policy = PolicyNetwork(language, packs=packs, logit_chunk_bytes=chunk_bytes)
         check_same_as_transformers(policy)
-        return network
+        if not self.critic:
+            return policy
+        with building(self.config.seed):
+            return ValueNetwork(language, packs=packs)  # which takes the policy's head away
 
     @property
     def language(self) -> nn.Module:
