@@ -1,7 +1,7 @@
 # Each target makes .venv and installs what it needs on first use; a second run reuses it.
 #
 #   make demo    a robot arm learns to reach, in about a minute    (OUT=folder, SEED=n)
-#   make test    every test, in 3 processes      (PYTEST_ARGS="-k channels", TEST_PROCESSES=0)
+#   make test    every test, in 2 processes      (PYTEST_ARGS="-k channels", TEST_PROCESSES=0)
 #   make check   ruff, ruff format, mypy, pyright
 #   make quick   ruff, mypy, unit tests, 200 random channel programs, in 90 seconds    (SEED=n)
 #   make bench   every bench, with its peers; fails where a bar fell short    (BENCHES="channels")
@@ -23,7 +23,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install
 
 OUT ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 SEED ?= 0
-TEST_PROCESSES ?= 3
+TEST_PROCESSES ?= 2
 UNITS := algorithms architecture/test_arrows.py architecture/test_circles.py config data parallel \
 	testing weights
 PROGRAMS ?= 200
@@ -63,8 +63,7 @@ demo: $(INSTALLED)
 	$(BIN)/rlinf-async train examples/fetch_reach_ppo.toml --out $(OUT) --seed $(SEED)
 
 # Tests start hundreds of processes that import the same modules: they are compiled once, also where
-# the environment says to keep no bytecode. A third of their time is spent in waiting: for processes
-# to start or end, for time limits. So two cores are busy with tests in three processes.
+# the environment says to keep no bytecode.
 test: $(VLLM)
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -q \
 		-n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)

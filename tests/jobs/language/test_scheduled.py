@@ -156,7 +156,8 @@ def test_a_guest_starts_its_engine_on_the_device_that_an_actor_has_lent(
     workers = ("--cluster.rollout_workers", 2, "--cluster.backend", "process")
     job, scheduler = trained(tmp_path / "lent", capsys, *lends, *workers)
     assert scheduler is not None
-    assert (scheduler["lent"], scheduler["policy_fault"]) == (2, "")
+    assert scheduler["policy_fault"] == ""
+    assert int(scheduler["lent"]) > 0  # not where all was generated before the actor began
     assert scheduler["unanswered"] == scheduler["failed"] == 0
     expected, _ = trained(tmp_path / "static", capsys)
     same(job, expected, LOSSES, 1e-4)
