@@ -103,7 +103,7 @@ def check(session: Session, show: bool, devices: str | None, tokens: tuple[str, 
     """
     file, overrides = split_tokens(tokens)
     machine = None if devices is None else _stated(devices)
-    job, config = _read(session, file, overrides, _options(check), machine)
+    job, config = _read(session, file, overrides, _options(check), machine, inspect=not show)
     if show:
         click.echo(to_toml(config), nl=False)
         return
@@ -119,6 +119,13 @@ def _check_for(job: Job, config: Any, machine: Sequence[Device]) -> None:
     if not isinstance(job, PlacingJob):
         raise UsageError(f"--devices: {type(job).__name__} places no workers on devices")
     job.check(config, machine)
+
+
+def _inspect(job: Job, config: Any, machine: Sequence[Device] | None) -> None:
+    from rlinf_async.runtime.jobs import InspectingJob
+
+    if isinstance(job, InspectingJob):
+        job.inspect(config, machine)
 
 
 def _plan(job: Job, config: Any, machine: Sequence[Device] | None) -> Plan | None:
@@ -201,11 +208,12 @@ def _read(
     overrides: Overrides,
     options: Iterable[str],
     machine: Sequence[Device] | None = None,
+    inspect: bool = False,
 ) -> tuple[Job, Any]:
     """The job that a file names, and its checked configuration.
 
     ``options`` are those of the command: a misspelled option is read as a setting. ``machine``: the
-    devices of another machine, to check for.
+    devices of another machine, to check for. ``inspect``: check what the run would read, too.
     """
     document = Document.read(file)
     job = job_of(session, document)
@@ -218,6 +226,8 @@ def _read(
             job.check(config)
         else:
             _check_for(job, config, machine)
+        if inspect:
+            _inspect(job, config, machine)
     except ConfigError as error:
         raise document.located(error, overrides) from error
     return job, config

@@ -76,6 +76,18 @@ class PlacingJob(Job, Protocol):
         ...
 
 
+@runtime_checkable
+class InspectingJob(Job, Protocol):
+    """A job that reads data or weights before its workers start: ``check`` reads them, too."""
+
+    def inspect(self, config: Any, devices: Sequence[Device] | None = None) -> None:
+        """Read what the run of a checked configuration reads first, and keep nothing.
+
+        Raises `UsageError` with the setting that names what is wrong.
+        """
+        ...
+
+
 def get_job(name: str) -> Job:
     """The job of this name, or at this import path.
 

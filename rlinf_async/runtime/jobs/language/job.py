@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from rlinf_async.config import ConfigError
-from rlinf_async.data import DataConfig, DataError
+from rlinf_async.data import DataConfig, DataError, Prompts
 from rlinf_async.data.files import existing
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import LanguageSummary
@@ -25,6 +27,7 @@ from rlinf_async.runtime.jobs.language.checks import (
 from rlinf_async.runtime.jobs.language.config import MAY_DIFFER, LanguageConfig
 from rlinf_async.runtime.jobs.language.folder import has_weights
 from rlinf_async.runtime.jobs.language.model import (
+    Examples,
     check_weights,
     checkpoint_folder,
     examples,
@@ -53,7 +56,7 @@ class LanguageRL:
         return plan_roles(config, config.cluster.devices() if devices is None else devices)
 
     def check(self, config: LanguageConfig, devices: Sequence[Device] | None = None) -> None:
-        """Check all that can be checked before a worker starts, without opening the data.
+        """Check all that can be checked without opening data, tokenizer and weights: `inspect`.
 
         Args:
             config: of the run.
@@ -75,6 +78,19 @@ class LanguageRL:
             if data is not None and data.path:
                 _check_there(data, (*path, "path"))
 
+    def inspect(self, config: LanguageConfig, devices: Sequence[Device] | None = None) -> None:
+        """Read all that a run reads before its first worker starts: prompts, tokenizer, weights.
+
+        Args:
+            config: of the run, checked.
+            devices: those of another machine, to check the run for; None: of this host.
+
+        Raises:
+            UsageError: with the setting, and what is wrong with what it names.
+        """
+        with tempfile.TemporaryDirectory(prefix="rlinf-async-check-") as folder:
+            _inputs(placed(config, self.plan(config, devices)), Path(folder))
+
     def run(self, config: LanguageConfig, out: Path | None, resume: bool) -> LanguageSummary:
         """Train, evaluate, and leave everything in the run folder."""
         seeded = _seeded(placed(config, self.plan(config)))
@@ -85,17 +101,42 @@ class LanguageRL:
         return run_in_folder(config, out, resume=resume, may_differ=MAY_DIFFER, build=build)
 
     def _training(self, config: LanguageConfig, folder: RunFolder) -> LanguageRun:
-        model = make_model_folder(config.model, folder.path / "model")
-        try:
-            prompts = open_prompts(config, model)
-            if config.model.path and config.actor.backend != "toy":
-                check_weights(Path(config.model.path).expanduser(), ("model", "path"))
-            check_critic(config, model)
-            if config.warm_start.steps and not has_weights(model):
-                _warm_start(config, model, folder.workers_log)
-            return LanguageRun(config, prompts, folder, model)
-        except DataError as error:
-            raise ConfigError(str(error), path=("data",)) from error
+        inputs = _inputs(config, folder.path / "model")
+        if inputs.examples:
+            _warm_start(config, inputs.model, inputs.examples, folder.workers_log)
+        return LanguageRun(config, inputs.prompts, folder, inputs.model)
+
+
+class _Inputs(NamedTuple):
+    """What a run has read when its first worker starts."""
+
+    model: Path
+    """Folder of the model."""
+    prompts: Prompts
+    examples: Examples
+    """Those of a warm start that is still to come; else none."""
+
+
+def _inputs(config: LanguageConfig, into: Path) -> _Inputs:
+    """Read and check the model, the prompts and the examples of the warm start.
+
+    Args:
+        config: of the run.
+        into: folder for a model that is described by settings.
+
+    Raises:
+        UsageError: one of them cannot be read, or does not fit the others.
+    """
+    model = make_model_folder(config.model, into)
+    try:
+        prompts = open_prompts(config, model)
+        if config.model.path and config.actor.backend != "toy":
+            check_weights(Path(config.model.path).expanduser(), ("model", "path"))
+        check_critic(config, model)
+        warm = config.warm_start.steps and not has_weights(model)
+        return _Inputs(model, prompts, examples(config, model) if warm else [])
+    except DataError as error:
+        raise ConfigError(str(error), path=("data",)) from error
 
 
 def _check_there(data: DataConfig, path: tuple[str, ...]) -> None:
@@ -105,9 +146,9 @@ def _check_there(data: DataConfig, path: tuple[str, ...]) -> None:
         raise ConfigError(str(error), path=path) from error
 
 
-def _warm_start(config: LanguageConfig, model: Path, log: Path) -> None:
+def _warm_start(config: LanguageConfig, model: Path, learned: Examples, log: Path) -> None:
     began = time.monotonic()
-    losses = run(warm_start(config, model, examples(config, model), log))
+    losses = run(warm_start(config, model, learned, log))
     print(
         f"{config.name}: warm start of {len(losses)} steps in {time.monotonic() - began:.0f} s, "
         f"loss {losses[0]:.3f} -> {losses[-1]:.3f}",
