@@ -2,7 +2,8 @@
 
 A policy's actions are one array: see `rlinf_async.messages.spaces`. Box, Discrete, MultiDiscrete
 and MultiBinary are read column by column, Dict (in the sorted order of its keys) and Tuple part by
-part.
+part. Whatever the numbers of an answer are, its actions lie in the space, in the space's dtype:
+choices that are none, NaN and infinity are errors.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ class ActionReader:
         return self._read(answer[:, None] if self.discrete else answer)
 
     def checked(self, answer: Choice | None, count: int) -> Choice:
-        """The answer as it is, if its shape is that of ``count`` actions.
+        """The answer as it is, if it has the shape of ``count`` actions, and finite numbers.
 
         Raises:
-            EnvError: it is not.
+            EnvError: it has not.
         """
         expected = (count, *self.spec.shape)
         if answer is None or answer.shape != expected:
@@ -59,6 +60,12 @@ class ActionReader:
                 f"{'no actions' if answer is None else f'actions of shape {list(answer.shape)}'}, "
                 f"but {count} environments take {list(expected)}; the policy needs action_size = "
                 f"{self.size}, {self._kind}"
+            )
+        if answer.dtype.kind == "f" and not np.isfinite(answer).all():
+            row = np.flatnonzero(~np.isfinite(answer).reshape(count, -1).all(-1))[0]
+            raise EnvError(
+                f"env {self._env}: the policy answered actions with NaN or infinity, the first "
+                f"{answer[row].tolist()}, in row {row} of {count}"
             )
         return answer
 
@@ -73,11 +80,7 @@ def _reader(space: Space[Any], env: str, actions: Bounds) -> tuple[list[Factor],
     from gymnasium import spaces
 
     if isinstance(space, spaces.Discrete):
-        read = _choices([int(space.n)], env)
-        first = int(space.start)
-        return [Factor("choice", int(space.n))], lambda columns: [
-            int(row[0]) + first for row in read(columns)
-        ]
+        return [Factor("choice", int(space.n))], _integers(space, [int(space.n)], env)
     if isinstance(space, spaces.MultiDiscrete):
         counts = [int(count) for count in space.nvec.reshape(-1)]
         return [Factor("choice", count) for count in counts], _integers(space, counts, env)
@@ -124,13 +127,12 @@ def _choices(counts: list[int], env: str) -> Callable[[NDArray[Any]], NDArray[An
     limits = np.array(counts)
 
     def read(columns: NDArray[Any]) -> NDArray[Any]:
-        chosen = columns.astype(np.int64)
-        if ((chosen < 0) | (chosen >= limits)).any():
+        if ((columns < 0) | (columns >= limits) | (columns != np.floor(columns))).any():
             until = " and ".join(str(limit - 1) for limit in sorted(set(counts)))
             raise EnvError(
-                f"env {env}: the policy chose {_listed(chosen)}; choices are 0 to {until}"
+                f"env {env}: the policy chose {_listed(columns)}; choices are 0 to {until}"
             )
-        return chosen
+        return columns.astype(np.int64)
 
     return read
 
@@ -141,10 +143,10 @@ def _listed(chosen: NDArray[Any]) -> list[Any]:
 
 
 def _integers(
-    space: spaces.MultiDiscrete | spaces.MultiBinary, counts: list[int], env: str
+    space: spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary, counts: list[int], env: str
 ) -> Read:
     read, shape, dtype = _choices(counts, env), space.shape or (), space.dtype
-    first = np.asarray(getattr(space, "start", 0)).reshape(-1)
+    first = np.asarray(getattr(space, "start", 0)).reshape(-1).astype(np.int64)
 
     def integers(columns: NDArray[Any]) -> Actions:
         chosen = (read(columns) + first).astype(dtype)
@@ -155,24 +157,60 @@ def _integers(
 
 
 def _box(space: spaces.Box, env: str, actions: Bounds) -> Read:
-    low = space.low.reshape(-1).astype(np.float32)
-    high = space.high.reshape(-1).astype(np.float32)
-    shape, dtype = space.shape, space.dtype
-    if actions == "rescale" and not np.isfinite(high - low).all():
+    low, high, shape = space.low.reshape(-1), space.high.reshape(-1), space.shape
+    within = _within(low, high)
+
+    def clip(columns: NDArray[Any]) -> Actions:
+        vectors = within(columns)
+        if not shape:  # a row of an array would be a scalar, which a Box does not contain
+            return [np.asarray(vector[0]) for vector in vectors]
+        return vectors if len(shape) == 1 else vectors.reshape(len(vectors), *shape)
+
+    if actions == "clip":
+        return clip
+    if not space.is_bounded("both"):
         raise EnvError(
             f"env {env}: actions = 'rescale' needs finite bounds, the action space has "
             f"low {low.tolist()}, high {high.tolist()}: use actions = 'clip'"
         )
+    middle, half = middle_and_half(space)
+    return lambda columns: clip(middle + np.clip(columns, -1.0, 1.0) * half)
 
-    def shaped(bounded: NDArray[Any]) -> Actions:
-        vectors = bounded.astype(dtype, copy=False)
-        return vectors if len(shape) == 1 else vectors.reshape(len(vectors), *shape)
 
-    def clip(columns: NDArray[Any]) -> Actions:
-        return shaped(np.minimum(np.maximum(columns, low), high))
+def middle_and_half(space: spaces.Box) -> tuple[NDArray[Any], NDArray[Any]]:
+    """The middle of the bounds, and half their distance, flat.
 
-    def rescale(columns: NDArray[Any]) -> Actions:
-        share = (np.clip(columns, -1.0, 1.0).astype(np.float32) + 1.0) * 0.5
-        return shaped(low + share * (high - low))
+    -1 of ``actions = "rescale"`` is ``middle - half``, 1 is ``middle + half``.
+    """
+    wide = _wide(space.low.dtype)
+    low, high = (0.5 * bound.reshape(-1).astype(wide) for bound in (space.low, space.high))
+    return low + high, high - low
 
-    return rescale if actions == "rescale" else clip
+
+def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype in which numbers are compared with bounds of ``dtype``: it holds floating ones."""
+    return np.promote_types(dtype, np.float32) if dtype.kind == "f" else np.dtype(np.float64)
+
+
+def _within(low: NDArray[Any], high: NDArray[Any]) -> Callable[[NDArray[Any]], NDArray[Any]]:
+    """Return the function that makes of any finite numbers those of the bounds' dtype which are
+    nearest and lie within the bounds."""
+    dtype, wide = low.dtype, _wide(low.dtype)
+    if dtype.kind == "f":
+        # No number becomes infinite; and as the bounds are numbers of the dtype, rounding to it
+        # leads none beyond them.
+        least = np.maximum(low, np.finfo(dtype).min).astype(wide)
+        most = np.minimum(high, np.finfo(dtype).max).astype(wide)
+        return lambda columns: np.minimum(np.maximum(columns, least), most).astype(
+            dtype, copy=False
+        )
+    # A bound such as 2**63 - 1 is no float64: what reaches the nearest one gets the bound itself.
+    least, most = low.astype(wide), high.astype(wide)
+
+    def integers(columns: NDArray[Any]) -> NDArray[Any]:
+        nearest = np.rint(columns.astype(wide))
+        below, above = nearest <= least, nearest >= most
+        inside = np.where(below | above, 0.0, nearest).astype(dtype)
+        return np.where(above, high, np.where(below, low, inside))
+
+    return integers

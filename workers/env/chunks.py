@@ -29,7 +29,7 @@ class ActionChunks(gymnasium.Wrapper[Any, Any, Any, Any]):
         self.action_space = spaces.Box(
             np.stack([single.low.reshape(-1)] * size),
             np.stack([single.high.reshape(-1)] * size),
-            dtype=np.float32,
+            dtype=single.dtype,
         )
         self._single = single
 
@@ -38,7 +38,7 @@ class ActionChunks(gymnasium.Wrapper[Any, Any, Any, Any]):
         observation: Any = None  # a chunk has at least one action
         terminated, truncated, info = False, False, dict[str, Any]()
         for one in action:
-            single = one.astype(self._single.dtype, copy=False).reshape(self._single.shape)
+            single = one.reshape(self._single.shape)
             observation, reward, terminated, truncated, info = self.env.step(single)
             rewards.append(float(reward))
             if terminated or truncated:

@@ -135,7 +135,7 @@ def test_actions_keep_the_shape_of_their_space() -> None:
 
 def test_choices_begin_where_the_space_begins_and_end_where_it_ends() -> None:
     reader = ActionReader(spaces.Discrete(3, start=-1), "Turn", "clip")
-    assert reader.read(np.array([0, 2]), 2) == [-1, 1]
+    assert list(reader.read(np.array([0, 2]), 2)) == [-1, 1]
     with pytest.raises(EnvError, match=r"chose \[3\]; choices are 0 to 2"):
         reader.read(np.array([3]), 1)
 
