@@ -111,6 +111,16 @@ class Prompts(Iterator[Prompt]):
         """prompts for evaluation, in the order of the data, without those that are too long"""
         self._held_out_texts = {prompt.text for prompt in self.held_out}
 
+    @property
+    def left_out(self) -> dict[str, int]:
+        """Numbers of prompts left out so far, over epochs, by the reason; without those of 0."""
+        counts = {
+            "prompts that are too long": self.too_long,
+            "prompts like held-out ones": self.like_held_out,
+            "held-out prompts that are too long": len(self._kept) - len(self.held_out),
+        }
+        return {reason: count for reason, count in counts.items() if count}
+
     def __len__(self) -> int:
         """The number of records in an epoch, including those that are left out."""
         return len(self._training)

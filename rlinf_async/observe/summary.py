@@ -67,9 +67,7 @@ class EmbodiedSummary(Summary, kw_only=True):
     def figures(self) -> list[str]:
         parts = []
         if self.success_rate is not None:
-            early = self.success_rate_before
-            before = "" if early is None else f" (before: {early:.2f})"
-            parts.append(f"success rate {self.success_rate:.2f}{before}")
+            parts.append(_then("success rate", self.success_rate, self.success_rate_before))
         if self.return_ is not None and math.isfinite(self.return_):
             parts.append(f"return {self.return_:.2f}")
         parts += [*Summary.figures(self), f"{self.env_steps:,} steps"]
@@ -87,12 +85,20 @@ class LanguageSummary(Summary, kw_only=True):
     tokens_per_second: float | None = None
     """prompt and response tokens of those samples"""
     eval_accuracy_before: float | None = None
-    """Mean reward of greedy answers to the held-out tasks, before the first iteration."""
+    """Share of right ones among greedy answers to the held-out tasks, before the first iteration;
+    None where a reward is neither 0 (wrong) nor 1 (right). What was not scored is not right."""
     eval_accuracy: float | None = None
     """The same, of the trained model."""
+    eval_reward_before: float | None = None
+    """Mean reward of those of these answers that were scored, before the first iteration."""
+    eval_reward: float | None = None
+    """The same, of the trained model."""
     evaluation_samples: int | None = None
+    """Held-out tasks that were answered in the evaluation at the end."""
+    evaluation_unscored: int | None = None
+    """Number of those that the verifier rejected or failed on."""
     outcomes: dict[str, int] = {}
-    """number of samples that were scored, rejected, failed"""
+    """number of trained samples that were scored, rejected, failed"""
     scheduler: dict[str, int | str] | None = None
     """What the scheduler did: boundaries at which it decided, strategies that came into force,
     ..., why its policy is not asked any more; None where there was none"""
@@ -100,16 +106,21 @@ class LanguageSummary(Summary, kw_only=True):
     def figures(self) -> list[str]:
         parts = []
         if self.eval_accuracy is not None:
-            before = (
-                ""
-                if self.eval_accuracy_before is None
-                else f" (before: {self.eval_accuracy_before:.2f})"
-            )
-            parts.append(f"accuracy {self.eval_accuracy:.2f}{before}")
+            parts.append(_then("accuracy", self.eval_accuracy, self.eval_accuracy_before))
+        elif self.eval_reward is not None:
+            parts.append(_then("mean reward", self.eval_reward, self.eval_reward_before))
+        if self.evaluation_unscored:
+            parts.append(f"{self.evaluation_unscored} of {self.evaluation_samples} not scored")
         parts += [*Summary.figures(self), f"{self.samples:,} samples"]
+        if unscored := sum(self.outcomes.values()) - self.outcomes.get("scored", 0):
+            parts.append(f"{unscored:,} of them not scored")
         if self.samples_per_second is not None:
             parts.append(f"{self.samples_per_second:,.0f} samples/s")
         return parts
+
+
+def _then(name: str, now: float, before: float | None) -> str:
+    return f"{name} {now:.2f}" + ("" if before is None else f" (before: {before:.2f})")
 
 
 AnySummary = TypeVar("AnySummary", bound=Summary)

@@ -102,3 +102,15 @@ def test_a_run_of_a_language_model_is_summed_up_by_its_accuracy(tmp_path: Path) 
         "3,840 samples",
         "63 samples/s",
     ]
+    shaped = msgspec.structs.replace(
+        summary, eval_accuracy=None, eval_reward=-0.5, evaluation_samples=200,
+        evaluation_unscored=3, outcomes={"scored": 3800, "failed": 30, "rejected": 10},
+    )  # fmt: skip
+    assert shaped.figures() == [
+        "mean reward -0.50",
+        "3 of 200 not scored",
+        "61.2 s of training",
+        "3,840 samples",
+        "40 of them not scored",
+        "63 samples/s",
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from rlinf_async.rewards import Answer
+from rlinf_async.rewards import Answer, Reject
 
 
 def letters(answer: Answer) -> float:
@@ -44,4 +44,11 @@ def sometimes(answer: Answer) -> float:
     """Breaks on the answers to every prompt that begins with an even number."""
     if int(answer.prompt.removeprefix("<user>").partition("+")[0]) % 2 == 0:
         raise RuntimeError("no server")
+    return 1.0
+
+
+def rejects(answer: Answer) -> float:
+    """Judges no answer to a prompt that begins with an even number."""
+    if int(answer.prompt.removeprefix("<user>").partition("+")[0]) % 2 == 0:
+        raise Reject("no server")
     return 1.0

@@ -55,6 +55,7 @@ class LanguageProgress(RunProgress, kw_only=True):
     outcomes: dict[str, int] = msgspec.field(default_factory=dict)
     """samples by outcome: scored, rejected, failed"""
     eval_accuracy_before: float | None = None
+    eval_reward_before: float | None = None
 
 
 class InFlight(msgspec.Struct, kw_only=True):

@@ -248,10 +248,11 @@ def _check_evaluation(config: LanguageConfig) -> None:
             "data.held_out, or evaluation.samples to 0",
             path=("data", "held_out"),
         )
-    if config.evaluation.target_accuracy is not None and not config.evaluation.samples:
+    if config.evaluation.has_target and not config.evaluation.samples:
+        name = "reward" if config.evaluation.target_accuracy is None else "accuracy"
         raise ConfigError(
             "there is a target but no evaluation: set evaluation.samples",
-            path=("evaluation", "target_accuracy"),
+            path=("evaluation", f"target_{name}"),
         )
 
 
@@ -388,6 +389,13 @@ def open_prompts(config: LanguageConfig, model: Path) -> Prompts:
         hint = f" ({why}: lower rollout.sampling.max_tokens for longer prompts)" if blamed else ""
         raise ConfigError(f"{error}{hint}", path=("data",)) from error
     _check_count(config, prompts)
+    if config.evaluation.samples and not prompts.held_out:
+        raise ConfigError(
+            f"all {config.data.held_out} held-out prompts are longer than max_prompt_tokens = "
+            f"{data.max_prompt_tokens} and left out: nothing is left to evaluate; raise the limit, "
+            "or set evaluation.samples to 0",
+            path=("data", "held_out"),
+        )
     for name in prompts.verifiers:
         _check_verifier(name, ("data", "verifier"))
     return prompts

@@ -8,7 +8,7 @@ import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -16,7 +16,9 @@ import numpy as np
 from rlinf_async.channels import Sender
 from rlinf_async.messages.language import (
     Failed,
+    Outcome,
     Prompt,
+    Rejected,
     Request,
     Sampling,
     Scored,
@@ -31,6 +33,7 @@ from rlinf_async.runtime.jobs.language.checkpoints import LanguageProgress
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.learners import Trained
 from rlinf_async.runtime.jobs.language.samples import Collector
+from rlinf_async.runtime.jobs.language.sections import EvaluationConfig
 from rlinf_async.runtime.jobs.view import Headline
 from rlinf_async.workers.scheduler import SchedulerSummary
 
@@ -88,12 +91,11 @@ def summed_up(iteration: int, groups: Groups) -> TrainedOn:
 
 
 def _parts(parts: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The mean of each part of the reward, over the samples that have it."""
+    """The mean of each part of the reward over the scored samples; one that does not name a part
+    has 0 of it, so that a verifier that names a part only where it is earned raises no mean."""
     names = sorted({name for one in parts for name in one})
     return {
-        f"reward_{name}": sum(one[name] for one in parts if name in one)
-        / sum(name in one for one in parts)
-        for name in names
+        f"reward_{name}": sum(one.get(name, 0.0) for one in parts) / len(parts) for name in names
     }
 
 
@@ -137,12 +139,12 @@ def row(
     }
 
 
-def evaluation_row(progress: LanguageProgress, accuracy: float) -> dict[str, float]:
+def evaluation_row(progress: LanguageProgress, found: Evaluated) -> dict[str, float]:
     """The row of the metrics about an evaluation."""
     return {
         "samples": float(progress.samples),
         "train_seconds": progress.train_seconds,
-        "eval_accuracy": accuracy,
+        **found.columns(),
     }
 
 
@@ -166,12 +168,48 @@ def headline(
 class Evaluated(NamedTuple):
     """The result of one evaluation."""
 
-    accuracy: float | None
-    """mean reward of the samples that were scored; None where none was"""
     samples: int
-    """number of samples that were scored"""
+    """number of answers that were asked for"""
     unscored: int
-    """number of samples that the verifier rejected or failed on"""
+    """number of answers that the verifier rejected or failed on"""
+    why: str
+    """reason or error of the first of these; empty where all were scored"""
+    reward: float | None
+    """mean over the answers that were scored; None where none was"""
+    accuracy: float | None
+    """share of right answers among all that were asked for: what was not scored is not right. None
+    where a reward is neither 0 (wrong) nor 1 (right), and where nothing was scored"""
+
+    @classmethod
+    def of(cls, outcomes: Sequence[Outcome]) -> Self:
+        """Sum up the outcomes of all answers."""
+        rewards = [one.reward for one in outcomes if isinstance(one, Scored)]
+        right_or_wrong = bool(rewards) and set(rewards) <= {0.0, 1.0}
+        return cls(
+            samples=len(outcomes),
+            unscored=len(outcomes) - len(rewards),
+            why=next((why_unscored(one) for one in outcomes if not isinstance(one, Scored)), ""),
+            reward=sum(rewards) / len(rewards) if rewards else None,
+            accuracy=sum(rewards) / len(outcomes) if right_or_wrong else None,
+        )
+
+    def columns(self) -> dict[str, float]:
+        """Its columns in the metrics."""
+        columns = {"eval_unscored": float(self.unscored)}
+        if self.reward is not None:
+            columns["eval_reward"] = self.reward
+        if self.accuracy is not None:
+            columns["eval_accuracy"] = self.accuracy
+        return columns
+
+    def reaches(self, targets: EvaluationConfig) -> bool:
+        """Whether every target is reached. A mean reward that some answers are not in reaches
+        none."""
+        right, wanted = self.accuracy, targets.target_accuracy
+        if wanted is not None and (right is None or right < wanted):
+            return False
+        mean, wanted = self.reward, targets.target_reward
+        return wanted is None or (mean is not None and not self.unscored and mean >= wanted)
 
 
 async def evaluate(
@@ -212,21 +250,50 @@ async def evaluate(
         one.add_done_callback(lambda _: on_answer(next(count), len(expected)))
     for request in wanted:
         await requests.put(request)
-    return _accuracy_of(await asyncio.gather(*expected))
+    return Evaluated.of([one.outcome for one in await asyncio.gather(*expected)])
 
 
-def _accuracy_of(answers: Sequence[ScoredSample]) -> Evaluated:
-    rewards = [one.outcome.reward for one in answers if isinstance(one.outcome, Scored)]
-    accuracy = sum(rewards) / len(rewards) if rewards else None
-    return Evaluated(accuracy, len(rewards), len(answers) - len(rewards))
+def why_unscored(outcome: Rejected | Failed) -> str:
+    """The reason or the error."""
+    if isinstance(outcome, Rejected):
+        return f"rejected: {outcome.reason}"
+    return outcome.error
+
+
+def warn_of_evaluation(
+    run: str, version: int, found: Evaluated, targets: EvaluationConfig, *, warned: bool
+) -> bool:
+    """Warn of the first evaluation whose figures cannot be taken for what they seem to be.
+
+    Returns whether the run has been warned, now or before.
+    """
+    said = []
+    if found.unscored:
+        said.append(
+            f"{found.unscored} of {found.samples} answers were not scored: they count as not "
+            f"right, and are in no mean reward, the first with: {found.why}"
+        )
+    if targets.target_accuracy is not None and found.reward is not None and found.accuracy is None:
+        said.append(
+            "rewards are not only 0 (wrong) and 1 (right): there is no accuracy, so that "
+            "evaluation.target_accuracy cannot be reached; set evaluation.target_reward instead"
+        )
+    if said and not warned:
+        print(
+            f"{run}: evaluation of version {version}: {'; '.join(said)} (said once; see the "
+            "columns eval_unscored, eval_reward, eval_accuracy)",
+            file=sys.stderr,
+        )
+    return warned or bool(said)
 
 
 class NothingScored(RuntimeError):
-    """Every sample of an iteration failed in its verifier; the message has the first error."""
+    """No sample of an iteration was scored, and some failed in their verifier; the message has the
+    first error."""
 
 
 def warn_of_failures(run: str, iteration: int, groups: Groups, *, warned: bool) -> None:
-    """Warn of the first sample that could not be scored.
+    """Warn of the first samples that were not scored.
 
     Args:
         run: its name.
@@ -235,23 +302,23 @@ def warn_of_failures(run: str, iteration: int, groups: Groups, *, warned: bool) 
         warned: this run has been warned of one already.
 
     Raises:
-        NothingScored: none could: going on would train on nothing.
+        NothingScored: none was, because of errors: going on would train on nothing.
     """
     outcomes = [one.outcome for group in groups for one in group]
-    errors = [outcome.error for outcome in outcomes if isinstance(outcome, Failed)]
-    if not errors:
-        return
-    if len(errors) == len(outcomes):
+    failed = [one for one in outcomes if isinstance(one, Failed)]
+    unscored = [one for one in outcomes if not isinstance(one, Scored)]
+    if failed and len(unscored) == len(outcomes):
         raise NothingScored(
-            f"all {len(errors)} samples of iteration {iteration} failed to be scored, the first "
-            f"with: {errors[0]}. There is nothing to learn from: correct the verifier (or "
+            f"all {len(outcomes)} samples of iteration {iteration} failed to be scored, the first "
+            f"with: {failed[0].error}. There is nothing to learn from: correct the verifier (or "
             "reward.time_limit), and go on with --resume"
         )
-    if not warned:
+    if unscored and not warned:
+        first = why_unscored((failed or unscored)[0])
         print(
-            f"{run}: {len(errors)} of {len(outcomes)} samples of iteration {iteration} failed to "
-            f"be scored and train nothing, the first with: {errors[0]} (said once; the summary "
-            "counts them)",
+            f"{run}: {len(unscored)} of {len(outcomes)} samples of iteration {iteration} were not "
+            f"scored and train nothing, the first with: {first} (said once; the summary counts "
+            "them)",
             file=sys.stderr,
         )
 
@@ -267,7 +334,8 @@ def warn_of_no_signal(run: str, iteration: int, trained: Trained, *, warned: boo
     if warned or not groups or sum(one.groups_without_signal for one in trained.actors) < groups:
         return warned
     print(
-        f"{run}: in each of the {groups} groups of iteration {iteration} all rewards are equal: "
+        f"{run}: in each of the {groups} groups of iteration {iteration} all rewards are equal, or "
+        "there are none: "
         "there was nothing to learn from. Are the tasks too hard or too easy, or does the verifier "
         "return the same for every answer? (said once; see the column groups_without_signal)",
         file=sys.stderr,
@@ -275,7 +343,7 @@ def warn_of_no_signal(run: str, iteration: int, trained: Trained, *, warned: boo
     return True
 
 
-Outcome = Literal["succeeded", "fell short", "finished", "stopped", "terminated", "failed"]
+Ending = Literal["succeeded", "fell short", "finished", "stopped", "terminated", "failed"]
 
 
 def summary(
@@ -283,7 +351,8 @@ def summary(
     progress: LanguageProgress,
     evaluated: Evaluated | None,
     stopped: Stopped | None,
-    scheduled: SchedulerSummary | None = None,
+    scheduled: SchedulerSummary | None,
+    left_out: dict[str, int],
 ) -> LanguageSummary:
     """What came of a run.
 
@@ -293,18 +362,21 @@ def summary(
         evaluated: by the evaluation at the end.
         stopped: how it ended, where it did not come to its end.
         scheduled: what its scheduler did.
+        left_out: numbers of prompts, by the reason.
     """
-    accuracy = evaluated.accuracy if evaluated else None
     made = LanguageSummary(
         run=config.name,
-        outcome=stopped.outcome if stopped else _outcome(config, accuracy),
+        outcome=stopped.outcome if stopped else _outcome(config.evaluation, evaluated),
         seed=config.seed,
         iterations=progress.version,
         train_seconds=progress.train_seconds,
         samples=progress.samples,
         eval_accuracy_before=progress.eval_accuracy_before,
-        eval_accuracy=accuracy,
+        eval_accuracy=evaluated.accuracy if evaluated else None,
+        eval_reward_before=progress.eval_reward_before,
+        eval_reward=evaluated.reward if evaluated else None,
         evaluation_samples=evaluated.samples if evaluated else None,
+        evaluation_unscored=evaluated.unscored if evaluated else None,
         outcomes=progress.outcomes,
         scheduler=None if scheduled is None else msgspec.structs.asdict(scheduled),
         error=stopped.error if stopped else None,
@@ -318,15 +390,14 @@ def summary(
             max=progress.lag_max,
             allowed=config.training.max_staleness,
         )
-        made.dropped = {"second samples": progress.duplicates}
+        made.dropped = {"second samples": progress.duplicates, **left_out}
     return made
 
 
-def _outcome(config: LanguageConfig, accuracy: float | None) -> Outcome:
-    target = config.evaluation.target_accuracy
-    if target is None:
+def _outcome(targets: EvaluationConfig, found: Evaluated | None) -> Ending:
+    if not targets.has_target:
         return "finished"
-    return "succeeded" if accuracy is not None and accuracy >= target else "fell short"
+    return "succeeded" if found is not None and found.reaches(targets) else "fell short"
 
 
 def draw_curve(config: LanguageConfig, folder: RunFolder, title: str) -> None:

@@ -63,6 +63,7 @@ from rlinf_async.runtime.jobs.language.reports import (
     row,
     summary,
     summed_up,
+    warn_of_evaluation,
     warn_of_failures,
     warn_of_no_signal,
 )
@@ -114,6 +115,7 @@ class LanguageRun:
         """by the evaluation at the end"""
         training = config.training
         self._warned = training.group_size == 1  # groups of one have no signal of their own
+        self._warned_of_evaluation = False
         self._compared = prompts.held_out[:COMPARED_PROMPTS] or _first_of(prompts)
         self._in_flight = InFlight()
         unfinished = None
@@ -236,7 +238,7 @@ class LanguageRun:
         """Add the iteration to the progress; its row of the metrics."""
         groups = flow.collector.trained(iteration)
         seen = summed_up(iteration, groups)
-        warned = bool(self.progress.outcomes.get("failed"))
+        warned = any(count for what, count in self.progress.outcomes.items() if what != "scored")
         warn_of_failures(self.config.name, iteration, groups, warned=warned)
         self._warned = warn_of_no_signal(self.config.name, iteration, trained, warned=self._warned)
         add(self.progress, seen, iteration + 1, seconds)
@@ -270,7 +272,9 @@ class LanguageRun:
 
     async def _evaluate_first(self, flow: Flow) -> None:
         before = await self._evaluate(flow, 0)
-        self.progress.eval_accuracy_before = before.accuracy if before else None
+        if before is not None:
+            self.progress.eval_accuracy_before = before.accuracy
+            self.progress.eval_reward_before = before.reward
         self._write_evaluation(flow.metrics, before, 0)
 
     async def _evaluate_if_due(self, flow: Flow, version: int) -> dict[str, float]:
@@ -282,7 +286,7 @@ class LanguageRun:
         if not every or version % every or version == self.config.training.iterations:
             return {}
         found = await self._evaluate(flow, version)
-        return {"eval_accuracy": found.accuracy} if found and found.accuracy is not None else {}
+        return found.columns() if found else {}
 
     async def _evaluate_last(self, flow: Flow) -> None:
         self._evaluated = await self._evaluate(flow, self.progress.version)
@@ -301,12 +305,17 @@ class LanguageRun:
             on_answer=show,
         )
         flow.view.note = ""
+        if found is not None:
+            targets = self.config.evaluation
+            self._warned_of_evaluation = warn_of_evaluation(
+                self.config.name, version, found, targets, warned=self._warned_of_evaluation
+            )
         return found
 
     def _write_evaluation(self, metrics: MetricsWriter, found: Evaluated | None, step: int) -> None:
         """A row of its own: a resumed run drops the one after the last iteration."""
-        if found is not None and found.accuracy is not None:
-            metrics.write(step, evaluation_row(self.progress, found.accuracy))
+        if found is not None:
+            metrics.write(step, evaluation_row(self.progress, found))
 
     async def _compare_weights_if_due(self, flow: Flow, version: int) -> None:
         every = self.config.training.check_weights_every
@@ -355,7 +364,14 @@ class LanguageRun:
 
     def summary(self, stopped: Stopped | None) -> LanguageSummary:
         """What came of the run."""
-        return summary(self.config, self.progress, self._evaluated, stopped, self._scheduled)
+        return summary(
+            self.config,
+            self.progress,
+            self._evaluated,
+            stopped,
+            self._scheduled,
+            self._prompts.left_out,
+        )
 
 
 def _first_of(prompts: Prompts) -> list[Prompt]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import msgspec
@@ -248,7 +249,11 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """iterations between two evaluations before the last one, 0: none; the actors wait meanwhile,
     and the next samples are generated"""
     target_accuracy: float | None = None
-    """the run succeeds if it is reached; None: there is no target"""
+    """share of right answers with which the run succeeds, where every reward is 0 or 1; None: there
+    is no target"""
+    target_reward: float | None = None
+    """mean reward with which the run succeeds, whatever the rewards are; None: there is no
+    target"""
 
     def __post_init__(self) -> None:
         check_counts(self, least=0, names=("samples", "every"))
@@ -262,6 +267,15 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
                 f"target_accuracy is {self.target_accuracy}; it must lie between 0 and 1, or be "
                 "left out"
             )
+        if self.target_reward is not None and not math.isfinite(self.target_reward):
+            raise ValueError(
+                f"target_reward is {self.target_reward}; it must be a finite number, or be left out"
+            )
+
+    @property
+    def has_target(self) -> bool:
+        """Whether the run can succeed or fall short."""
+        return self.target_accuracy is not None or self.target_reward is not None
 
 
 class LanguagePlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
