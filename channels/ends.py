@@ -16,8 +16,10 @@ are taken.
 from __future__ import annotations
 
 import abc
+import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextvars import ContextVar
 from types import MappingProxyType, TracebackType
 from typing import Any, Final, Generic, Self, TypeVar, overload
 
@@ -32,6 +34,39 @@ NO_REPLACEMENTS: Final[Mapping[int, Any]] = MappingProxyType({})
 
 Key = str | int
 """Routes an item to one consumer."""
+
+
+class Holder:
+    """Who holds a lease: a task, and every task that is started while it does, such as the one in
+    which `asyncio.wait_for` waits. What they get, they get as one: none waits for what another of
+    them may return."""
+
+    __slots__ = ("outer", "over", "task")
+
+    def __init__(self) -> None:
+        self.outer = _active_holder()
+        self.task: object = getting_task()
+        self.over = False
+        _holder.set(self)
+
+
+_holder: ContextVar[Holder | None] = ContextVar("_holder", default=None)
+
+
+def _active_holder() -> Holder | None:
+    """The innermost lease in whose block this runs."""
+    holder = _holder.get()
+    while holder is not None and holder.over:
+        holder = holder.outer
+    return holder
+
+
+def getting_task() -> object:
+    """The task that runs; inside a lease, the one that holds it."""
+    if _holder.get() is None:  # as most
+        return asyncio.current_task()
+    holder = _active_holder()
+    return asyncio.current_task() if holder is None else holder.task
 
 
 class Lease(Sequence[T_co]):
@@ -181,7 +216,12 @@ class Sender(End, Generic[T_contra]):
 
     @abc.abstractmethod
     def fail(self, error: BaseException | str) -> None:
-        """End the channel with an error: every waiting and every later use of any end raises it."""
+        """End the channel with an error: every waiting and every later use of any end, this one
+        included, raises it as `ChannelFailed`. The first error stays.
+
+        Raises:
+            ChannelClosed: this end was closed before.
+        """
 
 
 class Receiver(End, Generic[T_co]):
@@ -263,6 +303,7 @@ class Receiver(End, Generic[T_co]):
                 confirmed: they may be delivered again.
         """
         delivery, items = await self._take(weight, at_least, key)
+        holder = Holder()
         try:
             yield items
         except EndOfChannel as error:
@@ -274,6 +315,8 @@ class Receiver(End, Generic[T_co]):
         except BaseException as error:
             self._put_back(delivery, error)
             raise
+        finally:
+            holder.over = True
         await self._acknowledge(delivery, items.replacements)
 
     async def leases(
@@ -367,7 +410,14 @@ class LatestReceiver(Named, Generic[T_co]):
 
     @abc.abstractmethod
     def get_nowait(self) -> T_co | None:
-        """The newest value if it is newer than the last one seen here, else None."""
+        """The newest value if it is newer than the last one seen here, else None.
+
+        Where the `Latest` lives in another process: the newest value that has arrived. The first
+        call asks for it, and from then on each value is sent as it is published, until `get` is
+        called.
+
+        Raises: as `get`.
+        """
 
     def __aiter__(self) -> Self:
         return self
@@ -386,7 +436,7 @@ class _TakenLease(AbstractAsyncContextManager[Lease[T_co]]):
         self._receiver = receiver
         self._delivery = delivery
         self._items = items
-        self._settled = False
+        self._holder = Holder()
 
     async def __aenter__(self) -> Lease[T_co]:
         return self._items
@@ -399,8 +449,8 @@ class _TakenLease(AbstractAsyncContextManager[Lease[T_co]]):
     ) -> None:
         if error is not None:
             self._put_back(error)
-        elif not self._settled:
-            self._settled = True
+        elif not self._holder.over:
+            self._holder.over = True
             await self._receiver._acknowledge(self._delivery, self._items.replacements)
 
     def give_up(self) -> None:
@@ -408,8 +458,8 @@ class _TakenLease(AbstractAsyncContextManager[Lease[T_co]]):
         self._put_back(RuntimeError("the lease was not entered"))
 
     def _put_back(self, error: BaseException) -> None:
-        if not self._settled:
-            self._settled = True
+        if not self._holder.over:
+            self._holder.over = True
             self._receiver._put_back(self._delivery, error)
 
 

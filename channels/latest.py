@@ -91,11 +91,13 @@ class Latest(Generic[T]):
         return None
 
     async def wait_newer(self, than: int, party: str | None = None) -> tuple[int, T | Encoded]:
-        """Wait for a value newer than this version."""
+        """Wait for a value newer than this version. ``party``: who waits, in reports; empty for a
+        receiver that only reads ahead, and is in none."""
         while (found := self.take_newer(than)) is None:
             loop = asyncio.get_running_loop()
             future = WaitFuture(loop=loop)
-            self._waits[future] = (party or current_party.get(), loop.time(), than)
+            holder = current_party.get() if party is None else party
+            self._waits[future] = (holder, loop.time(), than)
             try:
                 await future
             finally:
@@ -131,7 +133,7 @@ class Latest(Generic[T]):
             name=self.name,
             version=self.version,
             superseded=self.superseded,
-            waiting=len(self._waits),
+            waiting=sum(1 for party, _, _ in self._waits.values() if party),
         )
 
     def waits(self) -> list[Wait]:
@@ -140,6 +142,7 @@ class Latest(Generic[T]):
         return [
             Wait(party, "get", self.name, f"newer than {than}", now - since, (self.publisher,))
             for party, since, than in self._waits.values()
+            if party
         ]
 
     def _check(self) -> None:

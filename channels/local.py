@@ -20,15 +20,19 @@ from rlinf_async.channels.ends import (
     Receiver,
     Sender,
     checked_least,
+    getting_task,
 )
 from rlinf_async.channels.errors import (
     ChannelClosed,
     ChannelEmpty,
+    ChannelError,
     ChannelFull,
     LeaseLost,
     MalformedFrame,
+    channel_failed,
 )
 from rlinf_async.channels.inspection import state_of, statistics_of, waits_of
+from rlinf_async.channels.itemtypes import check_key_and_weight
 from rlinf_async.channels.key_queue import KeyQueue, paused
 from rlinf_async.channels.local_deliveries import LocalDelivery, LocalPut, load_ahead, load_payloads
 from rlinf_async.channels.queue import Queue
@@ -138,7 +142,9 @@ class _LocalEnd:
     dropped while it is open closes, with a `ResourceWarning` where the channel is still used.
     """
 
-    __slots__ = ("_closed", "_holder", "_live", "_loop", "_number", "_own", "_queue", "_unkeyed")
+    __slots__ = (
+        "_closed", "_failed", "_holder", "_live", "_loop", "_number", "_own", "_queue", "_unkeyed",
+    )  # fmt: skip
 
     def __init__(self, queue: Queue, holder: str | None = None, *, own: bool = False) -> None:
         self._live = False
@@ -148,6 +154,8 @@ class _LocalEnd:
         self._own = own
         self._number = 0
         self._closed = False
+        self._failed = False
+        """whether it has failed its channel itself"""
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
@@ -168,9 +176,12 @@ class _LocalEnd:
         return self._queue.item_type
 
     async def statistics(self) -> Statistics:
+        self._check_open()
         return statistics_of(self._queue)
 
     async def state(self, *, key: Key | None = None) -> KeyState:
+        self._check_open()
+        check_key_and_weight(self._queue.name, key, 1)
         return state_of(self._queue, key)
 
     if TYPE_CHECKING:
@@ -183,8 +194,7 @@ class _LocalEnd:
         def close(self) -> None: ...
 
     def open(self) -> Self:
-        if self._closed:
-            raise self._closed_error()
+        self._check_open()
         if not self._live:
             self._number = self._add(self._holder or current_party.get())
             self._live = True
@@ -192,7 +202,13 @@ class _LocalEnd:
                 self._loop = asyncio.get_running_loop()
         return self
 
-    def _closed_error(self) -> ChannelClosed:
+    def _check_open(self) -> None:
+        if self._closed:
+            raise self._closed_error()
+
+    def _closed_error(self) -> ChannelError:
+        if self._failed:
+            return channel_failed(self._queue.name, self._queue.failure or ("", None))
         return ChannelClosed(
             f"this {type(self).__name__.removeprefix('Local').lower()} of channel "
             f"{self._queue.name!r} was closed: go on with a new one, by the channel's "
@@ -200,14 +216,12 @@ class _LocalEnd:
         )
 
     def clone(self, holder: str | None = None) -> Self:
-        if self._closed:
-            raise self._closed_error()
+        self._check_open()
         return type(self)(self._queue, holder or current_party.get()).open()
 
     async def _checkpoint(self) -> None:
         await asyncio.sleep(0)
-        if self._closed:
-            raise self._closed_error()
+        self._check_open()
 
     def __del__(self) -> None:
         if not self._live or self._own:
@@ -286,9 +300,15 @@ class LocalSender(_LocalEnd, Sender[T_contra]):
             self._live = False
             self._queue.remove_sender(self._number)
 
+    async def flush(self) -> None:
+        self._check_open()
+
     def fail(self, error: BaseException | str) -> None:
-        self._queue.fail(error)
-        self.close()
+        if not self._failed:
+            self._check_open()
+            self._queue.fail(error)
+            self._failed = True
+            self.close()
 
 
 class LocalReceiver(_LocalEnd, Receiver[T_co]):
@@ -383,7 +403,7 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
         self, weight: int, at_least: int, key: Key | None, *, lease: bool
     ) -> LocalDelivery:
         """Wait for a delivery whose arrays are all in this process. It is not settled."""
-        channel, task = self._queue, asyncio.current_task()
+        channel, task = self._queue, getting_task()
         while True:
             channel.check_get()
             queue = channel.of_key(key)

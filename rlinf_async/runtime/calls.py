@@ -22,6 +22,7 @@ from rlinf_async import deadlines
 from rlinf_async.channels import LatestReceiver
 from rlinf_async.channels.ends import End
 from rlinf_async.channels.ends import Sender as SenderEnd
+from rlinf_async.channels.local import LocalSender
 from rlinf_async.runtime.backend import Cancel, WorkerHandle
 from rlinf_async.runtime.stall import WorkFuture, internal
 from rlinf_async.runtime.supervise import Supervisor
@@ -360,7 +361,8 @@ def _clone_ends(value: Any, holder: str, ends: list[Any]) -> Any:
 def _release(end: Any, error: BaseException | None) -> None:
     """Close the end of a call; fail its channel where the call failed, so that consumers do not
     take the failure for the end of the data."""
-    if error is not None and isinstance(end, SenderEnd):
+    if error is not None and isinstance(end, LocalSender):
+        end.queue.fail(error)  # also where the worker has closed its end
+    elif error is not None and isinstance(end, SenderEnd):
         end.fail(error)
-    else:
-        end.close()
+    end.close()

@@ -183,3 +183,83 @@ async def test_two_tasks_of_one_worker_see_each_others_leases() -> None:
     clone.close()
     with pytest.raises(ValueError, match="the holder fails"):
         await holder.task
+
+
+async def in_wait_for(get: Callable[[], Awaitable[int]]) -> int:
+    return await asyncio.wait_for(get(), timeout=1000)
+
+
+async def in_a_timeout(get: Callable[[], Awaitable[int]]) -> int:
+    async with asyncio.timeout(1000):
+        return await get()
+
+
+async def in_gather(get: Callable[[], Awaitable[int]]) -> int:
+    [found] = await asyncio.gather(get())
+    return found
+
+
+async def in_a_shield(get: Callable[[], Awaitable[int]]) -> int:
+    return await asyncio.shield(get())
+
+
+async def in_a_task(get: Callable[[], Awaitable[int]]) -> int:
+    async def run() -> int:
+        return await asyncio.create_task(in_wait_for(get))
+
+    return await asyncio.create_task(run())
+
+
+async def in_a_group(get: Callable[[], Awaitable[int]]) -> int:
+    try:
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(in_wait_for(get))
+    except* EndOfChannel as several:
+        raise several.exceptions[0] from None
+    return running.result()
+
+
+@pytest.mark.parametrize(
+    "way", [in_wait_for, in_a_timeout, in_gather, in_a_shield, in_a_task, in_a_group]
+)
+async def test_however_the_holder_of_a_lease_waits_it_sees_the_end(
+    transport: Transport, way: Callable[[Callable[[], Awaitable[int]]], Awaitable[int]]
+) -> None:
+    sender, receiver = await transport.ends(Channel(int, name="numbers"))
+    for number in range(3):
+        await sender.put(number)
+    sender.close()
+    async with receiver.lease():
+        async with receiver.lease():
+            pass
+        assert await way(receiver.get) == 2
+        with pytest.raises(EndOfChannel):
+            await way(receiver.get)
+    async for _ in receiver.leases():
+        raise AssertionError("nothing was left")
+
+
+async def test_what_was_started_in_a_lease_that_is_over_waits_as_others_do(
+    transport: Transport,
+) -> None:
+    sender, receiver = await transport.ends(Channel(int, name="numbers"))
+    await sender.put(0)
+    await sender.put(1)
+    async with receiver.lease():
+        started = asyncio.Event()
+        later = asyncio.create_task(_get_after(started, receiver))
+    holder = Holder(receiver, "Env[0].run")
+    await holder.granted.wait()
+    sender.close()
+    started.set()
+    await transport.settle()
+    assert not later.done()
+    holder.finish.set_exception(RuntimeError("the holder broke"))
+    assert await later == 1
+    with pytest.raises(RuntimeError, match="the holder broke"):
+        await holder.task
+
+
+async def _get_after(event: asyncio.Event, receiver: Receiver[int]) -> int:
+    await event.wait()
+    return await receiver.get()

@@ -232,6 +232,7 @@ class Newer(msgspec.Struct, array_like=True, frozen=True):
     end: int
     than: int
     party: str
+    """who waits; empty where nobody does, and the value is read ahead"""
 
 
 class Version(msgspec.Struct, array_like=True, frozen=True):

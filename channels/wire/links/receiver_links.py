@@ -32,7 +32,7 @@ import msgspec
 
 from rlinf_async.channels.delivery import Outcome
 from rlinf_async.channels.encoded import Encoded
-from rlinf_async.channels.ends import Key
+from rlinf_async.channels.ends import Key, getting_task
 from rlinf_async.channels.errors import ChannelClosed, ConnectionLost, MalformedFrame, error_text
 from rlinf_async.channels.remote_payload import RemotePayload
 from rlinf_async.channels.waitfor import WaitFuture, current_party
@@ -485,6 +485,6 @@ def _ranges(parts: Iterable[Part]) -> list[Range]:
 
 
 def task_number() -> int:
-    """Names the task that runs, within this process."""
-    task = asyncio.current_task()
+    """Names the task that gets, within this process."""
+    task = getting_task()
     return 0 if task is None else id(task)

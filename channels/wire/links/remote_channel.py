@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from rlinf_async.channels.encoded import Encoded
@@ -44,8 +46,12 @@ class Wire:
 
     def close_later(self, end: int) -> None:
         """Close an end that was dropped, in whichever thread that was noticed."""
+        self.later(partial(self._close, end))
+
+    def later(self, call: Callable[[], object]) -> None:
+        """Call this in the connection's loop, from whichever thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._close, end)
+            self._loop.call_soon_threadsafe(call)
 
     def _close(self, end: int) -> None:
         if not self.connection.closed:

@@ -7,7 +7,7 @@ from itertools import count
 from typing import Any, Self
 
 from rlinf_async.channels.ends import Key, Named, Sender
-from rlinf_async.channels.errors import ChannelClosed
+from rlinf_async.channels.errors import ChannelClosed, ChannelError
 from rlinf_async.channels.itemtypes import check_key_and_weight
 from rlinf_async.channels.statistics import KeyState, Statistics
 from rlinf_async.channels.waitfor import current_party
@@ -61,11 +61,14 @@ class RemoteEnd(WireEnd):
 
     def open(self) -> Self:
         if self._closed:
-            raise ChannelClosed(
-                f"this {type(self).__name__.removeprefix('Remote').lower()} of channel "
-                f"{self.channel_name!r} was closed: clone an end before closing it to use it again"
-            )
+            raise self._closed_error()
         return self
+
+    def _closed_error(self) -> ChannelError:
+        return ChannelClosed(
+            f"this {type(self).__name__.removeprefix('Remote').lower()} of channel "
+            f"{self.channel_name!r} was closed: clone an end before closing it to use it again"
+        )
 
     def clone(self, holder: str | None = None) -> Self:
         self.open()

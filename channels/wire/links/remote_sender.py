@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.ends import Key, Sender
-from rlinf_async.channels.errors import ChannelError, error_text
+from rlinf_async.channels.errors import ChannelError, Failure, channel_failed, error_text
 from rlinf_async.channels.itemtypes import check_key_and_weight
 from rlinf_async.channels.waitfor import current_party
 from rlinf_async.channels.wire.direct.retained_payloads import RetainedPayloads
@@ -35,11 +35,15 @@ log = logging.getLogger(__name__)
 class RemoteSender(RemoteEnd, Sender[T_contra]):
     """A sender of a channel in another process. It puts without asking while it has credit."""
 
-    __slots__ = ("__weakref__", "_account", "_error", "_payloads", "_reported", "_transfers")
+    __slots__ = (
+        "__weakref__", "_account", "_error", "_failure", "_payloads", "_reported", "_transfers",
+    )  # fmt: skip
 
     def __init__(self, wire: Wire, number: int) -> None:
         super().__init__(wire, number)
         self._error: Exception | None = None
+        self._failure: Failure | None = None
+        """the error that this end has failed its channel with"""
         self._reported: type[Exception] | None = None
         self._account = self._transfers.accounts.find(wire.queue, None)
         self._payloads = RetainedPayloads.over(wire.connection, wire.direct)
@@ -192,6 +196,15 @@ class RemoteSender(RemoteEnd, Sender[T_contra]):
         raise self._wire.elsewhere("put_nowait", "await put(...)")
 
     def fail(self, error: BaseException | str) -> None:
+        if self._failure is not None:
+            return
         self.open()
-        self._tell("channel.fail", protocol.Fail(self._number, error_text(error)))
+        text = error_text(error)
+        self._tell("channel.fail", protocol.Fail(self._number, text))
+        self._failure = text, error if isinstance(error, BaseException) else None
         self.close()
+
+    def _closed_error(self) -> ChannelError:
+        if self._failure is not None:
+            return channel_failed(self.channel_name, self._failure)
+        return super()._closed_error()

@@ -38,7 +38,6 @@ from rlinf_async.testing import wait_all_blocked
 from tests.channels.wire.harness import (
     PATIENCE,
     Wired,
-    remote_latest_pair,
     remote_pair,
     until,
     wired,
@@ -402,9 +401,6 @@ async def test_the_nowait_forms_say_that_the_channel_lives_elsewhere() -> None:
             sender.put_nowait(1)
         with pytest.raises(ChannelError, match=r"lives in another process .*await get\(\)"):
             receiver.get_nowait()
-    async with remote_latest_pair(Latest(int, name="version")) as (_, latest):
-        with pytest.raises(ChannelError, match=r"lives in another process .*await get\(\)"):
-            latest.get_nowait()
 
 
 async def test_a_wait_is_reported_with_the_remote_workers_method() -> None:
