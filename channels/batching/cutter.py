@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
 from rlinf_async.channels.batching.balance import balance, fewest_micro_batches
-from rlinf_async.channels.batching.driving import Wait, settle
+from rlinf_async.channels.batching.driving import Calls, Wait
 from rlinf_async.channels.batching.errors import BatchSizeError, CountsDisagree
 from rlinf_async.channels.batching.operations import BatchOps, sample_lengths, select
 
@@ -38,8 +38,8 @@ class Cutter(Generic[B]):
         self._max_tokens = max_tokens
         self._agree = agree or alone
 
-    async def cut(self, window: B, wait: Wait) -> list[B]:
-        """The micro-batches of a window, none of them empty.
+    async def cut(self, window: B, calls: Calls, wait: Wait) -> list[B]:
+        """The micro-batches of a window, none of them empty. ``calls`` makes the call of ``agree``.
 
         Raises `SampleTooLong`, `CountsDisagree`, `BadBatch`, and what ``agree`` raises.
         """
@@ -47,7 +47,7 @@ class Cutter(Generic[B]):
             return [window]
         lengths = sample_lengths(self._ops, window)
         wanted = fewest_micro_batches(lengths, self._max_tokens)
-        count = await settle(self._agree(wanted), wait)
+        count = await calls.result(("agree", id(window)), lambda: self._agree(wanted), wait)
         if count < wanted:
             raise CountsDisagree(
                 f"agree({wanted}) gave {count}: this rank exceeds {self._max_tokens} tokens "

@@ -9,6 +9,7 @@ thread that pulls.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import CancelledError, Future
@@ -32,12 +33,53 @@ async def wait_here(awaitable: Awaitable[R]) -> R:
     return await awaitable
 
 
-async def settle(value: R | Awaitable[R], wait: Wait) -> R:
-    """The result of a function that may be plain or async."""
-    if inspect.isawaitable(value):
-        result: R = await wait(value)
-        return result
-    return value
+class Calls:
+    """The handlers' calls of one iterator, one at a time. A call whose pull is cancelled goes on,
+    and the next pull waits for it: so ranks that do something together in a handler stay in step,
+    however often each of them is cancelled."""
+
+    def __init__(self) -> None:
+        self._at: object = None
+        self._pending: Awaitable[Any] | None = None
+
+    async def result(self, at: object, call: Callable[[], R | Awaitable[R]], wait: Wait) -> R:
+        """The result of a function that may be plain or async. ``at`` names what it is called for:
+        the call under way is that of an earlier pull only if it has the same name."""
+        if self._pending is not None and self._at != at:
+            with contextlib.suppress(Exception):  # nobody asks for this result any more
+                await self._wait(wait)
+        if self._pending is None:
+            value = call()
+            if not inspect.isawaitable(value):
+                return value
+            self._at, self._pending = at, value
+        found: R = await self._wait(wait)
+        return found
+
+    def forget(self) -> None:
+        """What is under way is not for what will be called next."""
+        self._at = None
+
+    async def _wait(self, wait: Wait) -> Any:
+        try:
+            found = await wait(self._join())
+        except BaseException as error:
+            pending = self._pending
+            if (
+                isinstance(pending, asyncio.Future)
+                and pending.done()
+                and (pending.cancelled() or pending.exception() is error)
+            ):
+                self._pending = None
+            raise
+        self._pending = None
+        return found
+
+    async def _join(self) -> Any:
+        """On the loop: wait for the call, which no cancellation of this wait ends."""
+        assert self._pending is not None
+        self._pending = running = asyncio.ensure_future(self._pending)
+        return await asyncio.shield(running)
 
 
 class ThreadDriver:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Generic, Literal, TypeVar
 
-from rlinf_async.channels.batching.driving import Wait, settle
+from rlinf_async.channels.batching.driving import Calls, Wait
 from rlinf_async.channels.batching.errors import HandlerFailed, PullCancelled
 from rlinf_async.channels.batching.operations import BatchOps
 from rlinf_async.channels.batching.samples import SampleQueue
@@ -15,7 +15,8 @@ from rlinf_async.channels.ends import Key, Receiver
 B = TypeVar("B")
 
 Handler = Callable[[B], B | Awaitable[B]]
-"""Takes a batch and returns its replacement. Called again with the same batch after an error."""
+"""Takes a batch and returns its replacement. Called again with the same batch after an error, not
+after a cancelled pull."""
 
 
 class Intake(Generic[B]):
@@ -36,6 +37,8 @@ class Intake(Generic[B]):
         """received batches that are not handled yet"""
         self._received = 0
         """number of handled batches"""
+        self.calls = Calls()
+        """of all handlers of the iterator"""
         self.samples = SampleQueue(ops)
         self.empty_batches = 0
 
@@ -57,7 +60,7 @@ class Intake(Generic[B]):
             self.empty_batches += 1
             return
         if self._on_batch is not None:
-            batch = await call(self._on_batch, batch, "on_batch", self._received, wait)
+            batch = await call(self._on_batch, batch, "on_batch", self._received, self.calls, wait)
         self.samples.append(batch)
 
 
@@ -66,11 +69,12 @@ async def call(
     batch: B,
     kind: Literal["on_batch", "on_global_batch"],
     index: int,
+    calls: Calls,
     wait: Wait,
 ) -> B:
     """The handler's result for the batch; raises `HandlerFailed` with its error as the cause."""
     try:
-        handled = await settle(handler(batch), wait)
+        handled = await calls.result((kind, index), lambda: handler(batch), wait)
     except PullCancelled:
         raise
     except Exception as error:

@@ -17,7 +17,8 @@ with ``on_global_batch``         the **whole global batch**, in either mode: the
 
 Invariants: every sample is yielded exactly once. The boundaries of the received batches make no
 difference. A stage removes a batch only once the next stage has the batch, so a cancellation or an
-error anywhere loses nothing and the next pull continues there.
+error anywhere loses nothing and the next pull continues there. A handler, or ``agree``, whose pull
+is cancelled goes on, and the next pull takes its result: each is called once for what it handles.
 """
 
 from __future__ import annotations
@@ -218,6 +219,7 @@ class BatchResizingIterator(Generic[B]):
             self._gathered.clear()
             self._windows.clear()
             self._ready.clear()
+            self._intake.calls.forget()
 
     # -- one pull, on the loop or in a thread --------------------------------------------------
 
@@ -274,7 +276,7 @@ class BatchResizingIterator(Generic[B]):
     async def _cut_next(self, wait: Wait) -> None:
         if not self._windows:
             await self._gather(wait)
-        micro_batches = await self._cutter.cut(self._windows[0], wait)
+        micro_batches = await self._cutter.cut(self._windows[0], self._intake.calls, wait)
         self._windows.popleft()
         self._ready.extend(micro_batches)
 
@@ -298,7 +300,9 @@ class BatchResizingIterator(Generic[B]):
         if self._on_global_batch is None:
             return batch
         size, index = self._ops.size(batch), self._finished_global_batches
-        handled = await call(self._on_global_batch, batch, "on_global_batch", index, wait)
+        handled = await call(
+            self._on_global_batch, batch, "on_global_batch", index, self._intake.calls, wait
+        )
         if self._ops.size(handled) != size:
             raise BadBatch(
                 f"on_global_batch returned {self._ops.size(handled)} samples for the {size} of "

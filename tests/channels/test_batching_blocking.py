@@ -114,11 +114,11 @@ async def test_closing_ends_a_waiting_pull_and_loses_nothing() -> None:
 
 
 async def test_closing_during_an_async_handler_is_no_failure_of_the_handler() -> None:
-    started = asyncio.Event()
+    started, go_on = asyncio.Event(), asyncio.Event()
 
     async def normalise(batch: Samples) -> Samples:
         started.set()
-        await asyncio.Event().wait()
+        await go_on.wait()
         return batch
 
     batches = BatchResizingIterator(
@@ -135,6 +135,8 @@ async def test_closing_during_an_async_handler_is_no_failure_of_the_handler() ->
     view.close()
     with pytest.raises(PullCancelled):
         await pull
+    go_on.set()
+    assert await anext(batches) == [1]
 
 
 async def test_a_blocking_pull_on_its_own_loop_is_refused() -> None:
