@@ -213,6 +213,21 @@ class LanguageTrainer(Protocol):
         """
         ...
 
+    @property
+    def recomputes(self) -> bool:
+        """Each sample's ``prev_log_prob`` is to be that of `first_log_probs`."""
+        ...
+
+    def first_log_probs(
+        self, samples: Sequence[TrainingSample], *, batch: int, batches: int
+    ) -> list[Floats]:
+        """Log-probs ``[R]`` under the weights that the iteration began with. As `log_probs`.
+
+        Called before the optimizer step of each global batch of the first epoch, on its samples;
+        ``batch`` counts from 0 to ``batches - 1``. Collective.
+        """
+        ...
+
     def values(self, samples: Sequence[TrainingSample]) -> list[Floats]:
         """Values ``[R]`` before each response token, of a critic. As `log_probs`. Collective."""
         ...

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import ClassVar
 
 import msgspec
 
+from rlinf_async.messages.embodied import Floats
+from rlinf_async.messages.language import TrainingSample
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.parallel import Strategy
 
 
-class VersionTrainer:
+class VersionTrainer(ABC):
     """Counts versions; a checkpoint is the version.
 
     Args:
@@ -23,6 +26,7 @@ class VersionTrainer:
     """
 
     normalizes = False
+    recomputes = False
     file: ClassVar[str]
     """of a checkpoint"""
 
@@ -44,6 +48,18 @@ class VersionTrainer:
     def agree(self, count: int, /) -> int:
         """Return the count: ranks do not wait for one another."""
         return count
+
+    @abstractmethod
+    def log_probs(
+        self, samples: Sequence[TrainingSample], *, reference: bool = False
+    ) -> list[Floats]:
+        """Return log-probs ``[R]`` of each response, by the version."""
+
+    def first_log_probs(
+        self, samples: Sequence[TrainingSample], *, batch: int, batches: int
+    ) -> list[Floats]:
+        """Return the log-probs: within an iteration the version is the same."""
+        return self.log_probs(samples)
 
     def skip_iteration(self) -> None:
         """Count an iteration that other ranks train."""

@@ -71,7 +71,8 @@ class SimulatedIteration(Iteration):
         self,
         batches: Batches | None,
         waiting: Waiting,
-        ends_epoch: bool,
+        emptied: Batches | None,
+        first: int | None,
         loop: asyncio.AbstractEventLoop,
     ) -> Mapping[str, float]:
         trainer = self._trainer
@@ -84,8 +85,8 @@ class SimulatedIteration(Iteration):
             if batch is None:
                 break
             kept += batch.samples
-            if ends_epoch and batches.finished_global_batch:
-                self._check_queue(batches)
+            if emptied is not None and batches.finished_global_batch:
+                self._check_queue(emptied)
             if self.pipelined:
                 await self._busy_with(trainer.micro_batch, batch.samples)
         if not self.pipelined:

@@ -15,7 +15,9 @@
     train_dispatched      who trains the next global batch     the scheduler, see `ScheduledRank`
 
 One call of the compute thread makes one optimizer step. Whether the groups were collected or still
-arrive, they go through the same iterator, so the same samples make the same gradients.
+arrive, they go through the same iterator, so the same samples make the same gradients. Where the
+loss compares with the weights that the iteration began with, that call takes the whole global
+batch, and computes their log-probs first.
 
 Exactly once: a group that was taken is trained or its iteration fails. With several epochs the
 same samples come again, shuffled, under the advantages and the log-probs that they had: how stale
@@ -27,6 +29,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import NoReturn, Protocol
 
 import msgspec
@@ -170,7 +173,7 @@ class Iteration:
     async def compute_arriving(self, groups: Receiver[SampleGroup]) -> list[Mapping[str, float]]:
         """Give each global batch to ``step`` while it arrives; count no version."""
         batches = self._batches(groups, key=self._data.rank) if self._data.is_io else None
-        return await self._epoch(batches, nullcontext)
+        return await self._epoch(batches, nullcontext, 0)
 
     async def skip(self, collected: Sequence[SampleGroup]) -> LanguageTrainReport:
         """Count the version up, without training."""
@@ -204,8 +207,7 @@ class Iteration:
                         batches = self._dispatched(batches, groups, rank.sizes, epoch)
                     except RuntimeError as error:
                         await self.cannot_train(error)
-                    ends_epoch = position + 1 == of_epoch
-                    steps.append(await self._global_batch(batches, waiting, ends_epoch))
+                    steps.append(await self._global_batch(batches, waiting, position, epoch))
                     await self._send_again(batches, rank, epoch)
                 else:
                     batches = None
@@ -246,13 +248,13 @@ class Iteration:
     async def _train(self, batches: Batches | None, *, arriving: bool) -> LanguageTrainReport:
         """Train; ``arriving``: on samples that are still to come. None: another rank reads them."""
         with self._measured(arriving=arriving) as waiting:
-            steps = await self._epoch(batches, waiting)
+            steps = await self._epoch(batches, waiting, 0)
             kept = batches.get_all_batches() if batches is not None and self._epochs > 1 else None
             for epoch in range(1, self._epochs):
                 if is_spent(steps[-self._sizes.num_global_batches :]):
                     break
                 again = None if kept is None else self._shuffled(kept, epoch)
-                steps += await self._epoch(again, nullcontext)
+                steps += await self._epoch(again, nullcontext, epoch)
             self._check_learnt(steps)
             await self._worker.compute(self._trainer.end_iteration)
         return self.report(steps, seconds=self._seconds)
@@ -275,25 +277,29 @@ class Iteration:
             yield waiting if arriving else nullcontext
         self._seconds = loop.time() - began
 
-    async def _epoch(self, batches: Batches | None, waiting: Waiting) -> list[Mapping[str, float]]:
+    async def _epoch(
+        self, batches: Batches | None, waiting: Waiting, epoch: int
+    ) -> list[Mapping[str, float]]:
         """Go through the share once; return the metrics of its optimizer steps."""
-        count = self._sizes.num_global_batches
         return [
-            await self._global_batch(batches, waiting, number == count)
-            for number in range(1, count + 1)
+            await self._global_batch(batches, waiting, number, epoch)
+            for number in range(self._sizes.num_global_batches)
         ]
 
     async def _global_batch(
-        self, batches: Batches | None, waiting: Waiting, ends_epoch: bool
+        self, batches: Batches | None, waiting: Waiting, number: int, epoch: int
     ) -> Mapping[str, float]:
         """Make one optimizer step. None: on samples that another rank reads.
 
-        ``ends_epoch``: no samples may be left after it.
+        No samples may be left after the last global batch of an epoch.
         """
         loop = asyncio.get_running_loop()
         began, waited = loop.time(), self.arrived.wait_seconds
+        ends_epoch = number + 1 == self._sizes.num_global_batches
+        first = number if self._trainer.recomputes and not epoch else None
+        emptied = batches if ends_epoch else None
         try:
-            return await self._stepped(batches, waiting, ends_epoch, loop)
+            return await self._stepped(batches, waiting, emptied, first, loop)
         finally:
             self._busy += loop.time() - began - (self.arrived.wait_seconds - waited)
 
@@ -301,29 +307,61 @@ class Iteration:
         self,
         batches: Batches | None,
         waiting: Waiting,
-        ends_epoch: bool,
+        emptied: Batches | None,
+        first: int | None,
         loop: asyncio.AbstractEventLoop,
     ) -> Mapping[str, float]:
+        """Make one optimizer step.
+
+        Of ``emptied`` nothing may be left behind. ``first``: number of the global batch, if its
+        log-probs are computed before.
+        """
+        step = partial(self._step_on, emptied=emptied, first=first)
         if batches is None:
-            return await self._worker.compute(self._step, ())
-        emptied = batches if ends_epoch else None
+            return await self._worker.compute(step, ())
         if getattr(loop, "virtual", False):  # it computes inline: nothing could be waited for there
-            there = await all_micro_batches(batches, waiting)
-            return await self._worker.compute(self._step, self._counted(there, emptied))
+            return await self._worker.compute(step, await all_micro_batches(batches, waiting))
         view = batches.blocking(loop)
         try:
             arriving = arriving_micro_batches(batches, view, waiting, batches.sizes)
-            return await self._worker.compute(self._step, self._counted(arriving, emptied))
+            return await self._worker.compute(step, arriving)
         finally:
             view.close()  # a cancelled call leaves the thread waiting for samples otherwise
+
+    def _step_on(
+        self, micro_batches: Iterable[MicroBatch], *, emptied: Batches | None, first: int | None
+    ) -> Mapping[str, float]:
+        """Make one optimizer step, in the compute thread; see `_stepped`."""
+        if first is not None:
+            micro_batches = self._recomputed(micro_batches, first)
+        return self._step(self._counted(micro_batches, emptied))
+
+    def _recomputed(self, micro_batches: Iterable[MicroBatch], number: int) -> Iterable[MicroBatch]:
+        """Return all micro-batches of a global batch, with log-probs under the weights that the
+        iteration began with. They stay with the samples for further epochs."""
+        there: list[MicroBatch] = []
+        failed: Exception | None = None
+        try:
+            there.extend(micro_batches)
+        except Exception as error:  # raised where the others wait for micro-batches, too
+            failed, there = error, []
+        samples = [sample for one in there for sample in one.samples]
+        found = self._trainer.first_log_probs(
+            samples, batch=number, batches=self._sizes.num_global_batches
+        )
+        if failed is not None:
+            return _raising(failed)
+        if samples:  # else another rank reads them
+            for sample, log_prob in zip(samples, found, strict=True):
+                sample.prev_log_prob = log_prob
+        return there
 
     def _counted(
         self, micro_batches: Iterable[MicroBatch], emptied: Batches | None
     ) -> Iterator[MicroBatch]:
         """Count tokens, and record what becomes of each micro-batch until the next is asked for.
 
-        Of ``emptied`` nothing may be left behind the last one, which is looked at before any rank
-        takes the step.
+        ``emptied`` is looked at before any rank takes the step.
         """
         for one in micro_batches:
             tokens = sum(sample.tokens for sample in one.samples)
@@ -429,3 +467,8 @@ class Iteration:
             wait_seconds=arrived.wait_seconds,
             train_seconds=seconds,
         )
+
+
+def _raising(error: Exception) -> Iterator[MicroBatch]:
+    raise error
+    yield  # micro-batches, of which there are none

@@ -69,12 +69,14 @@ class LanguageLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """the ratio is clipped at ``1 + clip_high`` from above; DAPO: larger than ``clip_low``"""
     dual_clip: float | None = None
     """with a negative advantage the loss is at most ``-dual_clip * advantage``; above 1"""
-    proximal: Literal["auto", "behaviour", "current"] = "auto"
+    proximal: Literal["auto", "behaviour", "current", "step"] = "auto"
     """denominator of the ratio. ``auto``: the recomputed log-probs if the sample has them, else
     those of the engine; ``behaviour``: those of the engine; ``current``: those of the current
-    weights, which are the initial ones of the iteration if that is one optimizer step"""
+    weights, which are the initial ones of the iteration if that is one optimizer step; ``step``:
+    those of the weights that the iteration begins with, computed by the trainer itself"""
     off_policy: Literal["none", "truncated", "decoupled"] = "none"
-    """correction for tokens that another policy than the proximal one sampled"""
+    """correction for tokens that another policy than the proximal one sampled; ``proximal`` is then
+    ``step`` or ``current``, or samples bring log-probs of the trainer's"""
     off_policy_cap: float = 2.0
     """``truncated``: upper limit of the weight; ``decoupled``: tokens above it are left out"""
     kl_coefficient: float = 0.0
@@ -113,6 +115,11 @@ class LanguageLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         _check_not_negative(
             kl_coefficient=self.kl_coefficient, entropy_coefficient=self.entropy_coefficient
         )
+        if self.off_policy != "none" and self.proximal == "behaviour":
+            raise ValueError(
+                f"off_policy is {self.off_policy!r}, which weights tokens by proximal / behaviour: "
+                "with proximal = 'behaviour' each weight is 1; set proximal to 'step'"
+            )
 
 
 def _check_above(limits: Mapping[str, tuple[float | None, float]]) -> None:

@@ -104,7 +104,11 @@ def token_loss(inputs: TokenLossInputs, config: LanguageLossConfig) -> TokenLoss
     weights = off_policy_weights(inputs.proximal_log_prob, inputs.behaviour_log_prob, config)
     if weights is not None:
         loss = loss * weights.weight
-        metrics |= {"off_policy_weight": weights.weight, "off_policy_capped": weights.capped}
+        metrics |= {
+            "off_policy_weight": weights.weight,
+            "off_policy_change": (weights.weight - 1.0).abs(),
+            "off_policy_capped": weights.capped,
+        }
     if config.kl_coefficient:
         if inputs.ref_log_prob is None:
             raise ValueError(

@@ -1,10 +1,9 @@
 """Weights for tokens that were sampled by another policy than the denominator of the ratio.
 
-The ratio's denominator is the *proximal* policy: the actor's weights when the sample's log-probs
-were recomputed. On-policy these are the weights that training begins with; with stale samples they
-lie between those and the sampling weights. Tokens were sampled by the *behaviour* policy: an engine
-with its own kernels, or older weights. Each token's loss is multiplied by
-``w = exp(proximal - behaviour)``, a constant to the gradient.
+The ratio's denominator is the *proximal* policy; with ``proximal = "step"`` the weights that the
+iteration begins with. Tokens were sampled by the *behaviour* policy: an engine with its own
+kernels, or older weights. Each token's loss is multiplied by ``w = exp(proximal - behaviour)``, a
+constant to the gradient.
 
 - ``truncated``: ``min(w, cap)`` (truncated importance sampling, Ionides 2008; for engine and
   trainer that disagree: Yao et al. 2025).

@@ -91,6 +91,8 @@ class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     schedule: dict[str, Any]
     optimizer_steps: dict[str, float]
     """by the name of a parameter that has moments"""
+    kept: list[str]
+    """names of the kept weights"""
 
 
 class RankState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -171,7 +173,9 @@ class FSDPChange(Change):
         """Plan, and allocate the new shards."""
         new = NewShards(self._memory, self._manager.device, self._old, self._new)
         self._new_shards = new
-        new.make(_held_shards(self._manager), frozenset(self._progress.optimizer_steps))
+        progress = self._progress
+        held = _held_shards(self._manager, progress.kept)
+        new.make(held, frozenset(progress.optimizer_steps))
 
     def move(self, bucket_bytes: int, limit: timedelta) -> Report:
         """Fill the new shards."""
@@ -251,14 +255,17 @@ def _progress_of(manager: FSDPModelManager) -> Progress:
             for name, parameter in manager.model.named_parameters()
             if parameter in state
         },
+        kept=list(manager.kept),
     )
 
 
-def _held_shards(manager: FSDPModelManager) -> RankShards:
+def _held_shards(manager: FSDPModelManager, names: Sequence[str]) -> RankShards:
+    """Return what a rank has; of kept weights those with these names, which active ranks have."""
+    kept = {name: manager.kept.get(name, {}) for name in names}
     if not manager.active:
-        return RankShards({}, {}, manager.kept)
+        return RankShards({}, {}, kept)
     moments = {kind: moment_shards(manager.model, manager.optimizer, kind) for kind in MOMENTS}
-    return RankShards(shards_of(manager.model), moments, manager.kept)
+    return RankShards(shards_of(manager.model), moments, kept)
 
 
 def _fill_optimizer(

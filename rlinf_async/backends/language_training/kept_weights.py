@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 REFERENCE = "ref"
+STEP = "step"
+"""the weights that the iteration began with"""
 ACTOR = "actor"
 """the weights that are trained"""
 
@@ -68,6 +70,11 @@ class KeptWeights:
         """
         found = self._manager.live_weights() if source == self.active else self._kept(source)
         self._manager.kept[target] = _copies(found)
+
+    def drop(self, tag: str) -> None:
+        """Free a copy. Raises `KeptWeightsError` for an unknown tag."""
+        self._kept(tag)
+        del self._manager.kept[tag]
 
     def of(self, tag: str) -> Mapping[str, Tensor]:
         """Return this rank's part of the weights kept under a tag."""

@@ -115,9 +115,18 @@ class Objective(ABC):
         """Whether the gradient of a sample is exactly 0, and need not be computed."""
         return False
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether the loss needs log-probs under the weights that the iteration began with."""
+        return False
+
 
 class PolicyObjective(Objective):
     """Policy-gradient losses, from log-probs and entropies."""
+
+    @property
+    def recomputes(self) -> bool:
+        return self.config.loss.proximal == "step"
 
     def check_ready(self, samples: Sequence[TrainingSample]) -> None:
         for sample in samples:
@@ -125,6 +134,11 @@ class PolicyObjective(Objective):
                 raise ValueError(
                     f"sample {sample.group}/{sample.index} has no advantage: call "
                     "compute_advantages() on its group first"
+                )
+            if self.recomputes and sample.prev_log_prob is None:
+                raise ValueError(
+                    f"sample {sample.group}/{sample.index} has no prev_log_prob, but loss.proximal "
+                    "is 'step': fill it in with first_log_probs() before the first optimizer step"
                 )
 
     def part(self, forward: Forward, found: TokenStatistics) -> Part:
@@ -187,6 +201,7 @@ def _loss_inputs(forward: Forward, now: TokenStatistics) -> TokenLossInputs:
         "auto": lambda: column("prev_log_prob", "log_prob"),
         "behaviour": lambda: behaviour,
         "current": lambda: now.log_prob.detach(),
+        "step": lambda: column("prev_log_prob"),
     }[forward.loss.proximal]()
     with_reference = all(sample.ref_log_prob is not None for sample in forward.samples)
     counts = torch.tensor([int(mask.sum()) for mask in forward.masks])

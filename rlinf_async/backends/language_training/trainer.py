@@ -9,6 +9,9 @@ from typing import Generic, TypeVar
 from rlinf_async.algorithms.language.advantages import compute_group_advantages
 from rlinf_async.backends.language import OPTIMIZER, PARTS
 from rlinf_async.backends.language_training.config import LanguageTrainingConfig
+from rlinf_async.backends.language_training.kept_weights import STEP, KeptWeights
+from rlinf_async.backends.language_training.objective import Objective
+from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import TrainingSample
 
 C = TypeVar("C", bound=LanguageTrainingConfig)
@@ -18,6 +21,9 @@ class IterationTrainer(ABC, Generic[C]):
     """Counts iterations, computes advantages, and is offloaded in parts."""
 
     critic = False
+    objective: Objective
+    kept_weights: KeptWeights
+    """copies of weights on the CPU, the reference's among them"""
 
     def __init__(self, config: C) -> None:
         self.config = config
@@ -44,6 +50,34 @@ class IterationTrainer(ABC, Generic[C]):
     def normalizes(self) -> bool:
         """Advantages are normalised over the global batch."""
         return self.config.advantage.whitens and not self.critic
+
+    @property
+    def recomputes(self) -> bool:
+        """The loss needs `first_log_probs`."""
+        return self.objective.recomputes
+
+    @abstractmethod
+    def log_probs(
+        self, samples: Sequence[TrainingSample], *, reference: bool = False
+    ) -> list[Floats]:
+        """Return log-probs ``[R]`` of each response. Collective."""
+
+    def first_log_probs(
+        self, samples: Sequence[TrainingSample], *, batch: int, batches: int
+    ) -> list[Floats]:
+        """Return log-probs ``[R]`` under the weights that the iteration began with.
+
+        Until the last batch a copy of these is kept on the CPU. Collective.
+        """
+        if batch == 0:
+            if batches > 1:
+                self.kept_weights.backup(STEP)
+            return self.log_probs(samples)
+        with self.kept_weights.swapped_in(STEP):
+            found = self.log_probs(samples)
+        if batch == batches - 1:
+            self.kept_weights.drop(STEP)
+        return found
 
     def offload(self, *, keep_weights: bool = False) -> None:
         """Move optimizer state and weights to the CPU, and drop the gradients."""

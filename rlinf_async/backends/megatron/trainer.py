@@ -81,7 +81,6 @@ class MegatronTrainerBase(IterationTrainer[MegatronTrainerConfig]):
         )
         self._writer = CheckpointWriter()
         self.kept_weights = KeptWeights(self.manager)
-        """copies of weights on the CPU, the reference's among them"""
 
     @property
     def data_rank(self) -> DataRank:

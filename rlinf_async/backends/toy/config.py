@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from rlinf_async.algorithms.language.config import LanguageLossConfig
+
 
 class ToyEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A cost model of an engine that batches continuously.
@@ -56,3 +58,10 @@ class ToyTrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
         if self.weight_bytes < 1:
             raise ValueError(f"weight_bytes is {self.weight_bytes}; it must be at least 1")
+
+
+class ToyPolicyConfig(ToyTrainerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A cost model of a trainer of a policy."""
+
+    loss: LanguageLossConfig = LanguageLossConfig()
+    """it computes the weights of ``off_policy``, and no loss"""

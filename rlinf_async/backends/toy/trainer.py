@@ -12,9 +12,10 @@ import msgspec
 import numpy as np
 import xxhash
 
+from rlinf_async.algorithms.language.config import LanguageLossConfig
 from rlinf_async.backends.base import RescaleReport
 from rlinf_async.backends.language import MicroBatch
-from rlinf_async.backends.toy.config import ToyTrainerConfig
+from rlinf_async.backends.toy.config import ToyPolicyConfig, ToyTrainerConfig
 from rlinf_async.backends.toy.responses import token_log_probs
 from rlinf_async.backends.version_trainer import VersionTrainer
 from rlinf_async.elapse import let_pass
@@ -32,6 +33,12 @@ class ToyTrainer(VersionTrainer):
     def __init__(self, config: ToyTrainerConfig, world_size: int, rank: int) -> None:
         super().__init__(world_size, rank)
         self.config = config
+        self._loss = config.loss if isinstance(config, ToyPolicyConfig) else LanguageLossConfig()
+
+    @property
+    def recomputes(self) -> bool:  # type: ignore[override]
+        """The loss compares with the weights that the iteration began with."""
+        return self._loss.proximal == "step"
 
     @property
     def data_rank(self) -> DataRank:
@@ -85,13 +92,35 @@ class ToyTrainer(VersionTrainer):
     def training_step(self, micro_batches: Iterable[MicroBatch]) -> Mapping[str, float]:
         """Take the time of one optimizer step."""
         samples = tokens = 0
+        weights: list[Floats] = []
         for batch in micro_batches:
+            weights += self._weights(batch.samples)
             here = sum(one.tokens for one in batch.samples)
             let_pass(here * self.config.seconds_per_token)
             samples += len(batch.samples)
             tokens += here
         let_pass(self.config.seconds_per_step)
-        return {"samples_trained": float(samples), "tokens_trained": float(tokens)}
+        found = {"samples_trained": float(samples), "tokens_trained": float(tokens)}
+        if weights:
+            every, cap = np.concatenate(weights), self._loss.off_policy_cap
+            left = cap if self._loss.off_policy == "truncated" else 0.0
+            held = np.where(every > cap, left, every)
+            found["off_policy_weight"] = float(held.mean())
+            found["off_policy_change"] = float(np.abs(held - 1.0).mean())
+            found["off_policy_capped"] = float((every > cap).mean())
+        return found
+
+    def _weights(self, samples: Sequence[TrainingSample]) -> list[Floats]:
+        """Return ``proximal / behaviour`` of the trained tokens of each sample, before the cap."""
+        if self._loss.off_policy == "none":
+            return []
+        proximal = [one.prev_log_prob for one in samples]
+        if self._loss.proximal == "current":
+            proximal = list(self.log_probs(samples))
+        return [
+            np.exp((one.log_prob if found is None else found) - one.log_prob)[one.loss_mask]
+            for one, found in zip(samples, proximal, strict=True)
+        ]
 
     def log_probs(
         self, samples: Sequence[TrainingSample], *, reference: bool = False

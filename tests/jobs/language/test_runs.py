@@ -132,6 +132,7 @@ def test_every_column_of_the_metrics_is_explained(tiny: Job) -> None:
     tiny.succeed(
         *("--cluster.inference_workers", 1, "--actor.loss.kl_coefficient", 0.1),
         *("--actor.loss.off_policy", "truncated", "--actor.loss.early_stop_ratio", 2.0),
+        *("--actor.loss.proximal", "step", "--training.max_staleness", 1),
         *("--actor.epochs", 2, "--training.iterations", 1, "--data.verifier", LETTERS),
     )
     page = (ROOT / "docs" / "language.md").read_text(encoding="utf-8")

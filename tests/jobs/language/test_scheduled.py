@@ -37,6 +37,17 @@ def test_a_scheduled_run_trains_every_sample_once_and_goes_on_when_it_is_resumed
     assert (summary.samples, summary.staleness.max) == (4 * 16, 0)
 
 
+def test_a_scheduled_run_corrects_for_staleness_over_its_mini_batches(scheduled: Job) -> None:
+    summary = scheduled.succeed(
+        *("--actor.loss.off_policy", "truncated", "--actor.loss.proximal", "step"),
+        *("--training.max_staleness", 1, "--training.iterations", 4, "--actor.epochs", 2),
+    )
+    assert summary.samples == 4 * 16
+    stale = [row for row in scheduled.iterations if float(row["staleness_mean"]) > 0]
+    assert stale
+    assert all(float(row["off_policy_change"]) > 1e-3 for row in stale)
+
+
 @pytest.mark.parametrize("policy", ["greedy", "longest_first"])
 def test_policies_that_predict_decide_by_what_the_run_takes(scheduled: Job, policy: str) -> None:
     summary = scheduled.succeed(

@@ -153,6 +153,7 @@ def _learning(random: Random, drawn: Settings, ranks: int) -> None:
                 drawn["cluster.inference_workers"] = random.choice([1, 2])
     if random.random() < 0.3:
         drawn["actor.loss.off_policy"] = random.choice(["truncated", "decoupled"])
+        drawn["actor.loss.proximal"] = random.choice(["step", "step", "current", "auto"])
     if random.random() < 0.2:
         drawn["actor.loss.entropy_coefficient"] = 0.01
     if random.random() < 0.2 and drawn["actor.backend"] != "toy":

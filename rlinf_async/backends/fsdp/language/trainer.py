@@ -69,6 +69,7 @@ class LanguageTrainerBase(IterationTrainer[LanguageTrainerConfig]):
         self.manager = FSDPModelManager(config.fsdp, world_size, rank, self._build_network)
         self.manager.setup_model_and_optimizer()
         self.manager.model_files = describing_files(config.fsdp.model, self.language)
+        self.kept_weights = KeptWeights(self.manager)
 
     def _build_network(self) -> nn.Module:
         """Return the network, on the CPU; random weights come from the trainer's seed.
@@ -203,8 +204,6 @@ class PolicyTrainer(LanguageTrainerBase):
 
     def __init__(self, config: LanguageTrainerConfig, world_size: int, rank: int) -> None:
         super().__init__(config, world_size, rank)
-        self.kept_weights = KeptWeights(self.manager)
-        """copies of weights on the CPU, the reference's among them"""
         if config.reference:
             self.kept_weights.backup(REFERENCE)
         self._published: WeightUpdate | None = None

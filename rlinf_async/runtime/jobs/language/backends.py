@@ -19,6 +19,7 @@ from rlinf_async.backends.fsdp.language.config import LanguageFSDPConfig, Langua
 from rlinf_async.backends.language_training.config import LanguageModelConfig
 from rlinf_async.backends.megatron.config import MegatronConfig, MegatronTrainerConfig
 from rlinf_async.backends.optimizer_config import OptimizerConfig, SchedulerConfig
+from rlinf_async.backends.toy.config import ToyPolicyConfig
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.folder import has_weights
 from rlinf_async.runtime.jobs.language.sections import MegatronOptions
@@ -171,7 +172,7 @@ def supervised_config(config: LanguageConfig, model: Path, device: str) -> Any:
 def _policy(config: LanguageConfig, model: Path, device: str, backend: str) -> Any:
     actor = config.actor
     if backend == "toy":
-        return actor.toy
+        return ToyPolicyConfig(loss=actor.loss, **msgspec.structs.asdict(actor.toy))
     learner = Learner(
         model=_described(config, model),
         device=device,

@@ -192,6 +192,7 @@ def check_sizes(config: LanguageConfig) -> None:
     _check_batches(config)
     _check_evaluation(config)
     _check_learning(config)
+    _check_off_policy(config)
     _check_critics(config)
     _check_places(config)
     _check_reference(config)
@@ -346,7 +347,48 @@ def _check_critics(config: LanguageConfig) -> None:
         )
 
 
+def _check_off_policy(config: LanguageConfig) -> None:
+    """Refuse a correction that would weight each token by 1."""
+    actor, staleness = config.actor, config.training.max_staleness
+    loss, where = actor.loss, ("actor", "loss", "off_policy")
+    if loss.off_policy == "none":
+        return
+    if loss.proximal == "auto":
+        raise ConfigError(
+            f"{loss.off_policy!r} weights tokens by proximal / behaviour, but with proximal = "
+            "'auto' both are of the weights that sampled (an inference worker computes as soon as "
+            "a sample is there), and each weight is 1: set actor.loss.proximal to 'step'",
+            path=where,
+        )
+    toy = actor.backend == "toy"  # its optimizer steps change nothing
+    one_policy = loss.proximal == "step" or actor.global_batches == 1 or toy
+    if one_policy and not staleness and _engine_is_exact(config):
+        raise ConfigError(
+            f"{loss.off_policy!r} weights tokens by proximal / behaviour, but with "
+            "training.max_staleness = 0 an iteration begins with the weights that sampled, which "
+            f"the engine {config.rollout.backend!r} computes with as the trainer does: each weight "
+            "is 1; leave it out, or set training.max_staleness",
+            path=where,
+        )
+
+
+def _engine_is_exact(config: LanguageConfig) -> bool:
+    """Whether the engine's log-probs are the trainer's, up to the last bits of float32."""
+    actor, rollout = config.actor, config.rollout
+    precisions = {actor.precision, actor.publish_precision, rollout.transformers.dtype}
+    return rollout.backend == "toy" or (
+        rollout.backend == "transformers" and precisions == {"float32"}
+    )
+
+
 def _check_reference(config: LanguageConfig) -> None:
+    nothing = not (config.needs_previous or config.needs_reference)
+    if nothing and config.cluster.inference_workers:
+        raise ConfigError(
+            f"with actor.loss.proximal = {config.actor.loss.proximal!r} and no KL nobody uses the "
+            "log-probs of inference workers: set it to 0",
+            path=("cluster", "inference_workers"),
+        )
     if config.needs_reference and not config.cluster.inference_workers:
         raise ConfigError(
             "a KL to the reference needs reference log-probs: set cluster.inference_workers",

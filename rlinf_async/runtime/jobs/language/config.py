@@ -107,6 +107,11 @@ class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.actor.loss.kl_coefficient > 0.0 or self.actor.advantage.kl_coefficient > 0.0
 
     @property
+    def needs_previous(self) -> bool:
+        """Whether the loss or the advantage uses log-probs that inference workers recompute."""
+        return self.actor.loss.proximal == "auto" or self.actor.advantage.kl_coefficient > 0.0
+
+    @property
     def needs_inference(self) -> bool:
         """Whether samples pass through inference workers before they are scored."""
         return self.cluster.inference_workers > 0

@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple, Self
 
 import msgspec
@@ -39,6 +39,9 @@ from rlinf_async.workers.scheduler import SchedulerSummary
 
 OF_THE_CRITIC = ("loss", "value", "value_error", "grad_norm", "lr")
 """metrics of a critic that become columns, ``critic_loss`` and so on"""
+
+ROUNDING = 1e-5
+"""mean distance of off-policy weights from 1 that engine and trainer have with the same weights"""
 
 Groups = Sequence[Sequence[ScoredSample]]
 
@@ -338,6 +341,29 @@ def warn_of_no_signal(run: str, iteration: int, trained: Trained, *, warned: boo
         "there are none: "
         "there was nothing to learn from. Are the tasks too hard or too easy, or does the verifier "
         "return the same for every answer? (said once; see the column groups_without_signal)",
+        file=sys.stderr,
+    )
+    return True
+
+
+def warn_of_no_correction(run: str, last: Mapping[str, float], *, warned: bool) -> bool:
+    """Warn of the first iteration in which ``off_policy`` changed nothing for stale samples.
+
+    Args:
+        run: its name.
+        last: row of the metrics of the iteration.
+        warned: this run has been warned already.
+
+    Returns whether the run has been warned, now or before.
+    """
+    change = last.get("off_policy_change")
+    if warned or change is None or change > ROUNDING or not last["staleness_max"]:
+        return warned
+    print(
+        f"{run}: iteration {last['iteration']:.0f} was trained on samples of up to "
+        f"{last['staleness_max']:.0f} versions ago, but actor.loss.off_policy weighted each token "
+        "by 1: these versions have the same log-probs. Is the learning rate too small for the "
+        "precision of the weights? (said once; see the column off_policy_change)",
         file=sys.stderr,
     )
     return True

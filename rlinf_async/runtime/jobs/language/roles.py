@@ -258,7 +258,7 @@ class Roles:
             self._inference: WorkerGroup[InferenceWorker] = await self._cluster.launch(
                 InferenceWorker,
                 inference_config(config, self._model, device),
-                InferenceConfig(reference=config.needs_reference),
+                InferenceConfig(previous=config.needs_previous, reference=config.needs_reference),
                 backend=inference_backend(config),
                 count=counts.inference_workers,
                 name="Inference",

@@ -65,6 +65,7 @@ from rlinf_async.runtime.jobs.language.reports import (
     summed_up,
     warn_of_evaluation,
     warn_of_failures,
+    warn_of_no_correction,
     warn_of_no_signal,
 )
 from rlinf_async.runtime.jobs.language.roles import Roles
@@ -116,6 +117,8 @@ class LanguageRun:
         training = config.training
         self._warned = training.group_size == 1  # groups of one have no signal of their own
         self._warned_of_evaluation = False
+        self._uncorrected = False
+        """warned that ``off_policy`` changes nothing"""
         self._compared = prompts.held_out[:COMPARED_PROMPTS] or _first_of(prompts)
         self._in_flight = InFlight()
         unfinished = None
@@ -244,6 +247,9 @@ class LanguageRun:
         add(self.progress, seen, iteration + 1, seconds)
         self.progress.duplicates += self._ledger.take_duplicates()
         self._last = row(self.progress, iteration, seen, trained)
+        self._uncorrected = warn_of_no_correction(
+            self.config.name, self._last, warned=self._uncorrected
+        )
         return self._last
 
     # ---- checkpoints

@@ -157,6 +157,11 @@ class GroupActor(GroupRank, FSDPActor):
             for sample, log_prob in zip(samples, found, strict=True):
                 sample.ref_log_prob = log_prob
         no_rollout = self._any(one.log_prob.size > 0 and _unknown(one) for one in samples)
+        if no_rollout and self.args.use_tis:
+            raise ValueError(
+                "use_tis needs rollout_log_probs of every sample: without them the actor's own "
+                "would be taken for those of the rollout, and each weight would be 1"
+            )
         no_previous = self._any(one.prev_log_prob is None for one in samples)
         if not no_rollout and (self.args.use_rollout_logprobs or not no_previous):
             return

@@ -198,6 +198,11 @@ class TrainArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         for name in ("rollout_temperature", "lr", "tis_clip"):
             if not getattr(self, name) > 0.0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+        if self.use_tis and self.use_rollout_logprobs:
+            raise ValueError(
+                "use_tis weights tokens by the actor's log-probs over those of the rollout, which "
+                "use_rollout_logprobs takes for the actor's: each weight is 1; leave one out"
+            )
         self._check_steps()
 
     def _check_backend(self) -> None:

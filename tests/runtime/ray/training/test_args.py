@@ -34,6 +34,10 @@ def test_a_namespace_may_have_more_names_and_leave_some_out_by_none() -> None:
     [
         ({"train_backend": "jax"}, r"Invalid enum value 'jax' - at `\$.train_backend`"),
         (
+            {"use_tis": True, "use_rollout_logprobs": True},
+            "which use_rollout_logprobs takes for the actor's: each weight is 1",
+        ),
+        (
             {"tensor_model_parallel_size": 2},
             "tensor_model_parallel_size is 2, but train_backend 'fsdp' does not cut a model so",
         ),
@@ -86,6 +90,7 @@ def test_our_trainer_is_told_what_the_arguments_say() -> None:
         kl_loss_type="low_var_kl",
         eps_clip_high=0.3,
         use_tis=True,
+        use_rollout_logprobs=False,
         min_lr=1e-4,
         num_steps_per_rollout=None,
         global_batch_size=4,

@@ -100,6 +100,13 @@ async def test_the_ratio_is_to_the_weights_that_the_engines_had() -> None:
         assert not same(await log_probs(worker, second), expected)
 
 
+async def test_tis_without_log_probs_of_the_rollout_is_refused() -> None:
+    given = args(use_tis=True, use_rollout_logprobs=False)
+    async with rank(given) as worker:
+        with pytest.raises(ValueError, match="use_tis needs rollout_log_probs of every sample"):
+            await worker.train_rollout(rollout(0, given, log_probs=False), rollout_id=0)
+
+
 async def test_the_reference_is_another_folder_and_becomes_what_was_trained(
     tmp_path: Path,
 ) -> None:
