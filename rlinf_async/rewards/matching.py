@@ -2,23 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from decimal import Context, Decimal, InvalidOperation
-from typing import Final
-
 from rlinf_async.rewards.answer import Answer, Reject, Verifier
+from rlinf_async.rewards.numbers import last_number
 from rlinf_async.rewards.registry import VERIFIERS
-
-TOLERANCE: Final = Decimal("1e-6")
-"""relative to the reference, or absolute where that is below 1"""
-
-_NUMBER = re.compile(
-    r"(?<![\w.])"  # not the end of a word or of another number
-    r"[-+]?(?:\d{1,3}(?:,\d{3}){1,9}(?![\d,])|\d+)?(?:(?<=\d)\.?|\.(?=\d))\d*"
-    r"(?:[eE][-+]?\d{1,4}(?!\d))?",
-    re.ASCII,
-)
-_EXACTLY = Context(prec=60, traps=[InvalidOperation])
 
 
 @VERIFIERS.register("exact")
@@ -29,7 +15,7 @@ def load_exact() -> Verifier:
 
 @VERIFIERS.register("numeric")
 def load_numeric() -> Verifier:
-    """1 where the last number of the answer is that of the reference; else 0."""
+    """1 where the last number of the answer is exactly that of the reference; else 0."""
     return numeric
 
 
@@ -39,26 +25,16 @@ def exact(answer: Answer) -> float:
 
 
 def numeric(answer: Answer) -> float:
-    """Whether the last number in the answer equals the last one in the reference.
+    """Whether the last number in the answer equals the last one in the reference, exactly.
 
-    ``1,234`` is 1234 and ``.5`` is 0.5. An answer without a number is wrong; a reference without
-    one is rejected, for no answer could be right.
+    ``1,234`` is 1234, ``.5`` and ``50%`` are 0.5: docs/language-data.md has a table. An answer
+    without a number is wrong, also one whose number cannot be read for certain, or may have been
+    cut off at max_tokens. A reference without one is rejected, for no answer could be right.
     """
     wanted = last_number(answer.reference)
     if wanted is None:
-        raise Reject(f"the reference {answer.reference[:80]!r} holds no number")
+        raise Reject(f"the reference {answer.reference[:80]!r} holds no number, or an unclear one")
     found = last_number(answer.text)
-    if found is None:
+    if found is None or (answer.finish == "length" and not found.end):
         return 0.0
-    return float(_close(found, wanted))
-
-
-def last_number(text: str) -> Decimal | None:
-    """The last number of a text; None where there is none."""
-    found = _NUMBER.findall(text)
-    return Decimal(found[-1].replace(",", "")) if found else None
-
-
-def _close(found: Decimal, wanted: Decimal) -> bool:
-    difference = abs(_EXACTLY.subtract(found, wanted))
-    return difference <= _EXACTLY.multiply(TOLERANCE, max(abs(wanted), Decimal(1)))
+    return float(found.agrees(wanted))

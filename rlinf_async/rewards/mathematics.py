@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import importlib
 import logging
+import re
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from rlinf_async.config import MissingExtra
 from rlinf_async.rewards.answer import Answer, Reject, Verifier
+from rlinf_async.rewards.numbers import Number, last_number, with_plain_signs
 from rlinf_async.rewards.registry import VERIFIERS
+
+DECIMALS: Final = 12
+"""decimal places to which math-verify compares what is not a plain number"""
+_MARKS: Final = ("$", "\\boxed", "\\(", "\\[")
 
 
 @VERIFIERS.register("math")
 def load_math() -> Verifier:
-    """1 where the last expression of the answer (boxed ones first) equals the reference; else 0."""
+    """1 where the last box of the answer, or else its last expression, equals the reference; else
+    0."""
     try:
         library = importlib.import_module("math_verify")
     except ModuleNotFoundError as error:
@@ -30,15 +37,68 @@ def load_math() -> Verifier:
 
 
 def equal(library: Any, answer: Answer) -> float:
-    """Compare with math-verify, whose own time limits are signals: the process has its own."""
-    reference = answer.reference
-    marked = any(sign in reference for sign in ("$", "\\boxed", "\\(", "\\["))
+    """Compare exactly where both are plain numbers, else with math-verify.
+
+    Its own time limits are signals: the process has its own.
+    """
+    reference = with_plain_signs(answer.reference)
+    marked = any(sign in reference for sign in _MARKS)
     wanted = [] if marked else _parse(library, f"${reference}$")
     wanted = wanted or _parse(library, reference)
     if not wanted:
         raise Reject(f"the reference {answer.reference[:80]!r} cannot be read as mathematics")
-    found = _parse(library, answer.text)
-    return float(library.verify(wanted, found, timeout_seconds=None, raise_on_error=True))
+    text, boxed = _last_expression(with_plain_signs(answer.text))
+    if text is None:
+        return 0.0
+    number, right = _number(text, boxed=boxed), _number(reference, boxed=True)
+    if number is not None and right is not None:
+        cut = answer.finish == "length" and not boxed and not number.end
+        return float(number.agrees(right) and not cut)
+    found = _parse(library, f"${text}$" if boxed else text)
+    if _unordered(found) and _ordered(wanted) and (not boxed or "\\{" in text):
+        return 0.0  # math-verify takes the set {4, 5} for the pair (4, 5)
+    return float(
+        library.verify(
+            wanted, found, float_rounding=DECIMALS, timeout_seconds=None, raise_on_error=True
+        )
+    )
+
+
+def _last_expression(text: str) -> tuple[str | None, bool]:
+    """The content of the last box, and that it is one; without boxes the whole text. None where
+    the last box is empty, or never closed.
+
+    math-verify would make one set of all boxes of a text.
+    """
+    start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
+    if start < 0:
+        return text, False
+    start = text.index("{", start) + 1
+    depth = 1
+    for brace in re.finditer(r"(?<!\\)[{}]", text[start:]):
+        depth += 1 if brace[0] == "{" else -1
+        if not depth:
+            content = text[start : start + brace.start()].strip()
+            return content or None, True
+    return None, True
+
+
+def _number(text: str, *, boxed: bool) -> Number | None:
+    """The number that a text without further mathematics ends with; of a box all of it."""
+    if any(sign in text for sign in _MARKS):
+        inner = re.fullmatch(r"\s*(?:\$+|\\[(\[])([^$]*?)(?:\$+|\\[)\]])\s*\.?\s*", text)
+        return _number(inner[1], boxed=True) if inner and inner[1] != text else None
+    if boxed and not re.fullmatch(r"[-+$\u20ac\u00a3\u00a5 (]*[.\d].*", text, re.DOTALL):
+        return None
+    return last_number(f"{{{text}}}" if boxed else text)
+
+
+def _unordered(parsed: list[Any]) -> bool:
+    return bool(parsed) and type(parsed[0]).__name__ == "FiniteSet"
+
+
+def _ordered(parsed: list[Any]) -> bool:
+    return bool(parsed) and type(parsed[0]).__name__ in ("Interval", "Tuple")
 
 
 def _parse(library: Any, text: str) -> list[Any]:

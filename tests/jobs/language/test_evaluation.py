@@ -74,7 +74,8 @@ def test_a_verifier_that_leaves_wrong_answers_unscored_makes_no_run_succeed(
     summary = job.summary
     assert summary.outcome == "fell short"
     assert summary.evaluation_samples == 8
-    assert summary.evaluation_unscored in range(1, 8)
+    assert summary.evaluation_unscored is not None
+    assert 0 < summary.evaluation_unscored < 8
     assert summary.eval_accuracy == 1 - summary.evaluation_unscored / 8
     assert summary.eval_reward == 1.0
     said = f"{summary.evaluation_unscored} of 8 answers were not scored: they count as not right"
