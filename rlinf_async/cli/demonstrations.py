@@ -53,5 +53,9 @@ def demonstrations(
         )
     except EnvError as error:
         raise UsageError(str(error)) from error
-    known = "" if info.successes is None else f", {info.successes} of them successful"
+    known = (
+        "; the environment does not say whether they succeeded"
+        if info.successes is None
+        else f", {info.successes} of them successful"
+    )
     click.echo(f"{out}: {info.episodes} episodes of {info.env}{known}")

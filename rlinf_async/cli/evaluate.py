@@ -58,10 +58,11 @@ def evaluate(
 
         click.echo(msgspec.json.format(msgspec.json.encode(played)).decode())
         return
-    rate = played["success_rate"]
+    rate, silent = played["success_rate"], played["success_unreported"]
+    unsaid = f", {silent} of {played['episodes']} episodes did not say" if silent else ""
     click.echo(
         f"{run}, {played['checkpoint']}: {played['episodes']} episodes from seed {played['seed']}: "
-        + ("" if rate is None else f"success rate {rate:.2f}, ")
+        + ("" if rate is None else f"success rate {rate:.2f}{unsaid}, ")
         + f"return {played['return']:.2f} (standard deviation {played['return_deviation']:.2f}), "
         f"{played['length']:.1f} steps"
     )
@@ -135,14 +136,22 @@ def _trained(session: Session, run: pathlib.Path, *, single: bool) -> Trained:
 def _figures(
     run: pathlib.Path, checkpoint: str, seed: int, episodes: Sequence[EvaluatedEpisode]
 ) -> dict[str, Any]:
-    from rlinf_async.runtime.jobs.embodied.reports import mean_return, success_rate
+    from rlinf_async.runtime.jobs.checkpoints import load_progress
+    from rlinf_async.runtime.jobs.embodied.reports import (
+        EmbodiedProgress,
+        evaluated_rate,
+        mean_return,
+        unreported,
+    )
 
+    rate = evaluated_rate(episodes, load_progress(run / "checkpoints", EmbodiedProgress))
     return {
         "run": str(run),
         "checkpoint": checkpoint,
         "seed": seed,
         "episodes": len(episodes),
-        "success_rate": success_rate(episodes),
+        "success_rate": rate,
+        "success_unreported": None if rate is None else unreported(episodes),
         "return": mean_return(episodes),
         "return_deviation": statistics.pstdev(one.episode_return for one in episodes),
         "length": statistics.fmean(one.length for one in episodes),

@@ -139,9 +139,8 @@ class Trajectory(msgspec.Struct, kw_only=True):
     """undiscounted return of each episode that ended in here"""
     episode_length: list[int] = []
     """steps of each episode that ended in here"""
-    episode_success: list[bool] = []
-    """success of each episode that ended in here, where the env reports ``is_success`` (or
-    ``success``)"""
+    episode_success: list[bool | None] = []
+    """whether each episode that ended in here succeeded; None: the environment does not say"""
 
 
 def samples_of(trajectory: Trajectory) -> int:
@@ -171,6 +170,6 @@ class TrainReport(msgspec.Struct, kw_only=True):
     """trajectories left out since the last report because they had come before"""
     episode_return: list[float] = []
     episode_length: list[int] = []
-    episode_success: list[bool] = []
+    episode_success: list[bool | None] = []
     ranks: int = 1
     """number of ranks that train the next iteration and share its data"""

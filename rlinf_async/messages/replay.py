@@ -73,4 +73,4 @@ class Collected(msgspec.Struct, kw_only=True):
     """trajectories left out since the last report because they had come before"""
     episode_return: list[float] = []
     episode_length: list[int] = []
-    episode_success: list[bool] = []
+    episode_success: list[bool | None] = []

@@ -58,6 +58,9 @@ class EmbodiedSummary(Summary, kw_only=True):
     steps_per_second: float | None = None
     success_rate: float | None = None
     """Of the evaluation at the end, 0 to 1."""
+    success_unreported: int | None = None
+    """Episodes of that evaluation of which the environment did not say whether they succeeded: they
+    count as not. None where it never says."""
     success_rate_before: float | None = None
     """Of the evaluation before the first iteration, where one is configured."""
     return_: float | None = None
@@ -68,6 +71,9 @@ class EmbodiedSummary(Summary, kw_only=True):
         parts = []
         if self.success_rate is not None:
             parts.append(_then("success rate", self.success_rate, self.success_rate_before))
+        if self.success_unreported:
+            silent, of = self.success_unreported, self.evaluation_episodes
+            parts.append(f"{silent} of {of} episodes did not say")
         if self.return_ is not None and math.isfinite(self.return_):
             parts.append(f"return {self.return_:.2f}")
         parts += [*Summary.figures(self), f"{self.env_steps:,} steps"]

@@ -19,6 +19,7 @@ from typing import Any, Final, Protocol, SupportsFloat
 import msgspec
 import numpy as np
 
+from rlinf_async.messages.success import success_of
 from rlinf_async.observe.errors import VideoError
 from rlinf_async.observe.files import replacing
 from rlinf_async.observe.frames import Frame, Frames
@@ -182,15 +183,10 @@ def _play(
             observation, reward, terminated, truncated, info = env.step(action)
         total += float(reward)
         goes_on = film()
-        done = until_success and bool(_success(info))
+        done = until_success and success_of(info) is True
         if terminated or truncated or done or not goes_on:
             break
-    return total, _success(info), not goes_on
-
-
-def _success(info: Mapping[str, Any]) -> bool | None:
-    success = info.get("is_success", info.get("success"))
-    return None if success is None else bool(success)
+    return total, success_of(info), not goes_on
 
 
 def _render(env: RenderedEnv) -> Frame:

@@ -25,9 +25,10 @@ from numpy.typing import NDArray
 
 from rlinf_async.messages.embodied import Choice, Ints
 from rlinf_async.messages.spaces import numbers_of
+from rlinf_async.messages.success import success_at
 from rlinf_async.workers.env.actions import ActionReader
 from rlinf_async.workers.env.async_stage import Ready
-from rlinf_async.workers.env.batched import FINAL, at, batch_of, successes
+from rlinf_async.workers.env.batched import FINAL, at, batch_of
 from rlinf_async.workers.env.config import Autoreset
 from rlinf_async.workers.env.errors import EnvFailed
 from rlinf_async.workers.env.observations import ObservationWriter, array_of
@@ -184,11 +185,8 @@ class Simulated:
         episode, final = None, None
         if terminated or truncated:
             last = info.get("final_info", info) if self._autoreset == "same_step" else info
-            success = successes(last)
             episode = Episode(
-                float(self._returns[env]),
-                int(self._lengths[env]),
-                None if success is None else bool(success[place]),
+                float(self._returns[env]), int(self._lengths[env]), success_at(last, place)
             )
             final = self._final(place, shown, info) if cut else None
             self._beginning[env] = self._autoreset == "next_step"

@@ -22,11 +22,12 @@ from numpy.typing import NDArray
 
 from rlinf_async.messages.embodied import Bools, Choice, Floats, Ints
 from rlinf_async.messages.spaces import Seen, numbers_of
+from rlinf_async.messages.success import success_at
 from rlinf_async.workers.env.actions import ActionReader
 from rlinf_async.workers.env.config import Autoreset
 from rlinf_async.workers.env.errors import EnvFailed
 from rlinf_async.workers.env.observations import ObservationWriter, array_of
-from rlinf_async.workers.env.slot import SUCCESS, Episode
+from rlinf_async.workers.env.slot import Episode
 from rlinf_async.workers.env.stage import Outcome
 
 FINAL = ("final_obs", "final_observation")
@@ -164,12 +165,11 @@ class BatchedStage:
         if not ended.any():
             return []
         last = info.get("final_info", info) if self._autoreset == "same_step" else info
-        success = successes(last)
         done = [
             Episode(
                 float(self._returns[index]),
                 int(self._lengths[index]),
-                None if success is None else bool(success[index]),
+                success_at(last, int(index)),
             )
             for index in np.flatnonzero(ended)
         ]
@@ -230,11 +230,3 @@ def at(batch: Any, index: int) -> Any:
         return tuple(at(part, index) for part in batch)
     one = batch[index]
     return one if isinstance(one, (str, Mapping, tuple)) else array_of(one)
-
-
-def successes(info: Any) -> NDArray[Any] | None:
-    """Which environments succeeded, as ``info`` says; None where it does not."""
-    if not isinstance(info, Mapping):
-        return None
-    found = next((info[name] for name in SUCCESS if name in info), None)
-    return None if found is None else array_of(found)

@@ -168,8 +168,7 @@ class Record:
         for _, _, episode in sorted(self._episodes, key=lambda ended: ended[:2]):
             made.episode_return.append(episode.episode_return)
             made.episode_length.append(episode.length)
-            if episode.success is not None:
-                made.episode_success.append(episode.success)
+            made.episode_success.append(episode.success)
         return made
 
     def _place(self, rows: Ints | None) -> Place:

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from rlinf_async.messages.spaces import numbers_of
+from rlinf_async.messages.success import success_of
 from rlinf_async.workers.env.errors import EnvFailed
 
 if TYPE_CHECKING:
@@ -21,9 +22,6 @@ ACTION_REWARDS = "action_rewards"
 Write = Callable[[Any, Any], None]
 """``(observation, row)``: fills the row, or raises"""
 
-SUCCESS = ("is_success", "success")
-"""Where an environment's info says whether the episode succeeded; the first there is counts."""
-
 
 class Episode(msgspec.Struct, frozen=True):
     """An episode that ended."""
@@ -33,7 +31,7 @@ class Episode(msgspec.Struct, frozen=True):
     length: int
     """steps"""
     success: bool | None
-    """as the environment says in the info of the last step; None where it does not"""
+    """as the environment says (`success_of`); None where it does not"""
 
 
 class Slot:
@@ -91,7 +89,7 @@ class Slot:
         self._return += gained
         if going_on:
             return gained, False, False, None
-        ended = Episode(self._return, self.length, _success(info))
+        ended = Episode(self._return, self.length, success_of(info))
         return gained, bool(terminated), bool(truncated), ended
 
     def close(self) -> None:
@@ -126,10 +124,3 @@ class Slot:
             f"env {self.label}, seed {self.seed}, in {doing}() at step {self.steps} of its life "
             f"and {self.length} of its episode,"
         )
-
-
-def _success(info: dict[str, Any]) -> bool | None:
-    for name in SUCCESS:
-        if name in info:
-            return bool(info[name])
-    return None

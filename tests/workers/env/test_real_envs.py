@@ -88,7 +88,7 @@ async def test_pendulum_is_cut_every_200_steps_with_a_final_value() -> None:
     assert np.flatnonzero(made[1].truncated[:, 0]).tolist() == [49]
     assert made[1].final_value[49].tolist() == [1.0, 1.0]
     assert made[1].episode_length == [200, 200]
-    assert made[1].episode_success == []
+    assert made[1].episode_success == [None, None]
     total = made[0].reward[:, 0].sum() + made[1].reward[:50, 0].sum()
     assert made[1].episode_return[0] == pytest.approx(total, rel=1e-5)
 

@@ -13,8 +13,9 @@ A job launches its own workers and trains its own iterations. Admission: the tic
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from rlinf_async.messages.embodied import Collect, TrainReport
@@ -34,7 +35,7 @@ from rlinf_async.runtime.jobs.embodied.reports import (
     headline,
     row,
     summarized,
-    warn_of_no_success,
+    warning_of_success,
 )
 from rlinf_async.runtime.jobs.embodied.settings import Settings, reseeded
 from rlinf_async.runtime.jobs.failures import Stopped
@@ -86,7 +87,8 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
         self.config: Settings = reseeded(config, self.progress.version)
         self._env_reports: list[EnvReport] = []
         self._last: TrainReport | None = None
-        self._warned = False
+        self._warnings: set[str] = set()
+        """those that were printed"""
         self._episodes: list[EvaluatedEpisode] = []
         """episodes of the evaluation"""
 
@@ -112,6 +114,7 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
             clock = TrainingClock(self.progress.train_seconds)
             await train(LoopContext(clock, run_signals(), checkpointer, metrics))
             self._episodes = await self._evaluate(flow, min_version=self.config.iterations)
+            self._warn([episode.success for episode in self._episodes])
             write_evaluation(metrics, self.progress, self._episodes)
         await flow.channels.weights.sender.close()
         await flow.collectors.finish()
@@ -163,8 +166,17 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
 
     def _write_row(self, report: TrainReport, metrics: MetricsWriter) -> None:
         self._last = report
-        self._warned = warn_of_no_success(self.config, report, warned=self._warned)
+        self._warn()
         metrics.write(self.progress.env_steps, row(self.progress, report))
+
+    def _warn(self, evaluated: Sequence[bool | None] = ()) -> None:
+        """Say once how the environment reports success: in the last episodes, and these."""
+        known = [True] if self.progress.success_reports else []
+        said = [*known, *self.progress.successes, *evaluated]
+        warning = warning_of_success(self.config, said)
+        if warning and warning not in self._warnings:
+            self._warnings.add(warning)
+            print(warning, file=sys.stderr)
 
     # ---- metrics, pictures, summary
 

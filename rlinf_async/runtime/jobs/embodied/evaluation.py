@@ -8,7 +8,12 @@ from rlinf_async.observe.metrics import MetricsWriter
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.embodied.channels import EmbodiedChannels
 from rlinf_async.runtime.jobs.embodied.collectors import Collectors
-from rlinf_async.runtime.jobs.embodied.reports import EmbodiedProgress, mean_return, success_rate
+from rlinf_async.runtime.jobs.embodied.reports import (
+    EmbodiedProgress,
+    evaluated_rate,
+    mean_return,
+    unreported,
+)
 from rlinf_async.runtime.jobs.embodied.settings import EnvironmentSettings
 from rlinf_async.runtime.jobs.failures import in_background
 from rlinf_async.runtime.jobs.view import LiveView
@@ -48,7 +53,8 @@ def write_evaluation(
         "train_seconds": progress.train_seconds,
         "eval_return": mean_return(episodes),
     }
-    rate = success_rate(episodes)
+    rate = evaluated_rate(episodes, progress)
     if rate is not None:
         row["eval_success_rate"] = rate
+        row["eval_success_unreported"] = float(unreported(episodes))
     metrics.write(progress.env_steps + 1, row)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -18,6 +18,7 @@ from rlinf_async.data.demonstrations import (
     write_episode,
     write_info,
 )
+from rlinf_async.messages.success import success_of
 from rlinf_async.runtime.jobs.embodied.config import EmbodiedConfig
 from rlinf_async.workers.env import make_env
 from rlinf_async.workers.env.actions import ActionReader
@@ -25,6 +26,9 @@ from rlinf_async.workers.env.observations import ObservationWriter
 
 MOST_STEPS = 100_000
 """of an episode, for an environment that does not end"""
+
+SILENT: Final = 20
+"""episodes after which an environment that has not said of any whether it succeeded never will"""
 
 
 def load_scripted_policy(
@@ -66,7 +70,8 @@ def record_demonstrations(
         policy: ``"module:function"`` or ``"file.py:function"``, called with the environment and
             a seed; returns a function from an observation to an action.
         seed: of the first episode; each has its own.
-        keep_failures: keep episodes too that the environment reports no success for.
+        keep_failures: keep failures too: episodes of which the environment reports no success,
+            where it reports that of others.
 
     Raises:
         UsageError: ``out`` holds files already, or the policy cannot be loaded, or too few of its
@@ -94,22 +99,27 @@ def record_demonstrations(
         to_policy = _inverse(env.action_space, single.actions)
         out.mkdir(parents=True, exist_ok=True)
         kept, succeeded, known = 0, 0, False
-        for attempt in range(10 * episodes):
+        attempts = max(10 * episodes, SILENT)
+        for attempt in range(attempts):
             episode, success = _play(env, writer, act, to_policy, seed + attempt)
-            known = known or success is not None
-            if success is False and not keep_failures:
+            if success is not None and not known:
+                known = True
+                if not keep_failures:
+                    kept = 0  # those before, of which nothing was said, are failures too
+            if known and not success and not keep_failures:
                 continue
-            write_episode(out, kept, episode)
-            kept, succeeded = kept + 1, succeeded + bool(success)
-            if on_episode is not None:
-                on_episode(kept)
-            if kept == episodes:
+            if kept < episodes:
+                write_episode(out, kept, episode)
+                kept, succeeded = kept + 1, succeeded + bool(success)
+                if on_episode is not None:
+                    on_episode(kept)
+            if kept == episodes and (known or keep_failures or attempt + 1 >= SILENT):
                 break
     finally:
         env.close()
     if kept < episodes:
         raise UsageError(
-            f"only {kept} of {10 * episodes} episodes of {policy!r} succeeded: look at the policy, "
+            f"only {kept} of {attempts} episodes of {policy!r} succeeded: look at the policy, "
             "or keep failures too with --keep-failures"
         )
     info = DemonstrationsInfo(
@@ -160,6 +170,4 @@ def _play(
         observation, _, terminated, truncated, info = env.step(action)
         if terminated or truncated:
             break
-    success = info.get("is_success", info.get("success"))
-    episode = Episode(np.concatenate(seen), np.array(actions))
-    return episode, None if success is None else bool(success)
+    return Episode(np.concatenate(seen), np.array(actions)), success_of(info)

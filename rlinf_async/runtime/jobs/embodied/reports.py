@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Sequence
 from typing import Literal
@@ -10,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from rlinf_async.messages.embodied import TrainReport
+from rlinf_async.messages.success import success_rate
 from rlinf_async.observe.progress import figure
 from rlinf_async.observe.summary import EmbodiedSummary, Staleness
 from rlinf_async.runtime.jobs.checkpoints import RunProgress
@@ -26,8 +26,10 @@ class EmbodiedProgress(RunProgress, kw_only=True):
     episodes: int = 0
     returns: list[float] = msgspec.field(default_factory=list)
     """returns of the last episodes"""
-    successes: list[bool] = msgspec.field(default_factory=list)
-    """whether they succeeded, of those whose environment says so"""
+    successes: list[bool | None] = msgspec.field(default_factory=list)
+    """whether they succeeded; None: the environment does not say"""
+    success_reports: int = 0
+    """episodes of the whole run of which it says so"""
 
     def take(self, report: TrainReport, seconds: float, window: int) -> None:
         """Add one iteration."""
@@ -40,6 +42,12 @@ class EmbodiedProgress(RunProgress, kw_only=True):
         self.duplicates += report.duplicates
         self.returns = list(deque([*self.returns, *report.episode_return], window))
         self.successes = list(deque([*self.successes, *report.episode_success], window))
+        self.success_reports += sum(one is not None for one in report.episode_success)
+
+    @property
+    def success_rate(self) -> float | None:
+        """Share of the last episodes that succeeded; None where the environment never says."""
+        return success_rate(self.successes, reports=self.success_reports > 0)
 
 
 def merged(parts: Sequence[TrainReport]) -> TrainReport:
@@ -78,8 +86,9 @@ def row(progress: EmbodiedProgress, report: TrainReport) -> dict[str, float]:
     }
     if progress.returns:
         row["return"] = sum(progress.returns) / len(progress.returns)
-    if progress.successes:
-        row["success_rate"] = sum(progress.successes) / len(progress.successes)
+    if progress.success_rate is not None:
+        row["success_rate"] = progress.success_rate
+        row["success_unreported"] = float(progress.successes.count(None))
     return row
 
 
@@ -93,40 +102,43 @@ def headline(
         ("steps/s", figure(rate, ",.0f")),
         ("seconds", f"{progress.train_seconds:.0f}"),
         ("return", figure(_mean(progress.returns), ".2f")),
-        ("success", figure(_mean(progress.successes), ".0%")),
+        ("success", figure(progress.success_rate, ".0%")),
         ("staleness", figure(last.lag_mean if last else None, ".1f")),
     )
     run = f"{config.name} (seed {config.seed})"
     return Headline(run, progress.version, config.iterations, figures)
 
 
-def _mean(values: list[float] | list[bool]) -> float | None:
+def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def warn_of_no_success(config: EnvironmentSettings, report: TrainReport, *, warned: bool) -> bool:
-    """Warn where there is a target for the success rate, and the environment reports no success.
-
-    It shows with the first episodes that end. Returns whether the run has been warned, now or
-    before.
-    """
-    target = config.evaluation.target_success_rate
-    if warned or target is None or report.episode_success or not report.episode_return:
-        return warned
-    print(
-        f"{config.name}: evaluation.target_success_rate is {target}, but {config.env.name} reports "
-        "no success (is_success or success in the info of an episode's last step): this target "
-        "cannot be judged. Leave it out, or set evaluation.target_return",
-        file=sys.stderr,
+def warning_of_success(config: EnvironmentSettings, said: Sequence[bool | None]) -> str:
+    """What is to be said about an environment that reports success (``said``) of no episode, though
+    there is a target for it, or of some episodes only; empty if nothing is."""
+    target, env = config.evaluation.target_success_rate, config.env.name
+    if None not in said:
+        return ""
+    if any(one is not None for one in said):
+        return (
+            f"{config.name}: {env} reports success (True or False as is_success or success in the "
+            "info of an episode's last step) of some episodes only: the others count as not "
+            "succeeded, and success_unreported in the metrics is their number"
+        )
+    if target is None:
+        return ""
+    return (
+        f"{config.name}: evaluation.target_success_rate is {target}, but {env} reports no success "
+        "(True or False as is_success or success in the info of an episode's last step): this "
+        "target cannot be judged. Leave it out, or set evaluation.target_return"
     )
-    return True
 
 
 def outcome(
-    config: EnvironmentSettings, episodes: Sequence[EvaluatedEpisode]
+    config: EnvironmentSettings, rate: float | None, episodes: Sequence[EvaluatedEpisode]
 ) -> Literal["succeeded", "fell short", "finished"]:
     """How the evaluation stands to the targets; one that cannot be judged is no target."""
-    wanted, rate = config.evaluation, success_rate(episodes)
+    wanted = config.evaluation
     judged = []
     if wanted.target_success_rate is not None and rate is not None:
         judged.append(rate >= wanted.target_success_rate)
@@ -144,9 +156,10 @@ def summarized(
     stopped: Stopped | None,
 ) -> EmbodiedSummary:
     """What came of a run, as far as all kinds of runs in environments have it."""
+    rate = evaluated_rate(episodes, progress)
     summary = EmbodiedSummary(
         run=config.name,
-        outcome=stopped.outcome if stopped else outcome(config, episodes),
+        outcome=stopped.outcome if stopped else outcome(config, rate, episodes),
         seed=config.seed,
         iterations=progress.version,
         env_steps=progress.env_steps,
@@ -159,7 +172,9 @@ def summarized(
             mean=progress.lag_mean, max=progress.lag_max, allowed=config.training.max_staleness
         )
     if episodes:
-        summary.success_rate = success_rate(episodes)
+        summary.success_rate = rate
+        if rate is not None:
+            summary.success_unreported = unreported(episodes)
         summary.return_ = mean_return(episodes)
         summary.evaluation_episodes = len(episodes)
         if summary.success_rate is None and config.evaluation.target_success_rate:
@@ -167,10 +182,17 @@ def summarized(
     return summary
 
 
-def success_rate(episodes: Sequence[EvaluatedEpisode]) -> float | None:
-    """The share of successes; None where the environment reports no success."""
-    known = [episode.success for episode in episodes if episode.success is not None]
-    return sum(known) / len(known) if known else None
+def evaluated_rate(
+    episodes: Sequence[EvaluatedEpisode], progress: EmbodiedProgress | None
+) -> float | None:
+    """The share of successes; None where the environment reports none, in the training neither."""
+    reports = progress is not None and progress.success_reports > 0
+    return success_rate([episode.success for episode in episodes], reports=reports)
+
+
+def unreported(episodes: Sequence[EvaluatedEpisode]) -> int:
+    """Episodes of which the environment does not say whether they succeeded."""
+    return sum(episode.success is None for episode in episodes)
 
 
 def mean_return(episodes: Sequence[EvaluatedEpisode]) -> float:

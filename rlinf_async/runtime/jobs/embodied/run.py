@@ -35,11 +35,12 @@ from rlinf_async.runtime.jobs.embodied.channels import EmbodiedChannels
 from rlinf_async.runtime.jobs.embodied.collectors import Collectors, make_collectors
 from rlinf_async.runtime.jobs.embodied.config import EmbodiedConfig
 from rlinf_async.runtime.jobs.embodied.recording import record_demonstrations
-from rlinf_async.runtime.jobs.embodied.reports import EmbodiedProgress, merged, success_rate
+from rlinf_async.runtime.jobs.embodied.reports import EmbodiedProgress, evaluated_rate, merged
 from rlinf_async.runtime.jobs.failures import Stopped
 from rlinf_async.runtime.jobs.placement import Plan
 from rlinf_async.runtime.jobs.view import LiveView
 from rlinf_async.workers.actor import EmbodiedFSDPActor, TrainingPlan
+from rlinf_async.workers.env import EvaluatedEpisode
 
 
 class ActorShards:
@@ -76,7 +77,8 @@ class EmbodiedRun(EnvironmentRun[EmbodiedConfig, EmbodiedProgress, EmbodiedChann
         super().__init__(config, folder, EmbodiedProgress())
         self._cloned: dict[str, float] = {}
         """metrics of the cloning, where there was one"""
-        self._rate_before: float | None = None
+        self._before: list[EvaluatedEpisode] = []
+        """episodes of the evaluation before the first iteration"""
 
     async def main(self, cluster: Cluster, view: LiveView) -> None:
         """The flow, from the first ticket to the evaluation."""
@@ -154,7 +156,7 @@ class EmbodiedRun(EnvironmentRun[EmbodiedConfig, EmbodiedProgress, EmbodiedChann
             await self._clone(actors, flow.view)
         await actors.call(EmbodiedFSDPActor.sync_model_to_rollout, channels.weights.sender)
         if not first and self.config.evaluation.before:
-            self._rate_before = success_rate(await self._evaluate(flow, min_version=0))
+            self._before = await self._evaluate(flow, min_version=0)
             flow.view.note = ""
         collecting = flow.collectors.collect()
         loop.clock.start()
@@ -209,6 +211,6 @@ class EmbodiedRun(EnvironmentRun[EmbodiedConfig, EmbodiedProgress, EmbodiedChann
     def summary(self, stopped: Stopped | None) -> EmbodiedSummary:
         """What came of the run."""
         summary = super().summary(stopped)
-        summary.success_rate_before = self._rate_before
+        summary.success_rate_before = evaluated_rate(self._before, self.progress)
         summary.extra.update({name: f"{value:g}" for name, value in self._cloned.items()})
         return summary
