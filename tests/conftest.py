@@ -16,6 +16,7 @@ import inspect
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from rlinf_async.runtime.wakers import mark_internal
 from rlinf_async.testing import no_tasks_left
 from tests.loops import run_on_kind
 
@@ -88,6 +90,13 @@ async def _body(test: Callable[..., Any], arguments: dict[str, Any]) -> None:
                 await stack.enter_async_context(argument)
         await test(**arguments)
     no_tasks_left()
+
+
+@pytest.fixture(autouse=True)
+def _threads_of_others() -> None:
+    """Threads of pytest, and of tests before, are not what a deadlock's test waits for."""
+    for thread in threading.enumerate():
+        mark_internal(thread)
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, TypeVar
 
+from rlinf_async.runtime.wakers import mark_internal
 from rlinf_async.testing import explore, forbid_blocking, run_on
 
 T = TypeVar("T")
@@ -89,7 +90,7 @@ def run_on_kind(kind: str, main: Main) -> None:
 
 
 async def _limited(main: Main) -> None:
-    """A thread has the limit: a timer of the loop would count as what can end a deadlock."""
+    """A thread has the limit, which does not count as what can end a deadlock."""
     loop, task, expired = asyncio.get_running_loop(), asyncio.current_task(), threading.Event()
     assert task is not None
 
@@ -98,6 +99,7 @@ async def _limited(main: Main) -> None:
         loop.call_soon_threadsafe(task.cancel)
 
     timer = threading.Timer(LIMIT, expire)
+    mark_internal(timer)
     timer.start()
     try:
         await main()

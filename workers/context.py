@@ -68,9 +68,9 @@ class WorkerContext:
         self.thread = ComputeThread()
 
     @property
-    def at_work(self) -> bool:
-        """Whether the compute thread can go on by itself: it has a call, and waits for no task."""
-        return self.computing > 0 and not self.thread.waits
+    def what_works(self) -> str:
+        """The compute thread, if it can go on by itself: it has a call, and waits for no task."""
+        return "its compute thread works" if self.computing and not self.thread.waits else ""
 
 
 def _no_span(name: str, **args: Any) -> AbstractContextManager[None]:

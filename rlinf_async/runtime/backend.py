@@ -67,11 +67,13 @@ class Doing(msgspec.Struct, frozen=True):
     """names of its open spans, without waits"""
 
 
-class Blocked(msgspec.Struct, frozen=True):
-    """Whether a worker could go on by itself."""
+class Standstill(msgspec.Struct, frozen=True):
+    """Whether a worker stands still for as long as nobody else does anything."""
 
-    blocked: bool = False
-    """whether every one of its tasks waits on a channel or for another task"""
+    unless: str = ""
+    """what could let it go on by itself, in a few words; empty: nothing"""
+    moved: int = 0
+    """changes while its process moves large items, though no channel changes: see `movement`"""
 
 
 class WorkerHandle(Protocol):
@@ -95,7 +97,7 @@ class WorkerHandle(Protocol):
         """Names of its open spans, without waits."""
         ...
 
-    async def blocked(self) -> bool:
+    async def standstill(self) -> Standstill:
         """Whether only others can let it go on. The worker searches its memory: a look at a run
         asks what it is `doing`."""
         ...

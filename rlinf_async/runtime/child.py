@@ -33,8 +33,9 @@ from rlinf_async.channels.wire import (
 )
 from rlinf_async.channels.wire.frames.messages import DATA
 from rlinf_async.channels.wire.links.protocol import Nothing
+from rlinf_async.channels.wire.movement import movement
 from rlinf_async.observe.trace import SpanRecorder
-from rlinf_async.runtime.backend import Blocked, Doing, WorkerSpec
+from rlinf_async.runtime.backend import Doing, Standstill, WorkerSpec
 from rlinf_async.runtime.devices import pinned_cores
 from rlinf_async.runtime.homes import CallEnds, WorkerHome
 from rlinf_async.runtime.loop import run
@@ -51,7 +52,7 @@ from rlinf_async.runtime.protocol import (
     encode_spans,
 )
 from rlinf_async.runtime.signals import ignore_in_worker
-from rlinf_async.runtime.stall import all_blocked, current_is_internal, internal
+from rlinf_async.runtime.stall import current_is_internal, internal, what_can_go_on
 from rlinf_async.workers.errors import WorkerError
 from rlinf_async.workers.host import Invocation, WorkerHost
 from rlinf_async.workers.methods import Method, method_of
@@ -219,7 +220,7 @@ class Child:
         router.add_sync(CALL, Call, self._call)
         router.add_sync(ENDED, CallNumber, self._reply_when_ended)
         router.add("worker.doing", Nothing, self._doing)
-        router.add("worker.blocked", Nothing, self._blocked)
+        router.add("worker.standstill", Nothing, self._standstill)
         router.add("worker.clock", Nothing, self._clock)
         router.add("worker.spans", Nothing, self._spans)
         router.add("worker.home", Nothing, self._listen)
@@ -358,11 +359,11 @@ class Child:
     ) -> tuple[Doing, None]:
         return Doing(self._recorder.doing()), None
 
-    async def _blocked(
+    async def _standstill(
         self, connection: Connection, meta: Nothing, body: Encoded | None
-    ) -> tuple[Blocked, None]:
-        at_work = self._host.context.at_work
-        return Blocked(not at_work and all_blocked(asyncio.all_tasks())), None
+    ) -> tuple[Standstill, None]:
+        unless = self._host.context.what_works or what_can_go_on()
+        return Standstill(unless, movement.count), None
 
     async def _clock(
         self, connection: Connection, meta: Nothing, body: Encoded | None

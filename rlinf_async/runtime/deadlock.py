@@ -1,21 +1,25 @@
 """Detects a deadlock, or a blocked event loop of this process, and reports who waits for whom.
 
 Once a second, and only while somebody has waited on a channel for longer than that, every worker is
-asked whether it could go on by itself. When nobody can, here or there, and no item has moved for
-``limit`` seconds, that is a deadlock: it is raised with the report. While somebody still could (a
-timer, a computation, a socket), the waits are only reported, ever more rarely.
+asked whether it could go on by itself. When nobody can, here or there, and nothing has moved for
+``limit`` seconds (no item, and no byte of a large one), that is a deadlock: it is raised with the
+report. While somebody still could (a timer, a computation, a socket, a thread), the waits are only
+reported, with who that is, ever more rarely.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlinf_async.channels import Channel, Latest, Statistics, Wait
+from rlinf_async.channels.wire.movement import movement
+from rlinf_async.runtime.backend import Standstill
 from rlinf_async.runtime.group import WorkerGroup
-from rlinf_async.runtime.stall import all_blocked, internal
+from rlinf_async.runtime.stall import internal, what_can_go_on
+from rlinf_async.runtime.supervise import Supervisor
 from rlinf_async.workers.errors import Deadlock
 from rlinf_async.workers.watchdog import Watchdog
 
@@ -55,7 +59,9 @@ class DeadlockWatch:
         self._limit = limit
         self._task: asyncio.Task[None] | None = None
         self._watchdog: Watchdog | None = None
-        self._progress: object = None
+        self._items: list[object] = []
+        self._moved: dict[str, int] = {}
+        """what each process that was asked since an item moved has moved"""
         self._still = 0.0
         self._proven = 0.0
         self._report_at = FIRST_REPORT
@@ -87,19 +93,35 @@ class DeadlockWatch:
     async def _look(self) -> None:
         homed = await self._homed()
         waits = self._waits()
-        progress = [*self._item_counts(), *map(_moved, homed)]
-        if progress != self._progress or not waits or waits[0].seconds < PERIOD:
-            self._progress, self._still, self._proven = progress, 0.0, 0.0
-            self._report_at = FIRST_REPORT
+        items = [*self._item_counts(), *map(_moved, homed)]
+        if items != self._items or not waits or waits[0].seconds < PERIOD:
+            self._items = items
+            self._moved.clear()
+            self._begin_again()
             return
-        self._still += PERIOD
-        self._proven = self._proven + PERIOD if await self._nobody_can_go_on() else 0.0
+        still = self._still + PERIOD
+        found = await self._standstills(every=still >= self._report_at)
+        moved = {name: one.moved for name, one in found.items()}
+        if any(self._moved.get(name, count) != count for name, count in moved.items()):
+            self._moved |= moved
+            self._begin_again()
+            return
+        self._moved |= moved
+        self._still = still
+        free = [
+            f"  {name} is not blocked: {one.unless}" for name, one in found.items() if one.unless
+        ]
+        self._proven = 0.0 if free else self._proven + PERIOD
         if self._limit is not None and self._proven >= self._limit:
             self._on_deadlock(Deadlock(self._text(self._proven)))
         elif self._still >= self._report_at:
             self._report_at *= 2
-            report = "\n".join([self._report(), *await self._at_work()])
+            report = "\n".join([self._report(), *await self._at_work(), *free])
             log.warning("nothing has moved for %.0f s; %s", self._still, report)
+
+    def _begin_again(self) -> None:
+        self._still = self._proven = 0.0
+        self._report_at = FIRST_REPORT
 
     def _text(self, seconds: float) -> str:
         return (
@@ -117,23 +139,29 @@ class DeadlockWatch:
     async def _at_work(self) -> list[str]:
         """A line for every worker that has open spans: it may wait for something else too."""
         lines = []
-        for group in self._groups.values():
-            for supervisor in group.supervisors:
-                handle = supervisor.handle_nowait()
-                doing = await handle.doing() if handle is not None else ()
-                if doing:
-                    lines.append(f"  {supervisor.name} is at work: {', '.join(doing)}")
+        for supervisor in self._supervisors():
+            handle = supervisor.handle_nowait()
+            doing = await handle.doing() if handle is not None else ()
+            if doing:
+                lines.append(f"  {supervisor.name} is at work: {', '.join(doing)}")
         return lines
 
-    async def _nobody_can_go_on(self) -> bool:
-        if not all_blocked(asyncio.all_tasks()):
-            return False
+    async def _standstills(self, *, every: bool) -> dict[str, Standstill]:
+        """Whether this process and the workers stand still, by name; where not ``every`` one is
+        wanted, up to the first that does not."""
+        found = {"main": Standstill(what_can_go_on(), movement.count)}
+        for supervisor in self._supervisors():
+            if not every and any(one.unless for one in found.values()):
+                break
+            handle = supervisor.handle_nowait()
+            found[supervisor.name] = (
+                Standstill("it is being started") if handle is None else await handle.standstill()
+            )
+        return found
+
+    def _supervisors(self) -> Iterator[Supervisor]:
         for group in self._groups.values():
-            for supervisor in group.supervisors:
-                handle = supervisor.handle_nowait()
-                if handle is None or not await handle.blocked():
-                    return False
-        return True
+            yield from group.supervisors
 
 
 def _moved(seen: Statistics) -> object:

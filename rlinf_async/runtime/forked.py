@@ -44,6 +44,7 @@ from typing import Any, Final
 import msgspec
 
 from rlinf_async.runtime.fork_server import ASK_ANOTHER, HAS_THREADS
+from rlinf_async.runtime.wakers import mark_internal
 
 UNREAD: Final = frozenset({"PYTEST_CURRENT_TEST"})
 """variables that no import reads: with another value of them it is the same environment"""
@@ -192,7 +193,9 @@ class _Server:
                 start_new_session=True,  # a Ctrl-C is for this process
             )
         # Somebody has to wait for it, or it stays as a zombie once it has ended.
-        threading.Thread(target=self._process.wait, name="fork_server", daemon=True).start()
+        waiting = threading.Thread(target=self._process.wait, name="fork_server", daemon=True)
+        mark_internal(waiting)
+        waiting.start()
 
     def fork(self, imports: Sequence[str], descriptors: Sequence[int]) -> bool:
         """Ask for a process, which gets these descriptors; False where it is closed."""

@@ -15,13 +15,14 @@ from rlinf_async.channels.wire import HomeMaker, Traffic
 from rlinf_async.observe.trace import Span, SpanRecorder
 from rlinf_async.runtime.backend import (
     Cancel,
+    Standstill,
     WorkerSpec,
     refuse_what_ray_has,
     with_rendezvous,
 )
 from rlinf_async.runtime.devices import host_devices
 from rlinf_async.runtime.forced_exit import make_temporary_folder, remove_temporary_folder
-from rlinf_async.runtime.stall import all_blocked
+from rlinf_async.runtime.stall import free_task
 from rlinf_async.workers.context import Device
 from rlinf_async.workers.errors import BuildError, WorkerDied
 from rlinf_async.workers.host import OnEnd, WorkerHost
@@ -44,8 +45,8 @@ class LocalWorker:
     async def doing(self) -> tuple[str, ...]:
         return self._recorder.doing()
 
-    async def blocked(self) -> bool:
-        return not self._host.context.at_work and all_blocked(self._host.calls)
+    async def standstill(self) -> Standstill:
+        return Standstill(self._host.context.what_works or free_task(self._host.calls))
 
     async def spans(self) -> list[Span]:
         return self._recorder.take()

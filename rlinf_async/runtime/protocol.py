@@ -7,7 +7,7 @@
     worker.call        run a method; the body holds arguments    the result
     worker.ended       reply when a cancelled call has ended
     worker.doing       report its open spans
-    worker.blocked     report whether it could go on by itself
+    worker.standstill  report whether it could go on by itself
     worker.clock       say its time
     worker.home        let queues live there; where is that
     worker.spans       send its spans since the last time        the spans

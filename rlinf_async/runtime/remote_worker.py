@@ -34,7 +34,7 @@ from rlinf_async.channels.wire import (
 from rlinf_async.channels.wire.links.protocol import Nothing
 from rlinf_async.observe.clocks import PeerClock
 from rlinf_async.observe.trace import Span
-from rlinf_async.runtime.backend import Blocked, Cancel, Doing, WorkerSpec
+from rlinf_async.runtime.backend import Cancel, Doing, Standstill, WorkerSpec
 from rlinf_async.runtime.child import Boot
 from rlinf_async.runtime.launching import check_seconds
 from rlinf_async.runtime.listeners import Listeners
@@ -125,14 +125,14 @@ class RemoteWorker:
             return ()
         return found.spans
 
-    async def blocked(self) -> bool:
+    async def standstill(self) -> Standstill:
         try:
             found, _ = await self._live.request(
-                "worker.blocked", Nothing(), reply=Blocked, control=True
+                "worker.standstill", Nothing(), reply=Standstill, control=True
             )
         except ConnectionLost:
-            return False
-        return found.blocked
+            return Standstill("its connection was lost")
+        return found
 
     async def home(self) -> Home:
         """Where the process is reached by those who use queues that live there."""

@@ -1,26 +1,23 @@
-"""Which tasks are blocked: could any of them make progress by itself?
+"""Whether this process stands still: could it make progress by itself?
 
 A task is *blocked* if what it awaits can be ended by others only: a wait on a channel, another
 task, of which the same is asked, or a computation that itself waits for a task. Anything else (a
-timer, ``asyncio.timeout``, a socket, a thread) may end by itself, and then the task does not count
-as blocked; so "blocked" is certain. (What cannot be seen: a timer of the user's own that cancels a
-task.)
+timer, a socket, a thread, a future of which nothing is known) may end by itself, and then the task
+does not count as blocked. Where all tasks are, something outside them may still wake one: see
+`wakers`. So "stands still" is certain.
 """
 
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import Iterable
 from types import CoroutineType
 from typing import Any, TypeVar
-from weakref import WeakSet
 
 from rlinf_async.channels.waitfor import WaitFuture, computations
+from rlinf_async.runtime.wakers import find_wakers, is_internal, mark_internal
 
 R = TypeVar("R")
-
-_internal: WeakSet[asyncio.Task[Any]] = WeakSet()
 
 
 class WorkFuture(asyncio.Future[Any]):
@@ -80,7 +77,7 @@ async def result_of(future: asyncio.Future[R]) -> R:
 
 def internal(task: asyncio.Task[Any]) -> asyncio.Task[Any]:
     """Mark a task as the runtime's own: it serves others and never makes progress by itself."""
-    _internal.add(task)
+    mark_internal(task)
     return task
 
 
@@ -91,22 +88,18 @@ def current_is_internal() -> None:
         internal(task)
 
 
-def all_blocked(tasks: Iterable[asyncio.Task[Any]]) -> bool:
-    """Whether every task that is not the runtime's own is blocked."""
-    users = [task for task in tasks if task not in _internal and not task.done()]
-    return all(is_blocked(task) for task in users) and _with_timeout().isdisjoint(users)
+def what_can_go_on() -> str:
+    """What could let this process go on though nobody else does, in a few words; "" for nothing."""
+    return free_task(asyncio.all_tasks()) or next(find_wakers(), "")
 
 
-def _with_timeout() -> set[asyncio.Task[Any]]:
-    """Tasks inside an ``asyncio.timeout`` that still runs. No loop lists them, so the heap is
-    searched: some milliseconds, and only when all tasks are blocked otherwise.
-
-    Only what refers to their type is held meanwhile. `gc.get_objects` would hold the tuples that
-    other threads are just making, which fail if they are not the only ones to hold them
-    (``SystemError: bad argument to internal function``).
-    """
-    every = [one for one in gc.get_referrers(asyncio.Timeout) if type(one) is asyncio.Timeout]
-    return {vars(one)["_task"] for one in every if vars(one).get("_timeout_handler") is not None}
+def free_task(tasks: Iterable[asyncio.Task[Any]]) -> str:
+    """One of these tasks that is neither blocked nor the runtime's own; "" for none."""
+    for task in tasks:
+        if not (task.done() or is_internal(task) or is_blocked(task)):
+            what = getattr(task.get_coro(), "__qualname__", "")
+            return f"task {task.get_name()!r} ({what}) may go on by itself"
+    return ""
 
 
 def is_blocked(task: asyncio.Task[Any]) -> bool:

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import signal
+import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext, suppress
 from typing import Any
 
+import numpy as np
 import pytest
 
 import rlinf_async as ra
 from rlinf_async import testing
 from rlinf_async.channels import BatchResizingIterator, Channel
-from rlinf_async.channels.batching import BlockingBatches
+from rlinf_async.channels.batching import BlockingBatches, PullCancelled
 from rlinf_async.channels.batching.driving import for_thread
 from rlinf_async.channels.waitfor import ComputeThread, current_thread
+from rlinf_async.channels.wire.movement import movement
 from rlinf_async.runtime import deadlock
-from rlinf_async.runtime.stall import WorkEvent, all_blocked
+from rlinf_async.runtime.stall import WorkEvent, free_task, internal, what_can_go_on
 from rlinf_async.testing import run, wait_all_blocked
 from rlinf_async.workers.tasks import task_group
 from tests.loops import FACTORIES
@@ -92,6 +98,10 @@ class Polite(ra.Worker):
         await self.compute(threading.Event().wait, 0.5)
         await say.put(Number(0))
         return "went on"
+
+    async def hears(self, hear: ra.Receiver[Number], listening: bool) -> int:
+        async with await _listen() if listening else nullcontext():
+            return (await hear.get()).value
 
     async def sleeps(self, hear: ra.Receiver[Number], say: ra.Sender[Number]) -> str:
         await asyncio.sleep(0.5)
@@ -182,6 +192,75 @@ async def test_a_limit_around_the_body_is_left_to_end_it(new_cluster: NewCluster
             await each_waits_for_the_other(cluster, Polite.converse)
 
 
+class Far(ra.Worker):
+    """Sends or gets an array."""
+
+    async def send(self, size: int, out: ra.Sender[np.ndarray]) -> None:
+        await out.put(np.ones(size, np.uint8))
+
+    async def get(self, items: ra.Receiver[np.ndarray]) -> int:
+        return int((await items.get()).nbytes)
+
+
+async def test_a_large_item_on_its_way_is_no_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadlock, "PERIOD", 0.02)
+    size = 256 << 20
+    async with ra.Cluster.process(deadlock_after=0.1) as cluster:
+        arrays = cluster.channel(np.ndarray, name="arrays")
+        near = await cluster.launch_one(Far, name="near")
+        far = await cluster.launch_one(Far, name="far")
+        sending = near.call(Far.send, size, arrays.sender)
+        assert await far.call(Far.get, arrays.receiver) == size
+        await sending
+
+
+async def test_as_long_as_bytes_move_there_is_no_deadlock_and_afterwards_there_is() -> None:
+    """The end of the movement is seen by the error, which comes only then."""
+    moved: list[int] = []
+
+    async def move() -> None:
+        for _ in range(20):
+            await asyncio.sleep(0.1)
+            movement.count += 1
+            moved.append(movement.count)
+
+    async def wait() -> None:
+        async with ra.Cluster.local(deadlock_after=0.5) as cluster:
+            internal(asyncio.ensure_future(move()))
+            await cluster.channel(Number, name="numbers").receiver.get()
+
+    with pytest.raises(ra.Deadlock):
+        await wait()
+    assert len(moved) == 20
+
+
+@pytest.mark.parametrize("place", ["driver", "worker"])
+async def test_who_listens_is_not_deadlocked_and_the_warning_says_so(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.setattr(deadlock, "FIRST_REPORT", 0.5)
+    warned: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def warning(text: str, *args: object) -> None:
+        if not warned.done():
+            warned.set_result(text % args)
+
+    monkeypatch.setattr(deadlock.log, "warning", warning)
+    async with new_cluster(deadlock_after=0.2) as cluster, AsyncExitStack() as stack:
+        numbers = cluster.channel(Number, name="numbers")
+        bob = await cluster.launch_one(Polite, name="Bob")
+        if place == "driver":
+            await stack.enter_async_context(await _listen())
+        asked = bob.call(Polite.hears, numbers.receiver, listening=place == "worker")
+        warned.add_done_callback(lambda _: numbers.sender.put_nowait(Number(1)))
+        assert await asked == 1
+    assert "is not blocked: it listens at ('127.0.0.1', " in await warned
+
+
+async def _listen() -> asyncio.Server:
+    return await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+
+
 async def test_without_a_limit_waits_are_only_reported(
     new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,11 +341,183 @@ def test_a_task_is_blocked_only_if_nothing_but_others_can_wake_it(kind: str, cas
         channel = Channel(Number, name="numbers")
         task = asyncio.create_task({**BLOCKED, **FREE}[case](channel))
         await wait_all_blocked()
-        mine = asyncio.current_task()
-        others = [one for one in asyncio.all_tasks() if one is not mine]
-        assert all_blocked(others) is (case in BLOCKED)
+        assert (what_can_go_on() == "") is (case in BLOCKED)
         task.cancel()
         await asyncio.wait([task])
+
+    with asyncio.Runner(loop_factory=FACTORIES[kind]) as runner:
+        runner.run(main())
+
+
+Undo = Callable[[], Any]
+Make = Callable[[Channel[Number]], Coroutine[Any, Any, Undo]]
+
+
+def _each(*undo: Undo) -> Undo:
+    return lambda: [one() for one in undo] and None
+
+
+async def _tcp_server(channel: Channel[Number]) -> Undo:
+    return (await _listen()).close
+
+
+async def _unix_server(channel: Channel[Number]) -> Undo:
+    with tempfile.TemporaryDirectory() as folder:
+        loop = asyncio.get_running_loop()
+        server = await loop.create_unix_server(asyncio.Protocol, f"{folder}/socket")
+    return server.close
+
+
+class Puts(asyncio.Protocol):
+    """Puts a number when bytes come."""
+
+
+async def _connection(channel: Channel[Number]) -> Undo:
+    ours, theirs = socket.socketpair()
+    transport, _ = await asyncio.get_running_loop().create_connection(Puts, sock=ours)
+    return _each(transport.abort, theirs.close)
+
+
+async def _datagrams(channel: Channel[Number]) -> Undo:
+    class Datagrams(Puts, asyncio.DatagramProtocol):
+        pass
+
+    loop = asyncio.get_running_loop()
+    transport, _ = await loop.create_datagram_endpoint(Datagrams, local_addr=("127.0.0.1", 0))
+    return transport.abort
+
+
+async def _reader(channel: Channel[Number]) -> Undo:
+    ours, theirs = socket.socketpair()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(ours, channel.sender.put_nowait, Number(0))
+    return _each(lambda: loop.remove_reader(ours), ours.close, theirs.close)
+
+
+async def _timer(channel: Channel[Number]) -> Undo:
+    return asyncio.get_running_loop().call_later(3600, channel.sender.close).cancel
+
+
+async def _timer_of_a_task(channel: Channel[Number]) -> Undo:
+    task = asyncio.ensure_future(channel.receiver.get())
+    timer = asyncio.get_running_loop().call_later(3600, task.cancel)
+    return _each(timer.cancel, task.cancel)
+
+
+async def _thread(channel: Channel[Number]) -> Undo:
+    over = threading.Event()
+    threading.Thread(target=over.wait, name="feeds").start()
+    return over.set
+
+
+async def _timer_thread(channel: Channel[Number]) -> Undo:
+    loop = asyncio.get_running_loop()
+    timer = threading.Timer(3600, loop.call_soon_threadsafe, [channel.sender.close])
+    timer.start()
+    return timer.cancel
+
+
+async def _executor(channel: Channel[Number]) -> Undo:
+    over = threading.Event()
+    asyncio.get_running_loop().run_in_executor(None, over.wait)
+    return over.set
+
+
+async def _handler(channel: Channel[Number]) -> Undo:
+    before = signal.signal(signal.SIGUSR2, lambda *_: channel.sender.close())
+    return lambda: signal.signal(signal.SIGUSR2, before)
+
+
+async def _handler_of_the_loop(channel: Channel[Number]) -> Undo:
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGUSR2, channel.sender.close)
+    return lambda: loop.remove_signal_handler(signal.SIGUSR2)
+
+
+async def _nothing(channel: Channel[Number]) -> Undo:
+    return lambda: None
+
+
+async def _cancelled_timer(channel: Channel[Number]) -> Undo:
+    asyncio.get_running_loop().call_later(3600, channel.sender.close).cancel()
+    return lambda: None
+
+
+async def _closed_server(channel: Channel[Number]) -> Undo:
+    for make in (_tcp_server, _unix_server):
+        (await make(channel))()
+    return lambda: None
+
+
+async def _idle_executor(channel: Channel[Number]) -> Undo:
+    await asyncio.to_thread(len, "idle afterwards")
+    return lambda: None
+
+
+async def _idle_subprocess(channel: Channel[Number]) -> Undo:
+    """Whoever awaits what it says, or its end, is a task."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec("cat", stdin=pipe, stdout=pipe)
+    return lambda: process.communicate(b"")
+
+
+async def _thread_that_pulls(channel: Channel[Number]) -> Undo:
+    """It waits for the channel as the tasks do."""
+    view = _view(channel.receiver)
+
+    def pull() -> None:
+        with suppress(PullCancelled):
+            next(view, None)
+
+    thread = threading.Thread(target=pull)
+    thread.start()
+    while not channel.statistics().waiting_getters > 1:  # noqa: ASYNC110 - another thread does it
+        await asyncio.sleep(0)
+    return _each(view.close, thread.join)
+
+
+FROM_OUTSIDE: dict[str, tuple[Make, str]] = {
+    "a server": (_tcp_server, "it listens at ('127.0.0.1', "),
+    "a server at a Unix socket": (_unix_server, "it listens at "),
+    "a connection": (_connection, "a connection is read by tests.runtime.test_deadlock.Puts"),
+    "a socket for datagrams": (_datagrams, "a connection is read by tests.runtime"),
+    "a reader": (_reader, "Sender.put_nowait is called when a file can be read or written"),
+    "a timer": (_timer, "a timer will call "),
+    "a timer that cancels a task": (_timer_of_a_task, "a timer will call "),
+    "a thread": (_thread, "thread 'feeds' runs"),
+    "a timer of threading": (_timer_thread, "thread 'Thread-"),
+    "a thread of an executor": (_executor, "runs"),
+    "a handler of a signal": (_handler, "handles a signal"),
+    "a handler of the loop": (_handler_of_the_loop, "handles a signal"),
+}
+OF_NO_EFFECT: dict[str, tuple[Make, str]] = {
+    "nothing": (_nothing, ""),
+    "a cancelled timer": (_cancelled_timer, ""),
+    "closed servers": (_closed_server, ""),
+    "an idle thread of an executor": (_idle_executor, ""),
+    "an idle subprocess": (_idle_subprocess, ""),
+    "a thread that waits for the channel": (_thread_that_pulls, ""),
+}
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+@pytest.mark.parametrize("case", [*FROM_OUTSIDE, *OF_NO_EFFECT])
+def test_what_may_wake_a_task_from_outside_is_seen_on_every_loop(kind: str, case: str) -> None:
+    make, expected = {**FROM_OUTSIDE, **OF_NO_EFFECT}[case]
+
+    async def main() -> None:
+        channel = Channel(Number, name="numbers", capacity=1)
+        waiting = asyncio.ensure_future(channel.receiver.get())
+        undo = await make(channel)
+        await wait_all_blocked()
+        seen = what_can_go_on()
+        if inspect.isawaitable(undone := undo()):
+            await undone
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        if case != "a thread that waits for the channel":
+            assert expected in seen
+        assert bool(seen) is bool(expected), seen
 
     with asyncio.Runner(loop_factory=FACTORIES[kind]) as runner:
         runner.run(main())
@@ -281,9 +532,8 @@ def test_a_task_that_was_woken_is_not_blocked_though_it_has_not_run_yet(
         channel = Channel(Number, name="numbers")
         task = asyncio.create_task(BLOCKED[case](channel))
         await wait_all_blocked()
-        others = asyncio.all_tasks() - {asyncio.current_task()}
         channel.sender.put_nowait(Number(0))
-        assert not all_blocked(others)
+        assert "may go on by itself" in what_can_go_on()
         task.cancel()
         await asyncio.wait([task])
 
@@ -301,14 +551,18 @@ def test_who_looks_for_blocked_tasks_disturbs_no_thread_that_makes_a_tuple() -> 
             assert len(tuple(number for number in range(1000))) == 1000
             began.set()
 
+    async def look() -> None:
+        for _ in range(50):
+            assert what_can_go_on() == "thread 'tuples_0' runs"
+
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)  # else the heap must be large for a thread to be interrupted
     try:
-        with ThreadPoolExecutor(1) as threads:
+        with ThreadPoolExecutor(1, "tuples") as threads:
             made = threads.submit(make_tuples)
             began.wait()
-            for _ in range(50):
-                assert all_blocked([])
+            with asyncio.Runner(loop_factory=FACTORIES["uvloop"]) as runner:
+                runner.run(look())
             looked.set()
             made.result()
     finally:
@@ -345,6 +599,6 @@ async def test_a_thread_is_at_work_as_soon_as_what_it_waited_for_is_there() -> N
     await wait_all_blocked()
     assert thread.waits == 1
     channel.sender.put_nowait(Number(0))
-    assert not all_blocked(asyncio.all_tasks())
+    assert free_task(asyncio.all_tasks())
     await asyncio.wrap_future(waiting)
     assert thread.waits == 0

@@ -29,6 +29,7 @@ from rlinf_async.channels.wire.frames.framing import (
 from rlinf_async.channels.wire.frames.messages import Message
 from rlinf_async.channels.wire.frames.recycled import RECYCLED_BYTES, Recycled, thread_recycled
 from rlinf_async.channels.wire.frames.reserved import MAPPED_BYTES, reserve
+from rlinf_async.channels.wire.movement import movement
 
 _BODY, _MORE = int(Flag.BODY), int(Flag.MORE)  # enums are slow to ask
 _CHUNK, _REQUEST = int(FrameType.CHUNK), int(FrameType.REQUEST)
@@ -103,6 +104,7 @@ class MessageReader:
         if self._rest:
             self._rest += received
             if len(self._rest) < self._needed:
+                movement.count += len(received)
                 return
             received = bytes(self._rest)
             self._rest.clear()
@@ -238,6 +240,7 @@ class _Incoming:
         """So many more bytes of a part are where they belong."""
         self.missing -= count
         self._filled += count
+        movement.count += count
         if self.place is not None:
             self.place = self.place[count:]
         if self._filled == self._sizes[self._index]:

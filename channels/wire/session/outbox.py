@@ -28,6 +28,7 @@ from rlinf_async.channels.wire.frames.framing import (
     pack_message,
 )
 from rlinf_async.channels.wire.frames.messages import CONTROL, DATA, Share, outgoing
+from rlinf_async.channels.wire.movement import movement
 from rlinf_async.channels.wire.session.backlog import Backlog
 from rlinf_async.channels.wire.session.unacknowledged import Unacknowledged
 
@@ -277,6 +278,7 @@ class Outbox:
     def worked(self, copied: int) -> None:
         """So many bytes were copied to shared memory, which takes its time, too."""
         self._worked += copied
+        movement.count += copied
 
     def _schedule(self) -> None:
         if not self._scheduled:

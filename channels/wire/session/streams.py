@@ -20,6 +20,7 @@ from typing import Final, Protocol
 
 from rlinf_async.channels.errors import MalformedFrame
 from rlinf_async.channels.wire.frames.framing import FrameType, pack_small
+from rlinf_async.channels.wire.movement import movement
 from rlinf_async.channels.wire.session.hangup import GRACE_SECONDS
 from rlinf_async.channels.wire.session.heartbeat import Heartbeat, HeartbeatMonitor
 from rlinf_async.channels.wire.session.outbox import Outbox
@@ -147,6 +148,7 @@ class Streams:
         self._blind = self._local and not can_watch(self._pid)
         self._user.carried(link.transport)
         self.reconnection.found()
+        movement.count += 1
         self.monitor.start()
         if self.reading_paused:
             link.transport.pause_reading()

@@ -1,0 +1,235 @@
+"""What could wake this process from outside its tasks.
+
+A timer, a signal or a thread may put an item, close an end or cancel a task, and so may whatever is
+called when somebody connects or bytes come. What they will do nobody can know: while there is one
+that is not the runtime's own, a process in which every task is blocked need not be deadlocked.
+
+Streams and subprocesses of asyncio are none: what comes there wakes a task that awaits it, and of
+that task the same is asked. Nor are idle threads of an executor, threads that wait for a channel
+themselves, and those of libraries that are known to leave the loop alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import signal
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import thread as executor_threads
+from types import FrameType
+from typing import Any, Final, NamedTuple
+from weakref import WeakSet, WeakValueDictionary
+
+from rlinf_async.channels.batching import driving
+
+HARMLESS: Final = frozenset({"rlinf_async", "ray", "tensorboard", "torch", "tqdm"})
+"""packages whose own timers, readers, threads and signal handlers wake no task of a user"""
+LOOPS: Final = frozenset({"asyncio", "uvloop"})
+"""packages whose functions only call what they are given"""
+OF_AWAITED_FUTURES: Final = frozenset({"asyncio.futures", "asyncio.tasks"})
+"""modules whose timers complete a future that a task awaits, as that of ``asyncio.sleep``"""
+
+_internal: WeakSet[Any] = WeakSet()
+
+
+def mark_internal(one: Any) -> None:
+    """Note that this task or thread is the runtime's own, and never makes progress by itself."""
+    _internal.add(one)
+
+
+def is_internal(one: Any) -> bool:
+    """Whether it was noted so."""
+    return one in _internal
+
+
+class Registered(NamedTuple):
+    """What one event loop would call, and for what."""
+
+    timers: list[tuple[Any, Any]]
+    """callback and arguments"""
+    readers: list[tuple[Any, Any]]
+    signals: list[tuple[Any, Any]]
+    transports: list[Any]
+    servers: list[tuple[Any, Any]]
+    """protocol factory and socket"""
+
+
+def find_wakers() -> Iterator[str]:
+    """What could wake this process, the running loop above all: a few words for each."""
+    loop = asyncio.get_running_loop()
+    registered = _of_uvloop(loop) if type(loop).__module__ == "uvloop" else _of_asyncio(loop)
+    if registered is None:
+        yield f"an event loop of {type(loop).__module__} cannot be looked into"
+        return
+    for callback, args in registered.timers:
+        if name := _foreign(callback, args):
+            yield f"a timer will call {name}"
+    for factory, listening in registered.servers:
+        if _foreign(factory, ()) or isinstance(factory, type):
+            yield f"it listens at {listening.getsockname()}"
+    for transport in registered.transports:
+        if name := _foreign_protocol(transport):
+            yield f"a connection is read by {name}"
+    for callback, args in registered.readers:
+        if name := _foreign(callback, args):
+            yield f"{name} is called when a file can be read or written"
+    handlers = ((handler, ()) for handler in map(signal.getsignal, signal.valid_signals()))
+    for callback, args in (*registered.signals, *handlers):
+        if callable(callback) and (name := _foreign(callback, args)):
+            yield f"{name} handles a signal"
+    yield from _busy_threads()
+
+
+# ---- event loops
+
+
+def _of_asyncio(loop: Any) -> Registered | None:
+    """What an event loop of asyncio keeps in its attributes."""
+    try:
+        timers = [_call(one) for one in loop._scheduled if not one.cancelled()]
+        files = [one for key in loop._selector.get_map().values() for one in key.data]
+        signals = [_call(one) for one in loop._signal_handlers.values()]
+    except AttributeError:
+        return None
+    found = Registered(timers, [], signals, [], [])
+    for callback, args in map(_call, filter(None, files)):
+        owner = getattr(callback, "__self__", None)
+        if isinstance(owner, asyncio.BaseTransport):
+            found.transports.append(owner)
+        elif owner is not loop:
+            found.readers.append((callback, args))
+        elif callback.__name__ == "_accept_connection":
+            found.servers.append(args[:2])
+    return found
+
+
+def _call(handle: Any) -> tuple[Any, Any]:
+    return handle._callback, handle._args
+
+
+def _of_uvloop(loop: Any) -> Registered:
+    """What a loop of uvloop refers to: it has no attributes to look at. A server at a Unix socket
+    it does not even refer to; that refers to the loop."""
+    found = Registered([], [], [], [], [])
+    holds = [one for one in gc.get_referents(loop) if type(one) in (set, dict, WeakValueDictionary)]
+    for held in holds:
+        for one in list(held if isinstance(held, set) else held.values()):
+            match type(one).__name__:
+                case "TimerHandle":
+                    found.timers.append(_uvloop_call(one))
+                case "Handle":
+                    found.signals.append(_uvloop_call(one))
+                case "UVPoll":
+                    handles = (some for some in gc.get_referents(one) if _named(some, "Handle"))
+                    found.readers.extend(map(_uvloop_call, handles))
+                case _ if hasattr(one, "get_protocol"):
+                    found.transports.append(one)
+    for one in gc.get_referrers(loop):
+        if _named(one, "TCPServer", "UnixServer"):
+            held = gc.get_referents(one)
+            factory = next(filter(callable, held), None)
+            sockets = [to for some in held if _named(some, "Server") for to in some.sockets]
+            found.servers.extend((factory, to) for to in sockets)
+    return found
+
+
+def _named(one: Any, *names: str) -> bool:
+    return type(one).__module__ == "uvloop.loop" and type(one).__name__ in names
+
+
+def _uvloop_call(handle: Any) -> tuple[Any, Any]:
+    """Callback and arguments; the callback is None where it is uvloop's own."""
+    held = [one for one in gc.get_referents(handle) if type(one).__module__ != "uvloop"]
+    args = next((one for one in held if isinstance(one, tuple)), ())
+    return next(filter(callable, held), None), args
+
+
+# ---- whose it is
+
+
+def _foreign(callback: Any, args: Any) -> str:
+    """The name of a function whose effect is not known; "" where it is, or there is none."""
+    while isinstance(callback, functools.partial):
+        callback, args = callback.func, (*callback.args, *args)
+    owner = getattr(callback, "__self__", None)
+    if callback is None or callback is signal.default_int_handler:
+        return ""
+    if isinstance(owner, asyncio.Timeout):
+        task = vars(owner)["_task"]
+        return "" if is_internal(task) else f"asyncio.timeout() in task {task.get_name()!r}"
+    module = getattr(callback, "__module__", None) or type(owner).__module__
+    name, package = getattr(callback, "__qualname__", repr(callback)), module.partition(".")[0]
+    if package == "rlinf_async":  # what a user may give away is public: `Sender.close`
+        inside = name.rpartition(".")[2].startswith("_") or "<locals>" in name
+        return "" if inside else name
+    if package in HARMLESS or (owner is None and module in OF_AWAITED_FUTURES):
+        return ""
+    if package in LOOPS and module != "asyncio.streams":
+        return next(filter(None, map(_foreign_argument, _flat(args))), "")
+    return f"{module}.{name}"
+
+
+def _flat(args: Iterable[Any]) -> Iterator[Any]:
+    for one in args:
+        if isinstance(one, tuple):
+            yield from _flat(one)
+        else:
+            yield one
+
+
+def _foreign_argument(one: Any) -> str:
+    """What a function of asyncio would call in turn."""
+    if hasattr(one, "get_protocol"):
+        return _foreign_protocol(one)
+    return _foreign(one, ()) if callable(one) else ""
+
+
+def _foreign_protocol(transport: Any) -> str:
+    """The name of the protocol that a transport calls, if it is neither ours nor of streams."""
+    protocol = transport.get_protocol()
+    if type(protocol).__name__ == "SSLProtocol":  # asyncio's has attributes, uvloop's has none
+        inner = getattr(protocol, "_app_protocol", None)
+        held = [one for one in gc.get_referents(protocol) if isinstance(one, asyncio.BaseProtocol)]
+        protocol = inner or next(iter(held), protocol)
+    module = type(protocol).__module__
+    known = module.partition(".")[0] in HARMLESS | LOOPS
+    return "" if known else f"{module}.{type(protocol).__qualname__}"
+
+
+# ---- threads
+
+
+def _busy_threads() -> Iterator[str]:
+    frames = sys._current_frames()
+    for thread in threading.enumerate():
+        frame = frames.get(thread.ident or 0)
+        if thread.ident == threading.get_ident() or is_internal(thread) or frame is None:
+            continue
+        if not (_is_harmless(thread) or _is_idle(frame)):
+            yield f"thread {thread.name!r} runs"
+
+
+def _is_harmless(thread: threading.Thread) -> bool:
+    """Whether it runs nothing of a user."""
+    if isinstance(thread, threading.Timer):
+        return not _foreign(thread.function, thread.args)
+    target = getattr(thread, "_target", None)
+    if target is not None:
+        return not _foreign(target, getattr(thread, "_args", ()))
+    package = type(thread).__module__.partition(".")[0]
+    return package in HARMLESS
+
+
+def _is_idle(frame: FrameType) -> bool:
+    """Whether a thread waits for work that tasks give it, or for a channel."""
+    if frame.f_code is executor_threads._worker.__code__:
+        return True
+    inner: FrameType | None = frame
+    while inner is not None:
+        if inner.f_globals.get("__name__") == driving.__name__:
+            return True
+        inner = inner.f_back
+    return False
