@@ -89,12 +89,13 @@ def held_by_groups(
     index = {tensor.name: number for number, tensor in enumerate(tensors)}
     dims = max([1, *(len(tensor.shape) for tensor in tensors)])
     stages = _stages(model, strategy)
+    alone = _shared_by_stages(model, strategy)
     for stage in range(strategy.pp):
         dense = [one for one in stages[stage] if not one.of_experts]
         for tp_rank in range(strategy.tp):
             cuts = [_cut(one, strategy.tp, tp_rank, 1, 0) for one in dense]
             ranks = strategy.dense_ranks(stage, tp_rank)
-            yield _group(dense, cuts, ranks, strategy, index, dims, "")
+            yield _group(dense, cuts, ranks, strategy, alone, index, dims, "")
         experts = [one for one in stages[stage] if one.of_experts]
         if not experts:
             continue
@@ -105,7 +106,7 @@ def held_by_groups(
                     _cut(one, strategy.expert_size, tp_rank, strategy.ep, ep_rank) for one in mine
                 ]
                 ranks = strategy.expert_ranks(stage, tp_rank, ep_rank)
-                yield _group(mine, cuts, ranks, strategy, index, dims, "experts")
+                yield _group(mine, cuts, ranks, strategy, alone, index, dims, "experts")
 
 
 def _stages(model: Model, strategy: Strategy) -> list[list[Parameter]]:
@@ -126,6 +127,15 @@ def _stages(model: Model, strategy: Strategy) -> list[list[Parameter]]:
 def _untied(held: list[Parameter]) -> list[Parameter]:
     names = {one.name for one in held}
     return [one for one in held if one.tied_to not in names]
+
+
+def _shared_by_stages(model: Model, strategy: Strategy) -> frozenset[str]:
+    """Return the names of tied parameters where stages have a copy each. Of the whole model: a
+    stage has only one of them."""
+    if strategy.pp == 1:
+        return frozenset()
+    tied = [(one.name, one.tied_to) for one in model.parameters if one.tied_to is not None]
+    return frozenset(name for pair in tied for name in pair)
 
 
 def _is_on(parameter: Parameter, ep: int, ep_rank: int) -> bool:
@@ -152,11 +162,11 @@ def _group(
     cuts: Sequence[Cut],
     ranks: range,
     strategy: Strategy,
+    alone: frozenset[str],
     index: dict[str, int],
     dims: int,
     label: str,
 ) -> GroupPieces:
-    ties = {one.tied_to for one in parameters} if strategy.pp > 1 else set()
     held = [
         Held(
             one.name,
@@ -164,7 +174,7 @@ def _group(
             one.tensors[0].dtype,
             one.tensors[0].item_bytes,
             one.sharded,
-            strategy.pp > 1 and (one.tied_to is not None or one.name in ties),
+            one.name in alone,
         )
         for one, cut in zip(parameters, cuts, strict=True)
     ]

@@ -126,7 +126,7 @@ def regions_of(pieces: Pieces) -> Regions:
 
 def disjoint(regions: Regions, pieces: Pieces, tensors: int) -> Regions:
     """Cut source regions that overlap without being equal, so that no element is in two of them."""
-    a, _ = _overlapping_pairs(regions.boxes, tensors)
+    a, _ = overlapping(regions.boxes, tensors)
     if len(a) == 0:
         return regions
     cut = distinct(regions.boxes.tensor[a])
@@ -153,9 +153,12 @@ def _put_together(boxes: Boxes, holders: Ints, rank: Ints) -> Regions:
     return Regions(Boxes(tensor[heads], start[heads], size[heads]), first, holders[order])
 
 
-def _overlapping_pairs(boxes: Boxes, tensors: int) -> tuple[Ints, Ints]:
-    """Pairs of different regions that share elements. Boxes are ordered by tensor and start, so
-    where none meets the next in the first dimension all are apart."""
+def overlapping(boxes: Boxes, tensors: int) -> tuple[Ints, Ints]:
+    """Return pairs of rows of different boxes that share elements, each in both orders.
+
+    Boxes are ordered by tensor and start, so where none meets the next in the first dimension all
+    are apart.
+    """
     tensor, low = boxes.tensor, boxes.start[:, 0]
     high = low + boxes.size[:, 0]
     meets = (tensor[1:] == tensor[:-1]) & (low[1:] < high[:-1])

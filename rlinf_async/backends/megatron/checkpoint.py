@@ -14,10 +14,10 @@ import contextlib
 import io
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,11 +33,10 @@ from rlinf_async.backends.checkpoint.reading import Saved, read_checkpoint
 from rlinf_async.backends.checkpoint.tensor_file import Box, Entry, in_file_order
 from rlinf_async.backends.checkpoint.together import fail_together
 from rlinf_async.backends.checkpoint.writer import CheckpointWriter, Content
-from rlinf_async.backends.megatron.architecture import VALUE_HEAD
+from rlinf_async.backends.megatron.architecture import OUTPUT_LAYER, VALUE_HEAD
 from rlinf_async.backends.megatron.manager import MegatronModelManager
 from rlinf_async.backends.megatron.state import MOMENTS, kept_of, set_state, torch_optimizers
-from rlinf_async.backends.megatron.weights import Held
-from rlinf_async.parallel.boxes import cut_ranges
+from rlinf_async.backends.megatron.weights import Held, pieces_of_range
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 KINDS = {"param": (MODEL, "")} | {kind: (OPTIMIZER, f".{kind}") for kind in MOMENTS}
@@ -150,15 +149,18 @@ def _content(manager: MegatronModelManager, part: Part, extra: Mapping[str, obje
 def _part(manager: MegatronModelManager) -> Part:
     """Return what this rank has of weights and moments: no rank needs memory for another's.
 
-    Where data ranks have copies of the optimizer, the first writes.
+    Where data ranks have copies of the optimizer, the first writes; where tensor ranks or two
+    stages have copies of a parameter, so does the first of them.
     """
-    first = manager.data_rank.rank == 0
+    place = manager.grid.place
+    assert place is not None
+    first = place.dp == 0
     layout = {one.name: tuple(one.shape) for one in manager.tensors}
     entries: list[Entry] = []
     shapes: dict[str, tuple[int, ...]] = {}
     live: dict[str, Tensor] = {}
     steps = torch.tensor(float(manager.steps))
-    for held in manager.held:
+    for held in filter(partial(_is_first_copy, manager), manager.held):
         kept = kept_of(manager.optimizer, held.parameter)
         if kept is not None and (first or manager.sharding.distributed):
             kinds = {"param": kept.main.detach()} | {one: kept.state[one] for one in kept.state}
@@ -168,13 +170,15 @@ def _part(manager: MegatronModelManager) -> Part:
                 name = f"{prefix}{held.name}{suffix}"
                 data = kinds[kind].view(-1)
                 boxes = tuple(_boxes(held, kept.start, len(data), prefix, suffix))
+                if not boxes:  # of the padded vocabulary
+                    continue
                 shapes.update(
                     (prefix + saved_name(one.tensor) + suffix, layout[one.tensor])
                     for one in held.pieces
                 )
                 entries.append(Entry(name, data.dtype, tuple(data.shape), boxes))
                 live[name] = data
-        for one in held.pieces if first and manager.steps else ():
+        for one in held.pieces if first and place.tp == 0 and manager.steps else ():
             name = f"{OPTIMIZER}{saved_name(one.tensor)}.step"
             if name not in shapes:
                 shapes[name] = ()
@@ -183,17 +187,21 @@ def _part(manager: MegatronModelManager) -> Part:
     return Part(in_file_order(entries), shapes, live)
 
 
+def _is_first_copy(manager: MegatronModelManager, held: Held) -> bool:
+    """Whether no other tensor rank or stage before this one holds the same of a parameter."""
+    place, architecture = manager.grid.place, manager.architecture
+    assert place is not None
+    tied = architecture.decoder.tied and not architecture.values
+    if tied and place.stage > 0 and held.name.startswith(OUTPUT_LAYER):
+        return False
+    return place.tp == 0 or bool(getattr(held.parameter, "tensor_model_parallel", False))
+
+
 def _boxes(held: Held, start: int, count: int, prefix: str, suffix: str) -> Iterator[Box]:
     """Yield the boxes of so many elements of a flat parameter."""
-    for piece in held.pieces:
-        size = np.array([piece.size], np.int64)
-        bounds = np.array([start, start + count]) - piece.offset
-        low, high = bounds.clip(0, size.prod())
-        _, at, starts, sizes = cut_ranges(size, np.array([low]), np.array([high]))
-        name = prefix + saved_name(piece.tensor) + suffix
-        for first, inside, shape in zip(at.tolist(), starts, sizes.tolist(), strict=True):
-            where = tuple((inside + piece.start).tolist())
-            yield Box(name, where, tuple(shape), piece.offset + first - start)
+    for one in pieces_of_range(held, start, count):
+        name = prefix + saved_name(one.tensor) + suffix
+        yield Box(name, one.start, one.size, one.offset)
 
 
 def _kinds(held: Held, saved: Saved) -> dict[str, tuple[str, str]]:
@@ -230,13 +238,18 @@ def _check(manager: MegatronModelManager, saved: Saved) -> None:
     faults = [f"missing {name!r}" for name in wanted if name not in there]
     faults += [f"unexpected {name!r}" for name in there if name not in wanted]
     faults += [
+        f"{name!r} is {one.dtype}, no floating-point number"
+        for name in wanted
+        if (one := saved.tensors.get(name)) is not None and not one.dtype.is_floating_point
+    ]
+    faults += [
         f"{name!r} is {list(there[name])}, {list(shape)} in the model"
         for name, shape in wanted.items()
         if name in there and there[name] != shape
     ]
     if faults:
         raise CheckpointError(
-            f"the checkpoint is of another model: {'; '.join(faults[:8])}. Use the configuration "
+            f"{saved.folder} is of another model: {'; '.join(faults[:8])}. Use the configuration "
             "it was written with"
         )
 

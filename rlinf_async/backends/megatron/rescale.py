@@ -201,7 +201,14 @@ class MegatronChange(Change):
             self._random_states = _tracker().get_states()
             reused = buffers_of(manager.models) if self._keeps_buffers else ()
             self._part = manager.build(grid, self._fill, reused)
-            check_ranges(self._part.held, self._part.optimizer, grid, manager.sharding)
+            check_ranges(
+                manager.architecture,
+                self._part.held,
+                self._part.optimizer,
+                self._new,
+                manager.sharding,
+                manager.rank,
+            )
         self._plan_weights()
         self._plan_state()
 

@@ -17,10 +17,10 @@ import numpy as np
 from torch import Tensor
 
 from rlinf_async.backends.megatron.architecture import Architecture, layout_of
-from rlinf_async.backends.megatron.grid import Grid, place_of
+from rlinf_async.backends.megatron.grid import place_of
 from rlinf_async.backends.megatron.optimizer import Sharding
 from rlinf_async.backends.megatron.state import MOMENTS, kept_of, replace_moments
-from rlinf_async.backends.megatron.weights import Held
+from rlinf_async.backends.megatron.weights import Held, pieces_of_range
 from rlinf_async.parallel import DistributedOptimizer, Layout, ModelMismatch, Strategy
 from rlinf_async.parallel.sharding import GroupBuffer, Shards
 from rlinf_async.parallel.sharding import Held as SeenByGroup
@@ -59,30 +59,28 @@ def state_layout(architecture: Architecture, strategy: Strategy, sharding: Shard
     return layout_of(architecture, msgspec.structs.replace(strategy, sharding=ranges))
 
 
-def check_ranges(held: Sequence[Held], optimizer: Any, grid: Grid, sharding: Sharding) -> None:
+def check_ranges(
+    architecture: Architecture,
+    held: Sequence[Held],
+    optimizer: Any,
+    strategy: Strategy,
+    sharding: Sharding,
+    rank: int,
+) -> None:
     """Raise `ModelMismatch` unless Megatron's optimizer has the ranges of `state_layout`."""
-    place = grid.place
-    if not sharding.distributed or place is None:
+    if not sharding.distributed:
         return
-    seen = [
-        SeenByGroup(
-            one.name,
-            tuple(one.parameter.shape),
-            "float32",
-            4,
-            alone=bool(getattr(one.parameter, "shared_embedding", False)),
-        )
-        for one in held
-    ]
-    _, found = _ranges(grid.strategy, sharding).shards(seen, grid.strategy.dp)
-    for at in np.flatnonzero(found.shard == place.dp):
-        one = held[int(found.parameter[at])]
-        expected = (int(found.start[at]), int(found.stop[at]))
+    layout = state_layout(architecture, strategy, sharding)
+    expected = {one.name: one for one in layout.of_rank(rank)}
+    for one in held:
         kept = kept_of(optimizer, one.parameter)
-        own = (kept.start, kept.start + kept.main.numel()) if kept is not None else None
-        if own != expected and not (own is None and expected[0] == expected[1]):
+        start, count = (kept.start, kept.main.numel()) if kept is not None else (0, 0)
+        buffer = expected[one.name]
+        if (count,) != buffer.shape or tuple(pieces_of_range(one, start, count)) != buffer.pieces:
             raise ModelMismatch(
-                f"Megatron's optimizer has elements {own} of {one.name}, the layout says {expected}"
+                f"{strategy.sizes}: Megatron's optimizer of rank {rank} has elements {start} to "
+                f"{start + count} of {one.name}, the layout says {buffer.shape[0]} others: "
+                f"{buffer.pieces}"
             )
 
 

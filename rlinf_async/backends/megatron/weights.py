@@ -10,12 +10,14 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from rlinf_async.backends.megatron.architecture import VALUE_HEAD, Architecture, layout_of
 from rlinf_async.backends.megatron.grid import Grid
 from rlinf_async.parallel import ModelMismatch, Piece
+from rlinf_async.parallel.boxes import cut_ranges
 
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 
@@ -104,6 +106,19 @@ def own_slices(held: list[Held]) -> Iterator[tuple[Piece, Tensor]]:
         flat = one.parameter.detach().view(-1)
         for piece in one.pieces:
             yield piece, flat[piece.offset : piece.offset + _elements(piece)].view(piece.size)
+
+
+def pieces_of_range(held: Held, start: int, count: int) -> Iterator[Piece]:
+    """Yield the boxes of ``count`` elements of a flat parameter, from element ``start`` on; their
+    offsets count from there."""
+    for piece in held.pieces:
+        size = np.array([piece.size], np.int64)
+        bounds = np.array([start, start + count]) - piece.offset
+        low, high = bounds.clip(0, size.prod())
+        _, at, starts, sizes = cut_ranges(size, np.array([low]), np.array([high]))
+        for first, inside, shape in zip(at.tolist(), starts, sizes.tolist(), strict=True):
+            where = tuple((inside + piece.start).tolist())
+            yield Piece(piece.tensor, where, tuple(shape), piece.offset + first - start)
 
 
 def _global_name(name: str, first_layer: int) -> str:

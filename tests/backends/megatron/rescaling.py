@@ -60,10 +60,10 @@ def config(kind: str, **fields: Any) -> MegatronTrainerConfig:
     )
 
 
-def step(trainer: Any, at: int) -> list[float]:
+def step(trainer: Any, at: int, groups: int = 4) -> list[float]:
     """Loss, gradient norm and learning rate of one optimizer step on new samples."""
     data = trainer.data_rank
-    batch = samples(4, seed=at)
+    batch = samples(groups, seed=at)
     batch = [one for one in batch if one.group % data.size == data.rank] if data.is_io else []
     reference = trainer.log_probs(batch, reference=True)
     arriving: Any = ()
@@ -77,10 +77,10 @@ def step(trainer: Any, at: int) -> list[float]:
     return [found["loss"], found["grad_norm"], found["lr"]]
 
 
-def one_step(trainer: Any, at: int) -> list[float]:
+def one_step(trainer: Any, at: int, groups: int = 4) -> list[float]:
     """The same on an active rank; an idle one counts the iteration."""
     if trainer.manager.active:
-        return step(trainer, at)
+        return step(trainer, at, groups)
     trainer.skip_iteration()
     return []
 
