@@ -183,6 +183,10 @@ def _slices(saved: Saved, config: dict[str, Any]) -> dict[str, Slice]:
                 f"{name!r} is {list(saved.tensors[weights[name]].shape)} in {saved.folder}, but "
                 f"{list(expected.shape)} by {CONFIG}"
             )
+        if name in weights and not saved.tensors[weights[name]].dtype.is_floating_point:
+            raise CheckpointError(
+                f"{name!r} is {saved.tensors[weights[name]].dtype} in {saved.folder}: no weight"
+            )
     unknown = weights.keys() - tensors.memory.keys()
     if unknown:
         raise CheckpointError(

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import TypeAlias
@@ -71,6 +72,8 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     model: tuple[FileRecord, ...] = ()
     aliases: dict[str, str] = {}
     """tied tensors, which are stored once: name -> the name that is stored"""
+    crc32: int | None = None
+    """of what is written before it; None in folders of earlier versions"""
 
 
 class FileRecordV1(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -108,8 +111,18 @@ def of_ranks(records: list[RankRecord]) -> Metadata:
 
 
 def encode(record: Metadata | RankRecord) -> bytes:
-    """Return indented JSON."""
+    """Return indented JSON; that of metadata has its checksum at the end."""
+    if isinstance(record, Metadata):
+        record = msgspec.structs.replace(record, crc32=_checksum(_indented(record)))
+    return _indented(record)
+
+
+def _indented(record: Metadata | RankRecord) -> bytes:
     return msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
+
+
+def _checksum(content: bytes) -> int:
+    return zlib.crc32(content.rpartition(b'"crc32"')[0])
 
 
 def read_metadata(folder: Path) -> AnyMetadata:
@@ -124,6 +137,7 @@ def read_metadata(folder: Path) -> AnyMetadata:
             return first
         if version == FORMAT:
             found = msgspec.json.decode(content, type=Metadata)
+            _check_intact(path, content, found)
             _check_within(path, (*found.tensors, *found.own, *found.model))
             return found
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -131,6 +145,20 @@ def read_metadata(folder: Path) -> AnyMetadata:
     raise CheckpointError(
         f"{folder} has format {version}; this version of rlinf_async reads formats 1 and {FORMAT}"
     )
+
+
+def _check_intact(path: Path, content: bytes, found: Metadata) -> None:
+    if found.crc32 not in (None, _checksum(content)):
+        raise CheckpointError(
+            f"{path} is damaged: its checksum is not that of what was written; use another "
+            "checkpoint, or restore the file"
+        )
+    expected = found.strategy.dp * found.strategy.tp
+    if len(found.tensors) != expected:
+        raise CheckpointError(
+            f"{path} names {len(found.tensors)} files of tensors, but {found.strategy} has "
+            f"{expected}: use another checkpoint, or restore the file"
+        )
 
 
 def _check_within(path: Path, records: Iterable[FileRecord | FileRecordV1]) -> None:

@@ -4,6 +4,11 @@
 
     files --size, crc32--> mapped into memory --> SavedTensor: boxes that cover it --> your cut
 
+Invariants: of every tensor that is returned, each element is in exactly one box; a parameter has
+all of its moments, or none. Boxes that several files have are the same in all of them; those that
+overlap otherwise, leave elements out, or lie outside of their tensor or their file are refused,
+with the files.
+
 Nothing is copied until a piece is cut out. Files are read as safetensors, or by torch's
 ``weights_only`` loader: a checkpoint cannot run code.
 """
@@ -12,12 +17,13 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -34,8 +40,15 @@ from rlinf_async.backends.checkpoint.metadata import (
     read_metadata,
 )
 from rlinf_async.backends.checkpoint.tensor_file import LAYOUT, Layout, checksum
+from rlinf_async.parallel.boxes import Boxes
+from rlinf_async.parallel.columns import ordered_by
+from rlinf_async.parallel.regions import overlapping
 
 Bounds = tuple[int, ...]
+OPTIMIZER: Final = "optimizer."
+"""prefix of the names of the optimizer's state"""
+STATE: Final = ("exp_avg", "exp_avg_sq", "step")
+"""what Adam has of a parameter"""
 
 
 class SavedBox(NamedTuple):
@@ -44,29 +57,67 @@ class SavedBox(NamedTuple):
     start: Bounds
     data: Tensor
     """elements of the box, mapped from the file"""
+    file: Path
+
+    @property
+    def size(self) -> Bounds:
+        """Its shape."""
+        return tuple(self.data.shape)
+
+    def __str__(self) -> str:
+        return f"{list(self.size)} at {list(self.start)} in {self.file}"
 
 
 class SavedTensor:
     """A global tensor out of a checkpoint, in boxes that do not overlap."""
 
-    def __init__(self, name: str, shape: Bounds, dtype: torch.dtype) -> None:
+    def __init__(self, name: str, shape: Bounds, dtype: torch.dtype, file: Path) -> None:
         self.name = name
         self.shape = shape
         self.dtype = dtype
+        self.file = file
+        """the first that has a part of it"""
         self._boxes: dict[tuple[Bounds, Bounds], SavedBox] = {}
 
-    def add(self, start: Bounds, data: Tensor) -> None:
-        """Add a box; several ranks may have stored the same one."""
-        if data.numel():
-            self._boxes.setdefault((start, tuple(data.shape)), SavedBox(start, data))
+    @property
+    def boxes(self) -> list[SavedBox]:
+        """The boxes; several that are the same count as one."""
+        return list(self._boxes.values())
 
     @property
-    def missing(self) -> int:
-        """The number of elements that are in no file."""
-        return math.prod(self.shape) - sum(box.data.numel() for box in self._boxes.values())
+    def elements(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    def add(self, shape: Bounds, box: SavedBox) -> None:
+        """Add a box of a tensor that has this shape; several ranks may have stored the same one.
+
+        Raises `CheckpointError` for a box of another tensor, outside of it, or with other content
+        than the same box in another file.
+        """
+        if (shape, box.data.dtype) != (self.shape, self.dtype):
+            raise CheckpointError(
+                f"{self.name!r} is {self.dtype} {list(self.shape)} in {self.file}, but "
+                f"{box.data.dtype} {list(shape)} in {box.file}: {_OF_ONE}"
+            )
+        ends = [first + extent for first, extent in zip(box.start, box.size, strict=False)]
+        inside = all(0 <= a <= b <= n for a, b, n in zip(box.start, ends, shape, strict=False))
+        if not len(box.start) == len(box.size) == len(shape) or not inside:
+            raise CheckpointError(
+                f"{self.name!r}, {list(shape)}, has a box outside of it: {box}: {_ELSEWHERE}"
+            )
+        if not box.data.numel():
+            return
+        first = self._boxes.setdefault((box.start, box.size), box)
+        if first is not box and not _same_bytes(first.data, box.data):
+            raise CheckpointError(
+                f"{self.name!r} has other elements in {first.file} than in {box.file}, for the box "
+                f"{list(box.size)} at {list(box.start)}: {_ELSEWHERE}"
+            )
 
     def fill(self, target: Tensor, start: Bounds) -> None:
-        """Copy the box that begins at ``start`` and has the target's shape into the target."""
+        """Copy the box that begins at ``start`` and has the target's shape into the target: all of
+        it, where it lies inside of the tensor."""
         for box in self._boxes.values():
             low = [max(a, b) for a, b in zip(start, box.start, strict=True)]
             high = [
@@ -83,7 +134,7 @@ class SavedTensor:
         """Return the whole tensor: mapped where one file has it, else assembled in memory."""
         if len(self._boxes) == 1:
             return next(iter(self._boxes.values())).data
-        made = torch.empty(self.shape, dtype=self.dtype)
+        made = torch.empty(self.shape, dtype=self.dtype)  # the boxes cover it: `_check_covered`
         self.fill(made, (0,) * len(self.shape))
         return made
 
@@ -126,7 +177,8 @@ def read_checkpoint(path: Path, checked: Wanted = everything) -> Saved:
     for record in metadata.tensors:
         _map(folder / record.name, found)
     own = [load_plain(folder / record.name) for record in metadata.own]
-    _check_whole(found.values())
+    _check_covered(list(found.values()))
+    _check_moments(found)
     _check_aliases(folder, metadata.aliases, found)
     return Saved(folder, metadata.strategy, found, own, metadata.aliases, metadata)
 
@@ -148,6 +200,7 @@ def check_file(folder: Path, record: FileRecord | FileRecordV1, *, summed: bool 
 
 
 _ELSEWHERE = "use another checkpoint, or restore the file"
+_OF_ONE = "the files are not of one checkpoint; use another, or restore them"
 
 
 def load_plain(target: Path) -> dict[str, Any]:
@@ -158,15 +211,20 @@ def load_plain(target: Path) -> dict[str, Any]:
 def _load(target: Path, *, mmap: bool) -> dict[str, Any]:
     try:
         with _no_other_objects():
-            content: dict[str, Any] = torch.load(
-                target, map_location="cpu", weights_only=True, mmap=mmap
-            )
+            content = torch.load(target, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError:
         # torch's own text recommends to switch off the protection, so it is not shown.
         raise CheckpointError(
             f"{target} holds more than tensors and plain values, so it is not loaded: it was not "
             "written by save_checkpoint()"
         ) from None
+    except (RuntimeError, EOFError, OSError) as error:
+        raise CheckpointError(f"{target} is damaged: {error}; {_ELSEWHERE}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(
+            f"{target} holds a {type(content).__name__} in place of a rank's own values: it was "
+            "not written by save_checkpoint()"
+        )
     return content
 
 
@@ -183,29 +241,84 @@ def _no_other_objects() -> Iterator[None]:
 
 
 def _map(path: Path, found: dict[str, SavedTensor]) -> None:
+    """Add the boxes of a file."""
     try:
         with safe_open(path, framework="pt") as file:
             layout = msgspec.json.decode((file.metadata() or {}).get(LAYOUT, ""), type=Layout)
-            names = file.keys()
+            names = list(file.keys())
+            if set(names) != layout.boxes.keys():
+                other = min(set(names) ^ layout.boxes.keys())
+                raise CheckpointError(f"{path} has no boxes for {other!r}, or only those")
             for name in names:
-                stored: Tensor = file.get_tensor(name)
-                flat = stored.reshape(-1)
-                for box in layout.boxes[name]:
-                    shape = layout.shapes[box.tensor]
-                    tensor = found.setdefault(
-                        box.tensor, SavedTensor(box.tensor, shape, stored.dtype)
-                    )
-                    data = flat[box.offset : box.offset + box.elements].view(box.size)
-                    tensor.add(box.start, data)
+                _add_boxes(path, name, file.get_tensor(name), layout, found)
     except (SafetensorError, msgspec.DecodeError, KeyError) as error:
         raise CheckpointError(f"{path} is not a file of a checkpoint: {error}") from error
 
 
-def _check_whole(tensors: Iterable[SavedTensor]) -> None:
-    for one in tensors:
-        if one.missing:
+def _add_boxes(
+    path: Path, name: str, stored: Tensor, layout: Layout, found: dict[str, SavedTensor]
+) -> None:
+    """Add the boxes of a tensor of a file, which lie in it one behind the other."""
+    flat, end = stored.reshape(-1), 0
+    if len(flat) and not layout.boxes[name]:
+        raise CheckpointError(f"{path} is damaged: it does not say what {name!r} is; {_ELSEWHERE}")
+    for box in sorted(layout.boxes[name], key=lambda one: one.offset):
+        if min(box.size, default=0) < 0 or not end <= box.offset <= len(flat) - box.elements:
             raise CheckpointError(
-                f"{one.name!r}: {one.missing} of its {math.prod(one.shape)} elements are in no file"
+                f"{path} is damaged: {name!r} has {len(flat)} elements, and in them the box "
+                f"{list(box.size)} of {box.tensor!r} at {box.offset}, behind one that ends at "
+                f"{end}; {_ELSEWHERE}"
+            )
+        end = box.offset + box.elements
+        shape = layout.shapes[box.tensor]
+        tensor = found.setdefault(box.tensor, SavedTensor(box.tensor, shape, stored.dtype, path))
+        tensor.add(shape, SavedBox(box.start, flat[box.offset : end].view(box.size), path))
+
+
+def _same_bytes(one: Tensor, other: Tensor) -> bool:
+    first, second = (each.contiguous().view(-1).view(torch.uint8) for each in (one, other))
+    return torch.equal(first, second)
+
+
+def _check_covered(tensors: Sequence[SavedTensor]) -> None:
+    """Raise `CheckpointError` unless each element of each tensor is in exactly one box.
+
+    That is so where no two boxes overlap, and together they have as many elements.
+    """
+    for one in tensors:
+        missing = one.elements - sum(box.data.numel() for box in one.boxes)
+        if missing > 0:
+            raise CheckpointError(
+                f"{one.name!r}: {missing} of its {one.elements} elements are in no file of "
+                f"{one.file.parent}: {_OF_ONE}"
+            )
+    every = [box for one in tensors for box in one.boxes]
+    table = np.array([number for number, one in enumerate(tensors) for _ in one.boxes], np.int64)
+    dims = max((len(one.shape) for one in tensors), default=0)
+    start, size = np.zeros((len(every), dims), np.int64), np.ones((len(every), dims), np.int64)
+    for row, box in enumerate(every):
+        start[row, : len(box.start)], size[row, : len(box.start)] = box.start, box.size
+    order = ordered_by([table, *start.T])
+    first, second = overlapping(Boxes(table, start, size).take(order), len(tensors))
+    if len(first):
+        row, other = int(order[first[0]]), int(order[second[0]])
+        raise CheckpointError(
+            f"{tensors[table[row]].name!r} has two boxes that overlap: {every[row]}, and "
+            f"{every[other]}: {_ELSEWHERE}"
+        )
+
+
+def _check_moments(found: Mapping[str, SavedTensor]) -> None:
+    """Raise `CheckpointError` for a parameter that has a part of Adam's state."""
+    for name, one in found.items():
+        parameter, _, kind = name.rpartition(".")
+        if not name.startswith(OPTIMIZER) or kind not in STATE:
+            continue
+        missing = [each for each in STATE if f"{parameter}.{each}" not in found]
+        if missing:
+            raise CheckpointError(
+                f"the optimizer's state of {parameter.removeprefix(OPTIMIZER)!r} is incomplete: "
+                f"{one.file} has its {kind}, no file has its {' and '.join(missing)}: {_OF_ONE}"
             )
 
 
@@ -223,13 +336,19 @@ def _read_v1(folder: Path, metadata: MetadataV1, checked: Wanted) -> Saved:
     found: dict[str, SavedTensor] = {}
     own: list[dict[str, Any]] = []
     for number, record in enumerate(metadata.files):
+        path = folder / record.name
         check_file(folder, record, summed=checked(number))
-        content = _load(folder / record.name, mmap=True)
-        for name, entry in content.pop("state").items():
-            data, rows = entry["data"], entry["rows"]
-            shape = tuple(data.shape) if rows < 0 else (rows, *data.shape[1:])
-            start = (entry["start"], *(0,) * (data.ndim - 1))[: data.ndim]
-            found.setdefault(name, SavedTensor(name, shape, data.dtype)).add(start, data)
+        content = _load(path, mmap=True)
+        try:
+            for name, entry in content.pop("state").items():
+                data, rows = entry["data"], entry["rows"]
+                shape = tuple(data.shape) if rows < 0 else (rows, *data.shape[1:])
+                start = (entry["start"], *(0,) * (data.ndim - 1))[: data.ndim]
+                tensor = found.setdefault(name, SavedTensor(name, shape, data.dtype, path))
+                tensor.add(shape, SavedBox(start, data, path))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path} is not a file of a checkpoint: {error}") from error
         own.append(content)
-    _check_whole(found.values())
+    _check_covered(list(found.values()))
+    _check_moments(found)
     return Saved(folder, Strategy(dp=metadata.world_size), found, own, {}, None)

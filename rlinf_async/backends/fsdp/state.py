@@ -55,11 +55,11 @@ def check_fits(target: Tensor, saved: SavedTensor, name: str) -> None:
     """Raise `CheckpointError` unless the saved tensor has the target's shape and dtype."""
     if saved.shape != tuple(target.shape):
         raise CheckpointError(
-            f"{name!r} is {list(saved.shape)} in the checkpoint, {list(target.shape)} in the model"
+            f"{name!r} is {list(saved.shape)} in {saved.file}, {list(target.shape)} in the model"
         )
     if saved.dtype != target.dtype:
         raise CheckpointError(
-            f"{name!r} is {saved.dtype} in the checkpoint, {target.dtype} in the model"
+            f"{name!r} is {saved.dtype} in {saved.file}, {target.dtype} in the model"
         )
 
 
@@ -149,18 +149,14 @@ def check_state(model: nn.Module, saved: Saved) -> None:
     faults += [f"unexpected {name!r}" for name in weights if name not in present]
     if faults:
         raise CheckpointError(
-            f"the checkpoint is of another model: {'; '.join(faults[:8])}. Use the configuration "
+            f"{saved.folder} is of another model: {'; '.join(faults[:8])}. Use the configuration "
             "it was written with"
         )
     for name, tensor in present.items():
         check_fits(tensor, weights[name], name)
-        held = [key for key in (*MOMENTS, "step") if f"{name}.{key}" in moments]
-        if held and len(held) <= len(MOMENTS):
-            raise CheckpointError(
-                f"the optimizer's state of {name!r} is incomplete: it has only {held}"
-            )
-        for key in MOMENTS:
-            if key in held:
+        if f"{name}.step" in moments:
+            check_fits(torch.zeros(()), moments[f"{name}.step"], f"{name}.step")
+            for key in MOMENTS:
                 check_fits(tensor, moments[f"{name}.{key}"], f"{name}.{key}")
 
 
