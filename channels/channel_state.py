@@ -22,6 +22,7 @@ from rlinf_async.channels.statistics import DeadLetter, Edges
 
 if TYPE_CHECKING:
     from rlinf_async.channels.ends import Key
+    from rlinf_async.channels.key_queue import KeyQueue
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class ChannelState(abc.ABC):
         "had_sender",
         "item_class",
         "item_type",
+        "leasing",
         "loaded",
         "lost",
         "max_deliveries",
@@ -70,6 +72,7 @@ class ChannelState(abc.ABC):
         "sequence",
         "shared",
         "stale",
+        "touched",
         "unconfirmed",
         "withdrawn",
     )  # fmt: skip
@@ -89,6 +92,11 @@ class ChannelState(abc.ABC):
         self.senders: dict[int, str] = {}
         """who holds each open end, by its number"""
         self.receivers: dict[int, str] = {}
+        self.touched: dict[int, set[KeyQueue]] = {}
+        """by number of an end: the queues of keys in which it has waited, or was sent items in
+        advance; under 0, those that have granted credit. Some of them are not in use any more."""
+        self.leasing: dict[object, int] = {}
+        """how many leases each owner of some holds"""
         self.had_sender = False
         self.open = True
         """not closed, not failed"""
@@ -135,6 +143,10 @@ class ChannelState(abc.ABC):
     @abc.abstractmethod
     def forget(self, key: Key | None) -> None:
         """Remove this key if it is idle: keys come and go, and must not stay in memory."""
+
+    @abc.abstractmethod
+    def touch(self, end: int, queue: KeyQueue) -> None:
+        """Find this queue, of a key, when something becomes of this end: see ``touched``."""
 
     @abc.abstractmethod
     def ended_error(self, key: Key | None) -> errors.ChannelError:

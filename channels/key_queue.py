@@ -137,6 +137,8 @@ class KeyQueue:
         ):
             wait = waiting(self, Entry(item, weight, 0), sender, holder or current_party.get())
             self.putters.append(wait)
+            if self.key is not None:
+                channel.touch(sender, self)
             channel.put_waits += 1
             self.recall_credit()
             return wait
@@ -219,6 +221,8 @@ class KeyQueue:
                 return False
         for link in list(self.prefetching.values()):
             link.recall(delivery.receiver)
+        if self.key is not None:
+            self.channel.touch(delivery.receiver, self)
         self.channel.get_waits += 1
         return True
 
@@ -256,6 +260,8 @@ class KeyQueue:
         delivery.prefetched = count
         delivery.link = link
         self.prefetching[delivery] = link
+        if self.key is not None:
+            self.channel.touch(delivery.receiver, self)
         self._count_prefetched(count, weight)
 
     # ---- settle
@@ -338,6 +344,8 @@ class KeyQueue:
     def _settled(self, delivery: Delivery) -> None:
         """Unregister what is over, and serve those who waited for that."""
         if not delivery.unsettled:
+            if delivery.lease and delivery in self.deliveries:
+                self._lease_over(delivery.owner)
             self.deliveries.pop(delivery, None)
             delivery.over()
         if delivery.link is not None and not delivery.prefetched:
@@ -349,6 +357,12 @@ class KeyQueue:
             self.serve()
         if self.key is not None:
             self.channel.forget(self.key)
+
+    def _lease_over(self, owner: object) -> None:
+        leasing = self.channel.leasing
+        leasing[owner] -= 1
+        if not leasing[owner]:
+            del leasing[owner]
 
     def _count_prefetched(self, count: int, weight: int) -> None:
         self.reserved += count
@@ -431,6 +445,8 @@ class KeyQueue:
         if delivery.lease:
             for entry in delivery.held():
                 entry.deliveries += 1
+            leasing = self.channel.leasing
+            leasing[delivery.owner] = leasing.get(delivery.owner, 0) + 1
         self.deliveries[delivery] = None
         delivery.served()
 
@@ -455,6 +471,8 @@ class KeyQueue:
         holders = {one.owner for one in self.deliveries}
         if holders <= {delivery.owner}:
             return True
+        if delivery.owner not in self.channel.leasing:  # it holds up nobody
+            return False
         stuck = self.channel.stuck_holders()
         return delivery.owner in stuck and holders <= stuck
 

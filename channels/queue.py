@@ -7,9 +7,9 @@ that were handed out, in `delivery`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from itertools import count
-from typing import Any
+from collections.abc import Iterable, Iterator
+from itertools import chain, count, islice
+from typing import Any, Final
 
 from rlinf_async.channels import errors
 from rlinf_async.channels.channel_state import ChannelState
@@ -26,6 +26,10 @@ from rlinf_async.channels.key_queue import KeyQueue
 from rlinf_async.channels.remote_payload import is_lost
 
 log = logging.getLogger(__name__)
+LOOKED_AT: Final = 16
+"""So many keys an error names at most, of those that have items."""
+MIN_TOUCHED: Final = 64
+"""With so many more than there are keys in use, those that are not are forgotten."""
 
 
 class Queue(ChannelState):
@@ -70,6 +74,22 @@ class Queue(ChannelState):
                 holder.forgotten()
             queue.credit_holders.clear()
 
+    def touch(self, end: int, queue: KeyQueue) -> None:
+        found = self.touched.get(end)
+        if found is None:
+            found = self.touched[end] = set()
+        found.add(queue)
+        if len(found) > 2 * len(self.keys) + MIN_TOUCHED:  # keys come and go
+            found.intersection_update(self.keys.values())
+
+    def _touched(self, ends: Iterable[int]) -> list[KeyQueue]:
+        """The queues, of those in use, that these ends have waited in; and that without a key."""
+        found = {queue: None for end in ends for queue in self.touched.get(end, ())}
+        return [
+            self.unkeyed,
+            *(one for one in found if one.key is not None and self.keys.get(one.key) is one),
+        ]
+
     # ---- ends
 
     def add_sender(self, holder: str) -> int:
@@ -80,9 +100,15 @@ class Queue(ChannelState):
 
     def remove_sender(self, number: int) -> None:
         """Close a sender: its own waiting puts are refused, and the last one ends the channel."""
-        if self.senders.pop(number, None) is not None:
-            for queue in self.every_key():
-                queue.refuse_putters(errors.closed_while_waiting, number)
+        if self.senders.pop(number, None) is None:
+            return
+        for queue in self._touched([number]):
+            queue.refuse_putters(errors.closed_while_waiting, number)
+            queue.serve()
+            self.forget(queue.key)
+        self.touched.pop(number, None)
+        if not self.senders:
+            for queue in self._touched(self.receivers):
                 queue.serve()
                 self.forget(queue.key)
 
@@ -98,16 +124,20 @@ class Queue(ChannelState):
             return
         self.no_receivers_left = not self.receivers
         self.accepts = self.open and not self.no_receivers_left
-        for queue in self.every_key():
+        for queue in self._touched([number]):
             queue.refuse_getters(errors.closed_while_waiting, number)
             for delivery, link in list(queue.prefetching.items()):
                 if delivery.receiver == number:
                     link.close()
-            if self.no_receivers_left:
-                queue.refuse_putters(errors.no_receivers)
-                queue.recall_credit()
             queue.serve()
             self.forget(queue.key)
+        self.touched.pop(number, None)
+        if self.no_receivers_left:
+            for queue in self._touched([0, *self.senders]):
+                queue.refuse_putters(errors.no_receivers)
+                queue.recall_credit()
+                queue.serve()
+                self.forget(queue.key)
 
     def _new_end(self) -> int:
         if self.opened_at is None:
@@ -155,7 +185,8 @@ class Queue(ChannelState):
 
     def ended_error(self, key: Key | None) -> ChannelError:
         """Nothing will come under this key any more; it says under which others something is."""
-        others = (queue for queue in self.every_key() if queue.key != key and queue.entries)
+        looked_at = chain([self.unkeyed], islice(self.keys.values(), LOOKED_AT))
+        others = (queue for queue in looked_at if queue.key != key and queue.entries)
         return errors.channel_ended(
             self.name, key, {queue.key: len(queue.entries) for queue in others}
         )

@@ -63,6 +63,8 @@ class GrantedCredit:
         self.weight = 0
         self.recalled = self.wanting = self.gone = False
         self.queue.credit_holders.append(self)
+        if key is not None:
+            channel.touch(0, self.queue)
 
     def recall(self) -> None:
         if self.items and not self.recalled:

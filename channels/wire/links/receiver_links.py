@@ -65,7 +65,8 @@ FETCHED_AHEAD: Final = 1
 TURN_ITEMS: Final = 128
 """So many items are taken in a row, and then the loop has a turn."""
 MAX_LINKS: Final = 256
-"""With so many, those that are idle are forgotten before another one is made."""
+"""With so many, or twice as many as were in use when that was done last, those that are idle are
+forgotten before another one is made."""
 _decode_delivered = msgspec.msgpack.Decoder(Delivered | int).decode
 
 Part = tuple[int, int, Any]
@@ -358,7 +359,10 @@ class ReceiverLinks:
         self.connection = connection
         self.loop = asyncio.get_running_loop()
         self.now = self.loop.time
-        self._links: dict[tuple[int, Key | None], ReceiverLink] = {}
+        self._links: dict[int, dict[Key | None, ReceiverLink]] = {}
+        """by receiver"""
+        self._count = 0
+        self._forget_at = MAX_LINKS
         self._unreported: list[Range] = []
         self._taken_of = self._taken_from = self._taken_to = 0
         """of this delivery, what was taken last; its number is 0 if nothing was"""
@@ -376,26 +380,26 @@ class ReceiverLinks:
     ) -> ReceiverLink:
         """That of this receiver and key; made if there is none. ``decode_list``: of its items, as
         of `ItemCodec`."""
-        link = self._links.get((end, key))
+        link = self._find(end, key)
         if link is None:
-            if len(self._links) >= MAX_LINKS:
+            if self._count >= self._forget_at:
                 self._forget_idle()
-            link = self._links[end, key] = ReceiverLink(self, end, key, decode_list)
-            link.registered = True
+            link = ReceiverLink(self, end, key, decode_list)
+            self.register(link)
         return link
 
     def close(self, end: int) -> None:
         """This receiver is closed."""
-        for at, link in list(self._links.items()):
-            if at[0] == end:
-                link.closed = True
-                link.return_items()
-                link.registered = False
-                del self._links[at]
+        links = self._links.pop(end, {})
+        self._count -= len(links)
+        for link in links.values():
+            link.closed = True
+            link.return_items()
+            link.registered = False
 
     def return_items(self, end: int, key: Key | None) -> None:
         """A batch or a lease is asked for: what was prefetched must be in the channel."""
-        link = self._links.get((end, key))
+        link = self._find(end, key)
         if link is not None:
             link.return_items()
 
@@ -403,7 +407,11 @@ class ReceiverLinks:
         """Find it from now on, if it was forgotten; whether it is still that of its key. Only such
         a one may have items prefetched: they must be found when they are recalled."""
         if not link.registered:
-            link.registered = self._links.setdefault((link.end, link.key), link) is link
+            links = self._links.setdefault(link.end, {})
+            if link.key not in links:
+                links[link.key] = link
+                link.registered = True
+                self._count += 1
         return link.registered
 
     # ---- settling
@@ -460,14 +468,27 @@ class ReceiverLinks:
     def _recalled(self, request: Request[Recall]) -> None:
         self.return_items(request.meta.end, request.meta.key)
 
+    def _find(self, end: int, key: Key | None) -> ReceiverLink | None:
+        links = self._links.get(end)
+        return None if links is None else links.get(key)
+
+    def _every_link(self) -> list[ReceiverLink]:
+        return [link for links in self._links.values() for link in links.values()]
+
     def _forget_idle(self) -> None:
-        for at, link in list(self._links.items()):
+        """Forget those that are idle, and do so again when there are twice as many as are left."""
+        for link in self._every_link():
             if link.idle:
                 link.registered = False
-                del self._links[at]
+                self._count -= 1
+                links = self._links[link.end]
+                del links[link.key]
+                if not links:
+                    del self._links[link.end]
+        self._forget_at = max(MAX_LINKS, 2 * self._count)
 
     def _lost(self, connection: Connection, reason: str) -> None:
-        for link in self._links.values():
+        for link in self._every_link():
             link.items.clear()
         self._taken_of = 0
         self._unreported.clear()
