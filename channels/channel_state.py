@@ -22,7 +22,6 @@ from rlinf_async.channels.statistics import DeadLetter, Edges
 
 if TYPE_CHECKING:
     from rlinf_async.channels.ends import Key
-    from rlinf_async.channels.key_queue import KeyQueue
 
 log = logging.getLogger(__name__)
 
@@ -92,8 +91,8 @@ class ChannelState(abc.ABC):
         self.senders: dict[int, str] = {}
         """who holds each open end, by its number"""
         self.receivers: dict[int, str] = {}
-        self.touched: dict[int, set[KeyQueue]] = {}
-        """by number of an end: the queues of keys in which it has waited, or was sent items in
+        self.touched: dict[int, set[Any]] = {}
+        """by number of an end: each `KeyQueue` in which it has waited, or was sent items in
         advance; under 0, those that have granted credit. Some of them are not in use any more."""
         self.leasing: dict[object, int] = {}
         """how many leases each owner of some holds"""
@@ -145,8 +144,8 @@ class ChannelState(abc.ABC):
         """Remove this key if it is idle: keys come and go, and must not stay in memory."""
 
     @abc.abstractmethod
-    def touch(self, end: int, queue: KeyQueue) -> None:
-        """Find this queue, of a key, when something becomes of this end: see ``touched``."""
+    def touch(self, end: int, queue: Any) -> None:
+        """Find this `KeyQueue`, of a key, when something becomes of this end: see ``touched``."""
 
     @abc.abstractmethod
     def ended_error(self, key: Key | None) -> errors.ChannelError:
