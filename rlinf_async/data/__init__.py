@@ -4,7 +4,7 @@
 
     records.py      what records are
       files.py      JSON lines, dataset folders, Parquet and Arrow files
-      tasks.py      entries of reasoning-gym tasks
+      tasks.py      entries of reasoning-gym tasks      values.py   values as they were written
     rendering.py    record -> text -> tokens        tokenizer.py   a checkpoint folder's
     prompts.py      `Prompts`: which record comes when, a function of seed and epoch
     arithmetic.py   a tokenizer of single characters

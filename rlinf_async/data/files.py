@@ -11,6 +11,7 @@ import importlib
 import os
 import re
 from collections.abc import Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,6 +23,7 @@ from rlinf_async.config.errors import nearest
 from rlinf_async.data.config import DataConfig
 from rlinf_async.data.errors import DataError
 from rlinf_async.data.records import Record, Records, digest_of
+from rlinf_async.data.values import from_arrow
 
 _BOM = b"\xef\xbb\xbf"
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
@@ -68,7 +70,7 @@ class JsonLines:
         self._name = str(path)
         digest = hashlib.blake2b(digest_size=16)
         places: list[tuple[int, int, int]] = []
-        self._decode = msgspec.json.Decoder(dict[str, Any]).decode
+        self._decode = msgspec.json.Decoder(dict[str, Any], float_hook=Decimal).decode
         start = 0
         with self._open() as file:
             for number, line in enumerate(file, 1):
@@ -110,24 +112,39 @@ class JsonLines:
 
 
 class TableRecords:
-    """Rows of a `datasets.Dataset`."""
+    """Rows of a `datasets.Dataset`.
+
+    Args:
+        dataset: the tables of all files, one after the other.
+        files: names and numbers of rows, in this order.
+        fingerprint: of their content.
+    """
 
     made_on_demand = False
 
-    def __init__(self, dataset: Any, name: str, fingerprint: str) -> None:
-        self._dataset = dataset
-        self._name = name
+    def __init__(self, dataset: Any, files: Sequence[tuple[str, int]], fingerprint: str) -> None:
+        self._dataset = dataset.with_format("arrow")
+        self._names = [name for name, _ in files]
+        self._ends = np.cumsum([rows for _, rows in files])
         self.fingerprint = fingerprint
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Record:
-        record: Record = self._dataset[int(index)]
+        row = self._dataset[int(index)]
+        record = {}
+        for name in row.column_names:
+            try:
+                record[name] = from_arrow(row.column(name)[0])
+            except ValueError as error:
+                raise DataError(f"{self.where(index)}: column {name!r}: {error}") from error
         return record
 
     def where(self, index: int) -> str:
-        return f"{self._name}, record {index}"
+        at = int(np.searchsorted(self._ends, index, side="right"))
+        before = int(self._ends[at - 1]) if at else 0
+        return f"{self._names[at]}, record {index - before}"
 
 
 def open_tables(path: Path, split: str, columns: Sequence[str]) -> Records:
@@ -140,9 +157,10 @@ def open_tables(path: Path, split: str, columns: Sequence[str]) -> Records:
     library = _library(path)
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         dataset, name, files = _saved(library, path, split)
+        counts = [(name, len(dataset))]
     else:
         files = _files(path, split)
-        dataset, name = _tables(library, files), str(path)
+        (dataset, counts), name = _tables(library, files), str(path)
     known = dataset.column_names
     for column in columns:
         if column not in known:
@@ -150,7 +168,7 @@ def open_tables(path: Path, split: str, columns: Sequence[str]) -> Records:
                 f"{name} has no column {column!r}{nearest(column, known)}; it has "
                 f"{', '.join(known)}"
             )
-    return TableRecords(dataset.select_columns(list(columns)), name, digest_of(files))
+    return TableRecords(dataset.select_columns(list(columns)), counts, digest_of(files))
 
 
 def _saved(library: Any, path: Path, split: str) -> tuple[Any, str, list[Path]]:
@@ -204,7 +222,7 @@ def _split_of(file: Path) -> str:
     return ""
 
 
-def _tables(library: Any, files: Sequence[Path]) -> Any:
+def _tables(library: Any, files: Sequence[Path]) -> tuple[Any, list[tuple[str, int]]]:
     tables = []
     for file in files:
         try:
@@ -216,7 +234,8 @@ def _tables(library: Any, files: Sequence[Path]) -> Any:
         except Exception as error:  # pyarrow raises errors of many types
             raise DataError(f"{file} cannot be read: {error}") from error
     try:
-        return library.concatenate_datasets(tables)
+        counts = [(str(file), len(table)) for file, table in zip(files, tables, strict=True)]
+        return library.concatenate_datasets(tables), counts
     except (ValueError, TypeError) as error:
         raise DataError(f"the files beside {files[0]} do not fit together: {error}") from error
 

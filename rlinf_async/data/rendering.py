@@ -22,6 +22,7 @@ from rlinf_async.data.errors import DataError
 from rlinf_async.data.records import Record, column
 from rlinf_async.data.tasks import REFERENCE_COLUMN
 from rlinf_async.data.tokenizer import Tokenizer
+from rlinf_async.data.values import as_text
 from rlinf_async.messages.language import Prompt
 
 Message = Mapping[str, Any]
@@ -69,16 +70,12 @@ class Renderer:
         return name
 
     def reference(self, record: Record, where: str) -> str:
-        """The reference as text; a value other than text as JSON."""
+        """The reference as text: `values` has the rule."""
         value = column(record, self._reference, where)
-        if isinstance(value, str):
-            return value
         try:
-            return msgspec.json.encode(value).decode()
-        except TypeError as error:
-            raise DataError(
-                f"{where}: {self._reference} cannot be encoded as JSON: {error}"
-            ) from error
+            return as_text(value)
+        except ValueError as error:
+            raise DataError(f"{where}: column {self._reference!r}: {error}") from error
 
     def longest_possible(self, record: Record, where: str) -> int:
         """An upper bound of the tokens of the prompt: the bytes of its messages.
