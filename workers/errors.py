@@ -5,7 +5,7 @@
     BuildError              the worker graph is wrong: nothing was started (also a ValueError)
     WorkerError             a call failed inside a worker: worker, rank, host, method, traceback
      +-- WorkerDied         the worker's process ended by itself: exit code or signal
-          +-- WorkerUnresponsive   its event loop stopped answering, and it was killed
+          +-- WorkerUnresponsive   it, or an environment in it, stopped answering, and it was killed
     Deadlock                every worker waits for another: who, on which channel, how long
 """
 
@@ -46,6 +46,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     explained: bool = False
     """whether the message says all (a full disk, a file that this host does not have), and the
     traceback adds nothing"""
+    waited: float = 0.0
+    """seconds for which it was waited until the process was found to hang, where it was killed"""
 
 
 def is_secondary(error: BaseException) -> bool:
@@ -117,4 +119,4 @@ class WorkerDied(WorkerError):
 
 
 class WorkerUnresponsive(WorkerDied):
-    """The worker's event loop did not answer within the limit; it was killed."""
+    """The worker was killed: its event loop, or an environment, did not answer within the limit."""

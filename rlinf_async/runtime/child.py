@@ -17,6 +17,7 @@ from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 
@@ -53,6 +54,7 @@ from rlinf_async.runtime.protocol import (
 )
 from rlinf_async.runtime.signals import ignore_in_worker
 from rlinf_async.runtime.stall import current_is_internal, internal, what_can_go_on
+from rlinf_async.workers import foreign_calls
 from rlinf_async.workers.errors import WorkerError
 from rlinf_async.workers.host import Invocation, WorkerHost
 from rlinf_async.workers.methods import Method, method_of
@@ -105,10 +107,17 @@ def serve(boot: Boot) -> bool:
     """Serve one worker until asked to stop (True) or cut off (False); what it started has ended."""
     _show_name(boot.spec.info.name)
     _pin(boot)
+    file = calls_file(Path(boot.socket).parent, boot.life)
+    foreign_calls.note_in(file if file.parent.is_dir() else None)  # of the driver's host, or not
     gc.freeze()  # what was imported stays: the collector need not look at it again and again
     asked_to_stop = run(Child(boot).serve())
     _end_children()
     return asked_to_stop
+
+
+def calls_file(folder: Path, life: str) -> Path:
+    """Where a worker notes which call of somebody else's code it is in, see `foreign_calls`."""
+    return folder / f"calls-{quote(life, safe='')}"
 
 
 def _show_name(name: str) -> None:

@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
 
 import msgspec
@@ -35,13 +36,14 @@ from rlinf_async.channels.wire.links.protocol import Nothing
 from rlinf_async.observe.clocks import PeerClock
 from rlinf_async.observe.trace import Span
 from rlinf_async.runtime.backend import Cancel, Doing, Standstill, WorkerSpec
-from rlinf_async.runtime.child import Boot
+from rlinf_async.runtime.child import Boot, calls_file
 from rlinf_async.runtime.launching import check_seconds
 from rlinf_async.runtime.listeners import Listeners
 from rlinf_async.runtime.protocol import ClockTime, Outcome, decode_spans
 from rlinf_async.runtime.remote_call import RemoteCall
 from rlinf_async.runtime.stall import result_of
 from rlinf_async.workers.errors import Failure, WorkerDied, WorkerError, WorkerUnresponsive
+from rlinf_async.workers.foreign_calls import last_words
 from rlinf_async.workers.host import OnEnd
 from rlinf_async.workers.methods import Method
 
@@ -82,8 +84,17 @@ Spawn: TypeAlias = Callable[[Boot], Awaitable[WorkerProcess]]
 class RemoteWorker:
     """One rank in a process of its own."""
 
-    def __init__(self, name: str, process: WorkerProcess, server: ChannelServer) -> None:
+    def __init__(
+        self,
+        name: str,
+        process: WorkerProcess,
+        server: ChannelServer,
+        *,
+        heartbeat_limit: float,
+        calls: Path,
+    ) -> None:
         self.name = name
+        self._heartbeat_limit, self._calls = heartbeat_limit, calls
         self.process = process
         self.connection: Connection | None = None
         """None until its process has connected"""
@@ -210,18 +221,23 @@ class RemoteWorker:
             self.died.set_result(self._death(ended.result()))
 
     def _death(self, ended: Ended) -> WorkerDied:
-        kind = WorkerDied if self._kill_reason is None else WorkerUnresponsive
+        last = last_words(self._calls)
+        reason = last.reason or self._kill_reason
+        waited = last.waited if last.reason or reason is None else self._heartbeat_limit
         how = ended.how
         if self.connection is None:
             how = f"{how}, before it could connect{ended.hint}"
+        message = last.reason or f"{reason or f'the process ended by itself: {how}'}{last.during}"
+        kind = WorkerDied if reason is None else WorkerUnresponsive
         failure = Failure(
             worker=self.name,
             host=self.process.host,
             pid=self.process.pid,
             method="its process",
             error_type=kind.__name__,
-            message=self._kill_reason or f"the process ended by itself: {how}",
+            message=message,
             traceback="",
+            waited=waited,
         )
         return kind(failure)
 
@@ -290,7 +306,13 @@ class RemoteWorkers:
         )
         self._expected[life] = connected
         try:
-            worker = RemoteWorker(spec.info.name, await spawn(boot), self._channels)
+            worker = RemoteWorker(
+                spec.info.name,
+                await spawn(boot),
+                self._channels,
+                heartbeat_limit=self._heartbeat_limit,
+                calls=calls_file(self.listeners.socket.parent, life),
+            )
             self._workers[spec.info.name] = worker
             try:
                 await worker.attach(connected, self._connect_limit)

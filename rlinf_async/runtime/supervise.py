@@ -38,7 +38,9 @@ class Never(msgspec.Struct, frozen=True):
 class Restart(msgspec.Struct, frozen=True):
     """A rank whose process dies is started again, at most ``max`` times within ``within`` seconds.
 
-    An exception that a method raises is not a death: it would only be raised again.
+    An exception that a method raises is not a death: it would only be raised again. Seconds for
+    which it was waited until a process was found to hang do not count: one that hangs again and
+    again is not started for ever.
     """
 
     max: int = 3
@@ -66,6 +68,8 @@ class Supervisor:
         self._policy = policy
         self._on_idle_death = on_idle_death
         self._restarts: deque[float] = deque()
+        self._waited = 0.0
+        """seconds until it was found that its processes hang"""
         self._handle: asyncio.Future[WorkerHandle] | None = None
         self._live: WorkerHandle | None = None  # result of `_handle`, while the worker is live
         self._restarting: asyncio.Task[None] | None = None
@@ -149,6 +153,7 @@ class Supervisor:
         self._after(death)
 
     def _after(self, death: WorkerDied) -> None:
+        self._waited += death.failure.waited
         if self._may_restart():
             log.warning("%s; starting it again (%d so far)", death.summary, self.restarts)
             task = asyncio.create_task(self._restart(death), name=f"restart {self.name}")
@@ -159,7 +164,7 @@ class Supervisor:
     def _may_restart(self) -> bool:
         if isinstance(self._policy, Never):
             return False
-        now = asyncio.get_running_loop().time()
+        now = asyncio.get_running_loop().time() - self._waited
         while self._restarts and self._restarts[0] < now - self._policy.within:
             self._restarts.popleft()
         if len(self._restarts) >= self._policy.max:

@@ -97,7 +97,10 @@ def crashing() -> None:
 def test_a_simulator_that_crashes_is_a_problem_and_not_the_end() -> None:
     fit = asked(EnvConfig(entry_point="tests.cli.test_envs:crashing"))
     assert fit.spec is None
-    assert fit.problem == "the simulator crashed (SIGABRT)"
+    assert fit.problem == (
+        "the process ended by itself: killed by SIGABRT; under way was env "
+        "tests.cli.test_envs:crashing, while it was made"
+    )
 
 
 IMAGE = Part(name="image", kind="image", shape=(32, 32, 3))

@@ -30,9 +30,20 @@ from rlinf_async.workers.env.actions import ActionReader
 from rlinf_async.workers.env.async_stage import Ready
 from rlinf_async.workers.env.batched import FINAL, at, batch_of
 from rlinf_async.workers.env.config import Autoreset
-from rlinf_async.workers.env.errors import EnvFailed
+from rlinf_async.workers.env.errors import EnvFailed, is_interrupt
 from rlinf_async.workers.env.observations import ObservationWriter, array_of
 from rlinf_async.workers.env.slot import Episode
+from rlinf_async.workers.foreign_calls import (
+    CLOSE,
+    NO_LENGTH,
+    NOT_NOTED,
+    RECV,
+    RECV_AND_RESET,
+    RESET,
+    SEND,
+    Call,
+    in_words,
+)
 
 
 class AsyncEnv(Protocol):
@@ -71,7 +82,10 @@ class Simulated:
         *,
         label: str,
         seed: int,
+        calls: tuple[Call, Call] = (NOT_NOTED, NOT_NOTED),
     ) -> None:
+        """``calls`` are where those of ``recv`` are noted, and all others."""
+        self._receiving, self._call = calls
         self._env, self._writer, self._actions = env, writer, actions
         self._autoreset, self._label, self._seed = autoreset, label, seed
         count = env.num_envs
@@ -82,21 +96,25 @@ class Simulated:
         self._returns = np.zeros(count)
         self._lengths = np.zeros(count, np.int64)
         self._under_way = threading.Semaphore(0)
-        self._came: queue.SimpleQueue[_Received | Exception] = queue.SimpleQueue()
+        self._came: queue.SimpleQueue[_Received | BaseException] = queue.SimpleQueue()
         self._closing = False
+        self._steps = 0
+        """times that it gave some"""
         self._thread = threading.Thread(target=self._receive_all, name=label, daemon=True)
         self._thread.start()
 
     def begin(self, seeds: Sequence[int] | None) -> None:
         """Begin an episode in every environment; the simulator was seeded when it was made."""
         self._beginning[:], self._asked[:] = True, False
-        self._do("async_reset", self._env.async_reset)
+        self._do(RESET, "async_reset", self._env.async_reset)
         self._under_way.release(self._env.num_envs)
 
     def send(self, answer: Choice, rows: Ints) -> None:
         """Begin a step in these environments."""
         self._asked[rows] = True
-        self._do("send", self._env.send, batch_of(self._actions.read(answer, len(rows))), rows)
+        self._do(
+            SEND, "send", self._env.send, batch_of(self._actions.read(answer, len(rows))), rows
+        )
         self._under_way.release(len(rows))
 
     def receive(self, timeout: float | None) -> list[Ready]:
@@ -118,25 +136,30 @@ class Simulated:
         self._closing = True
         self._under_way.release()
         self._thread.join()
-        self._env.close()
+        self._do(CLOSE, "close", self._env.close)
 
     def _receive_all(self) -> None:
         while True:
             self._under_way.acquire()
             if self._closing:
                 return
+            resets = self._autoreset == "same_step" or bool(self._beginning.any())
+            self._receiving.begin(RECV_AND_RESET if resets else RECV, self._seed, self._steps)
             try:
                 batch = self._env.recv()
                 rows = array_of(batch[4]["env_id"]).astype(np.int64)
-            except Exception as error:  # raised where it is asked for
+            except BaseException as error:  # raised where it is asked for
                 self._came.put(error)
                 return
+            finally:
+                self._receiving.end()
+            self._steps += 1
             self._came.put(_Received(time.monotonic(), rows, batch))
             for _ in range(len(rows) - 1):
                 self._under_way.acquire()
 
-    def _read(self, came: _Received | Exception) -> list[Ready]:
-        if isinstance(came, Exception):
+    def _read(self, came: _Received | BaseException) -> list[Ready]:
+        if isinstance(came, BaseException):
             raise self._failed("recv", came) from came
         seen, rewards, terminations, truncations, info = came.batch
         try:
@@ -229,14 +252,20 @@ class Simulated:
                 f"environment {env}"
             )
 
-    def _do(self, doing: str, call: Any, *args: Any) -> None:
+    def _do(self, what: int, doing: str, call: Any, *args: Any) -> None:
+        self._call.begin(what, self._seed, self._steps)
         try:
             call(*args)
-        except Exception as error:
+        except BaseException as error:
             raise self._failed(doing, error) from error
+        finally:
+            self._call.end()
 
-    def _failed(self, doing: str, error: Exception) -> EnvFailed:
+    def _failed(self, doing: str, error: BaseException) -> EnvFailed:
+        if is_interrupt(error):
+            raise error
         return EnvFailed(f"{self._where(doing)} raised {type(error).__name__}: {error}")
 
     def _where(self, doing: str) -> str:
-        return f"simulator {self._label}, seed {self._seed}, in {doing}(),"
+        where = in_words(f"simulator {self._label}", doing, self._seed, self._steps, NO_LENGTH)
+        return f"{where},"

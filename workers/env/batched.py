@@ -25,10 +25,20 @@ from rlinf_async.messages.spaces import Seen, numbers_of
 from rlinf_async.messages.success import success_at
 from rlinf_async.workers.env.actions import ActionReader
 from rlinf_async.workers.env.config import Autoreset
-from rlinf_async.workers.env.errors import EnvFailed
+from rlinf_async.workers.env.errors import EnvFailed, is_interrupt
 from rlinf_async.workers.env.observations import ObservationWriter, array_of
 from rlinf_async.workers.env.slot import Episode
 from rlinf_async.workers.env.stage import Outcome
+from rlinf_async.workers.foreign_calls import (
+    CLOSE,
+    NO_LENGTH,
+    NOT_NOTED,
+    RESET,
+    STEP,
+    STEP_AND_RESET,
+    Call,
+    in_words,
+)
 
 FINAL = ("final_obs", "final_observation")
 """Where ``info`` has the last observations of episodes: since, and before, Gymnasium 1.0."""
@@ -65,8 +75,11 @@ class BatchedStage:
         *,
         label: str,
         seed: int,
+        call: Call = NOT_NOTED,
     ) -> None:
+        """``call`` is where its calls are noted."""
         self.env, self.label, self.seed = env, label, seed
+        self._call = call
         self._writer, self._actions, self._autoreset = writer, actions, autoreset
         count = env.num_envs
         self.observation: Seen = writer.spec.empty(count)
@@ -89,14 +102,17 @@ class BatchedStage:
         Raises:
             EnvFailed: the simulator raised, or showed NaN or infinity.
         """
+        self._call.begin(RESET, self.seed, self.steps)
         try:
             if self._fresh:
                 seen, _ = self.env.reset(seed=self.seed)
             else:
                 seen, _ = self.env.reset(options={"reset_mask": self._ended.copy()})
             self.observation = self._written(seen)
-        except Exception as error:
+        except BaseException as error:
             raise self._failed("reset", error) from error
+        finally:
+            self._call.end()
         self._check(self.observation, "reset")
         self._fresh = False
         self._ended = np.zeros_like(self._ended)
@@ -111,6 +127,7 @@ class BatchedStage:
         actions = batch_of(self._actions.read(answer, self.env.num_envs))
         begins = self._ended if self._autoreset == "next_step" else None
         self.steps += 1
+        self._call.begin(self._stepping, self.seed, self.steps)
         try:
             seen, rewards, terminations, truncations, info = self.env.step(actions)
             shown = self._written(seen)
@@ -119,8 +136,10 @@ class BatchedStage:
             cut = self._each(truncations, "truncations").astype(np.bool_) & ~terminated
             ended = terminated | cut
             final = self._final(shown, cut, info) if cut.any() else None
-        except Exception as error:
+        except BaseException as error:
             raise self._failed("step", error) from error
+        finally:
+            self._call.end()
         self._check(shown, "step")
         if not np.isfinite(reward).all():
             raise EnvFailed(f"{self._where('step')} returned the rewards {reward}")
@@ -130,8 +149,25 @@ class BatchedStage:
         return Outcome(reward, terminated, cut, final, episodes, valid=valid)
 
     def close(self) -> None:
-        """Close the simulator."""
-        self.env.close()
+        """Close the simulator.
+
+        Raises:
+            EnvFailed: it raised.
+        """
+        self._call.begin(CLOSE, self.seed, self.steps)
+        try:
+            self.env.close()
+        except BaseException as error:
+            raise self._failed("close", error) from error
+        finally:
+            self._call.end()
+
+    @property
+    def _stepping(self) -> int:
+        """What a step is: with the resets of episodes that have ended, or without."""
+        if self._autoreset == "next_step":
+            return STEP_AND_RESET if self._ended.any() else STEP
+        return STEP_AND_RESET if self._autoreset == "same_step" else STEP
 
     def _written(self, seen: Any) -> Seen:
         rows = self._writer.spec.empty(self.env.num_envs)
@@ -188,11 +224,14 @@ class BatchedStage:
                 f"environments {rows.tolist()}"
             )
 
-    def _failed(self, doing: str, error: Exception) -> EnvFailed:
+    def _failed(self, doing: str, error: BaseException) -> EnvFailed:
+        if is_interrupt(error):
+            raise error
         return EnvFailed(f"{self._where(doing)} raised {type(error).__name__}: {error}")
 
     def _where(self, doing: str) -> str:
-        return f"simulator {self.label}, seed {self.seed}, in {doing}() at step {self.steps},"
+        where = in_words(f"simulator {self.label}", doing, self.seed, self.steps, NO_LENGTH)
+        return f"{where},"
 
 
 def last_name(info: Mapping[str, Any]) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import msgspec
+
+from rlinf_async.workers.foreign_calls import Limits
 
 Autoreset = Literal["same_step", "next_step", "disabled"]
 
@@ -37,6 +40,12 @@ class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """how a vector simulator begins episodes; ``auto``: as its metadata say"""
     probe: bool = True
     """whether a reset and a step are tried before anything starts, in an environment of its own"""
+    make_seconds: float | None = 300.0
+    """limit on making an environment, after which its process is killed; None: no limit"""
+    reset_seconds: float | None = 60.0
+    """limit on a reset, and on closing"""
+    step_seconds: float | None = 60.0
+    """limit on a step, and on a picture"""
     actions: Literal["clip", "rescale"] = "clip"
     """continuous actions are clipped to the bounds, or [-1, 1] is rescaled to the bounds"""
 
@@ -102,6 +111,12 @@ class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 f"{self.simulator!r} are reset one by one when their episodes end: leave autoreset "
                 "out, or use simulator = 'vector', 'envpool' or 'async', which step many in a call"
             )
+        for setting in ("make_seconds", "reset_seconds", "step_seconds"):
+            limit = getattr(self, setting)
+            if limit is not None and not 0.0 < limit < math.inf:
+                raise ValueError(
+                    f"{setting} is {limit}; it must be seconds above 0, or 'none' for no limit"
+                )
         self._check_ready()
 
     def _check_ready(self) -> None:
@@ -123,6 +138,11 @@ class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def name(self) -> str:
         """The name of the environment in reports."""
         return self.id or self.entry_point
+
+    @property
+    def limits(self) -> Limits:
+        """How long its environments may take."""
+        return Limits(self.make_seconds or 0.0, self.reset_seconds or 0.0, self.step_seconds or 0.0)
 
     @property
     def envs_per_stage(self) -> int:

@@ -16,9 +16,9 @@ from rlinf_async.workers.env.readiness import Readiness
 from rlinf_async.workers.env.seeds import env_seed, episode_seed
 from rlinf_async.workers.env.slot import Slot
 from rlinf_async.workers.env.stage import EnvStage, Stage
+from rlinf_async.workers.foreign_calls import making, place_for
 
 if TYPE_CHECKING:
-    import gymnasium
     from gymnasium import Space
 
 
@@ -56,10 +56,7 @@ class Environments:
             if config.asynchronous:
                 return self._async_simulator(count, label, seed)
             return self._simulator(count, label, seed)
-        envs = [self._make_env() for _ in range(count)]
-        if number == 0:
-            self._look_at(envs[0].observation_space, envs[0].action_space, envs[0].spec)
-        slots = [self._slot(env, number, index) for index, env in enumerate(envs)]
+        slots = [self._slot(number, index) for index in range(count)]
         return Stage(
             slots,
             self._writer.spec.empty(len(slots)),
@@ -96,12 +93,16 @@ class Environments:
     def _simulator(self, count: int, label: str, seed: int) -> BatchedStage:
         from rlinf_async.workers.env.make_batched import autoreset_of, make_batched
 
-        env = make_batched(self.config, count, seed)
-        self._look_at(
-            env.single_observation_space, env.single_action_space, getattr(env, "spec", None)
+        call = place_for(f"simulator {label}", self.config.limits)
+        with making(call):
+            env = make_batched(self.config, count, seed)
+            self._look_at(
+                env.single_observation_space, env.single_action_space, getattr(env, "spec", None)
+            )
+            mode = autoreset_of(self.config, env)
+        return BatchedStage(
+            env, self._writer, self._reader, mode, label=label, seed=seed, call=call
         )
-        mode = autoreset_of(self.config, env)
-        return BatchedStage(env, self._writer, self._reader, mode, label=label, seed=seed)
 
     def _async_simulator(
         self, count: int, label: str, seed: int, readiness: Readiness | None = None
@@ -109,12 +110,15 @@ class Environments:
         from rlinf_async.workers.env.async_simulator import Simulated
         from rlinf_async.workers.env.make_batched import autoreset_of, make_async
 
-        env = make_async(self.config, count, seed)
-        self._look_at(
-            env.single_observation_space, env.single_action_space, getattr(env, "spec", None)
-        )
-        mode = autoreset_of(self.config, env)
-        envs = Simulated(env, self._writer, self._reader, mode, label=label, seed=seed)
+        limits = self.config.limits
+        calls = place_for(f"simulator {label}", limits), place_for(f"simulator {label}", limits)
+        with making(calls[0]):
+            env = make_async(self.config, count, seed)
+            self._look_at(
+                env.single_observation_space, env.single_action_space, getattr(env, "spec", None)
+            )
+            mode = autoreset_of(self.config, env)
+        envs = Simulated(env, self._writer, self._reader, mode, label=label, seed=seed, calls=calls)
         return self._answered_when_ready(envs, count, readiness)
 
     def _pool(self, number: int) -> AsyncStage:
@@ -146,19 +150,20 @@ class Environments:
         )
 
     def _add_evaluation_slot(self) -> None:
-        env, index = self._make_env(), len(self._evaluation_slots)
-        if not index:  # an evaluation may come without stages
-            self._look_at(env.observation_space, env.action_space, env.spec)
-        self._evaluation_slots.append(self._slot(env, self.config.stages, index))
+        slot = self._slot(self.config.stages, len(self._evaluation_slots))
+        self._evaluation_slots.append(slot)
 
-    def _make_env(self) -> gymnasium.Env[Any, Any]:
+    def _slot(self, stage: int, index: int) -> Slot:
+        """Make an environment."""
         from rlinf_async.workers.env.make import make_env
 
-        return make_env(self.config)
-
-    def _slot(self, env: gymnasium.Env[Any, Any], stage: int, index: int) -> Slot:
         label, seed = self._label(stage, index), self._seed(stage, index)
-        return Slot(env, self._writer.write, label=label, seed=seed)
+        call = place_for(f"env {label}", self.config.limits)
+        with making(call):
+            env = make_env(self.config)
+            if not index and stage in (0, self.config.stages):  # an evaluation may have no stages
+                self._look_at(env.observation_space, env.action_space, env.spec)
+        return Slot(env, self._writer.write, label=label, seed=seed, call=call)
 
     def _label(self, stage: int, index: int) -> str:
         return f"{self.config.name}[{stage * self.config.envs_per_stage + index}]"

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from rlinf_async.config import ConfigError, MissingExtra, UsageError
-from rlinf_async.config.entry_point import load_entry_point
 from rlinf_async.messages.spaces import EnvSpec
 from rlinf_async.workers.env.actions import ActionReader
 from rlinf_async.workers.env.config import EnvConfig
-from rlinf_async.workers.env.errors import EnvError
+from rlinf_async.workers.env.errors import EnvFailed, is_interrupt, not_made
 from rlinf_async.workers.env.known import gymnasium_for, known_gymnasium
 from rlinf_async.workers.env.make_batched import (
     autoreset_of,
+    loaded,
     make_async,
     make_batched,
     refuse_batched,
 )
 from rlinf_async.workers.env.observations import ObservationWriter
-from rlinf_async.workers.env.probing import probe, probe_many
+from rlinf_async.workers.env.probing import check_seed, probe_many, probe_one
+from rlinf_async.workers.foreign_calls import CLOSE, Call, making, place_for
 
 if TYPE_CHECKING:
     import gymnasium
@@ -69,62 +72,72 @@ def _make_one(config: EnvConfig, render_mode: str | None) -> Env:
         ) from error
     except (gym.error.Error, TypeError) as error:
         raise ConfigError(f"env {config.id!r} with {kwargs}: {error}", path=("id",)) from error
+    except BaseException as error:
+        raise not_made(f"env {config.id!r} with {kwargs}", error) from error
     refuse_batched(config, made)
     return made
 
 
-def describe_env(config: EnvConfig) -> EnvSpec:
+def describe_env(config: EnvConfig, *, probe: bool = False) -> EnvSpec:
     """What a policy needs to know about an environment, read from one that is made and closed here.
 
-    With ``config.probe`` it is reset and takes a step, and arrays that do not fit its spaces are
-    found. What it raises itself is for its worker to report.
+    With ``probe`` it is reset and takes a step, and arrays that do not fit its spaces are found;
+    else it does nothing but say its spaces. What it raises itself is for its worker to report.
 
     Raises: as `make_env`, and `EnvError` for spaces that are not supported.
     """
-    if config.simulator == "async":
-        return _describe_async(config)
-    if config.many_in_a_call:
-        return _describe_batched(config)
-    env = make_env(config)
-    try:
-        writer = ObservationWriter(env.observation_space, config.name)
-        reader = ActionReader(env.action_space, config.name, config.actions)
-        if config.probe:
-            probe(env, writer, config.name)
-        return EnvSpec(
-            observation=writer.spec,
-            action=reader.spec,
-            max_episode_steps=env.spec.max_episode_steps if env.spec is not None else None,
-        )
-    finally:
-        env.close()
-
-
-def _describe_batched(config: EnvConfig) -> EnvSpec:
-    env = make_batched(config, config.envs_per_stage, 0)
-    try:
-        mode = autoreset_of(config, env)
-        writer = ObservationWriter(env.single_observation_space, config.name)
-        reader = ActionReader(env.single_action_space, config.name, config.actions)
-        if config.probe:
+    with opened(config) as (env, spaces, call):
+        writer = ObservationWriter(getattr(env, spaces[0]), config.name)
+        reader = ActionReader(getattr(env, spaces[1]), config.name, config.actions)
+        if config.many_in_a_call:
+            mode = autoreset_of(config, env)
+        else:
+            check_seed(env, config.name)
+        if probe and config.simulator in ("single", "pool"):
+            probe_one(env, writer, config.name, call)
+        elif probe and config.simulator != "async":
             shows_last = mode == "same_step" and not _is_gymnasiums(env)
-            probe_many(env, writer, config.name, shows_last=shows_last)
+            probe_many(env, writer, config.name, call, shows_last=shows_last)
         limit = getattr(getattr(env, "spec", None), "max_episode_steps", None)
         return EnvSpec(observation=writer.spec, action=reader.spec, max_episode_steps=limit)
-    finally:
-        env.close()
 
 
-def _describe_async(config: EnvConfig) -> EnvSpec:
-    env = make_async(config, config.envs_per_stage, 0)
+@contextmanager
+def opened(config: EnvConfig) -> Iterator[tuple[Any, tuple[str, str], Call]]:
+    """An environment, or the simulator of a stage, while the block lasts; where it has its spaces;
+    and where its calls are noted."""
+    call = place_for(f"env {config.name}", config.limits)
+    with making(call):
+        env, spaces = _made(config)
     try:
-        autoreset_of(config, env)
-        writer = ObservationWriter(env.single_observation_space, config.name)
-        reader = ActionReader(env.single_action_space, config.name, config.actions)
-        limit = getattr(getattr(env, "spec", None), "max_episode_steps", None)
-        return EnvSpec(observation=writer.spec, action=reader.spec, max_episode_steps=limit)
-    finally:
+        yield env, spaces, call
+    except BaseException:
+        with suppress(EnvFailed):
+            closed(env, config.name, call)
+        raise
+    closed(env, config.name, call)
+
+
+def _made(config: EnvConfig) -> tuple[Any, tuple[str, str]]:
+    """The environment, or the simulator of a stage, and where it has its spaces."""
+    if not config.many_in_a_call:
+        return make_env(config), ("observation_space", "action_space")
+    make = make_async if config.simulator == "async" else make_batched
+    spaces = ("single_observation_space", "single_action_space")
+    return make(config, config.envs_per_stage, 0), spaces
+
+
+def closed(env: Any, name: str, call: Call) -> None:
+    """Close an environment; raises `EnvFailed` where it raises."""
+    call.begin(CLOSE)
+    try:
         env.close()
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
+        raise EnvFailed(f"env {name}: close() raised {type(error).__name__}: {error}") from error
+    finally:
+        call.end()
 
 
 def _is_gymnasiums(env: object) -> bool:
@@ -137,16 +150,13 @@ def _missing(error: Exception) -> str:
 
 
 def _call(config: EnvConfig, kwargs: dict[str, Any]) -> Env:
-    function = load_entry_point(config.entry_point, path=("entry_point",))
+    function = loaded(config)
     try:
         env = function(**kwargs)
     except UsageError:  # of an adapter: says what is wrong with the configuration
         raise
-    except Exception as error:
-        raise EnvError(
-            f"env {config.name}: {config.entry_point!r} with {kwargs} raised "
-            f"{type(error).__name__}: {error}"
-        ) from error
+    except BaseException as error:
+        raise not_made(f"env {config.name}: {config.entry_point!r} with {kwargs}", error) from error
     gym = gymnasium_for(config)
     if isinstance(env, gym.vector.VectorEnv):
         refuse_batched(config, env)

@@ -11,12 +11,12 @@ import importlib
 import warnings
 from typing import Any, cast
 
-from rlinf_async.config import ConfigError, MissingExtra
+from rlinf_async.config import ConfigError, MissingExtra, UsageError
 from rlinf_async.config.entry_point import load_entry_point
 from rlinf_async.workers.env.async_simulator import AsyncEnv
 from rlinf_async.workers.env.batched import BatchedEnv
 from rlinf_async.workers.env.config import Autoreset, EnvConfig
-from rlinf_async.workers.env.errors import EnvError
+from rlinf_async.workers.env.errors import not_made
 from rlinf_async.workers.env.known import known_gymnasium
 
 SINGLE = (
@@ -57,7 +57,7 @@ def make_async(config: EnvConfig, count: int, seed: int) -> AsyncEnv:
         # Of a larger batch the last steps of an iteration would never come: it waits for
         # environments that have taken theirs.
         return cast(AsyncEnv, _envpool(config, count, seed, batch_size=1))
-    function = load_entry_point(config.entry_point, path=("entry_point",))
+    function = loaded(config)
     made = _called(config, function, num_envs=count, seed=seed)
     missing = [name for name in ("async_reset", "send", "recv") if not hasattr(made, name)]
     if missing:
@@ -69,6 +69,16 @@ def make_async(config: EnvConfig, count: int, seed: int) -> AsyncEnv:
         )
     _check_count(config, made, count)
     return cast(AsyncEnv, made)
+
+
+def loaded(config: EnvConfig) -> Any:
+    """The function of the entry point; raises `EnvError` where the import of its module raises."""
+    try:
+        return load_entry_point(config.entry_point, path=("entry_point",))
+    except UsageError:
+        raise
+    except BaseException as error:
+        raise not_made(f"env {config.name}: the import of {config.entry_point!r}", error) from error
 
 
 def _check_count(config: EnvConfig, made: Any, count: int) -> None:
@@ -137,7 +147,7 @@ def refuse_batched(config: EnvConfig, env: Any) -> None:
 def _vector(config: EnvConfig, count: int) -> Any:
     kwargs = dict(config.kwargs)
     if config.entry_point:
-        function = load_entry_point(config.entry_point, path=("entry_point",))
+        function = loaded(config)
         return _called(config, function, num_envs=count)
     gym = known_gymnasium(config)
     try:
@@ -147,12 +157,16 @@ def _vector(config: EnvConfig, count: int) -> Any:
         raise MissingExtra(missing, extra="embodied", needed_for=f"env {config.id}") from error
     except (gym.error.Error, TypeError) as error:
         raise ConfigError(f"env {config.id!r} with {kwargs}: {error}", path=("id",)) from error
+    except BaseException as error:
+        raise not_made(f"env {config.id!r} with {kwargs}", error) from error
 
 
 def _called(config: EnvConfig, function: Any, **given: int) -> Any:
     try:
         return function(**given, **config.kwargs)
-    except Exception as error:
+    except UsageError:  # of an adapter: says what is wrong with the configuration
+        raise
+    except BaseException as error:
         said = ", ".join(f"{name} = {value}" for name, value in given.items())
         hint = ""
         if isinstance(error, TypeError):
@@ -161,10 +175,8 @@ def _called(config: EnvConfig, function: Any, **given: int) -> Any:
                 "returns one simulator of so many environments: for a single one set env.simulator "
                 "= 'single'"
             )
-        raise EnvError(
-            f"env {config.name}: {config.entry_point!r} with {said} and {config.kwargs} raised "
-            f"{type(error).__name__}: {error}{hint}"
-        ) from error
+        what = f"env {config.name}: {config.entry_point!r} with {said} and {config.kwargs}"
+        raise not_made(what, error, hint) from error
 
 
 class _EnvPool:

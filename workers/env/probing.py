@@ -9,15 +9,16 @@ import inspect
 import itertools
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from rlinf_async.messages.spaces import Seen, numbers_of
 from rlinf_async.workers.env.batched import BatchedEnv, batch_of, last_name
-from rlinf_async.workers.env.errors import EnvError
+from rlinf_async.workers.env.errors import EnvError, is_interrupt
 from rlinf_async.workers.env.observations import ObservationWriter, array_of
+from rlinf_async.workers.foreign_calls import NOT_NOTED, RESET, STEP, STEP_AND_RESET, Call
 
 if TYPE_CHECKING:
     import gymnasium
@@ -28,21 +29,20 @@ PATIENCE: Final = 0.5
 """seconds for which a simulator is stepped until an episode is cut"""
 LEAST_STEPS: Final = 4
 """that it takes, however slow they are"""
-STEP = "observation, reward, terminated, truncated, info"
+RETURNED = "observation, reward, terminated, truncated, info"
 
 
-def probe(env: Env, writer: ObservationWriter, name: str) -> None:
+def probe_one(env: Env, writer: ObservationWriter, name: str, call: Call = NOT_NOTED) -> None:
     """Reset an environment and take a step with an action of its space.
 
     Raises:
         EnvError: what it returns is not what its spaces and Gymnasium's interface say.
     """
-    _check_seed(env, name)
     env.action_space.seed(0)
     rows = writer.spec.empty(1)
     try:
-        returned: Any = env.reset(seed=0)
-    except Exception:
+        returned: Any = _noted(call, RESET, lambda: env.reset(seed=0))
+    except _Raised:
         return
     try:
         shown, _ = _parts(returned, "observation, info")
@@ -50,11 +50,12 @@ def probe(env: Env, writer: ObservationWriter, name: str) -> None:
     except ValueError as error:
         raise EnvError(f"env {name}: reset() returned {error}") from error
     try:
-        returned = env.step(env.action_space.sample())
-    except Exception:
+        action = env.action_space.sample()
+        returned = _noted(call, STEP, lambda: env.step(action), steps=1)
+    except _Raised:
         return
     try:
-        shown, reward, terminated, truncated, _ = _parts(returned, STEP)
+        shown, reward, terminated, truncated, _ = _parts(returned, RETURNED)
         _write(shown, rows, lambda: writer.write(shown, rows[0]))
         _check_reward(reward)
         for flag, value in (("terminated", terminated), ("truncated", truncated)):
@@ -65,7 +66,12 @@ def probe(env: Env, writer: ObservationWriter, name: str) -> None:
 
 
 def probe_many(
-    env: BatchedEnv, writer: ObservationWriter, name: str, *, shows_last: bool = False
+    env: BatchedEnv,
+    writer: ObservationWriter,
+    name: str,
+    call: Call = NOT_NOTED,
+    *,
+    shows_last: bool = False,
 ) -> None:
     """Reset a simulator of many environments, and take a step in all of them.
 
@@ -73,6 +79,7 @@ def probe_many(
         env: the simulator.
         writer: of its observations.
         name: for errors.
+        call: where its calls are noted.
         shows_last: whether the last observation of an episode that is cut has to stand in info:
             then it steps on until one is, for about `PATIENCE` seconds.
 
@@ -80,8 +87,8 @@ def probe_many(
     """
     rows = writer.spec.empty(env.num_envs)
     try:
-        returned: Any = env.reset(seed=0)
-    except Exception:
+        returned: Any = _noted(call, RESET, lambda: env.reset(seed=0))
+    except _Raised:
         return
     try:
         shown, _ = _parts(returned, "observations, info")
@@ -92,21 +99,28 @@ def probe_many(
     space.seed(0)
     began = time.monotonic()
     for taken in itertools.count(1):
-        cut = _step_many(env, writer, rows, name, shows_last=shows_last)
+        cut = _step_many(env, writer, rows, name, call, taken, shows_last=shows_last)
         enough = taken >= LEAST_STEPS and time.monotonic() - began > PATIENCE
         if cut or enough or not shows_last:
             return
 
 
 def _step_many(
-    env: BatchedEnv, writer: ObservationWriter, rows: Seen, name: str, *, shows_last: bool
+    env: BatchedEnv,
+    writer: ObservationWriter,
+    rows: Seen,
+    name: str,
+    call: Call,
+    number: int,
+    *,
+    shows_last: bool,
 ) -> bool:
     """Take a step; return whether an episode was cut, or nothing more can be looked at."""
     space = env.single_action_space
     actions = batch_of([space.sample() for _ in range(env.num_envs)])
     try:
-        returned: Any = env.step(actions)
-    except Exception:
+        returned: Any = _noted(call, STEP_AND_RESET, lambda: env.step(actions), steps=number)
+    except _Raised:
         return True
     try:
         shown, *each, info = _parts(
@@ -125,7 +139,25 @@ def _step_many(
     return bool(cut.any())
 
 
-def _check_seed(env: Env, name: str) -> None:
+class _Raised(Exception):
+    """The environment has raised."""
+
+
+def _noted(call: Call, what: int, do: Callable[[], Any], steps: int = 0) -> Any:
+    """What an environment returns for a call, from seed 0; raises `_Raised` where it raises."""
+    call.begin(what, 0, steps)
+    try:
+        return do()
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
+        raise _Raised from error
+    finally:
+        call.end()
+
+
+def check_seed(env: Env, name: str) -> None:
+    """Raise `EnvError` where the environment's reset takes no seed."""
     try:
         inspect.signature(env.unwrapped.reset).bind(seed=0)
     except TypeError as error:

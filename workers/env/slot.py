@@ -11,7 +11,8 @@ import numpy as np
 
 from rlinf_async.messages.spaces import numbers_of
 from rlinf_async.messages.success import success_of
-from rlinf_async.workers.env.errors import EnvFailed
+from rlinf_async.workers.env.errors import EnvFailed, is_interrupt
+from rlinf_async.workers.foreign_calls import CLOSE, NOT_NOTED, RESET, STEP, Call, in_words
 
 if TYPE_CHECKING:
     import gymnasium
@@ -38,9 +39,17 @@ class Slot:
     """Steps one environment, writing its observations into rows that it is given."""
 
     def __init__(
-        self, env: gymnasium.Env[Any, Any], write: Write, *, label: str, seed: int
+        self,
+        env: gymnasium.Env[Any, Any],
+        write: Write,
+        *,
+        label: str,
+        seed: int,
+        call: Call = NOT_NOTED,
     ) -> None:
+        """``call`` is where its calls are noted."""
         self.env = env
+        self._call = call
         self.label = label
         """``"FetchReachDense-v4[3]"``: stands in every error"""
         self.seed = seed
@@ -62,11 +71,14 @@ class Slot:
         if seed is not None:
             self.seed = seed
         self._return, self.length = 0.0, 0
+        self._call.begin(RESET, self.seed, self.steps, 0)
         try:
             observation, _ = self.env.reset(seed=seed)
             self._write(observation, row)
-        except Exception as error:
+        except BaseException as error:
             raise self.failed("reset", error) from error
+        finally:
+            self._call.end()
 
     def step(self, action: Any, row: Any) -> tuple[float, bool, bool, Episode | None]:
         """Take one step: reward, terminated, truncated, and the episode if it ended with this step.
@@ -76,13 +88,16 @@ class Slot:
         """
         self.steps += 1
         self.length += 1
+        self._call.begin(STEP, self.seed, self.steps, self.length)
         try:
             observation, reward, terminated, truncated, info = self.env.step(action)
             self._write(observation, row)
             gained, going_on = float(reward), not (terminated or truncated)
             self.action_rewards = info.get(ACTION_REWARDS, [])
-        except Exception as error:
+        except BaseException as error:
             raise self.failed("step", error) from error
+        finally:
+            self._call.end()
         if not math.isfinite(gained):
             raise EnvFailed(f"{self._where('step')} returned the reward {gained}")
         self.length += max(len(self.action_rewards) - 1, 0)
@@ -98,10 +113,13 @@ class Slot:
         Raises:
             EnvFailed: the environment raised.
         """
+        self._call.begin(CLOSE, self.seed, self.steps, self.length)
         try:
             self.env.close()
-        except Exception as error:
+        except BaseException as error:
             raise self.failed("close", error) from error
+        finally:
+            self._call.end()
 
     def check(self, row: Any) -> None:
         """Raise `EnvFailed` if the observation has NaN or infinity."""
@@ -115,12 +133,12 @@ class Slot:
                 f"NaN or infinite as float32, the first at index {bad[0]} of {numbers.size}"
             )
 
-    def failed(self, doing: str, error: Exception) -> EnvFailed:
-        """The error for something that the environment raised."""
+    def failed(self, doing: str, error: BaseException) -> EnvFailed:
+        """The error for something that the environment raised; a Ctrl-C is raised as it is."""
+        if is_interrupt(error):
+            raise error
         return EnvFailed(f"{self._where(doing)} raised {type(error).__name__}: {error}")
 
     def _where(self, doing: str) -> str:
-        return (
-            f"env {self.label}, seed {self.seed}, in {doing}() at step {self.steps} of its life "
-            f"and {self.length} of its episode,"
-        )
+        where = in_words(f"env {self.label}", doing, self.seed, self.steps, self.length)
+        return f"{where},"

@@ -8,23 +8,24 @@ from typing import Any
 import gymnasium as gym
 import pytest
 
-from rlinf_async.backends.policies.config import PolicyConfig
+from rlinf_async.messages.spaces import flat_spec
 from rlinf_async.runtime.jobs.embodied import (
     ClusterConfig,
     EmbodiedConfig,
-    EmbodiedPPO,
     TrainingConfig,
 )
 from rlinf_async.runtime.jobs.embodied.choosing import (
     HOP,
     Measured,
-    choose,
     chosen,
     compare,
-    measure,
+    decided,
+    foreseen,
+    seconds_to_measure,
 )
 from rlinf_async.workers.context import Device
 from rlinf_async.workers.env import EnvConfig
+from rlinf_async.workers.env.trying import try_env
 from tests.jobs.embodied.kit import Job
 
 AUTO = ("--cluster.rollout_workers", "auto")
@@ -67,28 +68,30 @@ def config(**cluster: Any) -> EmbodiedConfig:
     return EmbodiedConfig(env=env, training=training, cluster=ClusterConfig(**cluster))
 
 
-@pytest.fixture
-def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_config: object) -> Measured:
-        raise AssertionError("measured")
-
-    monkeypatch.setattr("rlinf_async.runtime.jobs.embodied.choosing.measure", fail)
-
-
-@pytest.mark.usefixtures("unmeasured")
 def test_what_is_decided_already_is_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    assert chosen(config(rollout_workers=3)).rollout_workers == 3
+    assert chosen(config(rollout_workers=3), None).rollout_workers == 3
     assert capsys.readouterr().out == ""
-    assert choose(config(backend="local")).rollout_workers == 0
+    assert chosen(config(backend="local"), None).rollout_workers == 0
     gpu = [Device(index=0, kind="cuda", host="a")]
-    assert choose(config(), gpu).reason == "the policy has a device of its own"
+    found = decided(config(), gpu)
+    assert found is not None
+    assert found.reason == "the policy has a device of its own"
+    assert seconds_to_measure(config(rollout_workers=1)) == 0.0
+    assert seconds_to_measure(config(backend="local")) == 0.0
 
 
-@pytest.mark.usefixtures("unmeasured")
-def test_an_environment_that_cannot_be_measured_is_left_to_its_worker() -> None:
-    choice = choose(config(), [])
-    assert choice.rollout_workers == 1
-    assert "not measured: AssertionError" in choice.reason
+def test_an_environment_that_cannot_be_measured_is_left_to_its_worker(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert chosen(config(), None, []).rollout_workers == 1
+    assert "not measured: the environment raised" in capsys.readouterr().out
+
+
+def test_check_says_what_it_can_say_without_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    assert foreseen(config(backend="local")).rollout_workers == 0
+    capsys.readouterr()
+    assert foreseen(config(), []).rollout_workers == "auto"
+    assert "rollout_workers = 0 or 1, as measured when the run" in capsys.readouterr().out
 
 
 class Slow(gym.Wrapper[Any, Any, Any, Any]):
@@ -103,15 +106,12 @@ def slow() -> Any:
     return Slow(gym.make("CartPole-v1"))
 
 
-def test_measuring_counts_all_environments_of_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlinf_async.runtime.jobs.embodied.choosing.ENOUGH", 0.05)
+def test_measuring_counts_all_environments_of_a_stage() -> None:
     env = EnvConfig(entry_point="tests.jobs.embodied.test_choosing:slow", envs=4, stages=2)
-    policy = PolicyConfig(name="mlp_categorical", observation_size=4, action_size=2)
-    full = EmbodiedPPO()._fitted(EmbodiedConfig(env=env, training=config().training))
-    assert full.acting_policy.name == policy.name
-    found = measure(full)
-    assert found.step >= 0.01  # two environments of a stage
-    assert found.forward > 0.0
+    found = try_env(env, 0.05)
+    assert found is not None
+    assert found.seconds >= 0.01  # two environments of a stage
+    assert found.rows(flat_spec(4)).shape == (2, 4)
 
 
 def test_check_and_train_print_what_was_chosen(job: Job) -> None:

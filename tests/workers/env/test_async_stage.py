@@ -75,9 +75,7 @@ class VirtualEnvironments(Environments):
 
     def stage(self, number: int) -> EnvStage:
         config, count, clock = self.config, self.config.envs_per_stage, Clock()
-        envs = [self._make_env() for _ in range(count)]
-        self._look_at(envs[0].observation_space, envs[0].action_space, envs[0].spec)
-        slots = [self._slot(env, number, index) for index, env in enumerate(envs)]
+        slots = [self._slot(number, index) for index in range(count)]
         virtual = Virtual(
             slots, self._writer.spec, self._reader, clock, durations(config.seed + number)
         )

@@ -144,7 +144,7 @@ def test_one_kind_of_environment_given_for_the_other_is_named(
     entry_point = f"tests.workers.env.test_batched:{entry}"
     config = EnvConfig(entry_point=entry_point, envs=2, stages=1, **settings)
     with pytest.raises(ConfigError, match=said):
-        describe_env(config)
+        describe_env(config, probe=True)
 
 
 def three(num_envs: int = 3) -> SyncVectorEnv:
@@ -181,4 +181,4 @@ class Wrong(Counting):
 def test_arrays_of_another_shape_are_found_before_anything_starts(doing: str) -> None:
     wrong = EnvConfig(entry_point="tests.workers.env.test_batched:Wrong", kwargs={"doing": doing})
     with pytest.raises(EnvError, match=rf"{doing}\(\) returned an observation of shape"):
-        describe_env(wrong)
+        describe_env(wrong, probe=True)

@@ -133,7 +133,7 @@ def of(entry: str, **kwargs: Any) -> EnvConfig:
 )
 def test_what_a_reset_or_a_step_returns_is_named(doing: str, what: str, said: str) -> None:
     with pytest.raises(EnvError, match=rf"Returning: {doing}\(\) returned {said}"):
-        describe_env(of("Returning", doing=doing, what=what))
+        describe_env(of("Returning", doing=doing, what=what), probe=True)
 
 
 def test_a_reset_that_takes_no_seed_is_named() -> None:
@@ -150,7 +150,7 @@ def test_a_reset_that_takes_no_seed_is_named() -> None:
 )
 def test_an_observation_that_is_not_of_its_space_is_named(shown: str, said: str) -> None:
     with pytest.raises(EnvError, match=rf"Keys: reset\(\) returned {said}"):
-        describe_env(of("Keys", shown=shown))
+        describe_env(of("Keys", shown=shown), probe=True)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_arrays_of_many_environments_are_looked_at_too(wrong: str, said: str) ->
         entry_point=f"{HERE}:Many", kwargs={"wrong": wrong}, simulator="vector", stages=1
     )
     with pytest.raises(EnvError, match=said):
-        describe_env(config)
+        describe_env(config, probe=True)
 
 
 def test_episodes_that_are_cut_without_their_last_observation_are_named() -> None:
@@ -175,13 +175,13 @@ def test_episodes_that_are_cut_without_their_last_observation_are_named() -> Non
         entry_point=f"{HERE}:Cut", kwargs={"shown": "last"}, simulator="vector", stages=1
     )
     with pytest.raises(EnvError, match=r"Cut: step\(\) returned episodes .* none of final_obs and"):
-        describe_env(config)
+        describe_env(config, probe=True)
     for fine in (
         msgspec.structs.replace(config, kwargs={"shown": "final_obs"}),
         msgspec.structs.replace(config, autoreset="next_step"),
-        msgspec.structs.replace(config, probe=False),
     ):
-        describe_env(fine)
+        describe_env(fine, probe=True)
+    describe_env(config)  # takes no step
 
 
 def test_an_environment_without_spaces_is_named() -> None:
@@ -192,4 +192,4 @@ def test_an_environment_without_spaces_is_named() -> None:
 def test_a_single_environment_that_is_to_be_many_says_what_to_set() -> None:
     config = EnvConfig(entry_point=f"{HERE}:Bare", simulator="vector", stages=1)
     with pytest.raises(EnvError, match=r"takes num_envs, and .* set env\.simulator = 'single'"):
-        describe_env(config)
+        describe_env(config, probe=True)

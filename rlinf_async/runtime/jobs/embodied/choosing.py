@@ -16,9 +16,8 @@ Apart has to be a tenth better, because forward passes there are of what happens
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 
@@ -26,6 +25,7 @@ from rlinf_async.messages.spaces import Seen
 from rlinf_async.runtime.jobs.embodied.settings import ClusterConfig, EnvironmentSettings
 from rlinf_async.workers.context import Device
 from rlinf_async.workers.env.config import EnvConfig
+from rlinf_async.workers.env.trying import Stepped, seconds_of
 
 HOP: Final = 3e-4
 """seconds from a question to its answer between two processes, without the forward pass"""
@@ -54,24 +54,36 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """of the policy, for all its observations"""
 
 
-def chosen(config: EnvironmentSettings, devices: Sequence[Device] | None = None) -> ClusterConfig:
+def chosen(
+    config: EnvironmentSettings, stepped: Stepped | None, devices: Sequence[Device] | None = None
+) -> ClusterConfig:
     """The configuration's ``cluster`` with a number of rollout workers; what was chosen is printed.
 
-    ``devices`` are those of another machine; None: of this host.
+    ``stepped`` are steps that were measured; ``devices`` those of another machine, None: of this
+    host.
     """
     cluster = config.cluster
     if cluster.rollout_workers != "auto":
         return cluster
-    choice = choose(config, devices)
+    choice = decided(config, devices) or _measured(config, stepped)
     print(f"{config.name}: {choice}", flush=True)
     return msgspec.structs.replace(cluster, rollout_workers=choice.rollout_workers)
 
 
-def choose(config: EnvironmentSettings, devices: Sequence[Device] | None = None) -> Choice:
-    """The number of rollout workers, where it is left to the run.
+def foreseen(config: EnvironmentSettings, devices: Sequence[Device] | None = None) -> ClusterConfig:
+    """As `chosen`, as far as it can be said without a step of an environment."""
+    if config.cluster.rollout_workers != "auto" or decided(config, devices) is not None:
+        return chosen(config, None, devices)
+    print(
+        f"{config.name}: rollout_workers = 0 or 1, as measured when the run begins; planned for 1",
+        flush=True,
+    )
+    return config.cluster
 
-    Measures only where it matters: on CPUs of this host.
-    """
+
+def decided(config: EnvironmentSettings, devices: Sequence[Device] | None = None) -> Choice | None:
+    """The number of rollout workers, where it does not have to be measured: it matters only on CPUs
+    of this host. None: it has to be."""
     cluster = config.cluster
     if not cluster.processes:
         return Choice(rollout_workers=0, reason="everything is in one process")
@@ -85,11 +97,24 @@ def choose(config: EnvironmentSettings, devices: Sequence[Device] | None = None)
     if config.env.asynchronous:
         # Its own process only hands on what is ready: the policy is answered there soonest.
         return Choice(rollout_workers=0, reason="the environments step beside the policy already")
+    return None
+
+
+def seconds_to_measure(config: EnvironmentSettings) -> float:
+    """Seconds for which steps are to be measured; 0: they need not be."""
+    auto = config.cluster.rollout_workers == "auto"
+    return ENOUGH if auto and decided(config) is None else 0.0
+
+
+def _measured(config: EnvironmentSettings, stepped: Stepped | None) -> Choice:
+    if stepped is None:
+        return Choice(rollout_workers=1, reason="not measured: the environment raised")
     try:
-        measured = measure(config)
-    except Exception as error:  # its worker makes the environment again, and names step and seed
+        forward = _answering(config, stepped.rows(config.acting_policy.sees))
+    except Exception as error:  # its worker makes the policy again, and says more
         return Choice(rollout_workers=1, reason=f"not measured: {type(error).__name__}: {error}")
-    return compare(measured, config.env, cluster, len(os.sched_getaffinity(0)))
+    measured = Measured(step=stepped.seconds, forward=forward)
+    return compare(measured, config.env, config.cluster, len(os.sched_getaffinity(0)))
 
 
 def compare(measured: Measured, env: EnvConfig, cluster: ClusterConfig, cores: int) -> Choice:
@@ -112,61 +137,6 @@ def compare(measured: Measured, env: EnvConfig, cluster: ClusterConfig, cores: i
     )
 
 
-def measure(config: EnvironmentSettings) -> Measured:
-    """Step an environment, and let an untrained policy answer; for a fraction of a second each.
-
-    Raises whatever the environment or the policy raises.
-    """
-    env = config.env
-    seen, step = _stepping(env)
-    return Measured(step=step, forward=_answering(config, seen))
-
-
-def _stepping(env: EnvConfig) -> tuple[Seen, float]:
-    from rlinf_async.workers.env.make import make_env
-    from rlinf_async.workers.env.make_batched import make_batched
-    from rlinf_async.workers.env.observations import ObservationWriter
-
-    count = env.envs_per_stage
-    if env.simulator == "single":
-        one = make_env(env)
-        writer = ObservationWriter(one.observation_space, env.name)
-        rows = writer.spec.empty(count)
-        one.action_space.seed(0)
-        try:
-            first, _ = one.reset(seed=0)
-            for row in rows:
-                writer.write(first, row)
-            seconds = _seconds(lambda: _step_single(one)) * count
-        finally:
-            one.close()
-        return rows, seconds
-    many = make_batched(env, count, 0)
-    writer = ObservationWriter(many.single_observation_space, env.name)
-    rows = writer.spec.empty(count)
-    try:
-        shown, _ = many.reset(seed=0)
-        writer.write_all(shown, rows)
-        actions = _actions(many.single_action_space, count)
-        seconds = _seconds(lambda: many.step(actions))
-    finally:
-        many.close()
-    return rows, seconds
-
-
-def _step_single(env: Any) -> None:
-    _, _, terminated, truncated, _ = env.step(env.action_space.sample())
-    if terminated or truncated:
-        env.reset()
-
-
-def _actions(space: Any, count: int) -> Any:
-    from rlinf_async.workers.env.batched import batch_of
-
-    space.seed(0)
-    return batch_of([space.sample() for _ in range(count)])
-
-
 def _answering(config: EnvironmentSettings, seen: Seen) -> float:
     import torch
 
@@ -177,18 +147,7 @@ def _answering(config: EnvironmentSettings, seen: Seen) -> float:
     try:
         torch.set_num_threads(config.rollout.torch_threads or before)
         policy = load_policy_backend("torch")(config.acting_policy, 0, "cpu")
-        return _seconds(lambda: policy.act(seen))
+        return seconds_of(lambda: policy.act(seen), ENOUGH)
     finally:
         torch.set_num_threads(before)
         torch.random.set_rng_state(random)
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    """Mean seconds of a call, the first one left out: it allocates and loads."""
-    call()
-    started = time.perf_counter()
-    calls = 0
-    while (passed := time.perf_counter() - started) < ENOUGH:
-        call()
-        calls += 1
-    return passed / calls

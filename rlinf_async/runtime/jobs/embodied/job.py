@@ -15,7 +15,7 @@ from rlinf_async.data.errors import DataError
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import EmbodiedSummary
 from rlinf_async.runtime.jobs.config import refuse_unknown
-from rlinf_async.runtime.jobs.embodied.choosing import chosen
+from rlinf_async.runtime.jobs.embodied.choosing import chosen, foreseen, seconds_to_measure
 from rlinf_async.runtime.jobs.embodied.config import (
     MAY_DIFFER,
     EmbodiedConfig,
@@ -25,10 +25,16 @@ from rlinf_async.runtime.jobs.embodied.config import (
 from rlinf_async.runtime.jobs.embodied.playing import Trained
 from rlinf_async.runtime.jobs.embodied.recording import load_scripted_policy
 from rlinf_async.runtime.jobs.embodied.run import EmbodiedRun, make_trainer
-from rlinf_async.runtime.jobs.embodied.settings import check_host, described
+from rlinf_async.runtime.jobs.embodied.settings import (
+    check_host,
+    described,
+    described_for_run,
+    tried,
+)
 from rlinf_async.runtime.jobs.placement import Plan
 from rlinf_async.runtime.jobs.run import run_in_folder
 from rlinf_async.workers.context import Device
+from rlinf_async.workers.env import EnvSpec
 
 FSDP = ("actor", "fsdp")
 
@@ -42,8 +48,7 @@ class EmbodiedPPO:
     def plan(self, config: EmbodiedConfig, devices: Sequence[Device] | None = None) -> Plan:
         """The devices of every worker: on this host, or on a machine with these devices."""
         if config.cluster.rollout_workers == "auto":
-            cluster = chosen(self._fitted(config), devices)
-            config = msgspec.structs.replace(config, cluster=cluster)
+            config = msgspec.structs.replace(config, cluster=foreseen(config, devices))
         return config.plan(config.cluster.devices() if devices is None else devices)
 
     def check(self, config: EmbodiedConfig, devices: Sequence[Device] | None = None) -> None:
@@ -59,14 +64,16 @@ class EmbodiedPPO:
         check_sizes(config)
         _check_names(config)
         check_host(config, devices, config.actor.fsdp.device)
-        self._fitted(config)
+        self._fitted(config, described(config.env, apart=config.cluster.processes))
 
     def run(self, config: EmbodiedConfig, out: Path | None, resume: bool) -> EmbodiedSummary:
         """Train, evaluate, and leave everything in the run folder."""
-        full = self._fitted(config)
+        apart = config.cluster.processes
+        full = self._fitted(config, described_for_run(config.env, apart=apart))
+        stepped = tried(config.env, apart=apart, measure=seconds_to_measure(config))
 
         def build(folder: RunFolder) -> EmbodiedRun:
-            return EmbodiedRun(msgspec.structs.replace(full, cluster=chosen(full)), folder)
+            return EmbodiedRun(msgspec.structs.replace(full, cluster=chosen(full, stepped)), folder)
 
         return run_in_folder(config, out, resume=resume, may_differ=MAY_DIFFER, build=build)
 
@@ -75,8 +82,8 @@ class EmbodiedPPO:
         full = fitted(config, described(config.env))
         return Trained(full, lambda: make_trainer(full))
 
-    def _fitted(self, config: EmbodiedConfig) -> EmbodiedConfig:
-        full = fitted(config, described(config.env))
+    def _fitted(self, config: EmbodiedConfig, spec: EnvSpec) -> EmbodiedConfig:
+        full = fitted(config, spec)
         _check_fit(full)
         return full
 

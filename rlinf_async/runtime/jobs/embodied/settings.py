@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Literal, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -12,12 +13,15 @@ import numpy as np
 from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.config import ConfigError
 from rlinf_async.messages.spaces import EnvSpec
+from rlinf_async.runtime.apart import apart as run_apart
 from rlinf_async.runtime.jobs.config import HostConfig, check_counts, check_sinks
 from rlinf_async.runtime.jobs.placement import SETTING, Plan, Preset, Role, RolePlacement
 from rlinf_async.runtime.jobs.planning import make_plan
 from rlinf_async.workers.context import Device
 from rlinf_async.workers.env import EnvError, describe_env
 from rlinf_async.workers.env.config import EnvConfig
+from rlinf_async.workers.env.trying import Stepped, try_env
+from rlinf_async.workers.errors import WorkerDied
 from rlinf_async.workers.rollout.config import RolloutConfig
 
 MAY_DIFFER = (
@@ -26,6 +30,9 @@ MAY_DIFFER = (
     "training.keep_checkpoints",
     "training.return_window",
     "training.metrics",
+    "env.make_seconds",
+    "env.reset_seconds",
+    "env.step_seconds",
     "rollout.max_batch",
     "rollout.torch_threads",
     "actor.bucket_bytes",
@@ -234,17 +241,77 @@ def check_processes(cluster: ClusterConfig) -> None:
         )
 
 
-def described(env: EnvConfig) -> EnvSpec:
-    """Ask an environment for its spaces; raises `ConfigError` where it cannot be had."""
-    found = _asked(env)
+def described(env: EnvConfig, *, apart: bool = True) -> EnvSpec:
+    """Ask an environment for its spaces; it takes no step, and no reset.
+
+    ``apart``: whether in a process of its own.
+
+    Raises:
+        ConfigError: it cannot be had, or its spaces are not supported.
+    """
+    with _located(env):
+        found = in_own_process(describe_env, env, returns=EnvSpec) if apart else describe_env(env)
     if not found.action_size:
         raise ConfigError(f"{env.name} takes actions without any number or choice", path=("env",))
+    _described.clear()
+    _described.append((env, found))
     return found
 
 
-def _asked(env: EnvConfig) -> EnvSpec:
+def described_for_run(env: EnvConfig, *, apart: bool) -> EnvSpec:
+    """As `described`, for a run that begins now: not asked again where it was just checked."""
+    checked = [spec for one, spec in _described if one is env]
+    _described.clear()
+    return checked[0] if checked else described(env, apart=apart)
+
+
+_described: list[tuple[EnvConfig, EnvSpec]] = []
+"""the environment that was checked last, for the run that follows"""
+
+
+def tried(env: EnvConfig, *, apart: bool, measure: float = 0.0) -> Stepped | None:
+    """Reset an environment and take a step where ``env.probe`` asks for it, then measure its steps
+    for ``measure`` seconds; None where they are not measured.
+
+    Raises:
+        ConfigError: what it returned does not fit its spaces; or its process has ended, or hung.
+    """
+    if not env.probe:
+        return None
+    with _located(env):
+        if not apart:
+            describe_env(env, probe=True)
+            return None
+        found: Stepped | None = in_own_process(try_env, env, measure, returns=Stepped | None)
+        return found
+
+
+def in_own_process(function: Callable[..., Any], env: EnvConfig, *args: Any, returns: Any) -> Any:
+    """Call a function of an environment in a process of its own, and be quiet of what that prints.
+
+    Raises:
+        EnvError: its process has ended, or hung; or as the function.
+    """
     try:
-        return describe_env(env)
+        return run_apart(
+            function, env, *args, returns=returns, name="Env", raises=(EnvError,), quiet=True
+        )
+    except WorkerDied as death:
+        died = EnvError("\n".join([ended_in(env, death), *getattr(death, "__notes__", ())]))
+        raise died from death
+
+
+def ended_in(env: EnvConfig, death: WorkerDied) -> str:
+    """How the process of an environment has ended, by its name."""
+    said = death.failure.message
+    return said if env.name in said else f"env {env.name}: {said}"
+
+
+@contextmanager
+def _located(env: EnvConfig) -> Iterator[None]:
+    """Raise the errors of an environment as those of its settings."""
+    try:
+        yield
     except ConfigError as error:
         if error.path[:1] == ("env",):
             raise

@@ -7,12 +7,8 @@ that process and nothing else.
 from __future__ import annotations
 
 import importlib.util
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
 
 import msgspec
 
@@ -25,11 +21,9 @@ from rlinf_async.backends.policies.config import (
 )
 from rlinf_async.config import UsageError
 from rlinf_async.messages.spaces import EnvSpec
+from rlinf_async.runtime.jobs.embodied.settings import in_own_process
 from rlinf_async.workers.env import EnvConfig, EnvError, describe_env
-
-LIMIT: Final = 120.0
-"""seconds for making one environment"""
-MODULE: Final = "rlinf_async.runtime.jobs.embodied.simulators"
+from rlinf_async.workers.errors import WorkerError
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,33 +62,13 @@ def fit_of(spec: EnvSpec) -> Fit:
 
 def asked(config: EnvConfig) -> Fit:
     """Make the environment in another process, and say which policy fits it."""
-    command = [sys.executable, "-m", MODULE, msgspec.json.encode(config).decode()]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT)
-    except subprocess.TimeoutExpired:
-        return Fit(problem=f"it was not made within {LIMIT:.0f} s")
-    printed = done.stdout.strip().splitlines()
-    if done.returncode == 0 and printed:
-        return msgspec.json.decode(printed[-1], type=Fit)
-    if done.returncode < 0:
-        number = -done.returncode
-        return Fit(problem=f"the simulator crashed ({signal.Signals(number).name})")
-    said = done.stderr.strip().splitlines()
-    return Fit(problem=said[-1] if said else f"its process ended with {done.returncode}")
+        return fit_of(in_own_process(describe_env, config, returns=EnvSpec))
+    except (UsageError, EnvError, WorkerError) as error:
+        return Fit(problem=str(error).splitlines()[0])
 
 
 def asked_all(configs: Sequence[EnvConfig]) -> Iterator[Fit]:
     """`asked` of each, in their order; two at a time."""
     with ThreadPoolExecutor(2) as threads:
         yield from threads.map(asked, configs)
-
-
-def _answer(text: str) -> Fit:
-    try:
-        return fit_of(describe_env(msgspec.json.decode(text, type=EnvConfig)))
-    except (UsageError, EnvError) as error:
-        return Fit(problem=str(error))
-
-
-if __name__ == "__main__":
-    print("\n" + msgspec.json.encode(_answer(sys.argv[1])).decode(), flush=True)

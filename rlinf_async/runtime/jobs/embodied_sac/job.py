@@ -14,9 +14,14 @@ import psutil
 from rlinf_async.config import ConfigError
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import EmbodiedSummary
-from rlinf_async.runtime.jobs.embodied.choosing import chosen
+from rlinf_async.runtime.jobs.embodied.choosing import chosen, foreseen, seconds_to_measure
 from rlinf_async.runtime.jobs.embodied.playing import Trained
-from rlinf_async.runtime.jobs.embodied.settings import check_host, described
+from rlinf_async.runtime.jobs.embodied.settings import (
+    check_host,
+    described,
+    described_for_run,
+    tried,
+)
 from rlinf_async.runtime.jobs.embodied_sac.config import (
     MAY_DIFFER,
     FittedSac,
@@ -28,6 +33,7 @@ from rlinf_async.runtime.jobs.embodied_sac.run import SacRun, make_trainer
 from rlinf_async.runtime.jobs.placement import Plan
 from rlinf_async.runtime.jobs.run import run_in_folder
 from rlinf_async.workers.context import Device
+from rlinf_async.workers.env import EnvSpec
 from rlinf_async.workers.replay.store import bytes_of, columns_of
 
 
@@ -40,8 +46,7 @@ class EmbodiedSAC:
     def plan(self, config: SacConfig, devices: Sequence[Device] | None = None) -> Plan:
         """The devices of every worker: on this host, or on a machine with these devices."""
         if config.cluster.rollout_workers == "auto":
-            cluster = chosen(self._fitted(config), devices)
-            config = msgspec.structs.replace(config, cluster=cluster)
+            config = msgspec.structs.replace(config, cluster=foreseen(config, devices))
         return config.plan(config.cluster.devices() if devices is None else devices)
 
     def check(self, config: SacConfig, devices: Sequence[Device] | None = None) -> None:
@@ -56,14 +61,16 @@ class EmbodiedSAC:
         """
         check_sizes(config)
         check_host(config, devices, config.actor.fsdp.device)
-        self._fitted(config)
+        self._fitted(config, described(config.env, apart=config.cluster.processes))
 
     def run(self, config: SacConfig, out: Path | None, resume: bool) -> EmbodiedSummary:
         """Train, evaluate, and leave everything in the run folder."""
-        full = self._fitted(config)
+        apart = config.cluster.processes
+        full = self._fitted(config, described_for_run(config.env, apart=apart))
+        stepped = tried(config.env, apart=apart, measure=seconds_to_measure(config))
 
         def build(folder: RunFolder) -> SacRun:
-            return SacRun(msgspec.structs.replace(full, cluster=chosen(full)), folder)
+            return SacRun(msgspec.structs.replace(full, cluster=chosen(full, stepped)), folder)
 
         return run_in_folder(config, out, resume=resume, may_differ=MAY_DIFFER, build=build)
 
@@ -72,8 +79,8 @@ class EmbodiedSAC:
         full = fitted(config, described(config.env))
         return Trained(full, lambda: make_trainer(full))
 
-    def _fitted(self, config: SacConfig) -> FittedSac:
-        full = fitted(config, described(config.env))
+    def _fitted(self, config: SacConfig, spec: EnvSpec) -> FittedSac:
+        full = fitted(config, spec)
         _check_store(full)
         return full
 

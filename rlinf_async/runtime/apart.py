@@ -1,0 +1,156 @@
+"""`apart`: a function in a process of its own, which may hang, crash or exit there.
+
+::
+
+    this process                        a worker's process
+    apart(function, ...)  ---pickle-->  function(...)
+    its result, or what it raised  <--- as plain data, of the type that is asked for
+    `WorkerDied`                   <-x- it has ended
+
+It is a cluster of one worker: so the process and whatever it starts end with the call, what it
+prints is read, and it is killed where it hangs in a call of an environment, see
+`rlinf_async.workers.foreign_calls`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from rlinf_async.config import ConfigError, UsageError
+from rlinf_async.runtime.cluster import Cluster
+from rlinf_async.runtime.loop import run
+from rlinf_async.workers.base import Worker
+from rlinf_async.workers.errors import WorkerDied
+
+T = TypeVar("T")
+Function = Callable[..., Any]
+
+LAST_LINES: Final = 6
+"""of what a process has printed that is not shown else, or of its stack, where it died"""
+_PREFIX: Final = re.compile(r"^[0-9:]+ [^:]*: ", re.MULTILINE)
+"""time and worker, of a line in a file"""
+_STACK: Final = re.compile(r"^(?:Current thread|Thread) 0x.*$", re.MULTILINE)
+_IN_COMPUTE_THREAD: Final = "concurrent/futures/thread.py"
+
+
+class Raised(msgspec.Struct, frozen=True):
+    """What the function raised, where its caller knows it."""
+
+    names: list[str]
+    """of the class, and of those that it derives from"""
+    text: str
+    path: tuple[str, ...] = ()
+    """of a `ConfigError`"""
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """How the function has ended."""
+
+    result: bytes = b""
+    """as MessagePack"""
+    raised: Raised | None = None
+
+
+class Apart(Worker):
+    """Calls one function."""
+
+    def __init__(self, function: Function, args: tuple[Any, ...], known: Sequence[str]) -> None:
+        self._function, self._args, self._known = function, args, known
+
+    async def run(self) -> Ended:
+        """Call it."""
+        return await self.compute(self._call)
+
+    def _call(self) -> Ended:
+        try:
+            return Ended(msgspec.msgpack.encode(self._function(*self._args)))
+        except Exception as error:
+            names = [one.__name__ for one in type(error).__mro__]
+            if not set(names) & set(self._known):
+                raise
+            if isinstance(error, ConfigError):
+                return Ended(raised=Raised(names, error.problem, error.path))
+            return Ended(raised=Raised(names, str(error)))
+
+
+def apart(
+    function: Function,
+    *args: Any,
+    returns: type[T],
+    name: str,
+    raises: Sequence[type[Exception]] = (),
+    quiet: bool = False,
+) -> T:
+    """Call a function in a process of its own, and wait for it.
+
+    Args:
+        function: at the top level of a module.
+        args: its arguments; they are pickled.
+        returns: type of its result, plain data.
+        name: of the process.
+        raises: errors that are raised here as they are, besides `UsageError`; each takes one text.
+        quiet: whether what it prints is left out, and shown only where the process dies.
+
+    Raises:
+        WorkerDied: the process has ended, or was killed because it hung.
+        WorkerError: the function raised something else.
+        BuildError: the arguments cannot be pickled.
+    """
+    known = [ConfigError, UsageError, *raises]
+    calling = partial(_called, function, args, name, [one.__name__ for one in known])
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "log") if quiet else None
+        try:
+            ended = _run(partial(calling, log))
+        except WorkerDied as death:
+            if log is not None and log.exists():
+                death.add_note(_last_of(log.read_text(errors="replace")))
+            raise
+    if ended.raised is None:
+        return msgspec.msgpack.decode(ended.result, type=returns)
+    raise _error(ended.raised, known)
+
+
+def _last_of(printed: str) -> str:
+    """The stack that a process was in, where it printed that when it died; else its last lines."""
+    text = _PREFIX.sub("", printed)
+    stacks = [one for one in _STACK.split(text)[1:] if _IN_COMPUTE_THREAD in one]
+    if not stacks:
+        return "\n".join(["it printed last:", *text.splitlines()[-LAST_LINES:]])
+    frames = [line for line in stacks[0].splitlines() if line.startswith("  File ")]
+    return "\n".join(["it was in (most recent call first):", *frames[:LAST_LINES]])
+
+
+def _error(raised: Raised, known: Sequence[type[Exception]]) -> Exception:
+    by_name = {one.__name__: one for one in known}
+    found = next(by_name[name] for name in raised.names if name in by_name)
+    if found is ConfigError:
+        return ConfigError(raised.text, path=raised.path)
+    return found(raised.text)
+
+
+def _run(main: Callable[[], Any]) -> Ended:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        ended: Ended = run(main())
+        return ended
+    with ThreadPoolExecutor(1) as thread:  # in a notebook
+        return thread.submit(lambda: _run(main)).result()
+
+
+async def _called(
+    function: Function, args: tuple[Any, ...], name: str, known: list[str], log: Path | None
+) -> Ended:
+    async with Cluster.process(deadlock_after=None, grace=1.0, log=log) as cluster:
+        one = await cluster.launch(Apart, function, args, known, count=1, name=name)
+        return (await one.call(Apart.run))[0]

@@ -1,0 +1,101 @@
+"""An environment that fails, in each way and in each place; one by one and many in a call."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+EPISODE = 8
+PLACES = ("make", "reset", "step", "close")
+
+
+def fail(fault: str) -> None:
+    """Do what this fault is called."""
+    match fault:
+        case "raises":
+            raise ArithmeticError("the simulator exploded")
+        case "hangs":
+            while True:
+                time.sleep(0.05)
+        case "exits":
+            os._exit(7)
+        case "crashes":
+            ctypes.string_at(0)
+        case "prints":
+            for number in range(100_000):
+                print("noise", number)
+        case "leaves":
+            sys.exit(3)
+        case "interrupts":
+            raise KeyboardInterrupt
+
+
+class Failing(gymnasium.Env[Any, Any]):
+    """Episodes of 8 steps, which succeed.
+
+    Args:
+        where: the place of its fault.
+        fault: see `fail`.
+        at: the step of its life at which it fails.
+        once: a file; it fails only if that is not there yet, and makes it.
+        log: a file to which it writes what is called.
+    """
+
+    observation_space = gymnasium.spaces.Box(-1.0, 1.0, (2,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012
+
+    def __init__(
+        self,
+        where: str = "",
+        fault: str = "",
+        at: int = 3,
+        once: str = "",
+        log: str = "",
+        render_mode: str | None = None,
+    ) -> None:
+        self.where, self.fault, self.at, self.once, self.log = where, fault, at, once, log
+        self.render_mode = render_mode
+        self.life = self.steps = 0
+        self._called("make")
+
+    def _called(self, place: str) -> None:
+        if self.log:
+            with Path(self.log).open("a") as file:
+                file.write(f"{place} {os.getpid()}\n")
+        if place != self.where or (place == "step" and self.life != self.at):
+            return
+        if self.once:
+            if Path(self.once).exists():
+                return
+            Path(self.once).touch()
+        fail(self.fault)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.steps = 0
+        self._called("reset")
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.steps += 1
+        self.life += 1
+        self._called("step")
+        ended = self.steps == EPISODE
+        return np.zeros(2, np.float32), 1.0, ended, False, {"is_success": ended}
+
+    def render(self) -> Any:
+        self._called("render")
+        return self.np_random.integers(0, 255, (32, 32, 3), np.uint8)
+
+    def close(self) -> None:
+        self._called("close")

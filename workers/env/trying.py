@@ -1,0 +1,109 @@
+"""An environment, tried before a run begins: what it returns is looked at, its steps timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from rlinf_async.messages.spaces import ObservationSpec, Seen
+from rlinf_async.workers.env.batched import BatchedEnv, batch_of
+from rlinf_async.workers.env.config import EnvConfig
+from rlinf_async.workers.env.make import describe_env, opened
+from rlinf_async.workers.env.observations import ObservationWriter
+from rlinf_async.workers.env.slot import Slot
+from rlinf_async.workers.foreign_calls import RESET, STEP_AND_RESET, Call
+
+
+class Stepped(msgspec.Struct, frozen=True):
+    """Steps of the environments of a stage, as measured."""
+
+    seconds: float
+    """of a step of all of them"""
+    shown: bytes
+    """what they show, a row for each"""
+
+    def rows(self, spec: ObservationSpec) -> Seen:
+        """What they show ``[E, D]``."""
+        found: Seen = np.frombuffer(self.shown, spec.empty(1).dtype).copy()
+        return found.reshape(-1, spec.state_size) if spec.flat else found
+
+
+def try_env(config: EnvConfig, measure: float) -> Stepped | None:
+    """Look at what a reset and a step return; then step for ``measure`` seconds, if that is above
+    0. None where they are not measured, also because they raise: that is for a worker to report.
+
+    Raises: as `describe_env`.
+    """
+    describe_env(config, probe=True)
+    if not measure:
+        return None
+    try:
+        return _stepped(config, measure)
+    except Exception:
+        return None
+
+
+def seconds_of(call: Callable[[], object], enough: float) -> float:
+    """Mean seconds of a call, over ``enough`` seconds; the first one is left out: it allocates and
+    loads."""
+    call()
+    started = time.perf_counter()
+    calls = 0
+    while (passed := time.perf_counter() - started) < enough:
+        call()
+        calls += 1
+    return passed / calls
+
+
+def _stepped(config: EnvConfig, measure: float) -> Stepped:
+    count = config.envs_per_stage
+    with opened(config) as (env, spaces, call):
+        writer = ObservationWriter(getattr(env, spaces[0]), config.name)
+        rows = writer.spec.empty(count)
+        if config.many_in_a_call:
+            seconds = _many(env, writer, rows, call, measure)
+        else:
+            seconds = count * _one(env, writer, config, rows, call, measure)
+    return Stepped(seconds, rows.tobytes())
+
+
+def _one(
+    env: Any, writer: ObservationWriter, config: EnvConfig, rows: Seen, call: Call, measure: float
+) -> float:
+    """Seconds of a step of one environment; its resets are left to it."""
+    slot = Slot(env, writer.write, label=config.name, seed=0, call=call)
+    space = env.action_space
+    space.seed(0)
+    slot.reset(rows[0], 0)
+    rows[:] = rows[0]
+
+    def step() -> None:
+        *_, ended = slot.step(space.sample(), rows[0])
+        if ended is not None:
+            slot.reset(rows[0])
+
+    return seconds_of(step, measure)
+
+
+def _many(
+    env: BatchedEnv, writer: ObservationWriter, rows: Seen, call: Call, measure: float
+) -> float:
+    """Seconds of a step of a simulator."""
+    call.begin(RESET)
+    shown, _ = env.reset(seed=0)
+    call.end()
+    writer.write_all(shown, rows)
+    space = env.single_action_space
+    space.seed(0)
+    actions = batch_of([space.sample() for _ in range(env.num_envs)])
+
+    def step() -> None:
+        call.begin(STEP_AND_RESET)
+        env.step(actions)
+        call.end()
+
+    return seconds_of(step, measure)

@@ -1,0 +1,360 @@
+"""Which call of an environment a process is in: told by a file, which outlives the process.
+
+An environment may hang, exit or crash, and then its process cannot say anything any more. So before
+each call it notes, in memory that it shares with a file, what it calls, of which environment, with
+which seed and at which step. Whoever sees the process end reads there what it was in; and `Watch`
+sees a call that does not return::
+
+    process  --begin, end-->  the file  <--`Watch`: too long? the process is killed, with a reason
+                                  ^
+                                  +-- whoever sees the process end: `last_words`
+
+Noting a call takes half a microsecond.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import mmap
+import os
+import signal
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Final, NamedTuple, NoReturn, Protocol
+
+import msgspec
+
+MAKE, RESET, STEP, STEP_AND_RESET, RECV, RECV_AND_RESET, SEND, RENDER, CLOSE = range(1, 10)
+"""What is called. Of some a part may be the reset of episodes that have ended."""
+_NAMES: Final = ("", "make", "reset", "step", "step", "recv", "recv", "send", "render", "close")
+_OF_STEPS: Final = frozenset({STEP, STEP_AND_RESET, RECV, RECV_AND_RESET, SEND, RENDER})
+_OF_RESETS: Final = frozenset({RESET, STEP_AND_RESET, RECV_AND_RESET, CLOSE})
+
+_HEADER: Final = struct.Struct("<qd")
+"""number of calls; seconds that were waited for the one that did not return"""
+_REASON: Final = slice(_HEADER.size, 4096)
+_CALL: Final = struct.Struct("<B7xqdQqq")
+"""which; number of this call; limit in seconds; seed; steps of its life; steps of its episode"""
+_FIRST: Final = 4096
+_SIZE: Final = 256
+"""bytes of a call's note; its label follows the numbers"""
+MOST: Final = 1 << 16
+"""calls that a file has room for; it is sparse"""
+_SEED: Final = (1 << 64) - 1
+NO_LENGTH: Final = -1
+"""of a simulator, whose environments are at different steps of their episodes"""
+
+LOOKS: Final = 8
+"""looks of a `Watch` within the shortest limit"""
+
+
+class UnderWay(msgspec.Struct, frozen=True):
+    """A call that has not returned."""
+
+    place: int
+    number: int
+    """differs from that of every other call there"""
+    limit: float
+    """seconds; 0: none"""
+    setting: str
+    """of that limit"""
+    where: str
+    """which environment, its seed, what it does, and at which step"""
+
+    @property
+    def reason(self) -> str:
+        """Why its process is killed for it, once it has taken too long."""
+        return f"{self.where}, has not returned for {self.setting} = {self.limit:g}"
+
+
+class LastWords(msgspec.Struct, frozen=True):
+    """What a process that has ended was in."""
+
+    reason: str = ""
+    """why it was killed, where it was for a call that did not return"""
+    waited: float = 0.0
+    """seconds that were waited for that call"""
+    where: tuple[str, ...] = ()
+    """calls that had not returned"""
+
+    @property
+    def during(self) -> str:
+        """The calls that had not returned, as the end of a sentence; empty for none."""
+        return f"; under way was {' and '.join(self.where)}" if self.where else ""
+
+
+class Limits(NamedTuple):
+    """Seconds that a call of an environment may take; 0: no limit."""
+
+    make: float = 0.0
+    reset: float = 0.0
+    step: float = 0.0
+
+    def of(self, what: int) -> float:
+        """The limit of this call; it has none where a part of it has none."""
+        parts = self._parts(what)
+        return sum(parts.values()) if all(parts.values()) else 0.0
+
+    def settings(self, what: int) -> str:
+        """The settings of that limit."""
+        return " + ".join(f"env.{name}_seconds" for name in self._parts(what))
+
+    def _parts(self, what: int) -> dict[str, float]:
+        if what == MAKE:
+            return {"make": self.make}
+        parts = {"step": self.step} if what in _OF_STEPS else {}
+        return parts | ({"reset": self.reset} if what in _OF_RESETS else {})
+
+
+NO_LIMITS: Final = Limits()
+
+
+class Call(Protocol):
+    """Where the calls of one environment, or of one simulator, are noted: one at a time."""
+
+    def begin(self, what: int, seed: int = 0, steps: int = 0, length: int = NO_LENGTH) -> None:
+        """Note that a call begins, at this step of its life and of its episode."""
+        ...
+
+    def end(self) -> None:
+        """Note that it has returned, or raised."""
+        ...
+
+
+class _NotNoted:
+    """The calls of an environment in a process that nobody watches: see `Call`."""
+
+    def begin(self, what: int, seed: int = 0, steps: int = 0, length: int = NO_LENGTH) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+NOT_NOTED: Final[Call] = _NotNoted()
+
+
+class _Noted:
+    """See `Call`."""
+
+    __slots__ = ("_at", "_limits", "_map", "_number")
+
+    def __init__(self, shared: mmap.mmap, at: int, limits: Limits) -> None:
+        self._map, self._at, self._number = shared, at, 0
+        self._limits = [0.0, *(limits.of(what) for what in range(MAKE, CLOSE + 1))]
+
+    def begin(self, what: int, seed: int = 0, steps: int = 0, length: int = NO_LENGTH) -> None:
+        self._number = number = self._number + 1
+        limit = self._limits[what]
+        _CALL.pack_into(self._map, self._at, what, number, limit, seed & _SEED, steps, length)
+
+    def end(self) -> None:
+        self._map[self._at] = 0
+
+
+class ForeignCalls:
+    """The file of one process, which that process writes and others read.
+
+    Args:
+        file: a descriptor, open for reading and writing. It may be closed afterwards.
+    """
+
+    def __init__(self, file: int) -> None:
+        size = _FIRST + MOST * _SIZE
+        if os.fstat(file).st_size < size:
+            os.ftruncate(file, size)
+        self._map = mmap.mmap(file, size)
+        self._lock = threading.Lock()
+
+    def add(self, label: str, limits: Limits) -> Call:
+        """A place for the calls of one environment, or of one simulator."""
+        with self._lock:
+            count, waited = _HEADER.unpack_from(self._map)
+            if count == MOST:
+                return NOT_NOTED
+            at = _FIRST + count * _SIZE
+            room = _SIZE - _CALL.size
+            name = label.encode()[:room]
+            self._map[at + _CALL.size : at + _SIZE] = name.ljust(room, b"\0")
+            _HEADER.pack_into(self._map, 0, count + 1, waited)
+        return _Noted(self._map, at, limits)
+
+    def under_way(self) -> Iterator[UnderWay]:
+        """The calls that have not returned."""
+        count, _ = _HEADER.unpack_from(self._map)
+        for place in range(count):
+            at = _FIRST + place * _SIZE
+            if not self._map[at]:
+                continue
+            what, number, limit, seed, steps, length = _CALL.unpack_from(self._map, at)
+            label = self._map[at + _CALL.size : at + _SIZE].rstrip(b"\0").decode(errors="replace")
+            if MAKE <= what <= CLOSE:
+                where = in_words(label, _NAMES[what], seed, steps, length)
+                yield UnderWay(place, number, limit, NO_LIMITS.settings(what), where)
+
+    def killed(self, reason: str, waited: float) -> None:
+        """Note why the process is killed."""
+        room = _REASON.stop - _REASON.start
+        self._map[_REASON] = reason.encode()[:room].ljust(room, b"\0")
+        count, _ = _HEADER.unpack_from(self._map)
+        _HEADER.pack_into(self._map, 0, count, waited)
+
+    def last_words(self) -> LastWords:
+        """What the process was in when it ended."""
+        _, waited = _HEADER.unpack_from(self._map)
+        reason = self._map[_REASON].rstrip(b"\0").decode(errors="replace")
+        return LastWords(reason, waited, tuple(one.where for one in self.under_way()))
+
+
+def in_words(label: str, doing: str, seed: int, steps: int, length: int) -> str:
+    """Which call of which environment this is, for an error."""
+    if doing == "make":
+        return f"{label}, while it was made"
+    episode = "" if length == NO_LENGTH else f" of its life and {length} of its episode"
+    return f"{label}, seed {seed}, in {doing}() at step {steps}{episode}"
+
+
+class Watch:
+    """A thread that sees calls which do not return.
+
+    Its clock stands still while this process does, so that a Ctrl-Z runs out no limit. It cannot
+    run while a call here keeps the interpreter's lock; heartbeats are not answered then, either.
+    """
+
+    def __init__(self) -> None:
+        self._watched: list[tuple[ForeignCalls, Callable[[UnderWay], None]]] = []
+        self._every = 1.0
+        self._ends = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def add(self, calls: ForeignCalls, limits: Limits, on_hang: Callable[[UnderWay], None]) -> None:
+        """Watch the calls in this file, which have such limits.
+
+        ``on_hang`` is called in the thread, once for each call.
+        """
+        self._watched.append((calls, on_hang))
+        found = [limit / LOOKS for limit in limits if limit]
+        self._every = min([self._every, *found])
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="foreign calls", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        self._ends.set()
+
+    def _run(self) -> None:
+        seen: dict[tuple[int, int], tuple[int, float]] = {}
+        clock, before = 0.0, time.monotonic()
+        while not self._ends.wait(self._every):
+            now = time.monotonic()
+            clock += min(now - before, 2 * self._every)
+            before = now
+            present: dict[tuple[int, int], tuple[int, float]] = {}
+            for file, (calls, on_hang) in enumerate(self._watched):
+                for call in calls.under_way():
+                    key = file, call.place
+                    number, since = seen.get(key, (0, 0.0))
+                    if number != call.number:
+                        since = clock
+                    if call.limit and clock - since >= call.limit:
+                        since = float("inf")
+                        on_hang(call)
+                    present[key] = call.number, since
+            seen = present
+
+
+# ---- of this process
+
+_calls: ForeignCalls | None = None
+_watch: Watch | None = None
+
+
+def note_in(path: Path | None) -> None:
+    """Note the calls of this process, which may end for one of them: in the file of this name, or,
+    with None, where nobody else reads them."""
+    global _open
+    _open = partial(_file, path)
+
+
+_open: Callable[[], int] | None = None
+
+
+def _file(path: Path | None) -> int:
+    if path is not None:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    with tempfile.TemporaryFile() as unnamed:
+        return os.dup(unnamed.fileno())
+
+
+def of_this_process() -> ForeignCalls | None:
+    """Where this process notes its calls; None where nobody would read them."""
+    global _calls
+    if _calls is None and _open is not None:
+        file = _open()
+        try:
+            _calls = ForeignCalls(file)
+        finally:
+            os.close(file)
+    return _calls
+
+
+def place_for(label: str, limits: Limits) -> Call:
+    """A place for the calls of one environment of this process, or of one simulator.
+
+    A call that takes longer than its limit ends this process, see `end_this_process`.
+    """
+    global _watch
+    calls = of_this_process()
+    if calls is None:
+        return NOT_NOTED
+    if _watch is None and any(limits):
+        _watch = Watch()
+        _watch.add(calls, limits, lambda call: end_this_process(call.reason, call.limit))
+    return calls.add(label, limits)
+
+
+@contextlib.contextmanager
+def making(call: Call) -> Iterator[None]:
+    """Note the block as the making of an environment."""
+    call.begin(MAKE)
+    try:
+        yield
+    finally:
+        call.end()
+
+
+def end_this_process(reason: str, waited: float = 0.0) -> NoReturn:
+    """Kill this process and what it has started, so that who sees its end is told this reason.
+
+    ``waited``: seconds for which it was waited until that was seen.
+    """
+    calls = of_this_process()
+    if calls is not None:
+        calls.killed(reason, waited)
+    with contextlib.suppress(OSError, ValueError, RuntimeError):  # there may be no stderr
+        os.write(2, f"{reason}\n".encode())
+        faulthandler.dump_traceback()
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise SystemExit(reason)
+
+
+def last_words(path: Path) -> LastWords:
+    """What the process that noted its calls in this file was in; removes the file."""
+    try:
+        file = os.open(path, os.O_RDWR)
+    except OSError:
+        return LastWords()
+    try:
+        return ForeignCalls(file).last_words()
+    finally:
+        os.close(file)
+        path.unlink(missing_ok=True)
