@@ -8,6 +8,7 @@ keeps its ``lr`` when a file sets only ``actor.eps``).
 
 from __future__ import annotations
 
+import math
 import pathlib
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -40,7 +41,7 @@ def convert(value: object, type_: Any, path: Path = (), base: object = None) -> 
 
 
 def convert_struct(table: Mapping[str, object], type_: type[S], path: Path, base: object) -> S:
-    """A table as a Struct; a ValueError of its ``__post_init__`` gets the path."""
+    """A table as a Struct; an error of its ``__post_init__`` gets the path."""
     known = schema.fields_of(type_)
     _check_names(table, type_, known, path)
     values = {
@@ -52,8 +53,13 @@ def convert_struct(table: Mapping[str, object], type_: type[S], path: Path, base
         inherited = {field.name: getattr(base, field.name) for field in known.values()}
         values = {**inherited, **values}
     _check_complete(type_, values, path)
+    for name, field in known.items():
+        if field.name in values:
+            _check_finite(values[field.name], field.type, (*path, name))
     try:
         return type_(**values)
+    except ConfigError as error:  # its path begins at this table
+        raise ConfigError(error.problem, path=(*path, *error.path)) from error
     except (ValueError, TypeError) as error:
         raise ConfigError(str(error), path=path) from error
 
@@ -99,6 +105,24 @@ def _decode_special(type_: type, value: object) -> object:
     if issubclass(type_, pathlib.PurePath) and isinstance(value, str):
         return type_(value)
     raise ValueError(f"{type_.__name__} cannot be read from {value!r}")
+
+
+def _check_finite(value: object, type_: Any, path: Path) -> None:
+    """Refuse NaN and infinity, which comparisons with limits let pass in some direction.
+
+    What is of any type goes to somebody else's code, and may be either.
+    """
+    if type_ is Any:
+        return
+    if isinstance(value, float) and not math.isfinite(value):
+        name = next(part for part in reversed(path) if not part.isdigit())
+        raise ConfigError(f"{name} is {value}; it must be a finite number", path=path)
+    if isinstance(value, (list, tuple)):
+        for at, item in enumerate(value):
+            _check_finite(item, schema.item_type(type_), (*path, str(at)))
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _check_finite(item, schema.value_type(type_), (*path, str(key)))
 
 
 def _check_names(

@@ -18,8 +18,8 @@ text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 optimizers = st.builds(
     Optimizer,
     kind=st.sampled_from(Kind),
-    lr=st.floats(allow_nan=False),
-    clip=st.none() | st.floats(allow_nan=False),
+    lr=st.floats(allow_nan=False, allow_infinity=False),
+    clip=st.none() | st.floats(allow_nan=False, allow_infinity=False),
 )
 actors = st.builds(
     Actor,

@@ -7,6 +7,7 @@ set before that. Values set by the user are kept.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import importlib
 import os
@@ -18,6 +19,7 @@ from typing import Any, Final
 
 from rlinf_async.backends.transformers.folder import ModelFolder, ModelFolderError
 from rlinf_async.backends.vllm.config import GPU_MEMORY, VllmEngineConfig
+from rlinf_async.config.errors import nearest
 
 EXTENSION: Final = "rlinf_async.backends.vllm.extension.WeightsExtension"
 CPU_CACHE_BYTES: Final = 256 * 1024 * 1024
@@ -33,10 +35,39 @@ def start_llm(config: VllmEngineConfig, folder: ModelFolder, seed: int, device: 
         ModelFolderError: vLLM has no attention for this model on a CPU.
     """
     on_cpu = device == "cpu"
+    arguments, llm = _import(config, on_cpu)
+    if on_cpu:
+        _check_head_size(folder)
+        return llm.from_engine_args(arguments(**_arguments(config, folder, seed, on_cpu)))
+    with starting_alone(os.environ.get("CUDA_VISIBLE_DEVICES", "")):
+        return llm.from_engine_args(arguments(**_arguments(config, folder, seed, on_cpu)))
+
+
+def check_llm(config: VllmEngineConfig, folder: ModelFolder, device: str) -> None:
+    """Refuse what `start_llm` would refuse. Imports vLLM, which takes seconds.
+
+    Raises:
+        ModuleNotFoundError: vLLM is not installed.
+        ModelFolderError: vLLM has no attention for this model on a CPU.
+        ValueError: ``extra`` has arguments that vLLM does not know.
+    """
+    arguments, _ = _import(config, on_cpu=device == "cpu")
+    known = {field.name for field in dataclasses.fields(arguments)}
+    for name in config.extra:
+        if name not in known:
+            raise ValueError(f"extra.{name}: vLLM has no such argument{nearest(name, known)}")
+    if device == "cpu":
+        _check_head_size(folder)
+
+
+def _import(config: VllmEngineConfig, on_cpu: bool) -> tuple[Any, Any]:
+    """``AsyncEngineArgs`` and ``AsyncLLM``, under the environment that vLLM reads."""
     _set_environment(config, on_cpu)
     try:
-        arguments = importlib.import_module("vllm.engine.arg_utils").AsyncEngineArgs
-        llm = importlib.import_module("vllm.v1.engine.async_llm").AsyncLLM
+        return (
+            importlib.import_module("vllm.engine.arg_utils").AsyncEngineArgs,
+            importlib.import_module("vllm.v1.engine.async_llm").AsyncLLM,
+        )
     except ModuleNotFoundError as error:
         if error.name != "vllm":
             raise
@@ -46,11 +77,6 @@ def start_llm(config: VllmEngineConfig, folder: ModelFolder, seed: int, device: 
             "whose installation the Makefile shows",
             name="vllm",
         ) from error
-    if on_cpu:
-        _check_head_size(folder)
-        return llm.from_engine_args(arguments(**_arguments(config, folder, seed, on_cpu)))
-    with starting_alone(os.environ.get("CUDA_VISIBLE_DEVICES", "")):
-        return llm.from_engine_args(arguments(**_arguments(config, folder, seed, on_cpu)))
 
 
 @contextlib.contextmanager

@@ -31,6 +31,8 @@ from rlinf_async.runtime.jobs.language.folder import has_weights
 from rlinf_async.runtime.jobs.language.model import check_weights
 from rlinf_async.runtime.jobs.language.sections import ActorConfig, MegatronOptions
 
+COMPARING = frozenset({"grpo", "rloo", "reinforce++_baseline"})
+"""built-in advantages that compare the samples of a prompt with one another"""
 WITHOUT_VALUES = frozenset({"grpo", "rloo", "reinforce++", "reinforce++_baseline"})
 """built-in advantages that use no values; a user's own may"""
 
@@ -259,6 +261,13 @@ def _check_evaluation(config: LanguageConfig) -> None:
 
 def _check_learning(config: LanguageConfig) -> None:
     actor = config.actor
+    if config.training.group_size == 1 and actor.advantage.name in COMPARING:
+        raise ConfigError(
+            f"one sample of each prompt, but {actor.advantage.name} compares the samples of a "
+            "prompt with one another: every advantage would be 0; use at least 2, or "
+            "actor.advantage.name = 'reinforce++' or 'gae'",
+            path=("training", "group_size"),
+        )
     if actor.epochs > 1 and actor.loss.proximal == "current":
         raise ConfigError(
             f"with {actor.epochs} epochs the weights change between passes, but 'current' takes "
@@ -469,6 +478,33 @@ def _check_verifier(name: str, where: tuple[str, ...]) -> None:
         raise ConfigError(
             f"{name!r} cannot be imported: {type(error).__name__}: {error}", path=where
         ) from error
+
+
+def check_engine(config: LanguageConfig, model: Path, device: str) -> None:
+    """Refuse what the engine would refuse when it starts. Imports the engine's library.
+
+    Args:
+        config: of the run.
+        model: the model's folder.
+        device: ``"cpu"`` or a CUDA device, of the rollout workers.
+
+    Raises:
+        ConfigError: a limit or an argument that the engine cannot have with this model.
+    """
+    name = config.rollout.backend
+    if name == "toy":
+        return
+    from rlinf_async.backends.transformers.folder import ModelFolderError, open_folder
+
+    settings = config.rollout.vllm if name == "vllm" else config.rollout.transformers
+    try:
+        folder = open_folder(settings.model or str(model), context=settings.context)
+        if name == "vllm":
+            from rlinf_async.backends.vllm.library import check_llm
+
+            check_llm(config.rollout.vllm, folder, device)
+    except (ModelFolderError, ValueError) as error:
+        raise ConfigError(str(error), path=("rollout", name)) from error
 
 
 def check_critic(config: LanguageConfig, model: Path) -> None:

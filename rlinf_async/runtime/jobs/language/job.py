@@ -19,6 +19,7 @@ from rlinf_async.runtime.jobs.config import check_sinks
 from rlinf_async.runtime.jobs.language.checks import (
     check_backends,
     check_critic,
+    check_engine,
     check_families,
     check_sizes,
     check_verifiers,
@@ -28,6 +29,7 @@ from rlinf_async.runtime.jobs.language.config import MAY_DIFFER, LanguageConfig
 from rlinf_async.runtime.jobs.language.folder import has_weights
 from rlinf_async.runtime.jobs.language.model import (
     Examples,
+    check_forward,
     check_weights,
     checkpoint_folder,
     examples,
@@ -89,7 +91,10 @@ class LanguageRL:
             UsageError: with the setting, and what is wrong with what it names.
         """
         with tempfile.TemporaryDirectory(prefix="rlinf-async-check-") as folder:
-            _inputs(placed(config, self.plan(config, devices)), Path(folder))
+            plan = self.plan(config, devices)
+            inputs = _inputs(placed(config, plan), Path(folder))
+            device = plan.device("rollout", own_process=config.cluster.processes)
+            check_engine(config, inputs.model, device)
 
     def run(self, config: LanguageConfig, out: Path | None, resume: bool) -> LanguageSummary:
         """Train, evaluate, and leave everything in the run folder."""
@@ -128,6 +133,8 @@ def _inputs(config: LanguageConfig, into: Path) -> _Inputs:
         UsageError: one of them cannot be read, or does not fit the others.
     """
     model = make_model_folder(config.model, into)
+    if not config.model.path and config.actor.backend != "toy":
+        check_forward(model, ("model", "config"))
     try:
         prompts = open_prompts(config, model)
         if config.model.path and config.actor.backend != "toy":

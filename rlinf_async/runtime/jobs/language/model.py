@@ -275,6 +275,26 @@ def _described_shapes(folder: Path) -> dict[str, Shape]:
     return {name: tuple(one.shape) for name, one in model.state_dict().items()}
 
 
+def check_forward(folder: Path, where: tuple[str, ...]) -> None:
+    """Refuse a config.json whose sizes do not fit one another, by a forward pass without data.
+
+    Raises:
+        ConfigError: with what torch says of it.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    factory: Any = AutoModelForCausalLM
+    config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    try:
+        with torch.device("meta"):
+            factory.from_config(config)(torch.zeros(1, 2, dtype=torch.long))
+    except NotImplementedError:  # an operation that needs data: engine and trainer report it
+        return
+    except (RuntimeError, ValueError, TypeError, ZeroDivisionError, AttributeError) as error:
+        raise ConfigError(f"no model can be made of these sizes: {error}", path=where) from error
+
+
 def examples(config: LanguageConfig, model: Path) -> Examples:
     """Every training prompt of the warm start, with its answer and the end-of-sequence token.
 

@@ -121,6 +121,9 @@ class ActorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def __post_init__(self) -> None:
         check_counts(self, least=1, names=("global_batches", "epochs", "tp", "pp"))
+        optional = ("micro_batch_size", "max_tokens", "balance_window")
+        given = tuple(name for name in optional if getattr(self, name) is not None)
+        check_counts(self, least=1, names=given)
         if self.backend != "megatron" and self.model_ranks > 1:
             name = "tp" if self.tp > 1 else "pp"
             raise ConfigError(
