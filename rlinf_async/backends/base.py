@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from rlinf_async.messages.embodied import Floats, Ints, Trajectory
 from rlinf_async.messages.replay import ReplayBatch
@@ -47,6 +47,28 @@ class TrainingDiverged(RuntimeError):
 
 class StrategyUnknown(RuntimeError):
     """The strategy of the other ranks cannot be known on this rank: it has to be ended."""
+
+
+class NotSetUp(RuntimeError):
+    """Something was asked of an object that has to be set up first; the message says by what."""
+
+
+class _MadeBy:
+    def __init__(self, call: str) -> None:
+        self._call = call
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name.strip("_")
+
+    def __get__(self, instance: object | None, owner: type) -> Any:
+        if instance is None:
+            return self
+        raise NotSetUp(f"{owner.__name__} has no {self._name} yet: call {self._call} first")
+
+
+def made_by(call: str) -> Any:
+    """Return the default of an attribute that a call sets; reading it before raises `NotSetUp`."""
+    return _MadeBy(call)
 
 
 class PolicyBackend(Protocol):

@@ -23,7 +23,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from rlinf_async.backends.base import Rescalable, Trainer
+from rlinf_async.backends.base import Rescalable, Trainer, made_by
 from rlinf_async.observe.files import explaining
 from rlinf_async.parallel import Strategy, StrategyError
 from rlinf_async.workers.actor.strategy import (
@@ -46,7 +46,7 @@ class TrainingWorker(Worker, ABC, Generic[TrainerT]):
         resume: folder of the checkpoint to go on from.
     """
 
-    _trainer: TrainerT
+    _trainer: TrainerT = made_by("setup()")
     stands_for = 1
     """ranks that this worker is: one, but in simulations, where those of one copy of a model do the
     same at the same time"""

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from rlinf_async.backends.base import made_by
 from rlinf_async.channels import LatestReceiver, Receiver, Sender
 from rlinf_async.messages.language import Sample
 from rlinf_async.messages.weights import WeightUpdate
@@ -75,6 +76,8 @@ class InferenceWorker(Worker):
         backend: the trainer's registered name.
     """
 
+    _trainer: LanguageTrainer = made_by("setup()")
+
     def __init__(
         self, trainer: Any, config: InferenceConfig | None = None, *, backend: str = "fsdp"
     ) -> None:
@@ -90,7 +93,7 @@ class InferenceWorker(Worker):
 
     async def setup(self) -> None:
         """Build the model; the actor's weights come with the first update."""
-        self._trainer: LanguageTrainer = await self.compute(self.make_trainer)
+        self._trainer = await self.compute(self.make_trainer)
         self._version = -1
         self._weights = FollowedWeights(lambda: self._version, askers="inference workers")
 

@@ -6,8 +6,8 @@
                                               |
                            unscale -> clip -> step -> schedule -> zero     (or skip: not finite)
 
-Names and semantics: SEMANTICS.md, "Actor over FSDP". World size 1 needs no process group. How the
-number of ranks changes: `rlinf_async.backends.fsdp.rescale`.
+Names are those of RLinf's manager; ``docs/coming-from-rlinf.md`` has what they mean. World size 1
+needs no process group. How the number of ranks changes: `rlinf_async.backends.fsdp.rescale`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from rlinf_async.backends.base import NotSetUp, made_by
 from rlinf_async.backends.checkpoint.writer import CheckpointWriter, ModelFiles
 from rlinf_async.backends.fsdp import checkpoint, offload, ranks
 from rlinf_async.backends.fsdp.config import FSDPConfig, ShardingConfig
@@ -51,6 +52,7 @@ logger = logging.getLogger(__name__)
 ModelProvider = Callable[[], nn.Module]
 """returns a new model, on the CPU"""
 
+SETUP = "setup_model_and_optimizer()"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -68,15 +70,15 @@ class FSDPModelManager:
             policy. What is built in it may have a method ``value_parameter_names``: the names of
             the parameters that only the value uses.
 
-    Raises `ValueError` for a rank outside the world and a device that does not exist.
-    torch.distributed is up already.
+    Raises `ValueError` for a rank outside the world and a device that does not exist. What needs
+    the model raises `NotSetUp` before `setup_model_and_optimizer`. torch.distributed is up already.
     """
 
-    model: nn.Module
-    optimizer: torch.optim.AdamW
-    lr_scheduler: LambdaLR
-    grad_scaler: LossScaler
-    gradients: Gradients
+    model: nn.Module = made_by(SETUP)
+    optimizer: torch.optim.AdamW = made_by(SETUP)
+    lr_scheduler: LambdaLR = made_by(SETUP)
+    grad_scaler: LossScaler = made_by(SETUP)
+    gradients: Gradients = made_by(SETUP)
 
     def __init__(
         self,
@@ -127,7 +129,9 @@ class FSDPModelManager:
         return self.groups.launched > 1 and self.cfg.strategy == "fsdp2"
 
     def check_active(self, doing: str) -> None:
-        """Raise `IdleRank` on a rank that is not active."""
+        """Raise `IdleRank` on a rank that is not active, `NotSetUp` before there is a model."""
+        if "model" not in vars(self):
+            raise NotSetUp(f"{doing} before there is a model: call {SETUP} first")
         if not self.active:
             raise IdleRank(
                 f"{doing} on rank {self.rank}, which is idle: {self.world_size} of "
@@ -223,7 +227,11 @@ class FSDPModelManager:
         return gradient_sync(model, enabled=is_last_micro_batch)
 
     def backward(self, loss: Tensor) -> None:
-        """Scale the loss and add its gradients to those of earlier micro-batches."""
+        """Scale the loss and add its gradients to those of earlier micro-batches.
+
+        Raises `OffloadedError` while offloaded, `IdleRank` on an idle rank.
+        """
+        self.check_loaded("backward()")
         torch.autograd.backward(self.grad_scaler.scale(loss))
 
     def zero_grad(self) -> None:

@@ -152,8 +152,7 @@ def _part(manager: MegatronModelManager) -> Part:
     Where data ranks have copies of the optimizer, the first writes; where tensor ranks or two
     stages have copies of a parameter, so does the first of them.
     """
-    place = manager.grid.place
-    assert place is not None
+    place = manager.place
     first = place.dp == 0
     layout = {one.name: tuple(one.shape) for one in manager.tensors}
     entries: list[Entry] = []
@@ -189,8 +188,7 @@ def _part(manager: MegatronModelManager) -> Part:
 
 def _is_first_copy(manager: MegatronModelManager, held: Held) -> bool:
     """Whether no other tensor rank or stage before this one holds the same of a parameter."""
-    place, architecture = manager.grid.place, manager.architecture
-    assert place is not None
+    place, architecture = manager.place, manager.architecture
     tied = architecture.decoder.tied and not architecture.values
     if tied and place.stage > 0 and held.name.startswith(OUTPUT_LAYER):
         return False

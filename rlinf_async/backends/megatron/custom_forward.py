@@ -56,12 +56,14 @@ def custom_forward(
         grid: its process groups.
         batch: padded samples; without ``pack_seqs`` padding is computed, too.
         sequence_parallel: as the model was built; another value is an error.
-        value_model: the model is a critic: values ``[B, S]`` are returned.
+        value_model: the model is a critic: values ``[B, S]`` are returned. Another value than the
+            model was built with is an error, on every stage.
         pack_seqs: leave padding out of the computation.
-        logits_processor: what becomes of logits; they are returned as they are when left out.
+        logits_processor: what becomes of logits; they are returned as they are when left out. A
+            critic has none.
         logits_processor_args: by name: tensors ``[B, S, ...]`` are packed as the tokens are, and
             others passed as they are.
-        temperature: divides logits, once, on the last stage.
+        temperature: divides logits, once, on the last stage. A critic has none.
         max_batch_seqlen: largest number of tokens of a sample.
 
     Returns:
@@ -69,9 +71,17 @@ def custom_forward(
         others the hidden states ``[T, 1, D]`` that the next stage takes.
 
     Raises:
-        ValueError: a sample is longer, or the model was built for something else.
+        ValueError: a sample is longer, the model was built for something else, or the batch has
+            several shapes.
     """
     stage = _unwrapped(model)
+    _check_kind(stage, value_model, logits_processor, temperature)
+    shapes = {tuple(one.shape) for one in batch}
+    if len(shapes) > 1 or batch.input_ids.dim() != 2:
+        raise ValueError(
+            "input_ids, attention_mask and position_ids have to be of one shape [B, S]; they are "
+            f"{', '.join(str(list(one.shape)) for one in batch)}"
+        )
     config = cast(Any, stage).config
     if sequence_parallel != bool(config.sequence_parallel):
         raise ValueError(
@@ -106,6 +116,27 @@ def custom_forward(
     }
     found = logits_processor(logits, **arguments)
     return {name: _unpacked(one, mask, there) for name, one in found.items()}
+
+
+def _check_kind(
+    stage: nn.Module, value_model: bool, processor: LogitsProcessor | None, temperature: float
+) -> None:
+    """Raise `ValueError` unless the model computes what is asked for."""
+    critic = getattr(stage, "computes_values", None)
+    if critic is None:
+        raise ValueError(
+            f"custom_forward() takes a model chunk of a MegatronModelManager, not a "
+            f"{type(stage).__name__}: give one of its models or chunks"
+        )
+    if value_model != critic:
+        has = "a critic: it has a value head and no logits" if critic else "a policy: it has logits"
+        raise ValueError(f"value_model is {value_model}, but the model was built as {has}")
+    if critic and processor is not None:
+        raise ValueError("logits_processor was given, but a critic has no logits: leave it out")
+    if critic and temperature != 1.0:
+        raise ValueError(f"temperature is {temperature}, but values have none: leave it out")
+    if not temperature > 0:
+        raise ValueError(f"temperature is {temperature}; it must be more than 0")
 
 
 def _is_of_tokens(value: Any, mask: Tensor) -> bool:

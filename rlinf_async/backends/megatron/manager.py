@@ -35,7 +35,7 @@ from rlinf_async.backends.megatron.errors import IdleRank
 from rlinf_async.backends.megatron.feed import Feed
 from rlinf_async.backends.megatron.forward import read_statistics, read_values
 from rlinf_async.backends.megatron.gathering import on_first_rank
-from rlinf_async.backends.megatron.grid import Grid, make_grid
+from rlinf_async.backends.megatron.grid import Grid, Place, make_grid
 from rlinf_async.backends.megatron.groups import Groups
 from rlinf_async.backends.megatron.lane import Lane
 from rlinf_async.backends.megatron.memory import StageMemory
@@ -198,6 +198,14 @@ class MegatronModelManager(Offloading):
         return self.part
 
     @property
+    def place(self) -> Place:
+        """Where this rank stands; raises `IdleRank`."""
+        self.active_part()
+        place = self.grid.place
+        assert place is not None
+        return place
+
+    @property
     def held(self) -> list[Held]:
         """The parameters of this rank; none on an idle one."""
         return self.part.held if self.part is not None else []
@@ -264,7 +272,10 @@ class MegatronModelManager(Offloading):
         Args:
             pre_process: it has the embedding.
             post_process: it has the output layer, or the value head of a critic.
+
+        Raises `IdleRank`.
         """
+        self.active_part()
         return build_chunk(
             self.architecture,
             self.grid,
@@ -297,7 +308,12 @@ class MegatronModelManager(Offloading):
         temperature: float = 1.0,
         max_batch_seqlen: int = 4096,
     ) -> Tensor | dict[str, Tensor]:
-        """Compute a padded batch with one model chunk; see `custom_forward.custom_forward`."""
+        """Compute a padded batch with one model chunk; see `custom_forward.custom_forward`.
+
+        Raises `IdleRank`, and `OffloadedError` while the weights are offloaded.
+        """
+        self.active_part()
+        self.check_onloaded("custom_forward()", {WEIGHTS})
         batch = PaddedBatch(input_ids, attention_mask.bool(), position_ids)
         return custom_forward(
             model,
@@ -325,8 +341,11 @@ class MegatronModelManager(Offloading):
         """Scale, clip and step; return the gradient norm before clipping and the learning rate.
         Collective.
 
-        A norm that is not finite skips the step.
+        A norm that is not finite skips the step. Raises `IdleRank`, and `OffloadedError` while
+        offloaded.
         """
+        self.active_part()
+        self.check_onloaded("optimizer_step()")
         for one in self.models:
             one.scale_gradients(gradient_factor)
         lr = self.lr
@@ -357,15 +376,16 @@ class MegatronModelManager(Offloading):
     # ---- among ranks
 
     def sum_over_data(self, row: Tensor) -> None:
-        """Add up over the ranks that train on other samples with the same part of the model."""
+        """Add up over the ranks that train on other samples with the same part of the model; raises
+        `IdleRank`."""
+        self.active_part()
         if self.strategy.dp > 1:
             dist.all_reduce(row, group=self.grid.data)
 
     def from_last_stage(self, value: Any, kind: Any) -> Any:
         """Return the value, of this type, of the last stage's rank. Collective among the ranks of
         one model."""
-        strategy, place = self.strategy, self.grid.place
-        assert place is not None
+        strategy, place = self.strategy, self.place
         source = strategy.tp * (place.dp + strategy.dp * (strategy.pp - 1))
         return self.feed.broadcast(value, kind, source)
 

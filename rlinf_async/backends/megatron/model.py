@@ -95,6 +95,7 @@ def build_chunk(
     )
     language: Any = model
     language.embd_group = grid.groups.embd
+    language.computes_values = architecture.values
     if architecture.padding is not None and pre_process:
         embedding: Any = model.embedding
         frozen = FrozenPadding(architecture.padding, grid.groups.tp)

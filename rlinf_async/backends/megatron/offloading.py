@@ -36,9 +36,10 @@ class Offloading(ABC):
     def gather_parameters(self) -> None:
         """Have the last step's parameters of all data ranks. Collective among those."""
 
-    def check_onloaded(self, doing: str) -> None:
-        """Raise `OffloadedError` while weights or optimizer are offloaded."""
-        if self.weights_offloaded or self.optimizer_offloaded:
+    def check_onloaded(self, doing: str, parts: Collection[str] = PARTS) -> None:
+        """Raise `OffloadedError` while these parts are offloaded."""
+        weights = self.weights_offloaded and WEIGHTS in parts
+        if weights or (self.optimizer_offloaded and OPTIMIZER in parts):
             raise OffloadedError(f"{doing} while the model is offloaded: call onload() first")
 
     def offload_weights(self) -> None:

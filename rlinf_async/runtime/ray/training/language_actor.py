@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
+from rlinf_async.backends.base import made_by
 from rlinf_async.backends.language import PARTS, WEIGHTS
 from rlinf_async.channels import Latest
 from rlinf_async.messages.language import LanguageTrainReport, SampleGroup
@@ -46,7 +47,7 @@ class LanguageTrainRayActor(TrainRayActor):
 
     train_backend: ClassVar[str]
     """``train_backend`` of the arguments that it takes"""
-    args: TrainArgs
+    args: TrainArgs = made_by("init()")
     """of its role"""
     role: str = ""
     hf_config: Any = None
