@@ -8,18 +8,17 @@ kernel kills it then, so also where a verifier hangs.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import resource
 import signal
-import sys
 from io import FileIO
 from types import FrameType
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
 from rlinf_async.messages.language import Failed, Outcome
+from rlinf_async.parent import signal_at_end_of_parent
 from rlinf_async.rewards.answer import Verifier
 from rlinf_async.rewards.judging import judge
 from rlinf_async.rewards.process_messages import (
@@ -36,13 +35,11 @@ from rlinf_async.rewards.process_messages import (
 )
 from rlinf_async.rewards.registry import load_verifier
 
-PR_SET_PDEATHSIG: Final = 1
-
 
 def main() -> None:
     """Serve until the owner closes its end."""
     asks, answers = _take_pipes()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, _nothing)  # for the driver: the owner closes its end when it leaves
     serving = Serving(asks, answers)
     try:
@@ -147,8 +144,7 @@ class Serving:
 
 
 def _configure(start: Start) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal_at_end_of_parent(signal.SIGKILL)
     if os.getppid() != start.owner:  # the owner ended before this was set
         os._exit(0)
     if start.memory_bytes:

@@ -36,6 +36,7 @@ from rlinf_async.channels.wire.frames.messages import DATA
 from rlinf_async.channels.wire.links.protocol import Nothing
 from rlinf_async.channels.wire.movement import movement
 from rlinf_async.observe.trace import SpanRecorder
+from rlinf_async.parent import signal_at_end_of_parent
 from rlinf_async.runtime.backend import Doing, Standstill, WorkerSpec
 from rlinf_async.runtime.devices import pinned_cores
 from rlinf_async.runtime.homes import CallEnds, WorkerHome
@@ -89,6 +90,7 @@ def child_main(output: None, boot: Boot) -> None:
     """
     os.setsid()  # a Ctrl-C is for the driver; and what starts here can be ended as one group
     ignore_in_worker()
+    signal_at_end_of_parent(signal.SIGCONT)  # one that is stopped must see the end, and clean up
     faulthandler.enable()
     folder = Path(boot.socket).parent
     threading.Thread(

@@ -16,6 +16,7 @@ import re
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
+from typing import Final
 
 from rlinf_async.workers.context import Device
 from rlinf_async.workers.errors import BuildError
@@ -28,6 +29,10 @@ _FILE = re.compile(r"nvidia\d+")
 _MINOR = re.compile(r"^Device Minor:\s*(\d+)", re.MULTILINE)
 _NAME = re.compile(r"\d+|(GPU|MIG)-.+")
 _STATED = re.compile(r"(?:(?P<hosts>\d+)x)?(?P<count>\d+)x(?P<model>[A-Za-z][\w.-]*)")
+
+
+MOST_STATED: Final = 65_536
+"""devices that a stated machine may have: more than any cluster, and few enough to go through"""
 
 
 def host_devices() -> tuple[Device, ...]:
@@ -57,6 +62,11 @@ def stated_devices(text: str) -> tuple[Device, ...]:
         raise ValueError(
             f"{text!r} describes no machine: write hosts x devices x model, such as '8xH100', "
             "'2x8xH100' or '16xcpu'"
+        )
+    if float(found["hosts"] or 1) * float(found["count"]) > MOST_STATED:
+        raise ValueError(
+            f"{text[:40]!r} has more than {MOST_STATED:,} devices, the most that can be gone "
+            "through: state a smaller machine"
         )
     hosts, kind = int(found["hosts"] or 1), "cpu" if found["model"].lower() == "cpu" else "cuda"
     names = [""] if hosts == 1 else [f"host{number}" for number in range(hosts)]

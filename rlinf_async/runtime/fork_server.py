@@ -22,6 +22,7 @@ from typing import Any, Final
 
 import msgspec
 
+from rlinf_async.parent import signal_at_end_of_parent
 from rlinf_async.runtime.child import remove_unused_torch_cache
 
 HAS_THREADS: Final = -1
@@ -36,6 +37,7 @@ def main(control: int) -> None:
     """Fork processes until the one that started this is gone."""
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text("fork_server", encoding="utf-8")
+    signal_at_end_of_parent(signal.SIGCONT)
     _Forks(socket.socket(fileno=control)).serve()
     os._exit(0)  # libraries have nothing to take down: what they do is done in other processes
 
@@ -49,6 +51,9 @@ class _Forks:
         self._poll.register(control, select.POLLIN)
         self._running: dict[int, tuple[int, int]] = {}
         """by a file that is readable once it has ended: its number, and the pipe for that"""
+        self._parent: int | None = os.pidfd_open(os.getppid())
+        """a file that is readable once the process that started this one has ended"""
+        self._poll.register(self._parent, select.POLLIN)
 
     def serve(self) -> None:
         listening = True
@@ -61,10 +66,22 @@ class _Forks:
         """Tell the ends that there are; returns whether a process is asked for. It waits for either
         so long."""
         ready = {descriptor for descriptor, _ in self._poll.poll(milliseconds)}
+        if self._parent in ready:
+            ready.discard(self._parent)
+            self._orphaned()
         ended = ready & self._running.keys()
         for one in ended:
             self._ended(one)
         return ready != ended
+
+    def _orphaned(self) -> None:
+        """Let those that are stopped go on: they see that they are to end, and clean up."""
+        assert self._parent is not None
+        self._poll.unregister(self._parent)
+        os.close(self._parent)
+        self._parent = None
+        for child, _ in self._running.values():
+            os.kill(child, signal.SIGCONT)
 
     def _fork(self) -> bool:
         """Fork a process, as asked; False where nobody asks any more."""
@@ -134,6 +151,8 @@ class _Forks:
         code = 1
         try:
             self._control.close()
+            if self._parent is not None:
+                os.close(self._parent)
             for watched, (_, status) in self._running.items():
                 os.close(watched)
                 os.close(status)

@@ -1,4 +1,4 @@
-"""What Ctrl-C, SIGTERM and SIGUSR1 do to a run.
+"""What Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 do to a run.
 
 =========  =============================================================================
 signal     effect
@@ -9,6 +9,8 @@ Ctrl-C     first: the main coroutine is cancelled, and takes down what it starte
 SIGUSR1    a checkpoint is requested; the run goes on
 SIGTERM    a checkpoint is requested, and the run ends, as below
            second: the process and its workers are killed, exit code 143
+SIGHUP     the terminal was closed: as the first SIGTERM, and what is still printed is dropped; a
+           program that was started by ``nohup`` does not get it
 =========  =============================================================================
 
 After a SIGTERM, as shares of `RunSignals.grace_seconds`::
@@ -22,7 +24,7 @@ After a SIGTERM, as shares of `RunSignals.grace_seconds`::
 In each case the exit code is 143. Where no coroutine runs (a configuration is read, a picture is
 drawn), SIGTERM raises `Terminated` there, as Ctrl-C raises KeyboardInterrupt.
 
-Workers ignore all three signals while the process that started them is alive, and go with it.
+Workers ignore all four signals while the process that started them is alive, and go with it.
 """
 
 from __future__ import annotations
@@ -53,9 +55,9 @@ CANCEL_AGAIN_AT: Final = 0.8
 REPEATED: Final = 0.5
 """seconds in which another SIGTERM counts as the same one: ``timeout``, for one, sends two, to the
 process and to its group"""
-OF_THE_DRIVER: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+OF_THE_DRIVER: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """signals that are for the process that starts workers, and not for the workers"""
-FOR_FORKED_CHILDREN: Final = (signal.SIGTERM, signal.SIGUSR1)
+FOR_FORKED_CHILDREN: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """signals whose handlers a forked child does not keep"""
 
 
@@ -103,6 +105,8 @@ class RunSignals:
         """what a SIGTERM cancels at once"""
         self._steps = 0  # blocks of `checked_each_step` that are entered
         self._task: asyncio.Task[Any] | None = None
+        self._terminals: list[int] = []
+        """descriptors of this process's output that is shown on a terminal"""
         self._handlers: dict[int, Callable[[int, FrameType | None], None]] = {}
         """those that are set now, by signal"""
         self._reported = WorkEvent()
@@ -186,7 +190,7 @@ class RunSignals:
 
     @contextmanager
     def handled(self, afterwards: signal.Handlers = signal.SIG_DFL) -> Iterator[RunSignals]:
-        """Handle SIGTERM and SIGUSR1 in this block, those that have no handler yet.
+        """Handle SIGTERM, SIGHUP and SIGUSR1 in this block, those that have no handler yet.
 
         Outside the main thread nothing is handled. ``afterwards``: what they do then; where they
         are ignored, because the process ends, the grace is enforced until it has.
@@ -196,7 +200,12 @@ class RunSignals:
             yield self
             return
         before, _current = _current, self
-        handlers = {signal.SIGTERM: self._on_terminate, signal.SIGUSR1: self._on_checkpoint}
+        self._terminals = [output for output in (1, 2) if os.isatty(output)]
+        handlers = {
+            signal.SIGTERM: self._on_terminate,
+            signal.SIGHUP: self._on_hangup,
+            signal.SIGUSR1: self._on_checkpoint,
+        }
         self._handlers = {
             number: handler
             for number, handler in handlers.items()
@@ -268,6 +277,15 @@ class RunSignals:
         if self._task is not None:
             self._task.get_loop().call_soon_threadsafe(self._reported.set)
 
+    def _on_hangup(self, number: int, frame: FrameType | None) -> None:
+        for output in self._terminals:
+            if not os.isatty(output):  # it is gone: printing there would fail
+                nothing = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nothing, output)
+                os.close(nothing)
+        if not self.terminating:  # the shell sends it, too
+            self._on_terminate(number, frame)
+
     def _on_terminate(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.terminating:
@@ -335,8 +353,8 @@ def ignore_in_worker() -> None:
     """
     global _ignoring
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _ignore)
-    signal.signal(signal.SIGUSR1, _ignore)
+    for number in FOR_FORKED_CHILDREN:
+        signal.signal(number, _ignore)
     _ignoring = True
     signal.pthread_sigmask(signal.SIG_UNBLOCK, OF_THE_DRIVER)
 

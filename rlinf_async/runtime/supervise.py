@@ -93,9 +93,20 @@ class Supervisor:
         return isinstance(self._policy, Restart) and self._policy.max > 0
 
     async def start(self) -> None:
-        """Start the rank's first life."""
-        handle = await self._backend.start(self._spec)
-        self._adopt(handle)
+        """Start the rank: another life where one dies before it is ready.
+
+        Raises:
+            WorkerDied: it died once more than the policy allows.
+            WorkerError: ``__init__`` or ``setup`` raised.
+        """
+        while True:
+            try:
+                self._adopt(await self._backend.start(self._spec))
+            except WorkerDied as death:
+                if not self._may_restart(death):
+                    raise
+            else:
+                return
 
     async def handle(self) -> WorkerHandle:
         """The live worker; waits for a restart that is under way.
@@ -150,47 +161,42 @@ class Supervisor:
         self._live = None
         self._handle = WorkFuture()
         self._handle.add_done_callback(_retrieve)
-        self._after(death)
-
-    def _after(self, death: WorkerDied) -> None:
-        self._waited += death.failure.waited
-        if self._may_restart():
-            log.warning("%s; starting it again (%d so far)", death.summary, self.restarts)
+        if self._may_restart(death):
             task = asyncio.create_task(self._restart(death), name=f"restart {self.name}")
             self._restarting = internal(task)
         else:
             self._give_up(death)
 
-    def _may_restart(self) -> bool:
+    def _may_restart(self, death: WorkerDied) -> bool:
+        """Whether the policy allows another life; then what is started is the next one."""
         if isinstance(self._policy, Never):
             return False
+        self._waited += death.failure.waited
         now = asyncio.get_running_loop().time() - self._waited
         while self._restarts and self._restarts[0] < now - self._policy.within:
             self._restarts.popleft()
         if len(self._restarts) >= self._policy.max:
+            death.add_note(
+                f"{self.name} was restarted {self.restarts} times; the policy allows "
+                f"{self._policy.max} within {self._policy.within:g} s"
+            )
             return False
+        log.warning("%s; starting it again (%d so far)", death.summary, self.restarts + 1)
         self._restarts.append(now)
         self.restarts += 1
+        info = msgspec.structs.replace(self._spec.info, incarnation=self.restarts)
+        self._spec = msgspec.structs.replace(self._spec, info=info)
         return True
 
     async def _restart(self, death: WorkerDied) -> None:
-        info = msgspec.structs.replace(self._spec.info, incarnation=self.restarts)
-        self._spec = msgspec.structs.replace(self._spec, info=info)
         try:
-            self._adopt(await self._backend.start(self._spec))
-        except WorkerDied as another:
-            self._after(another)
+            await self.start()
         except BuildError as error:  # not a wrong graph any more: the run has begun
             self._give_up(_not_replaced(death, error))
         except Exception as error:  # whatever it is: calls that wait for the worker must fail
             self._give_up(error)
 
     def _give_up(self, death: Exception) -> None:
-        if isinstance(self._policy, Restart) and isinstance(death, WorkerDied):
-            death.add_note(
-                f"{self.name} was restarted {self.restarts} times; the policy allows "
-                f"{self._policy.max} within {self._policy.within:g} s"
-            )
         if self._handle is not None and not self._handle.done():
             self._handle.set_exception(death)
         self._unraised = death

@@ -9,12 +9,13 @@ import pytest
 
 from tests.architecture.sources import ROOT, Import, folders, imports, loose, modules
 
-LIGHT = {"config", "messages", "parallel", "scheduling", "deadlines", "elapse"}
+LIGHT = {"config", "messages", "parallel", "scheduling", "deadlines", "elapse", "parent"}
 
 ARROWS: dict[str, set[str]] = {
     "__main__": {"cli"},
     "deadlines": set(),
     "elapse": set(),
+    "parent": set(),
     "channels": {"deadlines"},
     "config": set(),
     "messages": set(),

@@ -118,6 +118,12 @@ def test_a_description_of_no_machine_is_refused(text: str) -> None:
         stated_devices(text)
 
 
+@pytest.mark.parametrize("text", ["99999999x8xH100", "257x256xA100", f"{'9' * 5000}xcpu"])
+def test_a_machine_that_is_too_large_to_go_through_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"has more than 65,536 devices, .* a smaller machine"):
+        stated_devices(text)
+
+
 @pytest.mark.parametrize(
     ("given", "shown"), [(None, "0,2"), ("4,5,6", "4,6"), ("GPU-a,GPU-b,GPU-c", "GPU-a,GPU-c")]
 )

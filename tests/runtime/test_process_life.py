@@ -28,7 +28,7 @@ from tests.runtime.kit import (
     kill,
     waiting,
 )
-from tests.runtime.scripts import gone, process_runs, running
+from tests.runtime.scripts import gone, process_runs, running, wait_until_stopped
 
 SCRIPT = """
 import asyncio, os, sys
@@ -105,6 +105,31 @@ def test_workers_go_with_a_driver_that_is_killed() -> None:
         assert script.left == []
     assert code == -signal.SIGKILL
     assert "Traceback" not in err
+
+
+STOPPED = """await cluster.launch(kit.Parent)
+        await cluster.launch(Forked)
+        print(*(cluster.pid(name) for name in ("Talker[0]", "Parent[0]", "Forked[0]")), flush=True)
+        await asyncio.Event().wait()
+
+class Forked(Talker):
+    @classmethod
+    def slow_imports(cls, arguments):
+        return ("decimal",)"""
+
+
+def test_stopped_workers_go_with_a_driver_that_is_killed_and_take_along_what_they_started() -> None:
+    with running(SCRIPT.replace("BODY", STOPPED)) as script:
+        assert script.process.stdout is not None
+        pids = [int(pid) for pid in script.process.stdout.readline().split()]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+            wait_until_stopped(pid)
+        script.process.kill()
+        script.process.wait()
+        assert script.gone()
+        assert script.left == []
+    assert len(pids) == 3
 
 
 def test_a_script_without_a_main_guard_gets_the_hint() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 
 import pytest
 
@@ -96,6 +97,14 @@ async def test_a_worker_that_dies_too_often_is_given_up(new_cluster: NewCluster)
         assert broken.restarts == 2
 
 
+class KilledInSetup(Teller):
+    """Its first life ends before it is ready."""
+
+    async def setup(self) -> None:
+        if not self.incarnation:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 async def doubled_despite_deaths(backend: MortalBackend, kills: int) -> int:
     """Every number is doubled although the doublers die again and again; how many went back."""
     once = ExactlyOnce[int]()
@@ -175,6 +184,45 @@ def test_a_death_while_it_is_restarted_counts_and_is_survived() -> None:
                 await tellers.call(Teller.life)
 
     explore(main, seeds=range(50))
+
+
+def test_a_death_while_it_is_launched_counts_and_is_survived() -> None:
+    async def main() -> None:
+        backend = MortalBackend()
+        async with ra.Cluster(backend, devices=()) as cluster:
+            backend.stillborn = 2
+            tellers = await cluster.launch(Teller, count=2, restart=Restart(max=3))
+            assert sum(await tellers.call(Teller.life)) == tellers.restarts == 2
+
+    explore(main, seeds=range(50))
+
+
+@pytest.mark.parametrize("restart", [None, Restart(max=2)])
+def test_a_launch_fails_by_the_death_after_the_last_that_may_be_survived(
+    restart: Restart | None,
+) -> None:
+    async def main() -> None:
+        backend = MortalBackend()
+        async with ra.Cluster(backend, devices=()) as cluster:
+            backend.stillborn = 1000
+            with pytest.raises(ra.WorkerDied) as caught:
+                await cluster.launch(Teller, restart=restart)
+            assert backend.stillborn == 1000 - (1 if restart is None else 3)
+            notes = getattr(caught.value, "__notes__", [])
+            assert notes == ([] if restart is None else [TWICE])
+
+    explore(main, seeds=range(20))
+
+
+TWICE = "Teller[0] was restarted 2 times; the policy allows 2 within 60 s"
+
+
+async def test_a_process_that_is_killed_in_its_setup_is_started_again(
+    new_cluster: NewCluster,
+) -> None:
+    async with new_cluster() as cluster:
+        worker = await cluster.launch_one(KilledInSetup, restart=Restart(max=1))
+        assert await worker.call(KilledInSetup.life) == 1
 
 
 def test_old_deaths_are_forgotten() -> None:

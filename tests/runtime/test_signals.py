@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pty
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +17,7 @@ from rlinf_async.runtime import signals
 from rlinf_async.runtime.signals import RunSignals, Terminated, run_signals
 from rlinf_async.runtime.stall import free_task
 from tests.runtime.kit import NewCluster, Parent, Waiter, kill, waiting
-from tests.runtime.scripts import process_runs, running
+from tests.runtime.scripts import PATIENCE, ROOT, process_runs, running
 
 SCRIPT = """
 import asyncio, os, signal, time
@@ -110,6 +112,37 @@ def test_after_sigterm_a_step_is_finished_and_saved_and_the_script_leaves_with_1
     assert code == 143
     assert out.count("saved") == 1
     assert err == "Actor[0]: torn down\n"
+
+
+def test_a_script_whose_terminal_is_closed_saves_as_after_sigterm(tmp_path: Path) -> None:
+    """What it prints afterwards goes nowhere, and no longer fails."""
+    ours, theirs = pty.openpty()
+    source = (
+        script("saves")
+        .replace("        print(await", "        SAVED.write_text(await")
+        .replace("save), flush=True)", "save)); print('it is', flush=True)")
+        .replace('print("step"', 'step == 1 and print("step"')
+        .replace(
+            "    ra.run(main())", "    fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n    ra.run(main())"
+        )
+        .replace("SAVED", f"pathlib.Path({str(tmp_path / 'saved')!r})")
+    )
+    (tmp_path / "script.py").write_text(f"import fcntl, pathlib, termios\n{source}")
+    with subprocess.Popen(
+        [sys.executable, str(tmp_path / "script.py")],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        start_new_session=True,
+    ) as process:
+        os.close(theirs)
+        shown = b""
+        while b"step" not in shown:
+            shown += os.read(ours, 4096)
+        os.close(ours)
+        assert process.wait(PATIENCE) == 143
+    assert (tmp_path / "saved").read_text() == "saved"
 
 
 def test_after_sigusr1_a_checkpoint_is_saved_and_the_script_goes_on() -> None:
@@ -234,7 +267,7 @@ print(os.waitstatus_to_exitcode(status))
 async def test_a_worker_survives_the_signals_of_its_driver(new_cluster: NewCluster) -> None:
     async with new_cluster() as cluster:
         await waiting(cluster)
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT):
             kill(cluster, "Waiter[0]", number)
         numbers = cluster.channel(str, name="more")
         again = cluster.groups["Waiter"][0].call(Waiter.forever, numbers.sender)

@@ -8,7 +8,6 @@ in the middle of a step then is killed some seconds later.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing.spawn
 import os
 import select
@@ -23,6 +22,7 @@ import msgspec
 import numpy as np
 
 from rlinf_async.config import UsageError
+from rlinf_async.parent import signal_at_end_of_parent
 from rlinf_async.workers.env.actions import ActionReader
 from rlinf_async.workers.env.config import EnvConfig
 from rlinf_async.workers.env.errors import EnvError
@@ -45,13 +45,12 @@ from rlinf_async.workers.env.slot import Slot
 
 GRACE: Final = 5.0
 """seconds for a step that is under way when the worker has left"""
-PR_SET_PDEATHSIG: Final = 1
 
 
 def main() -> None:
     """Fork a process for each environment, and wait for them."""
     start = msgspec.json.decode(sys.argv[1], type=PoolStart)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, _nothing)  # for the driver: the worker closes the sockets
     sys.path[:] = start.main.pop("sys_path")
     multiprocessing.spawn.prepare(start.main)
@@ -100,8 +99,7 @@ def _wait_for(running: dict[int, int], control: socket.socket) -> None:
 
 def _run_env(start: PoolStart, env: int, owner: int) -> None:
     """Serve one environment, and end this process."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal_at_end_of_parent(signal.SIGKILL)
     if os.getppid() != owner:  # it ended before this was set
         os._exit(0)
     os.close(start.control)
