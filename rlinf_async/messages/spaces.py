@@ -112,6 +112,11 @@ class ActionSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return len(self.factors) == 1 and self.factors[0].kind == "continuous"
 
     @property
+    def numbers(self) -> int:
+        """Numbers of all its vectors."""
+        return sum(factor.size for factor in self.factors if factor.kind == "continuous")
+
+    @property
     def columns(self) -> int:
         """Columns of an array of actions."""
         return sum(factor.columns for factor in self.factors)

@@ -54,6 +54,8 @@ class Policy(nn.Module, ABC, Generic[ObservedT]):
 
     recurrent: ClassVar[bool] = False
     """whether it remembers what it saw before: a `RecurrentPolicy`"""
+    off_policy: ClassVar[bool] = False
+    """whether it has no value of its own, and learns from stored transitions"""
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__()

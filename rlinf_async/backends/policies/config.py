@@ -79,17 +79,31 @@ OWNERS: Final = {"vision_language": VISION_LANGUAGE, "channels": "cnn", "memory_
 BUILT_IN: Final = (*MLPS, *OWNERS.values())
 
 
-def of_another(config: PolicyConfig) -> tuple[tuple[str, ...], str]:
-    """Return the path of a setting that was changed, and which built-in policy it is of, where that
-    is not the one of the configuration; two empty ones if there is none.
+def ignored(config: PolicyConfig) -> tuple[tuple[str, ...], str]:
+    """Return the path of a setting that was changed and that the built-in policy would ignore, and
+    why; two empty ones if there is none.
 
     A policy of somebody's own may use any of them.
     """
-    if config.name in BUILT_IN:
-        for name, owner in OWNERS.items():
-            path = _changed(getattr(config, name), getattr(PolicyConfig(), name), (name,))
-            if path and owner != config.name:
-                return path, owner
+    if config.name not in BUILT_IN:
+        return (), ""
+    for name, owner in OWNERS.items():
+        path = _changed(getattr(config, name), getattr(PolicyConfig(), name), (name,))
+        if path and owner != config.name:
+            return path, (
+                f"it is a setting of policy {owner!r}, but the policy is {config.name!r}, which "
+                "would ignore it: leave it out, set it to its default, or set "
+                f"actor.fsdp.policy.name = {owner!r}"
+            )
+    reads = config.name == VISION_LANGUAGE
+    for name, used in (
+        ("hidden_sizes", not reads),
+        ("initial_log_std", not reads and config.acts.numbers > 0),
+    ):
+        if getattr(config, name) != getattr(PolicyConfig(), name) and not used:
+            return (name,), (
+                f"policy {config.name!r} would ignore it for actions of {config.acts}: leave it out"
+            )
     return (), ""
 
 
@@ -146,10 +160,18 @@ def mlp_for(action: ActionSpec) -> str:
     return "mlp_categorical" if action.discrete else "mlp_factored"
 
 
-def mlp_misfit(config: PolicyConfig) -> str:
-    """Why an MLP cannot have these observations; empty if it can."""
+def mlp_misfit(config: PolicyConfig, name: str = "") -> str:
+    """Why an MLP cannot have these observations, or the one of this name these actions; empty if it
+    can. Which actions it has is not known where only their size was given."""
     if config.sees.flat:
-        return ""
+        fitting = mlp_for(config.acts)
+        if not config.action.factors or name in ("", "mlp_factored", fitting):
+            return ""
+        drawn = "a vector of numbers" if name == "mlp_gaussian" else "one choice"
+        return (
+            f"{name!r} draws {drawn}, but the environment takes {config.acts}: leave "
+            f"actor.fsdp.policy.name out, which takes {fitting!r}"
+        )
     return (
         f"an MLP takes one vector of numbers, but the environment shows {config.sees}: leave "
         "actor.fsdp.policy.name out, and images get a CNN; with texts, take "

@@ -75,6 +75,10 @@ class MlpGaussianPolicy(MlpPolicy):
     Actions ``[N, A]`` are not squashed; the environment's wrapper clips them to its bounds.
     """
 
+    @classmethod
+    def misfit(cls, config: PolicyConfig) -> str:
+        return mlp_misfit(config, "mlp_gaussian")
+
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
         self.log_std = nn.Parameter(torch.full((config.action_size,), config.initial_log_std))
@@ -114,6 +118,10 @@ class MlpGaussianPolicy(MlpPolicy):
 @register_policy("mlp_categorical")
 class MlpCategoricalPolicy(MlpPolicy):
     """Discrete actions, int64 ``[N]``."""
+
+    @classmethod
+    def misfit(cls, config: PolicyConfig) -> str:
+        return mlp_misfit(config, "mlp_categorical")
 
     @torch.no_grad()
     def act(self, observation: Tensor, generator: torch.Generator | None = None) -> Step:

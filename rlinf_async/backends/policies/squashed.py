@@ -46,6 +46,7 @@ class SquashedGaussianPolicy(Policy[ObservedT]):
         encoder: of images; None: observations are one vector.
     """
 
+    off_policy = True
     uniform: Tensor
 
     def __init__(self, config: PolicyConfig, encoder: ImageEncoder | None = None) -> None:

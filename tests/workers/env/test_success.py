@@ -84,12 +84,13 @@ def test_every_simulator_tells_success_failure_and_silence_apart(
     assert success_rate(said) == 0.2
 
 
-WORDS: list[tuple[Any, bool | None]] = [
-    *((value, True) for value in (True, 1, 1.0, np.True_, np.ones(1), np.float32(1))),
-    *((value, False) for value in (False, 0, 0.0, np.zeros((1, 1), np.int8))),
-    *((value, None) for value in (None, np.nan, 0.7, 2, "False", "True", b"", [], [1, 1], {})),
-    (torch.tensor(True), True),
-    (torch.tensor([0.0]), False),
+TRUE: tuple[Any, ...] = (True, 1, 1.0, np.True_, np.ones(1), np.float32(1), torch.tensor(True))
+FALSE: tuple[Any, ...] = (False, 0, 0.0, np.zeros((1, 1), np.int8), torch.tensor([0.0]))
+SILENT: tuple[Any, ...] = (None, np.nan, 0.7, 2, "False", "True", b"", [], [1, 1], {})
+WORDS = [
+    *((value, True) for value in TRUE),
+    *((value, False) for value in FALSE),
+    *((value, None) for value in SILENT),
 ]
 
 

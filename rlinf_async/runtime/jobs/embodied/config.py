@@ -7,9 +7,7 @@ import msgspec
 from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig
 from rlinf_async.backends.policies.config import (
     MLPS,
-    VISION_LANGUAGE,
     PolicyConfig,
-    mlp_for,
     mlp_misfit,
     policy_for,
 )
@@ -155,8 +153,6 @@ def fitted(config: EmbodiedConfig, spec: EnvSpec) -> EmbodiedConfig:
     if name == "auto":
         seen = msgspec.structs.replace(policy, observation=spec.observation, action=spec.action)
         name = policy_for(seen)
-    if name in MLPS:
-        name = mlp_for(spec.action)
     for size in ("observation_size", "action_size"):
         given, found = getattr(policy, size), getattr(spec, size)
         if given not in (0, found):
@@ -175,12 +171,12 @@ def fitted(config: EmbodiedConfig, spec: EnvSpec) -> EmbodiedConfig:
         action_chunk=config.env.action_chunk,
         token_values=config.actor.advantage.level == "token",
     )
-    if name in MLPS and (problem := mlp_misfit(policy)):
+    if name in MLPS and (problem := mlp_misfit(policy, name)):
         raise ConfigError(problem, path=("actor", "fsdp", "policy", "name"))
-    if name == VISION_LANGUAGE and config.env.actions != "rescale":
+    if config.env.actions == "rescale" and not spec.action.numbers:
         raise ConfigError(
-            f"{config.env.actions!r}, but the action tokens of policy {name!r} stand for numbers "
-            "in [-1, 1], which the environment stretches to its bounds: set actions = 'rescale'",
+            f"'rescale' stretches numbers to the bounds of a Box, but {config.env.name} takes "
+            f"{spec.action}: leave it out",
             path=("env", "actions"),
         )
     fsdp = replace(config.actor.fsdp, policy=policy)

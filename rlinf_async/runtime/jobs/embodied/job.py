@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig
-from rlinf_async.backends.policies.config import MLPS, of_another
+from rlinf_async.backends.policies.config import MLPS, VISION_LANGUAGE, ignored
 from rlinf_async.config import ConfigError
 from rlinf_async.data.demonstrations import check_demonstrations
 from rlinf_async.data.errors import DataError
@@ -94,14 +94,9 @@ def _check_fit(config: EmbodiedConfig) -> None:
     Any callable can be registered as a policy; a subclass of `Policy` says what it takes.
     """
     policy = config.actor.fsdp.policy
-    setting, owner = of_another(policy)
-    if setting:
-        raise ConfigError(
-            f"it is a setting of policy {owner!r}, but the policy is {policy.name!r}, which would "
-            "ignore it: leave it out, set it to its default, or set "
-            f"actor.fsdp.policy.name = {owner!r}",
-            path=(*FSDP, "policy", *setting),
-        )
+    setting, problem = ignored(policy)
+    if problem:
+        raise ConfigError(problem, path=(*FSDP, "policy", *setting))
     levels = ("chunk",)
     if policy.name not in MLPS:
         from rlinf_async.backends.policies.base import find_policy
@@ -113,6 +108,19 @@ def _check_fit(config: EmbodiedConfig) -> None:
         misfit = getattr(found, "misfit", None)
         if misfit is not None and (problem := misfit(policy)):
             raise ConfigError(f"policy {policy.name!r}: {problem}", path=(*FSDP, "policy", "name"))
+        if getattr(found, "off_policy", False):
+            raise ConfigError(
+                f"policy {policy.name!r} has no value and learns from stored transitions: it is "
+                "for job = 'embodied_sac'",
+                path=(*FSDP, "policy", "name"),
+            )
+    if policy.name == VISION_LANGUAGE and config.env.actions != "rescale":
+        raise ConfigError(
+            f"{config.env.actions!r}, but the action tokens of policy {policy.name!r} stand for "
+            "numbers in [-1, 1], which the environment stretches to its bounds: set actions = "
+            "'rescale'",
+            path=("env", "actions"),
+        )
     for setting, level in (
         (("ppo", "log_prob_level"), config.actor.ppo.log_prob_level),
         (("advantage", "level"), config.actor.advantage.level),
