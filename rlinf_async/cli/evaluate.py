@@ -79,30 +79,17 @@ def _play(
     films: Sequence[pathlib.Path],
 ) -> tuple[dict[str, Any], list[str]]:
     """The figures, and a line for each file that was written."""
-    from rlinf_async.runtime.jobs.embodied.playing import (
-        checkpoint_of,
-        evaluated,
-        film_of,
-        trained_policy,
-        worth_showing,
-    )
+    from rlinf_async.runtime.jobs.embodied.playing import checkpoint_of, play
 
-    config, make_trainer = _trained(session, run, single=bool(films))
-    folder = checkpoint_of(run, checkpoint)
-    policy = trained_policy(config, folder, make_trainer)
-    wanted = config.evaluation
+    trained = _trained(session, run, single=bool(films))
+    folder, wanted = checkpoint_of(run, checkpoint), trained.config.evaluation
     first = wanted.seed if seed is None else seed
-    done = sorted(
-        evaluated(config.env, policy, episodes=count or wanted.episodes, seed=first),
-        key=lambda one: one.episode,
-    )
+    played = play(trained, folder, episodes=count or wanted.episodes, seed=first, films=films)
     lines = []
-    for path in films:
-        chosen = worth_showing(done)
-        made = film_of(config.env, policy, path, chosen, seed=first)
+    for path, made in zip(films, played.films, strict=True):
         ended = {True: ": success", False: ": no success", None: ""}[made.successes[0]]
-        lines.append(f"{path}: episode {chosen.episode}, {made.frames} frames{ended}")
-    return _figures(run, folder.name, first, done), lines
+        lines.append(f"{path}: episode {played.shown}, {made.frames} frames{ended}")
+    return _figures(run, folder.name, first, played.episodes), lines
 
 
 def _trained(session: Session, run: pathlib.Path, *, single: bool) -> Trained:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -63,8 +63,20 @@ class Ended(msgspec.Struct, frozen=True):
 class Apart(Worker):
     """Calls one function."""
 
-    def __init__(self, function: Function, args: tuple[Any, ...], known: Sequence[str]) -> None:
+    def __init__(
+        self,
+        function: Function,
+        args: tuple[Any, ...],
+        known: Sequence[str],
+        imports: Sequence[str] = (),
+    ) -> None:
         self._function, self._args, self._known = function, args, known
+
+    @classmethod
+    def slow_imports(cls, arguments: Mapping[str, Any]) -> Sequence[str]:
+        """Those that the caller has named."""
+        imports: Sequence[str] = arguments["imports"]
+        return imports
 
     async def run(self) -> Ended:
         """Call it."""
@@ -88,6 +100,7 @@ def apart(
     returns: type[T],
     name: str,
     raises: Sequence[type[Exception]] = (),
+    imports: Sequence[str] = (),
     quiet: bool = False,
 ) -> T:
     """Call a function in a process of its own, and wait for it.
@@ -98,6 +111,7 @@ def apart(
         returns: type of its result, plain data.
         name: of the process.
         raises: errors that are raised here as they are, besides `UsageError`; each takes one text.
+        imports: modules that it needs, see `Worker.slow_imports`.
         quiet: whether what it prints is left out, and shown only where the process dies.
 
     Raises:
@@ -106,7 +120,8 @@ def apart(
         BuildError: the arguments cannot be pickled.
     """
     known = [ConfigError, UsageError, *raises]
-    calling = partial(_called, function, args, name, [one.__name__ for one in known])
+    arguments = (function, args, [one.__name__ for one in known], imports)
+    calling = partial(_called, name, arguments)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log") if quiet else None
         try:
@@ -148,9 +163,7 @@ def _run(main: Callable[[], Any]) -> Ended:
         return thread.submit(lambda: _run(main)).result()
 
 
-async def _called(
-    function: Function, args: tuple[Any, ...], name: str, known: list[str], log: Path | None
-) -> Ended:
+async def _called(name: str, arguments: tuple[Any, ...], log: Path | None) -> Ended:
     async with Cluster.process(deadlock_after=None, grace=1.0, log=log) as cluster:
-        one = await cluster.launch(Apart, function, args, known, count=1, name=name)
+        one = await cluster.launch(Apart, *arguments, count=1, name=name)
         return (await one.call(Apart.run))[0]

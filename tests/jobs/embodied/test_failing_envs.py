@@ -56,3 +56,35 @@ def test_check_makes_an_environment_and_neither_resets_nor_steps_it(
     assert ended.code == 0, ended.err
     assert [line.split()[0] for line in log.read_text().splitlines()] == ["make", "close"]
     assert "rollout_workers = 0 or 1, as measured when the run begins" in ended.out
+
+
+def always_right(env: object, seed: int) -> Any:
+    """A scripted policy."""
+    return lambda observation: 1
+
+
+@pytest.mark.parametrize(
+    ("where", "fault", "said"),
+    [
+        ("step", "raises", "at step 3 of its life and 3 of its episode, raised ArithmeticError"),
+        ("step", "exits", "exit code 7; under way was env Failing, seed 5, in step() at step 3 of"),
+        (
+            "reset",
+            "hangs",
+            "Failing, seed 5, in reset() at step 0 of its life and 0 of its episod",
+        ),
+    ],
+)
+def test_demonstrations_name_the_environment_with_its_seed_and_step(
+    job: Job, tmp_path: Path, where: str, fault: str, said: str
+) -> None:
+    table = f'id = "{CALLED}"\nentry_point = "{MAKE}"\nreset_seconds = 1.0\n'
+    table += f'kwargs = {{where = "{where}", fault = "{fault}"}}\n'
+    text = job.file.read_text().replace('id = "CartPole-v1"\n', table)
+    job.file.write_text(text.replace('backend = "local"\n', ""))
+    policy = ("--policy", "tests.jobs.embodied.test_failing_envs:always_right")
+    ended = job.command(
+        *("demonstrations", job.file, *policy, "--out", tmp_path / "demonstrations", "--seed", 5)
+    )
+    assert ended.code == 2
+    assert said in ended.err

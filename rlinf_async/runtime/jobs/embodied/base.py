@@ -29,7 +29,7 @@ from rlinf_async.runtime.jobs.embodied.channels import EmbodiedChannels
 from rlinf_async.runtime.jobs.embodied.collectors import Collectors
 from rlinf_async.runtime.jobs.embodied.drawings import pictures
 from rlinf_async.runtime.jobs.embodied.evaluation import evaluate, write_evaluation
-from rlinf_async.runtime.jobs.embodied.playing import Checkpointed
+from rlinf_async.runtime.jobs.embodied.playing import Trained
 from rlinf_async.runtime.jobs.embodied.reports import (
     EmbodiedProgress,
     headline,
@@ -96,9 +96,10 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
     async def main(self, cluster: Cluster, view: LiveView) -> None:
         """The flow, from the first ticket to the evaluation."""
 
+    @property
     @abstractmethod
-    def make_trainer(self) -> Checkpointed:
-        """What reads a checkpoint, in this process: for pictures."""
+    def trained(self) -> Trained:
+        """What lets the policy of a checkpoint act: for pictures."""
 
     async def _train_and_evaluate(
         self,
@@ -203,7 +204,7 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
         """The learning curve, and of a run that came to its end a video of the trained policy."""
         if not (ended or self.progress.version):
             return {}
-        made = pictures(self.config, self.folder, self.title, self.headline, self.make_trainer)
+        made = pictures(self.config, self.folder, self.title, self.headline, self.trained)
         return made if ended else {"learning curve": made["learning curve"]}
 
     def summary(self, stopped: Stopped | None) -> EmbodiedSummary:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -79,8 +80,8 @@ class EmbodiedPPO:
 
     def trained(self, config: EmbodiedConfig) -> Trained:
         """What is needed to let a policy act that was trained with this configuration."""
-        full = fitted(config, described(config.env))
-        return Trained(full, lambda: make_trainer(full))
+        full = fitted(config, described(config.env, apart=config.cluster.processes))
+        return Trained(full, partial(make_trainer, full))
 
     def _fitted(self, config: EmbodiedConfig, spec: EnvSpec) -> EmbodiedConfig:
         full = fitted(config, spec)

@@ -1,4 +1,4 @@
-"""A trained policy at work, in this process and without a run: evaluated, and filmed.
+"""A trained policy at work, without a run: evaluated, and filmed.
 
 ::
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -23,14 +23,20 @@ from rlinf_async.messages.spaces import Seen
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.observe.errors import RunFolderError, VideoError
 from rlinf_async.observe.video import VideoReport, record_video
+from rlinf_async.runtime.apart import apart
 from rlinf_async.runtime.jobs import Job
 from rlinf_async.runtime.jobs.checkpoints import RunProgress, load_progress, named_checkpoint
-from rlinf_async.runtime.jobs.embodied.settings import EnvironmentSettings
-from rlinf_async.workers.env import EnvConfig, EnvError, EvaluatedEpisode, make_env
+from rlinf_async.runtime.jobs.embodied.settings import EnvironmentSettings, ended_in
+from rlinf_async.workers.env import EnvConfig, EnvError, EnvFailed, EvaluatedEpisode
 from rlinf_async.workers.env.actions import ActionReader
 from rlinf_async.workers.env.environments import Environments
+from rlinf_async.workers.env.make import opened
+from rlinf_async.workers.env.named import NamedEnv
 from rlinf_async.workers.env.observations import ObservationWriter
 from rlinf_async.workers.env.seeds import episode_seed
+from rlinf_async.workers.errors import WorkerDied
+
+T = TypeVar("T")
 
 
 class Checkpointed(Protocol):
@@ -41,7 +47,8 @@ class Checkpointed(Protocol):
 
 
 class Trained(NamedTuple):
-    """A configuration that is fitted to its environment, and what reads its checkpoints."""
+    """A configuration that is fitted to its environment, and what reads its checkpoints; it is sent
+    to another process, as ``functools.partial`` of a function can be, and a lambda cannot."""
 
     config: EnvironmentSettings
     make_trainer: Callable[[], Checkpointed]
@@ -60,8 +67,87 @@ class PlayingJob(Job, Protocol):
         ...
 
 
+class Played(msgspec.Struct, frozen=True):
+    """What came of letting a policy act."""
+
+    episodes: list[EvaluatedEpisode]
+    """in their order"""
+    films: list[VideoReport]
+    """of the episode ``shown``"""
+    shown: int = 0
+
+
+def play(
+    trained: Trained, checkpoint: Path, *, episodes: int, seed: int, films: Sequence[Path] = ()
+) -> Played:
+    """Let the policy of a checkpoint play the episodes that an evaluation with this seed has, and
+    film one of them; in a process of its own, unless the run was to be in one process.
+
+    Raises:
+        EnvFailed: the environment raised, or returned NaN or infinity, or its process has ended.
+        VideoError: as `film`.
+    """
+    return _where_the_run_was(
+        trained.config, _play, Played, trained, checkpoint, episodes, seed, list(films)
+    )
+
+
+def film_run(trained: Trained, checkpoint: Path, path: Path) -> VideoReport:
+    """Film the episodes that the configuration asks for, as `play` plays them.
+
+    Raises:
+        VideoError: as `film`; or the process of the environment has ended.
+    """
+    try:
+        return _where_the_run_was(trained.config, _film_run, VideoReport, trained, checkpoint, path)
+    except EnvError as error:
+        raise VideoError(f"no video: {error}") from error
+
+
+def _where_the_run_was(
+    config: EnvironmentSettings, function: Callable[..., T], returns: type[T], *args: Any
+) -> T:
+    from rlinf_async.backends.registry import POLICIES, slow_imports
+
+    if not config.cluster.processes:
+        return function(*args)
+    try:
+        return apart(
+            function,
+            *args,
+            returns=returns,
+            name="Env",
+            raises=(EnvError, VideoError),
+            imports=slow_imports(POLICIES, "torch"),
+        )
+    except WorkerDied as death:
+        raise EnvFailed(ended_in(config.env, death)) from death
+
+
+def _play(
+    trained: Trained, checkpoint: Path, episodes: int, seed: int, films: Sequence[Path]
+) -> Played:
+    env, policy = trained.config.env, trained_policy(*trained, checkpoint)
+    done = sorted(evaluated(env, policy, episodes=episodes, seed=seed), key=lambda one: one.episode)
+    shown = worth_showing(done)
+    made = [film_of(env, policy, path, shown, seed=seed) for path in films]
+    return Played(done, made, shown.episode)
+
+
+def _film_run(trained: Trained, checkpoint: Path, path: Path) -> VideoReport:
+    wanted, policy = trained.config.evaluation, trained_policy(*trained, checkpoint)
+    return film(
+        trained.config.env,
+        policy,
+        path,
+        episodes=wanted.video_episodes,
+        seed=wanted.seed,
+        time_limit=wanted.video_seconds,
+    )
+
+
 def trained_policy(
-    config: EnvironmentSettings, checkpoint: Path, make_trainer: Callable[[], Checkpointed]
+    config: EnvironmentSettings, make_trainer: Callable[[], Checkpointed], checkpoint: Path
 ) -> PolicyBackend:
     """The policy of a checkpoint, which is a folder."""
     from rlinf_async.backends.registry import load_policy_backend
@@ -104,7 +190,6 @@ def film(
     max_steps: int = 1000,
     time_limit: float | None = None,
     until_success: bool = False,
-    on_frame: Callable[[int, int], None] | None = None,
 ) -> VideoReport:
     """Write episodes of the deterministic policy as `record_video` does.
 
@@ -116,7 +201,7 @@ def film(
     try:
         act = _Acting(env, policy)
         return record_video(
-            lambda: make_env(env, render_mode="rgb_array"),
+            lambda: NamedEnv(env, render_mode="rgb_array"),
             act,
             path,
             episodes=episodes,
@@ -125,7 +210,6 @@ def film(
             time_limit=time_limit,
             until_success=until_success,
             on_episode=act.begin,
-            on_frame=on_frame,
         )
     except EnvError as error:
         raise VideoError(str(error)) from error
@@ -184,12 +268,9 @@ class _Acting:
 
     def __init__(self, config: EnvConfig, policy: PolicyBackend) -> None:
         self._policy = policy
-        env = make_env(config)
-        try:
+        with opened(config) as (env, _, _):
             self._writer = ObservationWriter(env.observation_space, config.name)
             self._reader = ActionReader(env.action_space, config.name, config.actions)
-        finally:
-            env.close()
         self._memory: Floats | None = None
 
     def begin(self) -> None:

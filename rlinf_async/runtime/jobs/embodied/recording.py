@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,10 +20,14 @@ from rlinf_async.data.demonstrations import (
     write_info,
 )
 from rlinf_async.messages.success import success_of
+from rlinf_async.runtime.apart import apart
 from rlinf_async.runtime.jobs.embodied.config import EmbodiedConfig
-from rlinf_async.workers.env import make_env
+from rlinf_async.runtime.jobs.embodied.settings import ended_in
+from rlinf_async.workers.env import EnvError, EnvFailed
 from rlinf_async.workers.env.actions import ActionReader
+from rlinf_async.workers.env.named import NamedEnv
 from rlinf_async.workers.env.observations import ObservationWriter
+from rlinf_async.workers.errors import WorkerDied
 
 MOST_STEPS = 100_000
 """of an episode, for an environment that does not end"""
@@ -53,6 +58,32 @@ def load_scripted_policy(
     return function
 
 
+def record_apart(
+    config: EmbodiedConfig,
+    policy: str,
+    out: Path,
+    *,
+    episodes: int,
+    seed: int,
+    keep_failures: bool = False,
+) -> DemonstrationsInfo:
+    """`record_demonstrations` in a process of its own, unless the run is to be in one process.
+
+    Raises: as that, and `EnvFailed` where the process of the environment has ended, or hung.
+    """
+    record = partial(
+        record_demonstrations, episodes=episodes, seed=seed, keep_failures=keep_failures
+    )
+    if not config.cluster.processes:
+        return record(config, policy, out)
+    try:
+        return apart(
+            record, config, policy, out, returns=DemonstrationsInfo, name="Env", raises=(EnvError,)
+        )
+    except WorkerDied as death:
+        raise EnvFailed(ended_in(config.env, death)) from death
+
+
 def record_demonstrations(
     config: EmbodiedConfig,
     policy: str,
@@ -77,26 +108,28 @@ def record_demonstrations(
         UsageError: ``out`` holds files already, or the policy cannot be loaded, or too few of its
             episodes succeed.
         EnvError: the environment's spaces are not supported.
+        EnvFailed: the environment raised.
     """
     if out.exists() and any(out.iterdir()):
         raise UsageError(f"--out {out}: is not empty; name a new folder")
     make_policy = load_scripted_policy(policy)
     single = msgspec.structs.replace(config.env, action_chunk=1, group_size=1)
-    env = make_env(single)
+    env = NamedEnv(single)
     try:
-        writer = ObservationWriter(env.observation_space, single.name)
-        spec = ActionReader(env.action_space, single.name, single.actions).spec
+        writer = ObservationWriter(env.env.observation_space, single.name)
+        spec = ActionReader(env.env.action_space, single.name, single.actions).spec
         if not (spec.continuous or spec.discrete):
             raise ConfigError(
-                f"actions of {env.action_space} cannot be demonstrated; one Box or one Discrete can"
+                f"actions of {env.env.action_space} cannot be demonstrated; those of one Box or of "
+                "one Discrete can"
             )
-        act = make_policy(env, seed)
+        act = make_policy(env.env, seed)
         if not callable(act):
             raise UsageError(
                 f"{policy!r} returned a {type(act).__name__}; a scripted policy returns a function "
                 "from an observation to an action"
             )
-        to_policy = _inverse(env.action_space, single.actions)
+        to_policy = _inverse(env.env.action_space, single.actions)
         out.mkdir(parents=True, exist_ok=True)
         kept, succeeded, known = 0, 0, False
         attempts = max(10 * episodes, SILENT)
@@ -151,7 +184,7 @@ def _inverse(space: Any, actions: str) -> Callable[[Any], Any]:
 
 
 def _play(
-    env: Any,
+    env: NamedEnv,
     writer: ObservationWriter,
     act: Callable[[Any], Any],
     to_policy: Callable[[Any], Any],

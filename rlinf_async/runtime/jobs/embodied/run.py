@@ -34,7 +34,8 @@ from rlinf_async.runtime.jobs.embodied.base import EnvironmentRun, Flow, LoopCon
 from rlinf_async.runtime.jobs.embodied.channels import EmbodiedChannels
 from rlinf_async.runtime.jobs.embodied.collectors import Collectors, make_collectors
 from rlinf_async.runtime.jobs.embodied.config import EmbodiedConfig
-from rlinf_async.runtime.jobs.embodied.recording import record_demonstrations
+from rlinf_async.runtime.jobs.embodied.playing import Trained
+from rlinf_async.runtime.jobs.embodied.recording import record_apart
 from rlinf_async.runtime.jobs.embodied.reports import EmbodiedProgress, evaluated_rate, merged
 from rlinf_async.runtime.jobs.failures import Stopped
 from rlinf_async.runtime.jobs.placement import Plan
@@ -98,9 +99,7 @@ class EmbodiedRun(EnvironmentRun[EmbodiedConfig, EmbodiedProgress, EmbodiedChann
         """Record demonstrations in the run folder; return the configuration that clones them."""
         wanted, folder = self.config.demonstrations, self.folder.path / "demonstrations"
         shutil.rmtree(folder, ignore_errors=True)  # of a start that came to no checkpoint
-        record_demonstrations(
-            self.config, wanted.policy, folder, episodes=wanted.episodes, seed=wanted.seed
-        )
+        record_apart(self.config, wanted.policy, folder, episodes=wanted.episodes, seed=wanted.seed)
         replace = msgspec.structs.replace
         cloning = replace(self.config.actor.cloning, demonstrations=str(folder))
         return replace(self.config, actor=replace(self.config.actor, cloning=cloning))
@@ -204,9 +203,10 @@ class EmbodiedRun(EnvironmentRun[EmbodiedConfig, EmbodiedProgress, EmbodiedChann
 
     # ---- pictures, summary
 
-    def make_trainer(self) -> TrainerBackend:
-        """What reads a checkpoint, in this process."""
-        return make_trainer(self.config)
+    @property
+    def trained(self) -> Trained:
+        """What lets the policy of a checkpoint act: for pictures."""
+        return Trained(self.config, partial(make_trainer, self.config))
 
     def summary(self, stopped: Stopped | None) -> EmbodiedSummary:
         """What came of the run."""

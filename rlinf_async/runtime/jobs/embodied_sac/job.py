@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -76,8 +77,8 @@ class EmbodiedSAC:
 
     def trained(self, config: SacConfig) -> Trained:
         """What is needed to let a policy act that was trained with this configuration."""
-        full = fitted(config, described(config.env))
-        return Trained(full, lambda: make_trainer(full))
+        full = fitted(config, described(config.env, apart=config.cluster.processes))
+        return Trained(full, partial(make_trainer, full))
 
     def _fitted(self, config: SacConfig, spec: EnvSpec) -> FittedSac:
         full = fitted(config, spec)

@@ -38,6 +38,7 @@ from rlinf_async.runtime.group import WorkerGroup
 from rlinf_async.runtime.jobs.checkpoints import sibling
 from rlinf_async.runtime.jobs.embodied.base import EnvironmentRun, Flow, LoopContext
 from rlinf_async.runtime.jobs.embodied.collectors import make_collectors
+from rlinf_async.runtime.jobs.embodied.playing import Trained
 from rlinf_async.runtime.jobs.embodied.reports import EmbodiedProgress
 from rlinf_async.runtime.jobs.embodied_sac.channels import SacChannels
 from rlinf_async.runtime.jobs.embodied_sac.config import FittedSac
@@ -254,9 +255,10 @@ class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
 
     # ---- pictures, summary
 
-    def make_trainer(self) -> OffPolicyTrainer:
-        """What reads a checkpoint, in this process."""
-        return make_trainer(self.config)
+    @property
+    def trained(self) -> Trained:
+        """What lets the policy of a checkpoint act: for pictures."""
+        return Trained(self.config, partial(make_trainer, self.config))
 
     def summary(self, stopped: Stopped | None) -> EmbodiedSummary:
         """What came of the run."""
