@@ -22,7 +22,7 @@ from rlinf_async.config import MissingExtra
 from rlinf_async.config.errors import nearest
 from rlinf_async.data.config import DataConfig
 from rlinf_async.data.errors import DataError
-from rlinf_async.data.records import Record, Records, digest_of
+from rlinf_async.data.records import Record, Records, digest_of, digest_of_ends
 from rlinf_async.data.values import from_arrow
 
 _BOM = b"\xef\xbb\xbf"
@@ -122,11 +122,18 @@ class TableRecords:
 
     made_on_demand = False
 
-    def __init__(self, dataset: Any, files: Sequence[tuple[str, int]], fingerprint: str) -> None:
+    def __init__(
+        self, dataset: Any, counts: Sequence[tuple[str, int]], files: Sequence[Path], folder: Path
+    ) -> None:
         self._dataset = dataset.with_format("arrow")
-        self._names = [name for name, _ in files]
-        self._ends = np.cumsum([rows for _, rows in files])
-        self.fingerprint = fingerprint
+        self._names = [name for name, _ in counts]
+        self._ends = np.cumsum([rows for _, rows in counts])
+        self._files = files
+        self.fingerprint = digest_of(files, folder)
+
+    def earlier_fingerprint(self) -> str:
+        """What earlier versions called the fingerprint: most bytes of large files are not in it."""
+        return digest_of_ends(self._files)
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -156,11 +163,12 @@ def open_tables(path: Path, split: str, columns: Sequence[str]) -> Records:
     """
     library = _library(path)
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-        dataset, name, files = _saved(library, path, split)
-        counts = [(name, len(dataset))]
+        dataset, path, files = _saved(library, path, split)
+        counts = [(str(path), len(dataset))]
     else:
         files = _files(path, split)
-        (dataset, counts), name = _tables(library, files), str(path)
+        dataset, counts = _tables(library, files)
+    name = str(path)
     known = dataset.column_names
     for column in columns:
         if column not in known:
@@ -168,10 +176,11 @@ def open_tables(path: Path, split: str, columns: Sequence[str]) -> Records:
                 f"{name} has no column {column!r}{nearest(column, known)}; it has "
                 f"{', '.join(known)}"
             )
-    return TableRecords(dataset.select_columns(list(columns)), counts, digest_of(files))
+    folder = path if path.is_dir() else path.parent
+    return TableRecords(dataset.select_columns(list(columns)), counts, files, folder)
 
 
-def _saved(library: Any, path: Path, split: str) -> tuple[Any, str, list[Path]]:
+def _saved(library: Any, path: Path, split: str) -> tuple[Any, Path, list[Path]]:
     """What `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote."""
     if (path / "dataset_dict.json").is_file():
         splits = sorted(one.parent.name for one in path.glob("*/state.json"))
@@ -185,7 +194,7 @@ def _saved(library: Any, path: Path, split: str) -> tuple[Any, str, list[Path]]:
         dataset = library.load_from_disk(str(path))
     except Exception as error:  # datasets and pyarrow raise errors of many types
         raise DataError(f"{path} cannot be read as a saved dataset: {error}") from error
-    return dataset, str(path), [one for one in path.rglob("*") if one.is_file()]
+    return dataset, path, [one for one in path.rglob("*") if one.is_file()]
 
 
 def _files(path: Path, split: str) -> list[Path]:

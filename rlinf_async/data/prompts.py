@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from rlinf_async.data.config import DataConfig
 from rlinf_async.data.errors import DataChanged, DataError, PromptTooLong
-from rlinf_async.data.files import open_file
-from rlinf_async.data.records import Records
+from rlinf_async.data.files import TableRecords, open_file
+from rlinf_async.data.records import WHOLE, Records
 from rlinf_async.data.rendering import Renderer
 from rlinf_async.data.tasks import TaskRecords
 from rlinf_async.data.tokenizer import Tokenizer
@@ -182,13 +182,19 @@ class Prompts(Iterator[Prompt]):
             held_out=self.config.held_out,
         )
 
-    def restore(self, state: DataState) -> None:
-        """Continue from a saved position.
+    def restore(self, state: DataState) -> str:
+        """Continue from a saved position; return what could not be compared, or nothing.
 
         Raises:
             DataChanged: the data, or a setting that decides their order, have changed.
         """
-        now = self.state()
+        now, note = self.state(), ""
+        if isinstance(self._records, TableRecords) and not state.fingerprint.startswith(WHOLE):
+            now = msgspec.structs.replace(now, fingerprint=self._records.earlier_fingerprint())
+            note = (
+                f"{self.config.name}: the position was saved by an earlier version: of each file "
+                "only its size and the first and last 4 MiB could be compared"
+            )
         names = ("records", "seed", "shuffle", "held_out", "fingerprint")
         for name in names:
             before, after = getattr(state, name), getattr(now, name)
@@ -207,6 +213,7 @@ class Prompts(Iterator[Prompt]):
         self.position = state.position
         self.too_long = state.too_long
         self.like_held_out = state.like_held_out
+        return note
 
     def _split(self) -> tuple[Indices, Indices]:
         count = len(self._records)

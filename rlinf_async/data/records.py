@@ -7,12 +7,18 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+import xxhash
+
+from rlinf_async.data.digests import digests
 from rlinf_async.data.errors import DataError
 
 Record = Mapping[str, Any]
 
+WHOLE: Final = "xxh3-128:"
+"""begins the fingerprint of files of which every byte is in it"""
+
 _EDGE: Final = 4 * 1024 * 1024
-"""bytes at each end of a file that its fingerprint is made of"""
+"""bytes at each end of a file that its fingerprint was once made of"""
 
 
 class Records(Protocol):
@@ -51,8 +57,18 @@ def column(record: Record, name: str, where: str) -> Any:
     return value
 
 
-def digest_of(files: Iterable[Path]) -> str:
-    """A digest of the names, sizes and both ends of these files."""
+def digest_of(files: Iterable[Path], folder: Path) -> str:
+    """A digest of all bytes of these files, and of their paths below a folder, in their order."""
+    ordered = sorted(files)
+    names = (one.relative_to(folder).as_posix() for one in ordered)
+    found = xxhash.xxh3_128()
+    for name, one in zip(names, digests(ordered), strict=True):
+        found.update(f"{len(name)}/{name}/{one}/".encode())
+    return WHOLE + found.hexdigest()
+
+
+def digest_of_ends(files: Iterable[Path]) -> str:
+    """A digest of the names, sizes and both ends of these files, as earlier versions saved it."""
     digest = hashlib.blake2b(digest_size=16)
     for file in sorted(files):
         size = file.stat().st_size

@@ -5,6 +5,7 @@
     DIR/
       run.json            marks the folder as ours: how often it was started, and when
       config.toml         the configuration (config.1.toml, ...: of earlier starts, if it differed)
+      inputs.json         digests of the files that were read, versions of packages
       metrics.csv         one row per iteration
       tensorboard/        the same for TensorBoard
       checkpoints/        what --resume goes on from

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from rlinf_async.data import DataChanged, DataConfig, DataError, DataState, Prompts, Tokenizer
 from rlinf_async.data.prompts import order_of, split
+from rlinf_async.data.records import digest_of_ends
 from rlinf_async.messages.language import Prompt
 from tests.data.conftest import Write
 
@@ -129,6 +130,22 @@ def test_a_position_in_other_data_is_refused(write: Write, tokenizer: Tokenizer)
     write({"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"})
     with pytest.raises(DataChanged, match="records was 1 when the position was saved, and is 2"):
         Prompts(config(path), tokenizer).restore(saved)
+
+
+def test_a_position_that_an_earlier_version_saved_is_compared_as_it_did_and_says_so(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    library = pytest.importorskip("datasets")
+    file = tmp_path / "sums.parquet"
+    library.Dataset.from_list([{"prompt": "1+1=", "answer": "2"}] * 3).to_parquet(str(file))
+    saved = Prompts(config(str(file)), tokenizer).state()
+    assert Prompts(config(str(file)), tokenizer).restore(saved) == ""
+    earlier = msgspec.structs.replace(saved, fingerprint=digest_of_ends([file]))
+    found = Prompts(config(str(file)), tokenizer).restore(earlier)
+    assert "saved by an earlier version" in found
+    library.Dataset.from_list([{"prompt": "1+1=", "answer": "3"}] * 3).to_parquet(str(file))
+    with pytest.raises(DataChanged, match="the content of the data was"):
+        Prompts(config(str(file)), tokenizer).restore(earlier)
 
 
 def test_held_out_records_are_never_trained_on(sums: str, tokenizer: Tokenizer) -> None:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rlinf_async.data import DataConfig, DataError
 from rlinf_async.data.prompts import open_records
-from rlinf_async.data.records import Records
+from rlinf_async.data.records import Records, digest_of
 
 ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n), "unused": b"x"} for n in range(6)]
+
+LARGE = 12 * 2**20
+"""bytes of a file that was once compared by its ends of 4 MiB"""
 
 
 def open_path(path: Path, **fields: Any) -> Records:
@@ -155,6 +161,62 @@ def test_a_damaged_file_is_named(library: Any, tmp_path: Path) -> None:
     (tmp_path / "saved" / "state.json").write_text("{")
     with pytest.raises(DataError, match="saved cannot be read as a saved dataset: "):
         open_path(tmp_path / "saved")
+
+
+def _parquet(library: Any, folder: Path) -> None:
+    for name, rows in (("0", ROWS[:3]), ("1", ROWS[3:])):
+        library.Dataset.from_list(rows).to_parquet(str(folder / f"train-{name}.parquet"))
+
+
+def _answer(library: Any, folder: Path) -> None:
+    other = [*ROWS[3:5], ROWS[5] | {"answer": "11"}]
+    library.Dataset.from_list(other).to_parquet(str(folder / "train-1.parquet"))
+
+
+def _swap(_: Any, folder: Path) -> None:
+    first, second = folder / "train-0.parquet", folder / "train-1.parquet"
+    first.rename(folder / "other")
+    second.rename(first)
+    (folder / "other").rename(second)
+
+
+def _add(library: Any, folder: Path) -> None:
+    library.Dataset.from_list(ROWS[:1]).to_parquet(str(folder / "train-2.parquet"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _answer,
+        _swap,
+        _add,
+        lambda _, folder: (folder / "train-1.parquet").unlink(),
+        lambda _, folder: (folder / "train-1.parquet").rename(folder / "train-3.parquet"),
+    ],
+    ids=["an answer", "the order", "a file more", "a file less", "a name"],
+)
+def test_the_fingerprint_of_a_folder_is_of_its_files_and_their_order(
+    library: Any, tmp_path: Path, change: Any
+) -> None:
+    _parquet(library, tmp_path)
+    before = open_path(tmp_path).fingerprint
+    assert open_path(tmp_path).fingerprint == before
+    change(library, tmp_path)
+    assert open_path(tmp_path).fingerprint != before
+
+
+@given(st.integers(0, LARGE - 1))
+@settings(max_examples=20, deadline=None)
+def test_every_byte_of_a_large_file_is_in_its_fingerprint(at: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "a.parquet"
+        with file.open("wb") as opened:
+            opened.truncate(LARGE)
+        before = digest_of([file], file.parent)
+        with file.open("r+b") as opened:
+            opened.seek(at)
+            opened.write(b"x")
+        assert digest_of([file], file.parent) != before
 
 
 def test_the_fingerprint_changes_with_the_content(library: Any, tmp_path: Path) -> None:

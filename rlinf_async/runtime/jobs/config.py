@@ -205,8 +205,10 @@ def refuse_unknown(registry: Registry, name: str, path: tuple[str, ...]) -> None
         raise ConfigError(str(UnknownName(registry.kind, name, registry.names())), path=path)
 
 
-def check_resumed(config: Any, started: Path, may_differ: Sequence[str]) -> None:
+def check_resumed(config: Any, started: Path, may_differ: Sequence[str]) -> list[str]:
     """Refuse to go on with a run under a configuration of which too much differs.
+
+    Returns the settings that differ and may, with both of their values.
 
     Args:
         config: of the command.
@@ -224,7 +226,7 @@ def check_resumed(config: Any, started: Path, may_differ: Sequence[str]) -> None
                 "go on under this configuration is not known: put the file back, or start in "
                 "another folder"
             )
-        return
+        return []
     document = Document.read(started)
     job = document.tables.get("job")
     if job is not None and job != getattr(config, "job", job):
@@ -233,17 +235,18 @@ def check_resumed(config: Any, started: Path, may_differ: Sequence[str]) -> None
             f"{config.job!r}: start it in another folder"
         )
     before = document.to(type(config))
-    differing = [
-        f"{path} ({old} in the run, {new} now)"
-        for path, old, new in _differences(before, config)
-        if not any(path == one or path.startswith(f"{one}.") for one in may_differ)
-    ]
+    allowed: list[str] = []
+    differing: list[str] = []
+    for path, old, new in _differences(before, config):
+        may = any(path == one or path.startswith(f"{one}.") for one in may_differ)
+        (allowed if may else differing).append(f"{path} ({old} in the run, {new} now)")
     if differing:
         raise UsageError(
             f"the run in {started.parent} cannot go on under another configuration: "
             f"{'; '.join(differing)}. Use the values of the run ({started}), or start in another "
             f"folder. A resumed run may change: {', '.join(may_differ)}"
         )
+    return allowed
 
 
 def _differences(

@@ -30,6 +30,7 @@ from rlinf_async.observe.timeline import draw_timeline
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.config import HostConfig, check_resumed
 from rlinf_async.runtime.jobs.failures import Stopped, abort_on_lost_items
+from rlinf_async.runtime.jobs.inputs import Reads, check_inputs
 from rlinf_async.runtime.jobs.view import Headline, LiveView
 from rlinf_async.runtime.loop import run
 from rlinf_async.runtime.signals import Terminated, run_signals
@@ -94,6 +95,7 @@ def run_in_folder(
     resume: bool,
     may_differ: Sequence[str],
     build: Callable[[RunFolder], Run[S]],
+    reads: Callable[[Any], Reads] = lambda _: Reads(),
 ) -> S:
     """Carry out a run, and leave everything in its folder.
 
@@ -104,28 +106,36 @@ def run_in_folder(
         resume: go on with the run in ``out``.
         may_differ: settings that a resumed run may change, see `check_resumed`.
         build: makes the run; raises where its input is wrong.
+        reads: which files the run reads: a resumed one has to read the same. See `check_inputs`.
 
     Raises:
         UsageError: the folder cannot be used, or what is to be resumed cannot be.
     """
     path = out or RUNS / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if resume:
-        check_resumed(config, path / "config.toml", may_differ)
+    notes: list[str] = []
+    if resume and (changed := check_resumed(config, path / "config.toml", may_differ)):
+        notes = [f"the run goes on with other settings than before: {'; '.join(changed)}"]
     try:
         folder = RunFolder.create(path, config_text=to_toml(config), resume=resume)
     except ObserveError as error:
         raise UsageError(str(error)) from error
     with folder:
-        built = _build(build, folder)
-        for note in folder.notes:
+        built, inputs = _build(build, folder, lambda run: check_inputs(folder, config, reads(run)))
+        for note in (*folder.notes, *notes, *inputs):
             print(note, file=sys.stderr)
         return _Execution(built, folder).carry_out()
 
 
-def _build(build: Callable[[RunFolder], Run[S]], folder: RunFolder) -> Run[S]:
-    """The run; one that is refused leaves nothing that stands in the way of the next try."""
+def _build(
+    build: Callable[[RunFolder], Run[S]],
+    folder: RunFolder,
+    check: Callable[[Run[S]], list[str]],
+) -> tuple[Run[S], list[str]]:
+    """The run, and what a check of it has found; one that is refused leaves nothing that stands in
+    the way of the next try."""
     try:
-        return build(folder)
+        built = build(folder)
+        return built, check(built)
     except ObserveError as error:  # what is to be resumed cannot be
         folder.discard()
         raise UsageError(str(error)) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import shutil
 from typing import Any
 
 import gymnasium
@@ -52,18 +53,27 @@ def test_demonstrations_of_a_scripted_policy_are_recorded(recorded: pathlib.Path
         assert np.abs(one.action).max() <= 1.0
 
 
-def test_a_run_clones_demonstrations_and_goes_on_by_ppo(job: Job, recorded: pathlib.Path) -> None:
-    summary = job.succeed(
+def test_a_run_clones_demonstrations_and_goes_on_by_ppo(
+    job: Job, recorded: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    shutil.copytree(recorded, tmp_path / "shown")
+    cloned = (
         *TINY,
-        *("--actor.cloning.demonstrations", recorded, "--actor.cloning.steps", 3),
+        *("--actor.cloning.demonstrations", tmp_path / "shown", "--actor.cloning.steps", 3),
         *("--actor.ppo.log_prob_level", "token", "--actor.advantage.level", "action"),
         *("--evaluation.before", "true"),
     )
+    summary = job.succeed(*cloned)
     assert (summary.iterations, summary.env_steps) == (2, 128)
     assert summary.success_rate_before is not None
     assert summary.extra["cloning_steps"] == "3"
     assert float(str(summary.extra["cloning_loss"])) > 0.0
     assert all(float(row["skipped_updates"]) == 0.0 for row in job.iterations)
+    episode = tmp_path / "shown" / "episode_000001.npz"
+    shutil.copy(tmp_path / "shown" / "episode_000000.npz", episode)
+    ended = job.train(*cloned, "--resume", "--training.total_steps", 192)
+    assert ended.code == 2
+    assert "actor.cloning.demonstrations: episode_000001.npz differs" in ended.err
 
 
 def test_tokens_have_values_and_advantages_of_their_own(

@@ -32,6 +32,7 @@ from rlinf_async.runtime.jobs.embodied.settings import (
     described_for_run,
     tried,
 )
+from rlinf_async.runtime.jobs.inputs import Reads, every_file, model_files
 from rlinf_async.runtime.jobs.placement import Plan
 from rlinf_async.runtime.jobs.run import run_in_folder
 from rlinf_async.workers.context import Device
@@ -76,7 +77,9 @@ class EmbodiedPPO:
         def build(folder: RunFolder) -> EmbodiedRun:
             return EmbodiedRun(msgspec.structs.replace(full, cluster=chosen(full, stepped)), folder)
 
-        return run_in_folder(config, out, resume=resume, may_differ=MAY_DIFFER, build=build)
+        return run_in_folder(
+            config, out, resume=resume, may_differ=MAY_DIFFER, build=build, reads=_reads
+        )
 
     def trained(self, config: EmbodiedConfig) -> Trained:
         """What is needed to let a policy act that was trained with this configuration."""
@@ -87,6 +90,17 @@ class EmbodiedPPO:
         full = fitted(config, spec)
         _check_fit(full)
         return full
+
+
+def _reads(run: EmbodiedRun) -> Reads:
+    actor = run.config.actor
+    shown, model = actor.cloning.demonstrations, actor.fsdp.policy.vision_language.folder
+    files: dict[str, tuple[Path, list[Path]]] = {}
+    if shown:
+        files["actor.cloning.demonstrations"] = Path(shown), every_file(Path(shown))
+    if model:
+        files["actor.fsdp.policy.vision_language.folder"] = Path(model), model_files(Path(model))
+    return Reads(files)
 
 
 def _check_fit(config: EmbodiedConfig) -> None:

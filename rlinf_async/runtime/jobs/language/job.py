@@ -16,6 +16,7 @@ from rlinf_async.data.files import existing
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import LanguageSummary
 from rlinf_async.runtime.jobs.config import check_sinks
+from rlinf_async.runtime.jobs.inputs import Reads, model_files
 from rlinf_async.runtime.jobs.language.checks import (
     check_backends,
     check_critic,
@@ -103,13 +104,31 @@ class LanguageRL:
         def build(folder: RunFolder) -> LanguageRun:
             return self._training(seeded, folder)
 
-        return run_in_folder(config, out, resume=resume, may_differ=MAY_DIFFER, build=build)
+        return run_in_folder(
+            config, out, resume=resume, may_differ=MAY_DIFFER, build=build, reads=_reads
+        )
 
     def _training(self, config: LanguageConfig, folder: RunFolder) -> LanguageRun:
         inputs = _inputs(config, folder.path / "model")
         if inputs.examples:
             _warm_start(config, inputs.model, inputs.examples, folder.workers_log)
         return LanguageRun(config, inputs.prompts, folder, inputs.model)
+
+
+def _reads(run: LanguageRun) -> Reads:
+    config = run.config
+    folders = {
+        "model.path": config.model.path,
+        "critic.path": config.critic.path if config.has_critic else "",
+    }
+    if config.model.tokenizer != "arithmetic":
+        folders["model.tokenizer"] = config.model.tokenizer
+    found = {setting: Path(one).expanduser() for setting, one in folders.items() if one}
+    files = {setting: (one, model_files(one)) for setting, one in found.items()}
+    if config.data.chat_template:
+        template = Path(config.data.chat_template).expanduser()
+        files["data.chat_template"] = template, [template]
+    return Reads(files, run.verifiers)
 
 
 class _Inputs(NamedTuple):

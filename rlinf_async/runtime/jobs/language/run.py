@@ -22,6 +22,7 @@ The whole flow is `LanguageRun.main`; its loop over iterations is `LanguageRun._
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
@@ -124,7 +125,9 @@ class LanguageRun:
         unfinished = None
         if self.progress.version:
             unfinished = load_unfinished(folder.checkpoints, self.progress)
-            prompts.restore(msgspec.json.decode(unfinished.data, type=DataState))
+            note = prompts.restore(msgspec.json.decode(unfinished.data, type=DataState))
+            if note:
+                print(note, file=sys.stderr)
             check_resumed_critic(config, folder.checkpoints / self.progress.checkpoint)
         self._ledger = Ledger(
             prompts=training.prompts,
@@ -251,6 +254,11 @@ class LanguageRun:
             self.config.name, self._last, warned=self._uncorrected
         )
         return self._last
+
+    @property
+    def verifiers(self) -> tuple[str, ...]:
+        """Names of the verifiers of its records."""
+        return self._prompts.verifiers
 
     # ---- checkpoints
 

@@ -1,0 +1,175 @@
+"""Everything that can change between a run and its resume: refused, or named."""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from rlinf_async.cli import main
+from rlinf_async.runtime.jobs.inputs import FILE, Inputs
+from rlinf_async.runtime.jobs.language.model import make_model_folder
+from rlinf_async.runtime.jobs.language.sections import ModelConfig
+from tests.jobs.language.kit import TOY, Job
+
+VERIFIER = "def score(answer):\n    return float(answer.text == answer.reference)\n"
+ARGUMENTS = (
+    *("--data.verifier", "mine.py:score", "--data.chat_template", "template.jinja"),
+    *("--data.chat", "true"),
+)
+TWO = ("--training.iterations", "2")
+HEAD, _, REST = TOY.partition("[model]")
+TEXT = HEAD + '[model]\npath = "model"\n\n[data]' + REST.partition("[data]")[2]
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A folder with a model, a verifier, a template, and a run of two iterations."""
+    folder = tmp_path_factory.mktemp("begun")
+    config = {
+        "model_type": "qwen3",
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+    }
+    make_model_folder(ModelConfig(config=config, tokenizer="arithmetic"), folder / "model")
+    save_file({"a": np.zeros(3 * 2**20, np.float32)}, folder / "model" / WEIGHTS)
+    (folder / "mine.py").write_text(VERIFIER)
+    (folder / "template.jinja").write_text("{{ messages[0].content }}")
+    lines = [f'{{"prompt": "{a}+{a + 1}=", "answer": "{2 * a + 1}"}}' for a in range(24)]
+    (folder / "sums.jsonl").write_text("\n".join(lines))
+    (folder / "run.toml").write_text(TEXT.format(data="sums.jsonl"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert main(["train", "run.toml", "--out", "run", *ARGUMENTS, *TWO]) == 0
+    return folder
+
+
+@pytest.fixture
+def job(
+    begun: pathlib.Path,
+    tmp_path: pathlib.Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Job:
+    shutil.copytree(begun, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    job = Job(tmp_path, capsys)
+    shutil.copy(begun / "run.toml", job.file)
+    shutil.copy(begun / "sums.jsonl", tmp_path)
+    return job
+
+
+def damage(path: str) -> Callable[[pathlib.Path], None]:
+    """Change one byte in the middle of a file."""
+
+    def change(folder: pathlib.Path) -> None:
+        file = folder / path
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+
+    return change
+
+
+def replace(path: str, old: str, new: str) -> Callable[[pathlib.Path], None]:
+    def change(folder: pathlib.Path) -> None:
+        file = folder / path
+        text = file.read_text()
+        assert old in text
+        file.write_text(text.replace(old, new))
+
+    return change
+
+
+def add(path: str) -> Callable[[pathlib.Path], None]:
+    def change(folder: pathlib.Path) -> None:
+        (folder / path).write_text("{}")
+
+    return change
+
+
+def other_package(folder: pathlib.Path) -> None:
+    file = folder / "run" / FILE
+    inputs = msgspec.json.decode(file.read_bytes(), type=Inputs)
+    inputs.packages |= {"torch": "1.0"}
+    file.write_bytes(msgspec.json.encode(inputs))
+
+
+def as_before(folder: pathlib.Path) -> None:
+    """As a version left it that did not record what it read."""
+    (folder / "run" / FILE).unlink()
+
+
+def nothing(_: pathlib.Path) -> None:
+    pass
+
+
+REFUSED = {
+    "an answer": (replace("sums.jsonl", '"answer": "47"', '"answer": "48"'), (), "content of the"),
+    "weights": (damage(f"model/{WEIGHTS}"), (), f"model.path: {WEIGHTS} differs"),
+    "tokenizer": (
+        replace("model/tokenizer_config.json", "{", "{ "),
+        (),
+        "tokenizer_config.json differs",
+    ),
+    "a template of the tokenizer": (
+        add("model/chat_template.jinja"),
+        (),
+        "model.path: chat_template.jinja differs",
+    ),
+    "generation": (
+        add("model/generation_config.json"),
+        (),
+        "model.path: generation_config.json is new",
+    ),
+    "a template": (
+        replace("template.jinja", "{{", "{{ "),
+        (),
+        "data.chat_template: template.jinja differs",
+    ),
+    "a seed": (nothing, ("--data.seed", 5), "data.seed (0 in the run, 5 now)"),
+    "sampling": (nothing, ("--rollout.sampling.top_k", 3), "rollout.sampling.top_k"),
+}
+NAMED = {
+    "a verifier": (replace("mine.py", "==", "!="), (), "other code than before: mine.py differs"),
+    "a package": (other_package, (), "other packages than before: torch 1.0 -> "),
+    "a setting": (nothing, ("--evaluation.samples", 2), "evaluation.samples (4 in the run, 2 now)"),
+    "another verifier": (nothing, ("--data.verifier", "numeric"), "mine.py is gone"),
+    "a run of before": (as_before, (), f"has no {FILE}: whether model, demonstrations"),
+}
+
+
+@pytest.mark.parametrize("what", [*REFUSED, *NAMED])
+def test_a_resume_refuses_or_names_what_is_another_one(
+    job: Job, tmp_path: pathlib.Path, what: str
+) -> None:
+    change, arguments, text = (REFUSED | NAMED)[what]
+    before = (tmp_path / "run" / FILE).read_bytes()
+    change(tmp_path)
+    ended = job.train(*ARGUMENTS, "--training.iterations", 4, *arguments, "--resume")
+    assert text in ended.err
+    assert ended.code == (2 if what in REFUSED else 0), ended.err
+    if what in REFUSED:
+        assert (tmp_path / "run" / FILE).read_bytes() == before  # the old files are still known
+    else:
+        assert job.summary.iterations == 4
+
+
+def test_a_resume_with_the_same_files_elsewhere_says_nothing_of_them(
+    job: Job, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "model").rename(tmp_path / "moved")
+    ended = job.train(*ARGUMENTS, "--training.iterations", 4, "--resume", "--model.path", "moved")
+    assert ended.code == 0, ended.err
+    assert "differs" not in ended.err
+    assert "than before: model.path (model in the run, moved now)" in ended.err
