@@ -212,6 +212,10 @@ def _act(config: EmbodiedConfig) -> None:
             ("--env.id", "Pendulum-v1", "--actor.fsdp.policy.name", "mlp_categorical"),
             "'mlp_categorical' draws one choice, but the environment takes 1 number: leave",
         ),
+        (
+            ("--actor.normalize_observation", "false", "--actor.fsdp.policy.observation_clip", "5"),
+            "5.0 is the bound of normalised observations",
+        ),
         (("--actor.fsdp.policy.initial_log_std", "-1"), "would ignore it for actions of 2 choices"),
         (
             ("--actor.fsdp.policy.name", "mlp_squashed_gaussian", "--env.id", "Pendulum-v1"),
@@ -231,6 +235,33 @@ def test_a_policy_that_is_derived_is_refused_as_its_base_is() -> None:
     with pytest.raises(ConfigError, match="'mlp_gaussian' draws a vector of numbers"):
         EmbodiedPPO().check(config)
     assert find_policy(config.actor.fsdp.policy.name) is Derived
+
+
+@pytest.mark.parametrize(
+    ("policy", "seen"),
+    [*((name, "vector") for name in ("mlp_gaussian", "mlp_factored", "gru")), ("cnn", PICTURES[1])],
+)
+@pytest.mark.parametrize("normalize", [True, False])
+def test_only_normalised_observations_are_held_within_a_bound(
+    policy: str, seen: str, normalize: bool
+) -> None:
+    config = configured(PolicyConfig(name=policy), seen, "box", "clip")
+    actor = msgspec.structs.replace(config.actor, normalize_observation=normalize)
+    full = fitted(msgspec.structs.replace(config, actor=actor), described(config.env, apart=False))
+    backend: Any = load_policy_backend("torch")(full.acting_policy, 0, "cpu")
+    size = full.acting_policy.observation_size
+    counts = np.array([[123_456.0, -98_765.25, 3.5][:size]], np.float32)
+    shown = torch.from_numpy(counts)
+    if policy == "cnn":
+        image = torch.zeros((1, 16, 16, 3), dtype=torch.uint8)
+        got = backend._policy.normalized({"camera": image, "state": shown})["state"]
+    else:
+        got = backend._policy.normalized(shown)
+    wanted = np.clip(counts, -10, 10) if normalize else counts
+    np.testing.assert_array_equal(got.numpy(), wanted)
+    # The same where arrays are computed with.
+    as_array = backend._policy.observation_normalizer.of_array(counts)
+    np.testing.assert_array_equal(as_array, wanted)
 
 
 class Derived(MlpGaussianPolicy):

@@ -199,6 +199,44 @@ async def test_trajectories_are_those_of_environments_that_step_together(seed: i
             assert {len(batch) for batch in virtual.batches} == {per_stage}
 
 
+class NoisyPolicy(ToyPolicy):
+    """Draws its actions, one batch after the other, with one generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._random = np.random.default_rng(0)
+
+    def act(self, observation: Floats) -> PolicyAnswer:
+        answer = super().act(observation)
+        noise = self._random.standard_normal(answer.action.shape).astype(np.float32)
+        return answer._replace(action=answer.action + noise)
+
+
+class NoisyRollout(ToyRollout):
+    """A rollout worker over `NoisyPolicy`."""
+
+    def make_policy(self) -> PolicyBackend:
+        return NoisyPolicy()
+
+
+@pytest.mark.parametrize("ready", [5, 1])
+async def test_actions_that_are_drawn_are_those_of_single_environments_in_lock_step_only(
+    ready: int,
+) -> None:
+    settings: dict[str, Any] = {"entry_point": MAKE, "envs": 5, "stages": 1, "seed": 1}
+    tickets = [Collect(iteration=number, steps=6, min_version=0) for number in range(2)]
+    wanted, _ = await collected(EnvWorker, EnvConfig(**settings), tickets, NoisyRollout)
+    config = EnvConfig(**settings, simulator="pool", ready=ready)
+    got, _ = await collected(VirtualWorker, config, tickets, NoisyRollout)
+    if ready == 5:
+        equal(got, wanted)
+        return
+    for one, other in zip(got, wanted, strict=True):  # the same episodes, other actions
+        np.testing.assert_array_equal(one.observation, other.observation)
+        assert one.episode_length == other.episode_length
+        assert not np.array_equal(one.action, other.action)
+
+
 async def test_some_are_answered_while_others_are_still_in_their_step() -> None:
     config = EnvConfig(entry_point=MAKE, envs=6, stages=1, simulator="pool", ready=2, seed=3)
     await collected(VirtualWorker, config, [Collect(iteration=0, steps=50, min_version=0)])

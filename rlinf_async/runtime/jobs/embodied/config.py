@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig
@@ -142,6 +144,20 @@ def _check_levels(config: EmbodiedConfig) -> None:
         )
 
 
+def _unnormalized(config: EmbodiedConfig) -> PolicyConfig:
+    """The policy, without a bound of observations where they are not normalised."""
+    policy, default = config.actor.fsdp.policy, PolicyConfig().observation_clip
+    if config.actor.normalize_observation:
+        return policy
+    if policy.observation_clip not in (default, math.inf):
+        raise ConfigError(
+            f"{policy.observation_clip} is the bound of normalised observations, and "
+            "actor.normalize_observation = false: leave it out",
+            path=("actor", "fsdp", "policy", "observation_clip"),
+        )
+    return msgspec.structs.replace(policy, observation_clip=math.inf)
+
+
 def fitted(config: EmbodiedConfig, spec: EnvSpec) -> EmbodiedConfig:
     """The configuration with the environment's sizes filled in, and one seed spread over all.
 
@@ -162,7 +178,7 @@ def fitted(config: EmbodiedConfig, spec: EnvSpec) -> EmbodiedConfig:
             )
     replace = msgspec.structs.replace
     policy = replace(
-        policy,
+        _unnormalized(config),
         name=name,
         observation_size=spec.observation_size,
         action_size=spec.action_size,
