@@ -15,6 +15,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn, Protocol, runtime_checkable
 
+import numpy as np
+
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Generated, Request, Tokens, TrainingSample
 from rlinf_async.messages.weights import Allocate, WeightUpdate
@@ -31,6 +33,41 @@ class PromptTooLong(ValueError):
 
 class ModelOutputError(RuntimeError):
     """The model returned NaN or infinity; the message names request and weight version."""
+
+
+class EngineDisagrees(RuntimeError):
+    """The engine's log-probs of tokens that it generated under the weights that are trained are not
+    the actor's; the message has the difference, and over how many tokens it was taken."""
+
+
+def require_finite(log_prob: Floats, token_ids: Tokens, whose: str, sample: str) -> None:
+    """Check log-probs ``[R]`` that come with a sample.
+
+    Args:
+        log_prob: of each of ``token_ids``.
+        token_ids: of the response.
+        whose: says who computed them, and under which weights.
+        sample: its name.
+
+    Raises:
+        ModelOutputError: one is NaN or infinite; names the token, and what that means.
+    """
+    for at in np.flatnonzero(~np.isfinite(log_prob))[:1]:
+        number = float(log_prob[at])
+        if np.isnan(number):
+            meaning = (
+                "the model's output is NaN, so its weights or its arithmetic are at fault: look at "
+                "the learning rate and the gradient norm of the steps before"
+            )
+        else:
+            meaning = (
+                "a token that was drawn has a probability above 0, so what drew it or what "
+                "computed this is at fault, not the training"
+            )
+        raise ModelOutputError(
+            f"{sample}: the log-prob of token {at} (id {token_ids[at]}) of {len(token_ids)} is "
+            f"{number} by {whose}: {meaning}"
+        )
 
 
 class RankFailed(RuntimeError):

@@ -11,12 +11,15 @@
     LanguageTrainReport  actor, critic -> runtime   what one rank trained in one iteration
 
 Shapes are written with ``P`` prompt tokens and ``R`` response tokens. Log-probs are of the
-distribution that was sampled from: after temperature, top-k and top-p.
+distribution that was sampled from: after temperature, top-k and top-p. What these kept of the
+vocabulary travels with the tokens (`Kept`), so that trainers compute the same distribution.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -28,6 +31,9 @@ Tokens = NDArray[np.int32]
 Versions = NDArray[np.int32]
 Mask = NDArray[np.bool_]
 
+LEAST_TEMPERATURE = 0.01
+"""below it, rounding of the logits decides what is drawn; vLLM would silently take this one"""
+
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the tokens of one sample are drawn."""
@@ -35,7 +41,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_tokens: int = 128
     """tokens of the response, including those of a partial one"""
     temperature: float = 1.0
-    """divisor of the logits; 0: the most likely token (greedy), with log-probs at temperature 1"""
+    """divisor of the logits, at least 0.01; 0: the most likely token (greedy), with log-probs at
+    temperature 1 of the whole vocabulary"""
     top_k: int = 0
     """number of most likely tokens to draw from; 0: all"""
     top_p: float = 1.0
@@ -44,12 +51,57 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens is {self.max_tokens}; it must be at least 1")
-        if not self.temperature >= 0.0:
-            raise ValueError(f"temperature is {self.temperature}; it must be at least 0")
+        if self.temperature != 0.0 and not LEAST_TEMPERATURE <= self.temperature < math.inf:
+            raise ValueError(
+                f"temperature is {self.temperature}; it must be a number from {LEAST_TEMPERATURE} "
+                "on, or 0 (greedy)"
+            )
         if self.top_k < 0:
             raise ValueError(f"top_k is {self.top_k}; it must be at least 0 (0: off)")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p is {self.top_p}; it must lie above 0 and be at most 1")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether nothing is drawn."""
+        return self.temperature == 0.0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens may be drawn from a part of the vocabulary: then they come with `Kept`."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1.0)
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """The tokens that each token of a response could be drawn from, where top-k or top-p left
+    others out. Both arrays have the smallest unsigned dtype that fits."""
+
+    counts: NDArray[Any]
+    """``[R]``: number of tokens kept; 0: the whole vocabulary"""
+    token_ids: NDArray[Any]
+    """``[sum(counts)]``: those of the first token, then those of the second, ..."""
+
+    @classmethod
+    def of(cls, sets: Sequence[Sequence[int] | NDArray[Any]]) -> Kept:
+        """Return the sets of the tokens of a response; an empty one is the whole vocabulary."""
+        ids = np.concatenate([np.empty(0, np.int64), *(np.asarray(one, np.int64) for one in sets)])
+        return cls(_smallest(np.array([len(one) for one in sets], np.int64)), _smallest(ids))
+
+    def sets(self) -> list[NDArray[Any]]:
+        """Return the set of each token; empty: the whole vocabulary."""
+        return np.split(self.token_ids, np.cumsum(self.counts.astype(np.int64)))[:-1]
+
+    def followed_by(self, rest: Kept) -> Kept:
+        """Return the sets of these tokens and of those after them."""
+        return Kept(
+            np.concatenate([self.counts, rest.counts]),
+            np.concatenate([self.token_ids, rest.token_ids]),
+        )
+
+
+def _smallest(numbers: NDArray[np.int64]) -> NDArray[Any]:
+    """Return the numbers, none below 0, in the smallest dtype that fits."""
+    return numbers.astype(np.min_scalar_type(int(numbers.max(initial=0))))
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +131,13 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True):
     finish: Literal["stop", "length", "abort"]
     """reason of the end: ``stop``: end of sequence; ``length``: max_tokens; ``abort``: interrupted,
     generation can continue"""
+    kept: Kept | None = None
+    """what each token was drawn from, where the request's sampling truncates (`Sampling`); None
+    from an engine that cannot tell: it must not be trained on then"""
+
+    def tells_of(self, sampling: Sampling) -> bool:
+        """Whether it is known what the tokens were drawn from with this sampling."""
+        return self.kept is not None or not sampling.truncates or not len(self.token_ids)
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,6 +245,9 @@ class TrainingSample(msgspec.Struct, kw_only=True):
     """``[R]``"""
     value: Floats | None = None
     """``[R]``"""
+    kept: Kept | None = None
+    """tokens that each one was drawn from: log-probs and entropies are of the distribution over
+    these; None: over the whole vocabulary"""
     advantage: Floats | None = None
     """``[R]``; filled in by `compute_advantages_and_returns` where it is None"""
     returns: Floats | None = None

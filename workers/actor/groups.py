@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from rlinf_async.backends.language import LanguageTrainer
-from rlinf_async.messages.language import SampleGroup
+from rlinf_async.backends.language import LanguageTrainer, require_finite
+from rlinf_async.messages.language import SampleGroup, TrainingSample
 
 SEVERAL = -1
 """the group number of a batch with samples of several"""
@@ -34,8 +34,9 @@ class GroupOps:
 class ArrivalStatistics:
     """Statistics of the samples of one iteration that arrived on one rank.
 
-    Raises `RuntimeError` from `add` for a token that is older than ``max_staleness`` versions
-    (None: any may be) or newer than the weights that are trained.
+    Raises from `add` `RuntimeError` for a token that is older than ``max_staleness`` versions
+    (None: any may be) or newer than the weights that are trained, and `ModelOutputError` for a
+    log-prob that is not finite.
     """
 
     def __init__(self, version: int, max_staleness: int | None) -> None:
@@ -62,6 +63,7 @@ class ArrivalStatistics:
         """Add a group."""
         rewards = [sample.reward for sample in group.samples if sample.scored]
         for sample in group.samples:
+            _check_log_probs(sample)
             lags = self._version - sample.version
             if len(lags):
                 self._check(group, int(lags.min()), int(lags.max()))
@@ -83,6 +85,21 @@ class ArrivalStatistics:
                 f"{newest} to {oldest} versions old, but max_staleness is {allowed}: its requests "
                 "were admitted too early, or weights came from elsewhere"
             )
+
+
+def _check_log_probs(sample: TrainingSample) -> None:
+    """Raise `ModelOutputError` for a log-prob in the loss that is not finite."""
+    if not sample.scored:
+        return
+    name, mask = f"sample {sample.group}/{sample.index}", sample.loss_mask
+    for log_prob, whose in (
+        (sample.log_prob, "the engine that generated it"),
+        (sample.prev_log_prob, "the forward pass that recomputed it"),
+        (sample.ref_log_prob, "the reference's forward pass"),
+    ):
+        if log_prob is not None:
+            trained = np.where(mask, log_prob, np.float32(0.0))
+            require_finite(trained, sample.response_ids, whose, name)
 
 
 def with_advantages(trainer: LanguageTrainer, group: SampleGroup) -> SampleGroup:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from rlinf_async.backends.language import require_finite
 from rlinf_async.messages.embodied import Floats
-from rlinf_async.messages.language import Sample, Tokens, TrainingSample
+from rlinf_async.messages.language import Kept, Sample, Tokens, TrainingSample
 
 if TYPE_CHECKING:
     from rlinf_async.backends.language import LanguageTrainer
@@ -21,14 +22,25 @@ def with_log_probs(
     """The samples with previous and, where asked for, reference log-probs.
 
     A rank that does not read computes those of the rank that does, and returns none.
+
+    Raises:
+        ModelOutputError: one is not finite.
     """
     bare = [as_bare(sample) for sample in samples]
     done = samples
     if previous:
-        done = _with(done, "prev_log_prob", trainer.log_probs(bare))
+        whose = f"the actor's forward pass under weights version {trainer.version}"
+        done = _with(done, "prev_log_prob", _finite(bare, trainer.log_probs(bare), whose))
     if reference:
-        done = _with(done, "ref_log_prob", trainer.log_probs(bare, reference=True))
+        found = trainer.log_probs(bare, reference=True)
+        done = _with(done, "ref_log_prob", _finite(bare, found, "the reference's forward pass"))
     return done
+
+
+def _finite(bare: list[TrainingSample], found: list[Floats], whose: str) -> list[Floats]:
+    for one, log_prob in zip(bare, found, strict=False):
+        require_finite(log_prob, one.response_ids, whose, f"sample {one.group}/{one.index}")
+    return found
 
 
 def with_values(trainer: LanguageTrainer, samples: list[Sample]) -> list[Sample]:
@@ -52,6 +64,7 @@ def as_bare(sample: Sample) -> TrainingSample:
         request.prompt.token_ids,
         sample.generated.token_ids,
         temperature=request.sampling.temperature or 1.0,
+        kept=sample.generated.kept,
         group=request.group,
         index=request.index,
     )
@@ -62,6 +75,7 @@ def bare_sample(
     response_ids: Tokens,
     *,
     temperature: float = 1.0,
+    kept: Kept | None = None,
     group: int = 0,
     index: int = 0,
 ) -> TrainingSample:
@@ -76,6 +90,7 @@ def bare_sample(
         log_prob=np.zeros(size, np.float32),
         version=np.zeros(size, np.int32),
         temperature=temperature,
+        kept=kept,
         reward=math.nan,
         scored=False,
     )

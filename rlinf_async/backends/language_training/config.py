@@ -47,6 +47,9 @@ class LanguageTrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     skip_silent: bool = True
     """spare samples whose gradient is exactly 0 (all advantages 0, no KL, no entropy bonus) the
     forward pass; metrics are then means over the others"""
+    engine_tolerance: float | None = None
+    """largest mean absolute difference between the engine's log-probs of the trained version and
+    those of the first forward pass of an iteration; a larger one is an error. None: any"""
     max_tokens_per_forward: int = 16_384
     """of a forward pass without gradients: `log_probs`, `values`"""
     logit_chunk_bytes: int = 256 * 1024 * 1024

@@ -23,7 +23,12 @@ from rlinf_async.algorithms.language.losses import TokenLossInputs, token_loss, 
 from rlinf_async.backends.language_training.config import LanguageTrainingConfig
 from rlinf_async.backends.language_training.packing import Packed, pack_samples
 from rlinf_async.backends.language_training.token_statistics import TokenStatistics
-from rlinf_async.backends.language_training.totals import NothingToDo, Part
+from rlinf_async.backends.language_training.totals import (
+    ENGINE_DIFFERENCE,
+    ENGINE_TOKENS,
+    NothingToDo,
+    Part,
+)
 from rlinf_async.messages.language import TrainingSample
 
 SUPERVISED = LanguageLossConfig(name="supervised")
@@ -45,6 +50,8 @@ class Forward(NamedTuple):
     loss: LanguageLossConfig
     counts: bool
     """False: none of the samples has a gradient, and metrics are means over other samples"""
+    version: int | None
+    """that the weights are of, whose tokens are compared with the engine's; None: of none"""
 
     def answer(self, found: Any) -> Part:
         """Return the loss; ``found``: what the model computes for ``packed``."""
@@ -79,11 +86,13 @@ class Objective(ABC):
         *,
         loss: LanguageLossConfig | None = None,
         always: bool,
+        version: int | None = None,
     ) -> Forward | NothingToDo:
         """Pack the samples that have a gradient.
 
         ``always``: one sample even if none has, because other ranks compute at the same time.
-        ``loss``: instead of the configured one. Raises `ValueError` for samples that are not ready.
+        ``loss``: instead of the configured one. ``version``: that the weights are of. Raises
+        `ValueError` for samples that are not ready.
         """
         loss = loss or self.config.loss
         self.check_ready(samples)
@@ -101,7 +110,7 @@ class Objective(ABC):
             forwarded = [samples[0]]
         masks = [trained_tokens(sample) for sample in forwarded]
         packed = pack_samples(forwarded, masks, device)
-        return Forward(packed, units, self, forwarded, masks, loss, counts)
+        return Forward(packed, units, self, forwarded, masks, loss, counts, version)
 
     @abstractmethod
     def check_ready(self, samples: Sequence[TrainingSample]) -> None:
@@ -145,6 +154,8 @@ class PolicyObjective(Objective):
         losses = token_loss(_loss_inputs(forward, found), forward.loss)
         weights = token_weights(forward.masks, forward.loss, losses.loss.device)
         metrics = {name: numbers.sum() for name, numbers in losses.metrics.items()}
+        if forward.version is not None:
+            metrics |= engine_difference(forward, found)
         total = (losses.loss * weights).sum()
         return Part(total, forward.units, len(forward.packed.rows), metrics)
 
@@ -178,6 +189,14 @@ class ValueObjective(Objective):
         error = (found.detach() - returns).square()
         metrics = {"value": found.detach().sum(), "value_error": error.sum()}
         return Part(total, forward.units, len(forward.packed.rows), metrics)
+
+
+def engine_difference(forward: Forward, now: TokenStatistics) -> dict[str, Tensor]:
+    """Return the sum of the absolute differences between the engine's log-probs and those of this
+    forward pass, over the tokens that weights of this version have generated, and their number."""
+    same = torch.eq(forward.column("version"), forward.version or 0)
+    difference = (now.log_prob.detach() - forward.column("log_prob")).abs()
+    return {ENGINE_DIFFERENCE: difference[same].sum(), ENGINE_TOKENS: same.sum()}
 
 
 def token_weights(

@@ -20,7 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlinf_async.messages.language import Tokens
+from rlinf_async.backends.language_training.kept_tokens import KeptTokens, pack_kept
+from rlinf_async.messages.language import Kept, Tokens
 
 
 class Tokenized(Protocol):
@@ -31,6 +32,7 @@ class Tokenized(Protocol):
     prompt_ids: Tokens
     response_ids: Tokens
     temperature: float
+    kept: Kept | None
 
 
 class Packed(NamedTuple):
@@ -48,6 +50,8 @@ class Packed(NamedTuple):
     """``[N]``: the response token that is predicted there"""
     inverse_temperature: Tensor
     """``[N]``, float32"""
+    kept: KeptTokens | None = None
+    """what each target was drawn from; None: the whole vocabulary"""
 
 
 def pack_samples(
@@ -62,6 +66,7 @@ def pack_samples(
     rows: list[NDArray[np.int64]] = []
     targets: list[NDArray[np.int64]] = []
     inverse: list[NDArray[np.float32]] = []
+    predicted: list[NDArray[np.int64]] = []
     lengths: list[int] = []
     start = 0
     for sample, mask in zip(samples, masks, strict=True):
@@ -80,6 +85,7 @@ def pack_samples(
         rows.append(start + prompt - 1 + chosen)
         targets.append(sample.response_ids[chosen].astype(np.int64))
         inverse.append(np.full(len(chosen), 1.0 / (sample.temperature or 1.0), np.float32))
+        predicted.append(chosen)
         lengths.append(length)
         start += length
 
@@ -93,6 +99,7 @@ def pack_samples(
         tensor(rows),
         tensor(targets),
         tensor(inverse),
+        pack_kept(samples, predicted, device),
     )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import msgspec
 
 from rlinf_async.algorithms.language.advantages import compute_group_advantages
 from rlinf_async.backends.language import OPTIMIZER, PARTS
@@ -28,6 +30,8 @@ class IterationTrainer(ABC, Generic[C]):
     def __init__(self, config: C) -> None:
         self.config = config
         self._version = 0
+        self._stepped = False
+        """an optimizer step has changed the weights since they were those of ``version``"""
 
     @property
     def version(self) -> int:
@@ -37,6 +41,27 @@ class IterationTrainer(ABC, Generic[C]):
     def end_iteration(self) -> None:
         """Count the version up."""
         self._version += 1
+        self._stepped = False
+
+    @property
+    def compared_version(self) -> int | None:
+        """The version that the weights are of; None between two steps of an iteration. Tokens of
+        this version have the same log-probs here as in the engine."""
+        return None if self._stepped else self._version
+
+    def _content(self, extra: Mapping[str, object] | None) -> dict[str, object]:
+        """Return what a checkpoint holds beside weights and optimizer, for `_take_content`."""
+        return {"version": self._version, "stepped": self._stepped, "extra": dict(extra or {})}
+
+    def _take_content(self, content: Mapping[str, Any]) -> None:
+        self._version, self._stepped = content["version"], content.get("stepped", False)
+
+    def _told(self) -> bytes:
+        """Return what a rank that begins to train has to know, for `_take`."""
+        return msgspec.msgpack.encode((self._version, self._stepped))
+
+    def _take(self, told: bytes) -> None:
+        self._version, self._stepped = msgspec.msgpack.decode(told, type=tuple[int, bool])
 
     def skip_iteration(self) -> None:
         """Count an iteration that the active ranks train, on an idle one."""

@@ -83,7 +83,12 @@ def read_statistics(vocabulary: int, grid: Grid) -> Read:
 
     def read(logits: Tensor, packed: Packed) -> TokenStatistics:
         return vocabulary_statistics(
-            logits[0], packed.targets, packed.inverse_temperature, vocabulary, grid.groups.tp
+            logits[0],
+            packed.targets,
+            packed.inverse_temperature,
+            vocabulary,
+            grid.groups.tp,
+            packed.kept,
         )
 
     return read

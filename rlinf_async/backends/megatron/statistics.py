@@ -1,8 +1,9 @@
 """Log-probs and entropies of logits whose vocabulary is cut over tensor ranks.
 
-With ``l`` the logits times the inverse temperature, ``log p_t = l_t - logsumexp(l)`` and
-``H = logsumexp(l) - sum p l``. Each rank has some rows of the vocabulary; only sums and maxima
-``[N]`` cross the ranks. The gradients are written out, as in the FSDP backend::
+With ``l`` the logits times the inverse temperature, minus infinity where a token was not drawn from
+(`KeptTokens`), ``log p_t = l_t - logsumexp(l)`` and ``H = logsumexp(l) - sum p l``. Each rank has
+some rows of the vocabulary; only sums and maxima ``[N]`` cross the ranks. The gradients are written
+out, as in the FSDP backend::
 
     d log p_t / d l_j = [j = t] - p_j          d H / d l_j = -p_j (log p_j + H)
 """
@@ -16,11 +17,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rlinf_async.backends.language_training.kept_tokens import KeptTokens
 from rlinf_async.backends.language_training.token_statistics import TokenStatistics
 
 
 def vocabulary_statistics(
-    logits: Tensor, targets: Tensor, scale: Tensor, vocabulary: int, group: dist.ProcessGroup
+    logits: Tensor,
+    targets: Tensor,
+    scale: Tensor,
+    vocabulary: int,
+    group: dist.ProcessGroup,
+    kept: KeptTokens | None = None,
 ) -> TokenStatistics:
     """Return log-probs and entropies ``[N]``, equal on every tensor rank.
 
@@ -30,8 +37,11 @@ def vocabulary_statistics(
         scale: ``[N]``: of the logits; 1 / temperature.
         vocabulary: rows without padding.
         group: the tensor ranks.
+        kept: what each target was drawn from; None: the whole vocabulary.
     """
-    found = _Statistics.apply(logits, targets, scale, vocabulary, group)  # type: ignore[no-untyped-call]
+    found = _Statistics.apply(  # type: ignore[no-untyped-call]
+        logits, targets, scale, vocabulary, group, kept
+    )
     return TokenStatistics(*found)
 
 
@@ -44,12 +54,15 @@ class _Statistics(torch.autograd.Function):
         scale: Tensor,
         vocabulary: int,
         group: dist.ProcessGroup,
+        kept: KeptTokens | None,
     ) -> tuple[Tensor, Tensor]:
         rows = logits.shape[-1]
         start = dist.get_rank(group) * rows
         scaled = logits.float() * scale[:, None]
         if start + rows > vocabulary:  # what was added to make the vocabulary divide
             scaled[:, max(vocabulary - start, 0) :] = -torch.inf
+        if kept is not None:
+            kept.restrict(scaled, start=start)
         largest = scaled.max(-1).values
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         exponential = (scaled - largest[:, None]).exp()
@@ -83,4 +96,4 @@ class _Statistics(torch.autograd.Function):
         else:
             grad.mul_(-grad_log_prob[:, None])
         grad.scatter_add_(-1, at[:, None], (grad_log_prob * inside)[:, None])
-        return grad.mul_(scale[:, None]).to(ctx.dtype), None, None, None, None
+        return grad.mul_(scale[:, None]).to(ctx.dtype), *[None] * 5

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -45,7 +44,12 @@ from rlinf_async.backends.language_training.packing import (
     whole_response,
 )
 from rlinf_async.backends.language_training.token_statistics import TokenStatistics
-from rlinf_async.backends.language_training.totals import Part, Totals, check_finite
+from rlinf_async.backends.language_training.totals import (
+    Part,
+    Totals,
+    check_engine,
+    check_finite,
+)
 from rlinf_async.backends.language_training.trainer import IterationTrainer
 from rlinf_async.backends.megatron import checkpoint
 from rlinf_async.backends.megatron.config import MegatronTrainerConfig
@@ -114,7 +118,9 @@ class MegatronTrainerBase(IterationTrainer[MegatronTrainerConfig]):
 
     def training_step(self, micro_batches: Iterable[MicroBatch]) -> Mapping[str, float]:
         """Make one optimizer step. Collective. Raises `OffloadedError` while offloaded."""
-        return self._step(micro_batches, None)
+        metrics = self._step(micro_batches, None, self.compared_version)
+        self._stepped = True
+        return metrics
 
     def forward_backward(self, micro_batches: Iterable[MicroBatch]) -> Mapping[str, float]:
         """Compute the gradients of one global batch, undivided, in place of those that are there.
@@ -126,7 +132,7 @@ class MegatronTrainerBase(IterationTrainer[MegatronTrainerConfig]):
         """
         self.manager.check_onloaded("forward_backward()")
         self.manager.zero_grad()
-        return self._accumulate(micro_batches, None).metrics
+        return self._accumulate(micro_batches, None, self.compared_version).metrics
 
     def get_forward_step_func(self) -> Callable[..., Any]:
         """Return what Megatron's schedule calls for each micro-batch: see `Schedule.step`."""
@@ -155,20 +161,23 @@ class MegatronTrainerBase(IterationTrainer[MegatronTrainerConfig]):
             strategy,
             timeout=timeout,
             bucket_bytes=bucket_bytes,
-            extra=msgspec.msgpack.encode(self._version),
+            extra=self._told(),
             objection=objection,
             settle=self._writer.settle,
         )
-        self._version = msgspec.msgpack.decode(report.extras[0], type=int)
+        self._take(report.extras[0])
         return report
 
     def _step(
-        self, micro_batches: Iterable[MicroBatch], loss: LanguageLossConfig | None
+        self,
+        micro_batches: Iterable[MicroBatch],
+        loss: LanguageLossConfig | None,
+        version: int | None = None,
     ) -> Mapping[str, float]:
         manager = self.manager
         manager.check_onloaded("an optimizer step")
         manager.zero_grad()
-        found = self._accumulate(micro_batches, loss)
+        found = self._accumulate(micro_batches, loss, version)
         if found.units == 0:
             manager.zero_grad()
             nothing = {"empty": 1.0, "skipped": 0.0, "grad_norm": 0.0, "lr": manager.lr}
@@ -184,21 +193,29 @@ class MegatronTrainerBase(IterationTrainer[MegatronTrainerConfig]):
         }
 
     def _accumulate(
-        self, micro_batches: Iterable[MicroBatch], loss: LanguageLossConfig | None
+        self,
+        micro_batches: Iterable[MicroBatch],
+        loss: LanguageLossConfig | None,
+        version: int | None,
     ) -> Accumulated:
-        """Raises `TrainingDiverged` for a loss that is not finite, `NoSamples` where there are no
-        micro-batches, `RankFailed`: there are no gradients then."""
+        """Raises `TrainingDiverged` for a loss that is not finite, `EngineDisagrees` where the
+        engine's log-probs are others, `NoSamples` where there are no micro-batches, `RankFailed`:
+        there are no gradients then."""
         try:
-            return self._accumulated(micro_batches, loss)
+            return self._accumulated(micro_batches, loss, version)
         except Exception:
             self.manager.zero_grad()
             raise
 
     def _accumulated(
-        self, micro_batches: Iterable[MicroBatch], loss: LanguageLossConfig | None
+        self,
+        micro_batches: Iterable[MicroBatch],
+        loss: LanguageLossConfig | None,
+        version: int | None,
     ) -> Accumulated:
         manager = self.manager
-        prepare, counted = partial(self._work, loss=loss), manager.strategy.pp > 1
+        prepare = partial(self._work, loss=loss, version=version)
+        counted = manager.strategy.pp > 1
         totals = Totals()
         for part in manager.training.train(
             manager.feed.share(micro_batches, prepare, counted=counted)
@@ -212,12 +229,15 @@ class MegatronTrainerBase(IterationTrainer[MegatronTrainerConfig]):
         own = Accumulated(totals.metrics(), totals.units)
         found: Accumulated = manager.from_last_stage(own, Accumulated)
         check_finite(found.metrics, manager.steps)
+        check_engine(found.metrics, self.config.engine_tolerance, self._version)
         return found
 
-    def _work(self, micro_batch: MicroBatch, loss: LanguageLossConfig | None) -> Work:
+    def _work(
+        self, micro_batch: MicroBatch, loss: LanguageLossConfig | None, version: int | None
+    ) -> Work:
         self.manager.pending = True
         forward = self.objective.prepare(
-            micro_batch.samples, self.manager.device, loss=loss, always=True
+            micro_batch.samples, self.manager.device, loss=loss, always=True, version=version
         )
         assert isinstance(forward, Forward)
 
@@ -304,14 +324,14 @@ class MegatronTrainerBase(IterationTrainer[MegatronTrainerConfig]):
         self, path: Path, extra: Mapping[str, object] | None = None
     ) -> Future[Path]:
         """Start writing what `save_checkpoint` writes, and return. Collective."""
-        content = {"version": self._version, "extra": dict(extra or {})}
+        content = self._content(extra)
         return checkpoint.begin(self.manager, self._writer, path, content)
 
     def load_checkpoint(self, path: Path) -> list[dict[str, object]]:
         """Continue where a checkpoint was written, under any strategy of this backend or the FSDP
         backend's; return its ranks' extras. Collective."""
         own = checkpoint.load(self.manager, self._writer, path)
-        self._version = own[0].extra["version"]
+        self._take_content(own[0].extra)
         return [one.extra["extra"] for one in own]
 
 

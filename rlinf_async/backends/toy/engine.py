@@ -26,6 +26,7 @@ import numpy as np
 from rlinf_async.backends.language import EngineDied, PromptTooLong
 from rlinf_async.backends.toy.config import ToyEngineConfig
 from rlinf_async.backends.toy.responses import (
+    kept_tokens,
     response_length,
     response_tokens,
     text,
@@ -221,11 +222,13 @@ class ToyEngine:
     def _made(self, row: _Row, finish: Finish) -> Generated:
         tokens = response_tokens(self._config, row.request, row.made)
         version = np.array(row.versions, np.int32)
+        kept = kept_tokens(self._config, row.request, tokens)
         return Generated(
             token_ids=tokens,
-            log_prob=token_log_probs(tokens, version),
+            log_prob=token_log_probs(tokens, version, kept),
             version=version,
             finish=finish,
+            kept=kept,
         )
 
     async def _advance(self) -> None:

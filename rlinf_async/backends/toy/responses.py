@@ -12,7 +12,7 @@ import numpy as np
 
 from rlinf_async.backends.toy.config import ToyEngineConfig
 from rlinf_async.messages.embodied import Floats
-from rlinf_async.messages.language import Request, Tokens, Versions
+from rlinf_async.messages.language import Kept, Request, Tokens, Versions
 
 END = 0
 """the token that ends a response"""
@@ -37,9 +37,25 @@ def response_tokens(config: ToyEngineConfig, request: Request, count: int) -> To
     return tokens.astype(np.int32)
 
 
-def token_log_probs(tokens: Tokens, version: Versions) -> Floats:
-    """Return the log-prob ``[R]`` of each token under the weights that made it."""
-    return (-(1.0 + (tokens.astype(np.int64) + version) % 5) / 4.0).astype(np.float32)
+def kept_tokens(config: ToyEngineConfig, request: Request, tokens: Tokens) -> Kept | None:
+    """Return what a request that truncates keeps: each token and those after it, modulo the
+    vocabulary, of which top-p keeps that share. None for a request that does not truncate."""
+    sampling, size = request.sampling, config.vocabulary
+    if not sampling.truncates:
+        return None
+    most = min(sampling.top_k or size, math.ceil(sampling.top_p * size))
+    if most == size:
+        return Kept.of([()] * len(tokens))
+    return Kept.of([np.sort((int(token) + np.arange(most)) % size) for token in tokens])
+
+
+def token_log_probs(tokens: Tokens, version: Versions, kept: Kept | None = None) -> Floats:
+    """Return the log-prob ``[R]`` of each token under the weights that made it; 0 of one that was
+    kept alone."""
+    found = -(1.0 + (tokens.astype(np.int64) + version) % 5) / 4.0
+    if kept is not None:
+        found[kept.counts == 1] = 0.0
+    return found.astype(np.float32)
 
 
 def text(tokens: Tokens) -> str:

@@ -90,11 +90,16 @@ class ToyTrainer(VersionTrainer):
         return list(samples)
 
     def training_step(self, micro_batches: Iterable[MicroBatch]) -> Mapping[str, float]:
-        """Take the time of one optimizer step."""
-        samples = tokens = 0
+        """Take the time of one optimizer step; compare what the engine said of this version."""
+        samples = tokens = compared = 0
+        difference = 0.0
         weights: list[Floats] = []
         for batch in micro_batches:
             weights += self._weights(batch.samples)
+            for one, own in zip(batch.samples, self._log_probs(batch.samples), strict=True):
+                same = one.loss_mask & (one.version == self._version)
+                compared += int(same.sum())
+                difference += float(np.abs(own - one.log_prob)[same].sum())
             here = sum(one.tokens for one in batch.samples)
             let_pass(here * self.config.seconds_per_token)
             samples += len(batch.samples)
@@ -108,7 +113,9 @@ class ToyTrainer(VersionTrainer):
             found["off_policy_weight"] = float(held.mean())
             found["off_policy_change"] = float(np.abs(held - 1.0).mean())
             found["off_policy_capped"] = float((every > cap).mean())
-        return found
+        if compared:
+            found["engine_actor_difference"] = difference / compared
+        return found | {"engine_actor_tokens": float(compared)}
 
     def _weights(self, samples: Sequence[TrainingSample]) -> list[Floats]:
         """Return ``proximal / behaviour`` of the trained tokens of each sample, before the cap."""
@@ -127,9 +134,16 @@ class ToyTrainer(VersionTrainer):
     ) -> list[Floats]:
         """Log-probs as the toy engine gives them, of this version; of version 0 as reference."""
         let_pass(sum(one.tokens for one in samples) * self.config.seconds_per_token / 3)
-        version = 0 if reference else self._version
+        return self._log_probs(samples, 0 if reference else None)
+
+    def _log_probs(
+        self, samples: Sequence[TrainingSample], version: int | None = None
+    ) -> list[Floats]:
+        version = self._version if version is None else version
         return [
-            token_log_probs(one.response_ids, np.full(len(one.response_ids), version, np.int32))
+            token_log_probs(
+                one.response_ids, np.full(len(one.response_ids), version, np.int32), one.kept
+            )
             for one in samples
         ]
 

@@ -29,7 +29,7 @@ from rlinf_async.backends.transformers.cache import RowCache
 from rlinf_async.backends.transformers.masks import layer_kinds, make_masks
 from rlinf_async.backends.transformers.model import load_weights
 from rlinf_async.backends.transformers.row import Row
-from rlinf_async.backends.transformers.sampling import Rules, draw
+from rlinf_async.backends.transformers.sampling import NOTHING, Rules, draw, kept_sets
 from rlinf_async.backends.transformers.tensors import ModelTensors
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Tokens
@@ -118,14 +118,17 @@ class Decoder:
         width = _spanned(max(len(row.tokens) for row in self.rows))
         self._cache.step(at, width)
         logits = self._forward(last[:, None], at[:, None], width, 1)[:count, -1]
-        random = torch.tensor([row.random for row in self.rows], device=self.device)
-        tokens, log_probs = draw(logits, self._rules, random)
+        random = [row.random for row in self.rows]
+        drawn = draw(
+            logits, self._rules, torch.tensor(random, dtype=torch.float64, device=self.device)
+        )
+        kept = [NOTHING] * count if drawn.kept is None else kept_sets(drawn.kept)
         done = [
             row
-            for row, token, log_prob in zip(
-                self.rows, tokens.tolist(), log_probs.tolist(), strict=True
+            for row, token, log_prob, one in zip(
+                self.rows, drawn.tokens.tolist(), drawn.log_probs.tolist(), kept, strict=True
             )
-            if row.add(token, log_prob, self.version, self._stops)
+            if row.add(token, log_prob, self.version, one, self._stops)
         ]
         if done:
             self.leave(done)

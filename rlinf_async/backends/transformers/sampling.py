@@ -1,8 +1,9 @@
 """Drawing a token for each row of a batch, with sampling settings and random numbers of its own.
 
 The log-prob that comes with a token is that of the distribution it was drawn from: of the logits
-after temperature, then top-k, then top-p, renormalised. Greedy rows (temperature 0) take the most
-likely token; their log-probs are those at temperature 1.
+after temperature, then top-k, then top-p, renormalised; of equally likely tokens at the border the
+first in the order of the sort are kept. Greedy rows (temperature 0) take the most likely token;
+their log-probs are those at temperature 1 of the whole vocabulary.
 
 A row's random number at each position follows from its seed alone, so what is drawn depends neither
 on the other rows nor on where the response was interrupted.
@@ -11,7 +12,7 @@ on the other rows nor on where the response was interrupted.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlinf_async.messages.language import Sampling
+
+NOTHING: Final = np.empty(0, np.int64)
+"""the set of a token that was drawn from the whole vocabulary"""
 
 
 class Rules(NamedTuple):
@@ -41,8 +45,8 @@ class Rules(NamedTuple):
         return cls(
             temperature=column([row.temperature or 1.0 for row in rows], 1.0, torch.float32),
             greedy=column([row.temperature == 0.0 for row in rows], False, torch.bool),
-            top_k=column([row.top_k for row in rows], 0, torch.int64),
-            top_p=column([row.top_p for row in rows], 1.0, torch.float32),
+            top_k=column([row.truncates * row.top_k for row in rows], 0, torch.int64),
+            top_p=column([row.top_p if row.truncates else 1.0 for row in rows], 1.0, torch.float64),
         )
 
 
@@ -51,34 +55,56 @@ def uniforms(seed: int, count: int) -> NDArray[np.float64]:
     return np.random.default_rng(seed).random(count)
 
 
-def draw(logits: Tensor, rules: Rules, random: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw one token for each row.
+class Drawn(NamedTuple):
+    """A token for each row."""
+
+    tokens: Tensor
+    """``[rows]``"""
+    log_probs: Tensor
+    """``[rows]``, float32"""
+    kept: Tensor | None
+    """``[rows, vocabulary]``: what each was drawn from; None: no row truncates"""
+
+
+def draw(logits: Tensor, rules: Rules, random: Tensor) -> Drawn:
+    """Draw one token for each row. None has probability 0.
 
     Args:
         logits: ``[rows, vocabulary]``
         rules: of each row.
-        random: ``[rows]`` in [0, 1).
-
-    Returns:
-        tokens ``[rows]`` and their log-probs ``[rows]``, float32.
+        random: ``[rows]`` in [0, 1), float64: in float32 a number near 1 would be 1, which lies
+            behind the last token.
     """
     logits = logits.float()
     if rules.temperature is not None:
         logits = logits / rules.temperature
+    kept = None
     if rules.top_k is not None or rules.top_p is not None:
-        logits = _filtered(logits, rules.top_k, rules.top_p)
+        kept = _kept(logits, rules.top_k, rules.top_p)
+        logits = logits.masked_fill(~kept, float("-inf"))
     log_probs = logits.log_softmax(-1)
+    probs = log_probs.exp()
     # In double: over a large vocabulary, sums of float32 end visibly off 1.
-    sums = log_probs.exp().cumsum(-1, dtype=torch.float64)
+    sums = probs.cumsum(-1, dtype=torch.float64)
     at = random.unsqueeze(1) * sums[:, -1:]
     tokens = torch.searchsorted(sums, at, right=True).clamp_(max=logits.shape[-1] - 1)
+    likeliest = logits.argmax(-1, keepdim=True)
+    # A GPU adds up in parts, so that sums may grow, by their last bit, where nothing was added.
+    tokens = torch.where(probs.gather(1, tokens) > 0.0, tokens, likeliest)
     if rules.greedy is not None:
-        tokens = torch.where(rules.greedy, logits.argmax(-1, keepdim=True), tokens)
-    return tokens.squeeze(1), log_probs.gather(1, tokens).squeeze(1)
+        tokens = torch.where(rules.greedy, likeliest, tokens)
+    return Drawn(tokens.squeeze(1), log_probs.gather(1, tokens).squeeze(1), kept)
 
 
-def _filtered(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
-    """Set the logits outside top-k and top-p to minus infinity; the most likely token stays."""
+def kept_sets(kept: Tensor) -> list[NDArray[np.int64]]:
+    """Return the tokens in each row of ``kept``; none where it is the whole vocabulary."""
+    tokens = (kept & ~kept.all(-1, keepdim=True)).nonzero().cpu().numpy()
+    ends = np.searchsorted(tokens[:, 0], np.arange(1, len(kept)))
+    return np.split(tokens[:, 1], ends)
+
+
+def _kept(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+    """Return which tokens are within top-k and top-p: at least the most likely one."""
     ordered, places = logits.sort(-1, descending=True)
     keep = torch.ones_like(ordered, dtype=torch.bool)
     if top_k is not None:
@@ -86,9 +112,8 @@ def _filtered(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Ten
         keep &= (rank < top_k) | (top_k == 0)
         ordered = ordered.masked_fill(~keep, float("-inf"))
     if top_p is not None:
-        probs = ordered.softmax(-1)
+        probs = ordered.softmax(-1, dtype=torch.float64)
         before = probs.cumsum(-1) - probs
         keep &= (before < top_p) | (top_p >= 1.0)
     keep[:, 0] = True
-    kept = torch.zeros_like(keep).scatter_(1, places, keep)
-    return logits.masked_fill(~kept, float("-inf"))
+    return torch.zeros_like(keep).scatter_(1, places, keep)

@@ -6,8 +6,21 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from rlinf_async.messages.language import Sampling
+
 GPU_MEMORY: Final = 0.9
 """share of a GPU's memory for an engine that has the GPU alone; vLLM does not count all it takes"""
+
+MOST_KEPT: Final = 1024
+"""largest top-k whose kept tokens vLLM returns"""
+OWN_ARGUMENTS: Final = {
+    "generation_config": "settings of samples are those of [rollout.sampling] alone",
+    "logits_processors": "the trainer would not know what they do to the distribution",
+    "logprobs_mode": "log-probs are of the distribution that is sampled from",
+    "max_logprobs": "it follows from what top-k may keep",
+    "override_generation_config": "settings of samples are those of [rollout.sampling] alone",
+}
+"""arguments of vLLM that change what samples are drawn from, or what is known of it"""
 
 
 class VllmEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,7 +54,8 @@ class VllmEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     threads: int = 1
     """of the engine on a CPU"""
     extra: dict[str, Any] = {}
-    """further arguments of vLLM's ``AsyncEngineArgs``, passed unchanged"""
+    """further arguments of vLLM's ``AsyncEngineArgs``, passed unchanged; none of
+    `OWN_ARGUMENTS`"""
 
     def __post_init__(self) -> None:
         for name in ("max_concurrent", "tensor_parallel", "threads"):
@@ -55,3 +69,32 @@ class VllmEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             )
         if self.gpu_memory is not None and not 0.0 < self.gpu_memory <= 1.0:
             raise ValueError(f"gpu_memory is {self.gpu_memory}; it must be above 0, at most 1")
+        for name in self.extra.keys() & OWN_ARGUMENTS.keys():
+            raise ValueError(f"extra has {name!r}: {OWN_ARGUMENTS[name]}; leave it out")
+
+    def untold(self, sampling: Sampling) -> str:
+        """Return why it cannot tell what such samples are drawn from, and what to set; empty where
+        it can."""
+        if not sampling.truncates or 0 < sampling.top_k <= MOST_KEPT:
+            return ""
+        if sampling.top_k:
+            return (
+                f"vLLM tells which tokens it kept for at most {MOST_KEPT}, and top_k is "
+                f"{sampling.top_k}: lower it, or use the transformers engine"
+            )
+        return (
+            f"with top_p = {sampling.top_p} alone vLLM may keep any number of tokens, of which it "
+            f"tells at most {MOST_KEPT}: set top_k (at most {MOST_KEPT}) as well, or use the "
+            "transformers engine"
+        )
+
+
+def asked_log_probs(sampling: Sampling, vocabulary: int) -> int:
+    """Return how many tokens have to be asked for beside the drawn one, so that all that were kept
+    are among them: 0 where that cannot be known, or nothing is left out.
+
+    More than ``top_k``: vLLM keeps all that are as likely as the last of these.
+    """
+    if not sampling.truncates or not 0 < sampling.top_k <= MOST_KEPT:
+        return 0
+    return min(sampling.top_k + sampling.top_k // 2 + 16, vocabulary)

@@ -28,7 +28,7 @@ from rlinf_async.backends.transformers.folder import ModelFolder, open_folder
 from rlinf_async.backends.transformers.model import check_fit
 from rlinf_async.backends.transformers.tensors import ModelTensors
 from rlinf_async.backends.unbroken import Unbroken
-from rlinf_async.backends.vllm.config import VllmEngineConfig
+from rlinf_async.backends.vllm.config import VllmEngineConfig, asked_log_probs
 from rlinf_async.backends.vllm.library import dead_error, make_sampling, start_llm
 from rlinf_async.backends.vllm.outputs import collected, joined
 from rlinf_async.backends.vllm.shared import Known, Sharing
@@ -128,7 +128,7 @@ class VllmEngine:
             temperature=sampling.temperature,
             top_k=sampling.top_k,
             top_p=sampling.top_p,
-            logprobs=0,
+            logprobs=asked_log_probs(sampling, self._vocabulary),
             stop_token_ids=sorted(self._folder.stop_token_ids),
             # The rest of a partial response must not draw the same random numbers again.
             seed=(request.seed + made) % 2**63 if self._config.seeded else None,
@@ -140,7 +140,12 @@ class VllmEngine:
             output = await self._ask(prompt, params, identity, request.priority)
         finally:
             del self._running[identity]
-        return joined(partial, output.outputs[0])
+        return joined(request, output.outputs[0], self._vocabulary)
+
+    @property
+    def _vocabulary(self) -> int:
+        assert self._folder is not None
+        return int(self._folder.config.vocab_size)
 
     async def abort(self, names: Sequence[str] | None = None) -> None:
         """End these requests with what they have. See `GenerationEngine.abort`."""
@@ -153,7 +158,7 @@ class VllmEngine:
     async def so_far(self) -> dict[str, Generated]:
         """Return what each request under way has by now. See `GenerationEngine.so_far`."""
         self._check_alive()
-        return collected(self._llm, self._running)
+        return collected(self._llm, self._running, self._vocabulary)
 
     async def load(self, update: WeightUpdate) -> int:
         """Take new weights in flight. See `GenerationEngine.load`."""

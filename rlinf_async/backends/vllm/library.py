@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from rlinf_async.backends.transformers.folder import ModelFolder, ModelFolderError
-from rlinf_async.backends.vllm.config import GPU_MEMORY, VllmEngineConfig
+from rlinf_async.backends.vllm.config import GPU_MEMORY, MOST_KEPT, VllmEngineConfig
 from rlinf_async.config.errors import nearest
 
 EXTENSION: Final = "rlinf_async.backends.vllm.extension.WeightsExtension"
@@ -186,6 +186,7 @@ def _arguments(
         "scheduling_policy": "priority",
         # The default is the model's own log-probs, before temperature, top-k and top-p.
         "logprobs_mode": "processed_logprobs",
+        "max_logprobs": 2 * MOST_KEPT,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # no sampling settings from the model's folder
         "disable_log_stats": True,

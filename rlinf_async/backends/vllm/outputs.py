@@ -7,7 +7,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from rlinf_async.messages.language import Generated, Request
+from rlinf_async.backends.language import ModelOutputError
+from rlinf_async.backends.vllm.config import asked_log_probs
+from rlinf_async.messages.language import Generated, Kept, Request
 
 
 class Output(NamedTuple):
@@ -19,7 +21,7 @@ class Output(NamedTuple):
     finish_reason: Literal["stop", "length", "abort"]
 
 
-def collected(llm: Any, running: Mapping[str, Request]) -> dict[str, Generated]:
+def collected(llm: Any, running: Mapping[str, Request], vocabulary: int) -> dict[str, Generated]:
     """Return the tokens that each request has by now, by its name.
 
     The library returns a response when it is complete, but collects its tokens in this process, in
@@ -28,6 +30,7 @@ def collected(llm: Any, running: Mapping[str, Request]) -> dict[str, Generated]:
     Args:
         llm: an ``AsyncLLM``.
         running: the requests, by the library's request id.
+        vocabulary: number of tokens.
     """
     found: dict[str, Generated] = {}
     for state in llm.output_processor.request_states.values():
@@ -39,14 +42,22 @@ def collected(llm: Any, running: Mapping[str, Request]) -> dict[str, Generated]:
                 state._weight_version_spans(),
                 "abort",
             )
-            found[request.name] = joined(request.partial, made)
+            found[request.name] = joined(request, made, vocabulary)
     return found
 
 
-def joined(partial: Generated | None, output: Any) -> Generated:
-    """Return the response: the tokens of the partial one, and those of the engine."""
+def joined(request: Request, output: Any, vocabulary: int) -> Generated:
+    """Return the response: the tokens of the partial one, and those of the engine.
+
+    Raises `ModelOutputError` where more tokens were kept than were asked for.
+    """
+    partial = request.partial
     tokens = np.array(output.token_ids, np.int32)
-    log_probs = np.array(output.logprobs.logprobs if len(tokens) else [], np.float32)
+    flat, starts = output.logprobs, []
+    if len(tokens):  # the first entry of each is of the token that was drawn
+        starts = flat.start_indices[: len(tokens)]
+    log_probs = np.array([flat.logprobs[at] for at in starts], np.float32)
+    kept = _kept(request, flat, len(tokens), vocabulary)
     versions = np.empty(len(tokens), np.int32)
     for span in output.weight_versions or ():
         versions[span.start : span.end] = int(span.version)
@@ -54,5 +65,31 @@ def joined(partial: Generated | None, output: Any) -> Generated:
         tokens = np.concatenate([partial.token_ids, tokens])
         log_probs = np.concatenate([partial.log_prob, log_probs])
         versions = np.concatenate([partial.version, versions])
+        if kept is not None:
+            kept = None if partial.kept is None else partial.kept.followed_by(kept)
     finish: Literal["stop", "length", "abort"] = output.finish_reason
-    return Generated(token_ids=tokens, log_prob=log_probs, version=versions, finish=finish)
+    return Generated(
+        token_ids=tokens, log_prob=log_probs, version=versions, finish=finish, kept=kept
+    )
+
+
+def _kept(request: Request, flat: Any, count: int, vocabulary: int) -> Kept | None:
+    """Return what each of ``count`` tokens was drawn from: all that have a probability."""
+    asked = asked_log_probs(request.sampling, vocabulary)
+    if not asked:
+        return None
+    sets = []
+    for at in range(count):
+        # Behind the drawn token the most likely ones: sorted, so those without any come last.
+        first = flat.start_indices[at] + 1
+        likely = np.array(flat.logprobs[first : first + asked], np.float32)
+        ids = np.array(flat.token_ids[first : first + asked], np.int64)[likely > -np.inf]
+        if len(ids) == asked < vocabulary:
+            raise ModelOutputError(
+                f"request {request.name} (prompt {request.prompt.index}): at token {at} at least "
+                f"{asked} tokens are as likely as the one in place top_k = "
+                f"{request.sampling.top_k}, and vLLM keeps them all without telling which: is the "
+                "output of the model constant? Use the transformers engine, or no top_k"
+            )
+        sets.append(ids[:0] if len(ids) == vocabulary else np.sort(ids))
+    return Kept.of(sets)

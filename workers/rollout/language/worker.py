@@ -38,6 +38,7 @@ from rlinf_async.backends.language import (
     GenerationEngine,
     ModelOutputError,
     Resizable,
+    require_finite,
 )
 from rlinf_async.channels import EndOfChannel, LatestReceiver, Lease, Receiver, Sender
 from rlinf_async.channels.statistics import KeyState
@@ -377,7 +378,7 @@ class LanguageRolloutWorker(Worker):
         async with held:
             generated = await self._generated(lease, report)
             if generated is not None:
-                _check(request, generated)
+                self._check(request, generated)
                 await samples.put(self._sample(request, generated))
                 self._link.sent(request)
         if generated is None:
@@ -422,6 +423,20 @@ class LanguageRolloutWorker(Worker):
     def _running(self) -> int:
         return min(len(self._answering), self._live.engine.max_concurrent)
 
+    def _check(self, request: Request, generated: Generated) -> None:
+        """Raise `ModelOutputError` for what cannot be trained on: a log-prob that is not finite,
+        and tokens of which nobody knows what they were drawn from."""
+        name = f"request {request.name} (prompt {request.prompt.index})"
+        engine = f"the engine {self._backend_name!r} of {self.name}"
+        whose = f"{engine} under weights version {generated.version.max(initial=-1)}"
+        require_finite(generated.log_prob, generated.token_ids, whose, name)
+        if not (request.evaluation or generated.tells_of(request.sampling)):
+            raise ModelOutputError(
+                f"{name}: {engine} does not tell which tokens top_k and top_p kept "
+                "(`Generated.kept`), so a trainer would compute another distribution: use an "
+                "engine or settings that tell, or ask with evaluation = True"
+            )
+
     def _sample(self, request: Request, generated: Generated) -> Sample:
         return Sample(
             request=msgspec.structs.replace(request, partial=None) if request.partial else request,
@@ -455,13 +470,3 @@ def _progress(request: Request, made: int | None) -> RequestCount:
         made = 0 if request.partial is None else len(request.partial.token_ids)
     most = request.sampling.max_tokens - made
     return RequestCount(name=request.name, made=made, most=most, group=request.group)
-
-
-def _check(request: Request, generated: Generated) -> None:
-    """Refuse NaN and infinity, which the engine should have refused."""
-    if not np.isfinite(generated.log_prob).all():
-        raise ModelOutputError(
-            f"request {request.name} (prompt {request.prompt.index}): the model gave log-probs "
-            f"that are NaN or infinite, weights version {generated.version.max()}; look at the "
-            "learning rate and the gradient norm first"
-        )

@@ -1,8 +1,8 @@
 """From hidden states to log-probs and entropies, without holding all logits at once.
 
 With ``z = h W^T + b`` and, where the model caps them, ``c tanh(z / c)``, times the inverse
-temperature: ``l``. Then ``log p = l - logsumexp(l)``, and ``H = -sum p log p``. The gradients are
-written out::
+temperature: ``l``, and minus infinity where a token was not drawn from (`KeptTokens`). Then
+``log p = l - logsumexp(l)``, and ``H = -sum p log p``. The gradients are written out::
 
     d log p_t / d l_j = [j = t] - p_j          d H / d l_j = -p_j (log p_j + H)
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rlinf_async.backends.language_training.kept_tokens import KeptTokens
 from rlinf_async.backends.language_training.token_statistics import TokenStatistics
 
 FLOAT_BYTES = 4
@@ -30,6 +31,7 @@ def token_statistics(
     targets: Tensor,
     scale: Tensor,
     *,
+    kept: KeptTokens | None = None,
     softcap: float | None = None,
     chunk_bytes: int = 256 * 1024 * 1024,
 ) -> TokenStatistics:
@@ -41,6 +43,7 @@ def token_statistics(
         bias: ``[V]``, or None.
         targets: ``[N]``, int64.
         scale: ``[N]``: of the logits; 1 / temperature.
+        kept: what each target was drawn from; None: the whole vocabulary.
         softcap: logits are held within it, smoothly.
         chunk_bytes: of float32 logits at a time.
     """
@@ -50,7 +53,7 @@ def token_statistics(
         bias = None if bias is None else bias.to(dtype)
     with torch.autocast(hidden.device.type, enabled=False):
         found = _Statistics.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, bias, targets, scale, softcap, chunk_bytes
+            hidden, weight, bias, targets, scale, kept, softcap, chunk_bytes
         )
     return TokenStatistics(*found)
 
@@ -64,6 +67,7 @@ class _Statistics(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         scale: Tensor,
+        kept: KeptTokens | None,
         softcap: float | None,
         chunk_bytes: int,
     ) -> tuple[Tensor, Tensor]:
@@ -75,14 +79,17 @@ class _Statistics(torch.autograd.Function):
         for start in range(0, len(hidden), rows):
             at = slice(start, start + rows)
             logits = _logits(hidden[at], weight, bias, scale[at], softcap)
+            if kept is not None:
+                kept.restrict(logits, start)
             normalizer[at] = logits.logsumexp(-1)
             chosen = logits.gather(-1, targets[at, None])[:, 0]
             log_prob[at] = chosen - normalizer[at]
             probability = (logits - normalizer[at, None]).exp_()
-            entropy[at] = normalizer[at] - (probability.mul_(logits)).sum(-1)
-        kept = logits if len(hidden) <= rows else None
-        ctx.save_for_backward(hidden, weight, bias, targets, scale, normalizer, entropy, kept)
-        ctx.softcap, ctx.rows = softcap, rows
+            finite = logits if kept is None else logits.masked_fill(logits == -torch.inf, 0.0)
+            entropy[at] = normalizer[at] - (probability.mul_(finite)).sum(-1)
+        held = logits if len(hidden) <= rows else None
+        ctx.save_for_backward(hidden, weight, bias, targets, scale, normalizer, entropy, held)
+        ctx.softcap, ctx.rows, ctx.kept = softcap, rows, kept
         return log_prob, entropy
 
     @staticmethod
@@ -91,7 +98,7 @@ class _Statistics(torch.autograd.Function):
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Any, ...]:
         grad_log_prob, grad_entropy = grad_outputs
-        hidden, weight, bias, targets, scale, normalizer, entropy, kept = ctx.saved_tensors
+        hidden, weight, bias, targets, scale, normalizer, entropy, held = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         # Sums over chunks, so in float32 whatever the arithmetic is.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
@@ -99,9 +106,11 @@ class _Statistics(torch.autograd.Function):
         with_entropy = bool(grad_entropy.any())
         for start in range(0, len(hidden), ctx.rows):
             at = slice(start, start + ctx.rows)
-            logits = kept
+            logits = held
             if logits is None:
                 logits = _logits(hidden[at], weight, bias, scale[at], ctx.softcap)
+                if ctx.kept is not None:
+                    ctx.kept.restrict(logits, start)
             log_p = logits - normalizer[at, None]
             grad = log_p.exp()
             if with_entropy:
@@ -113,13 +122,15 @@ class _Statistics(torch.autograd.Function):
             if ctx.softcap is not None:
                 capped = logits / (scale[at, None] * ctx.softcap)
                 grad.mul_(1.0 - capped.square_())
+            if ctx.kept is not None:
+                grad.masked_fill_(logits == -torch.inf, 0.0)
             grad = grad.mul_(scale[at, None]).to(hidden.dtype)
             grad_hidden[at] = grad @ weight
             grad_weight += grad.t() @ hidden[at]
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
         grad_bias = None if bias is None or grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, *[None] * 5
 
 
 def _logits(

@@ -67,6 +67,7 @@ class PolicyNetwork(LanguageNetwork):
             head.bias,
             packed.targets,
             packed.inverse_temperature * self._logit_scale,
+            kept=packed.kept,
             softcap=self._softcap,
             chunk_bytes=self._chunk_bytes,
         )

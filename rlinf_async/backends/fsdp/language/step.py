@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 
 from rlinf_async.backends.fsdp import ranks
@@ -12,6 +11,7 @@ from rlinf_async.backends.language_training.totals import (
     NothingToDo,
     Part,
     Totals,
+    check_engine,
     check_finite,
 )
 
@@ -19,12 +19,17 @@ PartOf = Callable[[MicroBatch], Part | NothingToDo]
 
 
 def optimizer_step(
-    manager: FSDPModelManager, micro_batches: Iterable[MicroBatch], part_of: PartOf
+    manager: FSDPModelManager,
+    micro_batches: Iterable[MicroBatch],
+    part_of: PartOf,
+    engine_tolerance: float | None = None,
+    version: int = 0,
 ) -> dict[str, float]:
     """Make one optimizer step; return its metrics, equal on every rank. Collective.
 
-    Without any trained token in the whole global batch there is no step (``empty`` is 1). Raises
-    `TrainingDiverged`, before the weights change, when the loss is not finite.
+    Without any trained token in the whole global batch there is no step (``empty`` is 1). Raises,
+    before the weights change, `TrainingDiverged` when the loss is not finite, and `EngineDisagrees`
+    when the engine's log-probs of this ``version`` differ by more than the tolerance.
     """
     manager.check_loaded("a training step")
     totals = Totals()
@@ -39,9 +44,12 @@ def optimizer_step(
         ranks.all_reduce(manager, row)
         totals.take(row)
     metrics = totals.metrics()
-    if not math.isfinite(metrics["loss"]):
+    try:
+        check_finite(metrics, manager.steps)
+        check_engine(metrics, engine_tolerance, version)
+    except Exception:
         manager.zero_grad()
-    check_finite(metrics, manager.steps)
+        raise
     if totals.units == 0:
         manager.zero_grad()
         return metrics | {"empty": 1.0, "skipped": 0.0, "grad_norm": 0.0, "lr": _lr(manager)}

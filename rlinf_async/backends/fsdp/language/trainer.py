@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -113,15 +112,27 @@ class LanguageTrainerBase(IterationTrainer[LanguageTrainerConfig]):
 
     def training_step(self, micro_batches: Iterable[MicroBatch]) -> Mapping[str, float]:
         """Make one optimizer step; see `step.optimizer_step`. Collective."""
-        return optimizer_step(self.manager, micro_batches, self._part)
+        part = partial(self._part, version=self.compared_version)
+        metrics = optimizer_step(
+            self.manager, micro_batches, part, self.config.engine_tolerance, self._version
+        )
+        self._stepped = True
+        return metrics
 
     def _part(
-        self, micro_batch: MicroBatch, loss: LanguageLossConfig | None = None
+        self,
+        micro_batch: MicroBatch,
+        loss: LanguageLossConfig | None = None,
+        version: int | None = None,
     ) -> Part | NothingToDo:
         """Return the loss of one micro-batch, which `training_step` adds up."""
         manager = self.manager
         forward = self.objective.prepare(
-            micro_batch.samples, manager.device, loss=loss, always=manager.world_size > 1
+            micro_batch.samples,
+            manager.device,
+            loss=loss,
+            always=manager.world_size > 1,
+            version=version,
         )
         if isinstance(forward, NothingToDo):
             return forward
@@ -150,10 +161,10 @@ class LanguageTrainerBase(IterationTrainer[LanguageTrainerConfig]):
             strategy,
             timeout=timeout,
             bucket_bytes=bucket_bytes,
-            extra=msgspec.msgpack.encode(self._version),
+            extra=self._told(),
             objection=objection,
         )
-        self._version = msgspec.msgpack.decode(report.extras[0], type=int)
+        self._take(report.extras[0])
         return report
 
     def sleep(self, parts: Collection[str] = PARTS) -> None:
@@ -182,20 +193,20 @@ class LanguageTrainerBase(IterationTrainer[LanguageTrainerConfig]):
 
     def save_checkpoint(self, path: Path, extra: Mapping[str, object] | None = None) -> None:
         """Write a checkpoint folder, atomically; ``extra`` is this rank's own. Collective."""
-        content = {"version": self._version, "extra": dict(extra or {})}
+        content = self._content(extra)
         self.manager.save_checkpoint(path, content)
 
     def begin_checkpoint(
         self, path: Path, extra: Mapping[str, object] | None = None
     ) -> Future[Path]:
         """Start writing what `save_checkpoint` writes, and return. Collective."""
-        content = {"version": self._version, "extra": dict(extra or {})}
+        content = self._content(extra)
         return self.manager.begin_checkpoint(path, content)
 
     def load_checkpoint(self, path: Path) -> list[dict[str, object]]:
         """Continue where the checkpoint was written; return its ranks' extras. Collective."""
         extras: list[dict[str, Any]] = self.manager.load_checkpoint(path)
-        self._version = extras[0]["version"]
+        self._take_content(extras[0])
         return [extra["extra"] for extra in extras]
 
 
@@ -258,7 +269,7 @@ class PolicyTrainer(LanguageTrainerBase):
         """Take published weights and their version; for a rank on its own."""
         self.manager.settle_checkpoint()
         load_hugging_face_state(self.manager, update)
-        self._version = update.version
+        self._version, self._stepped = update.version, False
 
     def save_pretrained(self, folder: Path) -> None:
         """Write config, weights and tokenizer as Hugging Face does, from rank 0. Collective.

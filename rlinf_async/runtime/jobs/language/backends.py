@@ -39,6 +39,7 @@ class Learner(msgspec.Struct, frozen=True, kw_only=True):
     advantage: LanguageAdvantageConfig = LanguageAdvantageConfig()
     value_clip: float | None = None
     reference: bool = False
+    engine_tolerance: float | None = None
     publish_precision: Literal["float32", "bfloat16", "float16"] = "float32"
     seed: int
     strategy: Literal["fsdp2", "fsdp1"] = "fsdp2"
@@ -90,7 +91,10 @@ def _megatron(one: Learner) -> MegatronTrainerConfig:
 
 
 def _common(one: Learner) -> dict[str, Any]:
-    names = ("advantage", "loss", "value_clip", "reference", "publish_precision", "seed")
+    names = (
+        *("advantage", "loss", "value_clip", "reference", "publish_precision", "seed"),
+        "engine_tolerance",
+    )
     return {name: getattr(one, name) for name in names}
 
 
@@ -182,6 +186,7 @@ def _policy(config: LanguageConfig, model: Path, device: str, backend: str) -> A
         advantage=actor.advantage,
         loss=actor.loss,
         reference=config.needs_reference,
+        engine_tolerance=config.training.check_weights_tolerance,
         publish_precision=actor.publish_precision,
         seed=config.seed,
         strategy=actor.strategy,

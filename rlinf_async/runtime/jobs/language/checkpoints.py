@@ -175,7 +175,36 @@ def load_unfinished(checkpoints: Path, progress: LanguageProgress) -> Unfinished
         )
     except Exception as error:
         raise RunFolderError(f"{path} is damaged: {error}") from error
-    return decoded
+    return _told(decoded)
+
+
+def _told(unfinished: Unfinished) -> Unfinished:
+    """Without the tokens of which nobody knows what they were drawn from: those of a run of an
+    older version that truncates. They are generated again."""
+
+    def told(sample: Sample) -> bool:
+        return sample.generated.tells_of(sample.request.sampling)
+
+    def begun(request: Request) -> Request:
+        known = request.partial is None or request.partial.tells_of(request.sampling)
+        return request if known else msgspec.structs.replace(request, partial=None)
+
+    ledger, waiting = unfinished.ledger, unfinished.waiting
+    again = [one.sample.request for one in ledger.finished if not told(one.sample)]
+    return Unfinished(
+        ledger=msgspec.structs.replace(
+            ledger,
+            running=[begun(one) for one in (*ledger.running, *again)],
+            finished=[one for one in ledger.finished if told(one.sample)],
+        ),
+        data=unfinished.data,
+        waiting=InFlight(
+            partial=[begun(one) for one in waiting.partial],
+            generated=[one for one in waiting.generated if told(one)],
+            inferred=[one for one in waiting.inferred if told(one)],
+            scored=[one for one in waiting.scored if told(one.sample)],
+        ),
+    )
 
 
 def check_resumed_critic(config: LanguageConfig, checkpoint: Path) -> None:

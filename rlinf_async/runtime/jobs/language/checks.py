@@ -192,6 +192,7 @@ def check_sizes(config: LanguageConfig) -> None:
         ConfigError: with the values, and the nearest valid ones.
     """
     _check_batches(config)
+    _check_sampling(config)
     _check_evaluation(config)
     _check_learning(config)
     _check_off_policy(config)
@@ -228,6 +229,21 @@ def _check_batches(config: LanguageConfig) -> None:
     _check_balancing(size, actor)
     if config.has_critic:
         _check_micro_batches("critic", size, config.critic.micro_batch_size)
+
+
+def _check_sampling(config: LanguageConfig) -> None:
+    """Refuse samples that would be drawn from another distribution than is trained."""
+    rollout = config.rollout
+    if rollout.sampling.greedy:
+        raise ConfigError(
+            "at temperature 0 the most likely token is taken, but a policy is trained on what it "
+            "draws: all samples of a prompt would be equal, and their log-probs those of another "
+            "policy. Set it to 0.01 or more (evaluations are greedy in any case)",
+            path=("rollout", "sampling", "temperature"),
+        )
+    if rollout.backend == "vllm" and (why := rollout.vllm.untold(rollout.sampling)):
+        name = "top_k" if rollout.sampling.top_k else "top_p"
+        raise ConfigError(why, path=("rollout", "sampling", name))
 
 
 def _check_places(config: LanguageConfig) -> None:

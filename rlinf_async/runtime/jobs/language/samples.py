@@ -227,6 +227,7 @@ def _training_sample(scored: ScoredSample) -> TrainingSample:
         prev_log_prob=sample.prev_log_prob,
         ref_log_prob=sample.ref_log_prob,
         value=sample.value,
+        kept=generated.kept,
     )
 
 
