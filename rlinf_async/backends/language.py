@@ -40,7 +40,9 @@ class EngineDisagrees(RuntimeError):
     the actor's; the message has the difference, and over how many tokens it was taken."""
 
 
-def require_finite(log_prob: Floats, token_ids: Tokens, whose: str, sample: str) -> None:
+def require_finite(
+    log_prob: Floats, token_ids: Tokens, whose: str, sample: str, *, if_nan: str = ""
+) -> None:
     """Check log-probs ``[R]`` that come with a sample.
 
     Args:
@@ -48,6 +50,7 @@ def require_finite(log_prob: Floats, token_ids: Tokens, whose: str, sample: str)
         token_ids: of the response.
         whose: says who computed them, and under which weights.
         sample: its name.
+        if_nan: what to look at where one is NaN.
 
     Raises:
         ModelOutputError: one is NaN or infinite; names the token, and what that means.
@@ -55,14 +58,11 @@ def require_finite(log_prob: Floats, token_ids: Tokens, whose: str, sample: str)
     for at in np.flatnonzero(~np.isfinite(log_prob))[:1]:
         number = float(log_prob[at])
         if np.isnan(number):
-            meaning = (
-                "the model's output is NaN, so its weights or its arithmetic are at fault: look at "
-                "the learning rate and the gradient norm of the steps before"
-            )
+            meaning = "the output of the model is NaN there" + if_nan
         else:
             meaning = (
-                "a token that was drawn has a probability above 0, so what drew it or what "
-                "computed this is at fault, not the training"
+                "what was drawn has a probability above 0, so whoever drew it, or computed this, "
+                "is at fault"
             )
         raise ModelOutputError(
             f"{sample}: the log-prob of token {at} (id {token_ids[at]}) of {len(token_ids)} is "

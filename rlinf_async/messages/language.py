@@ -30,6 +30,7 @@ from rlinf_async.messages.embodied import Floats
 Tokens = NDArray[np.int32]
 Versions = NDArray[np.int32]
 Mask = NDArray[np.bool_]
+Unsigned = NDArray[np.uint8 | np.uint16 | np.uint32]
 
 LEAST_TEMPERATURE = 0.01
 """below it, rounding of the logits decides what is drawn; vLLM would silently take this one"""
@@ -76,9 +77,9 @@ class Kept(msgspec.Struct, frozen=True):
     """The tokens that each token of a response could be drawn from, where top-k or top-p left
     others out. Both arrays have the smallest unsigned dtype that fits."""
 
-    counts: NDArray[Any]
+    counts: Unsigned
     """``[R]``: number of tokens kept; 0: the whole vocabulary"""
-    token_ids: NDArray[Any]
+    token_ids: Unsigned
     """``[sum(counts)]``: those of the first token, then those of the second, ..."""
 
     @classmethod
@@ -87,7 +88,7 @@ class Kept(msgspec.Struct, frozen=True):
         ids = np.concatenate([np.empty(0, np.int64), *(np.asarray(one, np.int64) for one in sets)])
         return cls(_smallest(np.array([len(one) for one in sets], np.int64)), _smallest(ids))
 
-    def sets(self) -> list[NDArray[Any]]:
+    def sets(self) -> list[Unsigned]:
         """Return the set of each token; empty: the whole vocabulary."""
         return np.split(self.token_ids, np.cumsum(self.counts.astype(np.int64)))[:-1]
 
@@ -99,7 +100,7 @@ class Kept(msgspec.Struct, frozen=True):
         )
 
 
-def _smallest(numbers: NDArray[np.int64]) -> NDArray[Any]:
+def _smallest(numbers: NDArray[np.int64]) -> Unsigned:
     """Return the numbers, none below 0, in the smallest dtype that fits."""
     return numbers.astype(np.min_scalar_type(int(numbers.max(initial=0))))
 

@@ -59,7 +59,8 @@ def twin_model() -> nn.Module:
     with torch.no_grad():
         weight = model.get_output_embeddings().weight
         weight[3::2] = weight[2::2]
-    return model
+    twins: nn.Module = model
+    return twins
 
 
 def save_with_defaults(folder: Path, model: nn.Module) -> str:
@@ -109,13 +110,15 @@ def by_hand(model: nn.Module, one: TrainingSample) -> tuple[Any, Any]:
     with torch.no_grad():
         logits = model(input_ids=ids[None]).logits[0, prompt - 1 : -1].double() / one.temperature
     found = []
-    sets = [()] * len(one.response_ids) if one.kept is None else one.kept.sets()
+    whole: list[list[int]] = [[]] * len(one.response_ids)
+    sets = whole if one.kept is None else [each.tolist() for each in one.kept.sets()]
     for row, token, kept in zip(logits, one.response_ids.tolist(), sets, strict=True):
-        allowed = sorted(int(each) for each in kept) or list(range(len(row)))
+        allowed = kept or list(range(len(row)))
         log_p = row[allowed].log_softmax(-1)
         entropy = -(log_p.exp() * log_p).sum()
         found.append((float(log_p[allowed.index(token)]), float(entropy)))
-    return tuple(np.array(column) for column in zip(*found, strict=True))
+    log_probs, entropies = zip(*found, strict=True)
+    return np.array(log_probs), np.array(entropies)
 
 
 def check_kept(rule: str, made: Generated) -> None:

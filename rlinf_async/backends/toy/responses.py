@@ -39,14 +39,18 @@ def response_tokens(config: ToyEngineConfig, request: Request, count: int) -> To
 
 def kept_tokens(config: ToyEngineConfig, request: Request, tokens: Tokens) -> Kept | None:
     """Return what a request that truncates keeps: each token and those after it, modulo the
-    vocabulary, of which top-p keeps that share. None for a request that does not truncate."""
-    sampling, size = request.sampling, config.vocabulary
+    vocabulary, of which top-p keeps that share; of the tokens of a partial response what that says.
+    None for a request that does not truncate, and where a partial response does not say."""
+    sampling, size, partial = request.sampling, config.vocabulary, request.partial
     if not sampling.truncates:
         return None
-    most = min(sampling.top_k or size, math.ceil(sampling.top_p * size))
-    if most == size:
-        return Kept.of([()] * len(tokens))
-    return Kept.of([np.sort((int(token) + np.arange(most)) % size) for token in tokens])
+    most = min(sampling.top_k or size, math.ceil(sampling.top_p * size)) % size
+    begun = 0 if partial is None else len(partial.token_ids)
+    drawn = tokens[begun:, None].astype(np.int64)
+    kept = Kept.of(list(np.sort((drawn + np.arange(most)) % size)))
+    if partial is None:
+        return kept
+    return None if partial.kept is None else partial.kept.followed_by(kept)
 
 
 def token_log_probs(tokens: Tokens, version: Versions, kept: Kept | None = None) -> Floats:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rlinf_async.backends.fsdp.language.head import token_statistics
+from rlinf_async.backends.language_training.kept_tokens import KeptTokens
 
 TOKENS, SIZE, VOCABULARY = 7, 5, 11
 
@@ -61,6 +62,38 @@ def test_numbers_and_gradients_are_those_of_autograd(
     torch.testing.assert_close(
         slopes(given, *found, part), slopes(given, *expected, part), rtol=1e-4, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("rows", [100, 3], ids=["one chunk", "chunks"])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("part", ["both", "log_prob", "entropy"])
+def test_over_what_was_kept_they_are_those_of_autograd_over_these_tokens(
+    rows: int, softcap: float | None, part: str
+) -> None:
+    given = inputs(bias=True)
+    sets = [[], [3, 4, 10], [0], list(range(11)), [2, 5], [], [1, 9]]
+    for at, kept in enumerate(sets):
+        given["targets"][at] = kept[len(kept) // 2] if kept else 7
+    bounds = torch.tensor([0, *map(len, sets)]).cumsum(0)
+    ids = torch.tensor([token for kept in sets for token in kept])
+    found = token_statistics(
+        **given, kept=KeptTokens(bounds, ids), softcap=softcap, chunk_bytes=rows * VOCABULARY * 4
+    )
+    logits = torch.nn.functional.linear(given["hidden"], given["weight"], given["bias"])
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    log_probs, entropies = [], []
+    for at, kept in enumerate(sets):
+        allowed = kept or list(range(VOCABULARY))
+        log_p = (logits[at] * given["scale"][at])[allowed].log_softmax(-1)
+        log_probs.append(log_p[allowed.index(int(given["targets"][at]))])
+        entropies.append(-(log_p.exp() * log_p).sum())
+    expected = torch.stack(log_probs), torch.stack(entropies)
+    torch.testing.assert_close(tuple(found), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        slopes(given, *found, part), slopes(given, *expected, part), rtol=1e-4, atol=1e-5
+    )
+    assert (found.log_prob[2].item(), found.entropy[2].item()) == (0.0, 0.0)
 
 
 def test_no_tokens_are_no_error_and_have_a_gradient_of_zero() -> None:

@@ -1,8 +1,29 @@
-"""Which samples a checkpoint finds in a channel."""
+"""Which samples a checkpoint finds in a channel, and what a resumed run takes up of it."""
 
 from __future__ import annotations
 
-from rlinf_async.runtime.jobs.language.checkpoints import _items
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from rlinf_async.messages.language import (
+    Generated,
+    Kept,
+    Request,
+    Sample,
+    Scored,
+    ScoredSample,
+)
+from rlinf_async.runtime.jobs.language.checkpoints import (
+    InFlight,
+    LanguageProgress,
+    Unfinished,
+    _items,
+    load_unfinished,
+)
+from rlinf_async.runtime.jobs.language.samples import LedgerState
+from tests.backends.requests import request
 from tests.channels.wire.direct_kit import item, items, world
 
 
@@ -16,3 +37,60 @@ async def test_a_sample_whose_arrays_are_still_with_its_producer_is_left_to_the_
             await sender.flush()
         assert [each.check() for each in _items(channel)] == [0, 2]
         assert channel.statistics().depth == 3
+
+
+def generated(kept: Kept | None) -> Generated:
+    """Two tokens."""
+    return Generated(
+        token_ids=np.array([4, 5], np.int32),
+        log_prob=np.array([-1.0, -2.0], np.float32),
+        version=np.zeros(2, np.int32),
+        finish="stop",
+        kept=kept,
+    )
+
+
+def sample(one: Request, kept: Kept | None) -> Sample:
+    return Sample(request=one, generated=generated(kept), text="", rollout_rank=0)
+
+
+def test_what_was_kept_is_in_the_checkpoint_and_tokens_without_it_are_generated_again(
+    tmp_path: Path,
+) -> None:
+    """A run of an older version, which truncated, did not write what it kept."""
+    kept = Kept.of([[4, 70_000], [5]])
+    every = [request(index, top_k=2) for index in range(6)]
+    plain = [request(index) for index in (6, 7)]
+
+    def finished(one: Request, kept: Kept | None) -> ScoredSample:
+        return ScoredSample(sample=sample(one, kept), outcome=Scored(reward=1.0))
+
+    def begun(one: Request, kept: Kept | None) -> Request:
+        return msgspec.structs.replace(one, partial=generated(kept))
+
+    written = Unfinished(
+        ledger=LedgerState(
+            running=[begun(every[0], kept), begun(every[1], None), begun(plain[0], None)],
+            finished=[finished(every[2], kept), finished(every[3], None), finished(plain[1], None)],
+        ),
+        data=b"{}",
+        waiting=InFlight(
+            partial=[begun(every[0], kept), begun(every[1], None)],
+            generated=[sample(every[4], kept), sample(every[5], None)],
+        ),
+    )
+    (tmp_path / "one").mkdir()
+    for name, content in written.files().items():
+        (tmp_path / "one" / name).write_bytes(content)
+    found = load_unfinished(tmp_path, LanguageProgress(checkpoint="one"))
+    running = {one.index: one.partial for one in found.ledger.running}
+    assert {index for index, partial in running.items() if partial is None} == {1, 3}
+    assert running.keys() == {0, 1, 3, 6}
+    assert running[0] is not None
+    assert running[0].kept is not None
+    assert [one.tolist() for one in running[0].kept.sets()] == [[4, 70_000], [5]]
+    assert running[0].kept.counts.dtype == np.uint8
+    assert running[0].kept.token_ids.dtype == np.uint32
+    assert [one.sample.request.index for one in found.ledger.finished] == [2, 7]
+    assert [one.partial is None for one in found.waiting.partial] == [False, True]
+    assert [one.request.index for one in found.waiting.generated] == [4]

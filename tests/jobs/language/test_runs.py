@@ -128,6 +128,25 @@ def test_log_probs_of_the_actor_and_of_the_reference_pass_through_inference(tiny
     assert float(tiny.iterations[1]["ref_kl"]) > 1e-6
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_what_was_kept_is_trained_on_at_every_version(tiny: Job, ahead: int) -> None:
+    """With two global batches the inference worker's log-probs, over what was kept, are needed."""
+    tiny.succeed(
+        *("--rollout.sampling.top_k", 12, "--rollout.sampling.top_p", 0.9),
+        *("--rollout.sampling.temperature", 0.8, "--cluster.inference_workers", 1 - ahead),
+        *("--training.max_staleness", ahead, "--actor.global_batches", 2),
+        *("--actor.loss.entropy_coefficient", 0.01, "--actor.optimizer.lr", 1e-2),
+        *("--data.verifier", LETTERS, "--evaluation.samples", 0, "--training.iterations", 3),
+    )
+    for row in tiny.iterations:
+        compared = float(row["engine_actor_tokens"])
+        if ahead == 0:  # of the first of two global batches
+            assert compared > 0.0
+            assert float(row["staleness_max"]) == 0.0
+        if compared:
+            assert float(row["engine_actor_difference"]) < 1e-5
+
+
 def test_every_column_of_the_metrics_is_explained(tiny: Job) -> None:
     tiny.succeed(
         *("--cluster.inference_workers", 1, "--actor.loss.kl_coefficient", 0.1),

@@ -57,6 +57,9 @@ def said(job: Job, *arguments: object) -> str:
         ("data.prompt_column", "question", "sums.jsonl:1: column 'question' is missing (columns"),
         ("data.max_prompt_tokens", "5", "24 prompts are longer than max_prompt_tokens = 5"),
         ("rollout.backend", "vlm", "rollout.backend"),
+        ("rollout.sampling.temperature", "0", "at temperature 0 the most likely token is taken"),
+        ("rollout.sampling.temperature", "0.001", "it must be a number from 0.01 on, or 0"),
+        ("rollout.sampling.temperature", "inf", "it must be a number from 0.01 on, or 0"),
         ("rollout.toy.context", "13", "24 prompts are longer than max_prompt_tokens = 5"),
         ("rollout.toy.context", "13", "a context of 13 tokens less max_tokens = 8 leaves 5"),
         ("rollout.toy.context", "8", "max_tokens is 8, but prompt and response have to fit the"),
@@ -255,3 +258,13 @@ def test_a_supervised_phase_of_a_checkpoint_is_refused_and_not_left_out_in_silen
 def test_a_checkpoint_and_a_config_together_are_refused(job: Job) -> None:
     job.file.write_text(job.file.read_text().replace("[model]", "[model]\npath = 'somewhere'"))
     assert "give either path (a Hugging Face folder) or config" in said(job)
+
+
+def test_a_mass_that_vllm_cannot_tell_of_is_refused_with_what_to_set(tiny: Job) -> None:
+    pytest.importorskip("vllm", exc_type=ImportError)
+    mass = ("--rollout.backend", "vllm", "--rollout.sampling.top_p", 0.9)
+    line = said(tiny, *mass)
+    assert "rollout.sampling.top_p: with top_p = 0.9 alone vLLM may keep any number" in line
+    assert "set top_k (at most 1024) as well" in line
+    line = said(tiny, *mass, "--rollout.sampling.top_k", 2000)
+    assert "rollout.sampling.top_k: vLLM tells which tokens it kept for at most 1024" in line

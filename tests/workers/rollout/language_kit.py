@@ -11,7 +11,12 @@ import numpy as np
 import rlinf_async as ra
 from rlinf_async.backends.toy.config import ToyEngineConfig
 from rlinf_async.backends.toy.engine import ToyEngine
-from rlinf_async.backends.toy.responses import response_length, response_tokens, text
+from rlinf_async.backends.toy.responses import (
+    kept_tokens,
+    response_length,
+    response_tokens,
+    text,
+)
 from rlinf_async.messages.language import Request, Sample, WeightsTaken
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.workers.rollout.language import (
@@ -59,6 +64,11 @@ def right(sample: Sample, config: ToyEngineConfig) -> None:
     assert sample.generated.version.min() >= asked.min_version
     assert sample.generated.finish in ("stop", "length")
     assert asked.partial is None
+    kept, whole = sample.generated.kept, kept_tokens(config, asked, expected)
+    assert (kept is None) == (whole is None) == (not asked.sampling.truncates)
+    if kept is not None and whole is not None:
+        np.testing.assert_array_equal(kept.counts, whole.counts)
+        np.testing.assert_array_equal(kept.token_ids, whole.token_ids)
 
 
 class Channels:

@@ -25,7 +25,7 @@ def test_interrupted_requests_go_on_elsewhere_after_the_tokens_they_have() -> No
             await channels.weights.sender.publish(update(0))
             with channels.requests.receiver, channels.samples.sender, channels.taken.sender:
                 first = channels.serve(rollout, [0])
-                await channels.ask(*(request(index) for index in range(6)))
+                await channels.ask(*(request(index, top_k=index) for index in range(6)))
                 await asyncio.sleep(5.5)
                 returned = await rollout[0].call(Rollout.interrupt)
                 assert returned == 4  # the other two wait in the channel
@@ -202,7 +202,7 @@ async def test_a_request_carries_its_partial_between_processes() -> None:
         await channels.weights.sender.publish(update(0))
         with channels.requests.receiver, channels.samples.sender, channels.taken.sender:
             first = channels.serve(rollout, [0])
-            await channels.ask(*(request(index, max_tokens=100) for index in range(6)))
+            await channels.ask(*(request(index, max_tokens=100, top_k=index) for index in range(6)))
             begun: list[Request] = []
             while len(begun) < 6:
                 under_way = await rollout[0].call(Rollout.partial_requests)

@@ -429,7 +429,8 @@ class LanguageRolloutWorker(Worker):
         name = f"request {request.name} (prompt {request.prompt.index})"
         engine = f"the engine {self._backend_name!r} of {self.name}"
         whose = f"{engine} under weights version {generated.version.max(initial=-1)}"
-        require_finite(generated.log_prob, generated.token_ids, whose, name)
+        hint = ": look at the learning rate and the gradient norm of the steps before"
+        require_finite(generated.log_prob, generated.token_ids, whose, name, if_nan=hint)
         if not (request.evaluation or generated.tells_of(request.sampling)):
             raise ModelOutputError(
                 f"{name}: {engine} does not tell which tokens top_k and top_p kept "

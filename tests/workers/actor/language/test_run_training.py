@@ -233,9 +233,28 @@ async def test_offloaded_between_iterations_it_trains_to_the_same_weights(loop_k
 
 
 @pytest.mark.parametrize("pipeline", [False, True])
+@pytest.mark.parametrize("field", ["log_prob", "prev_log_prob", "ref_log_prob"])
+async def test_a_log_prob_that_is_not_finite_is_named_where_its_sample_arrives(
+    pipeline: bool, field: str, loop_kind: str
+) -> None:
+    made = groups(0)
+    of = made[0].samples[0]
+    number = -math.inf if pipeline else math.nan
+    setattr(of, field, np.array([number, *of.log_prob[1:]], np.float32))
+    whose = {"log_prob": "the engine", "prev_log_prob": "the forward", "ref_log_prob": "the ref"}
+    with pytest.raises(ra.WorkerError, match="ModelOutputError") as raised:
+        await trained([made], pipeline=pipeline)
+    said = str(raised.value).partition("Traceback")[0]
+    token = f"sample {of.group}/{of.index}: the log-prob of token 0 (id {of.response_ids[0]})"
+    assert token in said
+    assert f"is {'-inf' if pipeline else 'nan'} by {whose[field]}" in said
+    assert "learning rate" not in said
+
+
+@pytest.mark.parametrize("pipeline", [False, True])
 async def test_a_loss_that_is_nan_ends_the_run_and_says_why(pipeline: bool, loop_kind: str) -> None:
     made = groups(0)
-    made[0].samples[0].log_prob[0] = math.nan
+    made[0].samples[0].advantage = np.full_like(made[0].samples[0].log_prob, math.nan)
     with pytest.raises(ra.WorkerError, match=r"TrainingDiverged.*the loss is nan"):
         await trained([made], pipeline=pipeline)
 
