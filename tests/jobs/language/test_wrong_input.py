@@ -59,7 +59,7 @@ def said(job: Job, *arguments: object) -> str:
         ("rollout.backend", "vlm", "rollout.backend"),
         ("rollout.sampling.temperature", "0", "at temperature 0 the most likely token is taken"),
         ("rollout.sampling.temperature", "0.001", "it must be a number from 0.01 on, or 0"),
-        ("rollout.sampling.temperature", "inf", "it must be a number from 0.01 on, or 0"),
+        ("rollout.sampling.temperature", "inf", "temperature is inf; it must be a finite number"),
         ("rollout.toy.context", "13", "24 prompts are longer than max_prompt_tokens = 5"),
         ("rollout.toy.context", "13", "a context of 13 tokens less max_tokens = 8 leaves 5"),
         ("rollout.toy.context", "8", "max_tokens is 8, but prompt and response have to fit the"),
