@@ -12,6 +12,9 @@ restored run gets the prompts that it would have got without the interruption.
 
 from __future__ import annotations
 
+import itertools
+import math
+import time
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Final
@@ -29,8 +32,11 @@ from rlinf_async.data.tasks import TaskRecords
 from rlinf_async.data.tokenizer import Tokenizer
 from rlinf_async.messages.language import Prompt
 
-CHECKED: Final = 50_000
-"""records that are checked when the data are opened; the others are checked when they are read"""
+BATCH: Final = 256
+"""records that are checked together when the data are opened"""
+TASK_SECONDS: Final = 10.0
+"""for which entries of tasks, which are made one by one, are checked; the others are checked when
+they occur"""
 
 _SHOWN: Final = 3
 """records that an error names"""
@@ -99,6 +105,8 @@ class Prompts(Iterator[Prompt]):
         self._renderer = Renderer(config, tokenizer)
         self._training, self._kept = self._split()
         self._verifiers: set[str] = set()
+        self._long: dict[int, int] = {}
+        """tokens of the prompts that are too long, of the records that were checked"""
         self.position = 0
         """index of the next prompt"""
         self.too_long = 0
@@ -124,6 +132,11 @@ class Prompts(Iterator[Prompt]):
     def __len__(self) -> int:
         """The number of records in an epoch, including those that are left out."""
         return len(self._training)
+
+    @property
+    def usable(self) -> int:
+        """The number of records in an epoch, at most, without those that are too long."""
+        return len(self) - int(np.isin(self._training, list(self._long)).sum())
 
     @property
     def verifiers(self) -> tuple[str, ...]:
@@ -246,32 +259,32 @@ class Prompts(Iterator[Prompt]):
 
     def _check(self) -> None:
         """Find what would stop the run hours later: missing columns, prompts that are too long."""
-        if self._records.made_on_demand:
-            self._verifiers.add(self._renderer.verifier({}, self.config.name))
-            return
-        limit = self.config.max_prompt_tokens
-        found: list[str] = []
-        count = 0
-        added = self._added_by_template()
-        for at in range(min(len(self._records), CHECKED)):
+        on_demand = self._records.made_on_demand
+        until = time.monotonic() + TASK_SECONDS if on_demand else math.inf
+        for start in range(0, len(self._records), BATCH):
+            if time.monotonic() > until:
+                break
+            self._check_batch(range(start, min(start + BATCH, len(self._records))))
+        if self._long and self.config.too_long == "error":
+            found = [
+                f"{self._records.where(at)} ({tokens} tokens)"
+                for at, tokens in itertools.islice(self._long.items(), _SHOWN)
+            ]
+            limit = self.config.max_prompt_tokens
+            raise PromptTooLong(_too_long(found, len(self._long), limit))
+
+    def _check_batch(self, batch: range) -> None:
+        texts = []
+        for at in batch:
             record, where = self._records[at], self._records.where(at)
             self._verifiers.add(self._renderer.verifier(record, where))
             self._renderer.reference(record, where)
-            if self._renderer.longest_possible(record, where) + added <= limit:
-                continue
-            tokens = len(self._renderer.prompt(record, at, where).token_ids)
-            if tokens > limit and self.config.too_long == "error":
-                count += 1
-                found += [f"{where} ({tokens} tokens)"] if count <= _SHOWN else []
-        if count:
-            raise PromptTooLong(_too_long(found, count, limit))
-
-    def _added_by_template(self) -> int:
-        """A bound of the bytes that the template adds: twice those of the first record, because a
-        prompt may have several messages."""
-        record = self._records[0]
-        text = self._renderer.prompt(record, 0, self._records.where(0)).text
-        return 2 * max(0, len(text.encode()) - self._renderer.longest_possible(record, "")) + 8
+            texts.append(self._renderer.text(record, where))
+        limit = self.config.max_prompt_tokens
+        for at, tokens in self._renderer.not_between(1, limit, texts):
+            if not tokens:
+                raise DataError(f"{self._records.where(batch[at])}: the prompt is empty")
+            self._long[batch[at]] = tokens
 
 
 def _too_long(places: list[str], count: int, limit: int) -> str:

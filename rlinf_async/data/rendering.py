@@ -10,11 +10,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-import msgspec
 import numpy as np
 
 from rlinf_async.data.config import DataConfig
@@ -26,6 +25,9 @@ from rlinf_async.data.values import as_text
 from rlinf_async.messages.language import Prompt
 
 Message = Mapping[str, Any]
+
+_AT_ENDS: Final = 16
+"""tokens that a tokenizer may add at both ends of a text"""
 
 
 class Renderer:
@@ -47,7 +49,7 @@ class Renderer:
         Raises:
             DataError: a column is missing or of the wrong kind, or the template refuses it.
         """
-        text = self._text(record, where)
+        text = self.text(record, where)
         ids = self._tokenizer(text, add_special_tokens=not self._config.chat, verbose=False)
         token_ids = np.asarray(ids["input_ids"], np.int32)
         if not len(token_ids):
@@ -77,17 +79,31 @@ class Renderer:
         except ValueError as error:
             raise DataError(f"{where}: column {self._reference!r}: {error}") from error
 
-    def longest_possible(self, record: Record, where: str) -> int:
-        """An upper bound of the tokens of the prompt: the bytes of its messages.
+    def not_between(self, least: int, most: int, texts: Sequence[str]) -> Iterator[tuple[int, int]]:
+        """Position and number of tokens of those texts that have fewer or more than this."""
+        # No tokenizer makes more tokens of ASCII than it has characters, but for a few at its ends.
+        unclear = [
+            at
+            for at, text in enumerate(texts)
+            if not text.strip() or not text.isascii() or len(text) + _AT_ENDS > most
+        ]
+        if not unclear:
+            return
+        ids = self._tokenizer(
+            [texts[at] for at in unclear],
+            add_special_tokens=not self._config.chat,
+            verbose=False,
+        )["input_ids"]
+        for at, one in zip(unclear, ids, strict=True):
+            if not least <= len(one) <= most:
+                yield at, len(one)
 
-        The caller adds what the chat template adds.
+    def text(self, record: Record, where: str) -> str:
+        """The text that the model reads.
+
+        Raises:
+            DataError: the column is missing or of the wrong kind, or the template refuses it.
         """
-        given = column(record, self._config.prompt_column, where)
-        if isinstance(given, str):
-            return len(given.encode())
-        return len(msgspec.json.encode(self._messages(given, where)))
-
-    def _text(self, record: Record, where: str) -> str:
         given = column(record, self._config.prompt_column, where)
         if not self._config.chat:
             if not isinstance(given, str):

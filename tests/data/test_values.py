@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import importlib
 import json
 from decimal import Decimal
 from pathlib import Path
@@ -87,7 +88,7 @@ def write(folder: Path, format: str, kind: str, value: Any) -> Path:
     table = arrow.table({"prompt": ["1", "2"], "answer": column})
     file = folder / f"a.{format}"
     if format == "parquet":
-        import pyarrow.parquet as parquet
+        parquet = importlib.import_module("pyarrow.parquet")
 
         parquet.write_table(table, file)
     else:

@@ -91,13 +91,22 @@ def test_a_learning_rate_that_breaks_the_model_ends_the_run_and_says_so(
     assert "never retrieved" not in caplog.text
 
 
-def test_data_that_end_too_early_end_the_run_instead_of_hanging(job: Job) -> None:
-    """With ``skip`` nobody can know before how many prompts there are."""
+def test_data_that_end_too_early_are_refused_though_prompts_are_skipped(job: Job) -> None:
     text = job.file.read_text()
     data = job.file.parent / "sums.jsonl"
-    data.write_text(data.read_text().replace("2+3=", "2+3+0000000000000000="))
+    data.write_text(data.read_text().replace("+3=", "+3+0000000000000000="))
     job.file.write_text(text.replace("[data]", '[data]\ntoo_long = "skip"\nmax_prompt_tokens = 8'))
-    ended = job.train("--data.epochs", 1, "--training.iterations", 5)
+    few = ("--data.epochs", 1, "--training.iterations", 5)
+    ended = job.command("check", job.file, *few)
+    assert ended.code == 2
+    assert "19 records x 1 epochs are 19 prompts, but 5 iterations of 4 need 20" in ended.err
+
+
+def test_data_that_end_too_early_end_the_run_instead_of_hanging(job: Job) -> None:
+    """A prompt that is like a held-out one is found when it comes."""
+    data = job.file.parent / "sums.jsonl"
+    data.write_text(data.read_text() * 2)
+    ended = job.train("--data.epochs", 1, "--training.iterations", 11)
     assert ended.code == 2, ended.err
     assert "the data ended after" in ended.err
     assert "Traceback" not in ended.err

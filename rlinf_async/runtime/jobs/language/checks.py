@@ -585,10 +585,10 @@ def _context(config: LanguageConfig, model: Path) -> int | None:
 
 def _check_count(config: LanguageConfig, prompts: Prompts) -> None:
     epochs, training = config.data.epochs, config.training
-    there, wanted = len(prompts) * epochs, training.iterations * training.prompts
+    there, wanted = prompts.usable * epochs, training.iterations * training.prompts
     if epochs and there < wanted:
         raise ConfigError(
-            f"{len(prompts)} records x {epochs} epochs are {there} prompts, but "
+            f"{prompts.usable} records x {epochs} epochs are {there} prompts, but "
             f"{training.iterations} iterations of {training.prompts} need {wanted}: set epochs to "
             "0 (on and on), or fewer iterations",
             path=("data", "epochs"),

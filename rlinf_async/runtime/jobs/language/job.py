@@ -93,7 +93,7 @@ class LanguageRL:
         """
         with tempfile.TemporaryDirectory(prefix="rlinf-async-check-") as folder:
             plan = self.plan(config, devices)
-            inputs = _inputs(placed(config, plan), Path(folder))
+            inputs = _inputs(_seeded(placed(config, plan)), Path(folder))
             device = plan.device("rollout", own_process=config.cluster.processes)
             check_engine(config, inputs.model, device)
 
