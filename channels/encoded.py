@@ -44,6 +44,10 @@ class Form(msgspec.Struct, array_like=True, frozen=True):
     """each item is preceded by the number of its member, which nothing else would tell"""
 
 
+class LookedAt(list[Any]):
+    """Buffers of arrays that are decoded in place: nobody keeps what is made of them."""
+
+
 EncodeList = Callable[[Iterable[Any], int, int], tuple[int, bytes] | None]
 """Several items as one MessagePack array: see `wire.items.codec.Encoder.encode_list`."""
 

@@ -54,17 +54,10 @@ def runtime_class(item_type: Any) -> type | tuple[type, ...]:
     raise TypeError(f"{item_type!r} is not a type that a channel can carry")
 
 
-def item_class(item_type: Any, *, check_all: bool = False) -> type | tuple[type, ...]:
-    """As `runtime_class`; an `Untyped` where parts of an item have no type, or where every item is
-    to be checked."""
+def item_class(item_type: Any) -> type | tuple[type, ...]:
+    """As `runtime_class`; an `Untyped` where parts of an item have no type."""
     classes, pack = runtime_class(item_type), packer(item_type)
-    if pack is None and check_all:
-        pack = _unchanged
     return classes if pack is None else Untyped.of(classes, pack)
-
-
-def _unchanged(item: Any) -> Any:
-    return item
 
 
 def members(item_type: Any) -> tuple[Any, ...]:
@@ -78,14 +71,13 @@ def type_name(item_type: Any) -> str:
     return item_type.__name__ if isinstance(item_type, type) else str(item_type)
 
 
-def check_item(item: Any, item_type: Any, item_class: type | tuple[type, ...], channel: str) -> Any:
+def check_item(
+    item: Any, item_type: Any, item_class: type | tuple[type, ...], channel: str
+) -> None:
     """Refuse an item that is not of the channel's type, or would not arrive as what it is.
 
     A message of a subclass would arrive as its base class, without the fields that it added; a
     message where its type says ``Any``, as a dict (see `untyped`).
-
-    Returns:
-        The item as it is encoded, with its untyped positions packed.
 
     Raises:
         WrongItemType: naming the channel and both types.
@@ -95,9 +87,8 @@ def check_item(item: Any, item_type: Any, item_class: type | tuple[type, ...], c
             f"channel {channel!r} carries {type_name(item_type)}, "
             f"not {type(item).__name__} (got {_short(item)})"
         )
-    packed = item
     if item_class.__class__ is Untyped:
-        packed = _pack_item(item, item_type, item_class, channel)
+        _pack_item(item, item_type, item_class, channel)
     base = _message_base(type(item), item_class)
     if base is not None:
         raise WrongItemType(
@@ -105,7 +96,6 @@ def check_item(item: Any, item_type: Any, item_class: type | tuple[type, ...], c
             f"arrive as {base.__name__}, without what it adds; let the channel carry "
             f"{type(item).__name__}, or a union of both"
         )
-    return packed
 
 
 def _takes_bool(item_class: type | tuple[type, ...]) -> bool:
@@ -151,6 +141,27 @@ def _fields(message: type) -> tuple[str, ...]:
     if dataclasses.is_dataclass(message):
         return tuple(field.name for field in dataclasses.fields(message))
     return ()
+
+
+def dtypes_of(expected: Any) -> tuple[type, ...]:
+    """The scalar types that ``NDArray[np.float32]`` (or of a union of them) allows."""
+    arguments = get_args(expected)
+    if len(arguments) != 2 or not get_args(arguments[1]):
+        return ()
+    scalar = get_args(arguments[1])[0]
+    parts = get_args(scalar) or (scalar,)
+    return tuple(part for part in parts if isinstance(part, type) and _concrete(part))
+
+
+def _concrete(scalar: type) -> bool:
+    # An abstract type, as in NDArray[np.floating], stands for many. Arrays with fields are np.void,
+    # of which np.record is only another way to look at them.
+    return not scalar.__subclasses__() or scalar.__name__ == "void"
+
+
+def is_message(kind: type) -> bool:
+    """Whether instances of a class are made of fields."""
+    return bool(_fields(kind))
 
 
 def parts_of(value: object) -> list[tuple[str, object]]:

@@ -69,10 +69,10 @@ class Latest(Generic[T]):
         self._check()
         if self._closed:
             raise ChannelClosed(f"channel {self.name!r} was closed: nothing can be published")
-        if not (self.decode and isinstance(value, Encoded)):
+        arrived = self.decode is not None and isinstance(value, Encoded)
+        if not (arrived or self._round_trip.fits(value)):
             check_item(value, self.item_type, self._class, self.name)
-            if self._round_trip is not None:
-                self._round_trip.check(value)
+            self._round_trip.check(value)
         self.superseded += not self._seen
         self._value, self._seen = value, False
         self.version += 1

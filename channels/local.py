@@ -270,9 +270,21 @@ class LocalSender(_LocalEnd, Sender[T_contra]):
         channel = self._queue
         if channel.sequence & CHECKPOINT == CHECKPOINT:
             await self._checkpoint()
-        if item.__class__ is not channel.item_class:
+        if not channel.fits(item):
             channel.check_item(item)
         queue = self._unkeyed if key is None else channel.of_key(key)
+        entries, getters = queue.entries, queue.getters.order
+        if (
+            weight == 1
+            and channel.accepts
+            and channel.max_weight is None
+            and len(entries) + queue.reserved < channel.capacity
+            and not (queue.putters or getters)
+        ):  # as `KeyQueue.put`, of which this is most of the time, without a call
+            channel.sequence = sequence = channel.sequence + 1
+            entries.append(Entry(item, weight, sequence))
+            queue.weight += weight
+            return
         wait = queue.put(item, weight, self._number, LocalPut)
         if wait is None:
             return
@@ -331,9 +343,24 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
         if channel.gets & CHECKPOINT == CHECKPOINT:
             await self._checkpoint()
         queue = self._unkeyed if key is None else channel.known(key)
-        if queue is not None and not channel.direct and (entry := queue.take()) is not None:
-            item = entry.item
-            return item if channel.decode is None else self._decoded(entry)
+        if queue is not None and not channel.direct:
+            entry: Entry | None
+            if (
+                queue.entries
+                and key is None
+                and channel.failure is None
+                and not (
+                    queue.putters or queue.getters.order or queue.prefetching or queue.room_wanted
+                )
+            ):  # as `KeyQueue.take`, of which this is most of the time, without a call
+                entry = queue.entries.popleft()
+                queue.weight -= entry.weight
+                channel.gets += 1
+            else:
+                entry = queue.take()
+            if entry is not None:
+                item = entry.item
+                return item if channel.decode is None else self._decoded(entry)
         [item] = await self._batch(1, 1, key)
         return item
 

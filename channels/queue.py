@@ -84,11 +84,10 @@ class Queue(ChannelState):
 
     def _touched(self, ends: Iterable[int]) -> list[KeyQueue]:
         """The queues, of those in use, that these ends have waited in; and that without a key."""
-        found = {queue: None for end in ends for queue in self.touched.get(end, ())}
-        return [
-            self.unkeyed,
-            *(one for one in found if one.key is not None and self.keys.get(one.key) is one),
-        ]
+        found: dict[KeyQueue, None] = {}
+        for end in ends:
+            found |= dict.fromkeys(self.touched.get(end, ()))
+        return [self.unkeyed, *(one for one in found if self.known(one.key) is one)]
 
     # ---- ends
 

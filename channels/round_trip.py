@@ -1,9 +1,13 @@
-"""Whether an item would arrive in another process as what it is.
+"""Whether a value would arrive in another process as what it is: the one rule for everything that
+is put or published, given to a call, or returned by one, the same wherever it goes.
 
-Inside one process an item is handed over by reference, and nothing looks into its fields: a Struct
-with a wrong value there passes, and would fail between two processes, at the receiver. With
-``RLINF_ASYNC_CHECK_ITEMS=1`` in the environment every item that is put or published is encoded and
-decoded on the spot, and refused if its receiver could not read it, or would read something else.
+A value may be sent if what arrives is equal to it and of the same classes, all through: as its type
+says, and where that says nothing, as `untyped` says. Inside one process a value is handed over by
+reference and nothing would change it; it is held to the same rule, so that what runs there runs
+between processes and hosts too.
+
+Most values are plain, and exactly as their type says: `quick_check` sees that in a moment. Any
+other is encoded and decoded on the spot (its large arrays are not copied), and compared.
 
 What docs/channels.md says of items stays allowed: an int where a float is due, a numpy scalar that
 arrives as a number, a parameter or a memory map that arrives as a plain tensor or array.
@@ -11,56 +15,89 @@ arrives as a number, a parameter or a memory map that arrives as a plain tensor 
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 
-from rlinf_async.channels.encoded import Form
+from rlinf_async.channels.encoded import Encoded, Form, LookedAt
 from rlinf_async.channels.errors import MalformedFrame, WrongItemType
 from rlinf_async.channels.itemtypes import parts_of, type_name
-
-VARIABLE: Final = "RLINF_ASYNC_CHECK_ITEMS"
+from rlinf_async.channels.quick_check import Fits, quick_check
+from rlinf_async.channels.untyped import packed, packer
 
 
 class RoundTrip:
-    """Checks the items of one channel. See `round_trip_check`."""
+    """Checks the values of one type.
 
-    def __init__(self, item_type: Any, channel: str, form: Form | None) -> None:
-        from rlinf_async.channels.wire.items.item_codec import ItemCodec  # its package imports this
+    Args:
+        what: begins each error: what is wrong if a value is refused.
+        encode: the value as it travels; raises `WrongItemType`.
+        decode: the value again; raises `MalformedFrame`.
+    """
 
-        self._codec = ItemCodec(item_type, form)
-        self._carries = f"channel {channel!r} carries {type_name(item_type)}"
+    def __init__(
+        self,
+        value_type: Any,
+        what: str,
+        encode: Callable[[Any], Encoded],
+        decode: Callable[[Encoded], Any],
+    ) -> None:
+        self.fits: Fits = quick_check(value_type)
+        """true for most values that `check` lets pass"""
+        self._what = what
+        self._encode = encode
+        self._decode = decode
 
-    def check(self, item: object) -> None:
-        """Refuse an item that would not arrive as what it is.
+    def check(self, value: object) -> None:
+        """Refuse a value that would not arrive as what it is.
 
         Raises:
-            WrongItemType: naming the channel, its type, the place in the item, and what is there.
+            WrongItemType: naming what it is for, the place in the value, and what is there.
         """
-        name = type(item).__name__
+        if self.fits(value):
+            return
+        name = type(value).__name__
         try:
-            arrived = self._codec.decode(self._codec.encode(item))
+            encoded = self._encode(value)
+            arrived = self._decode(Encoded(encoded.data, LookedAt(encoded.buffers)))
         except WrongItemType as error:
-            raise WrongItemType(f"{self._carries}: {error}") from error
+            raise WrongItemType(f"{self._what}: {error}") from error
         except MalformedFrame as error:
             why = _explain(error.__cause__, name) or f"{name}: {error}"
-            raise WrongItemType(f"{self._carries}: {why}") from error
-        change = _change(item, arrived, name)
+            raise WrongItemType(f"{self._what}: {why}") from error
+        change = _change(value, arrived, name)
         if change:
-            raise WrongItemType(f"{self._carries}: {change}")
+            raise WrongItemType(f"{self._what}: {change}")
 
 
-def round_trip_check(item_type: Any, channel: str, form: Form | None = None) -> RoundTrip | None:
-    """The check of this channel's items; None where it is not turned on.
+def round_trip_check(item_type: Any, channel: str, form: Form | None = None) -> RoundTrip:
+    """The check of a channel's items.
 
     Raises:
         TypeError: items of this type cannot travel.
     """
-    if os.environ.get(VARIABLE, "0") in ("", "0"):
-        return None
-    return RoundTrip(item_type, channel, form)
+    from rlinf_async.channels.wire.items.item_codec import ItemCodec  # its package imports this
+
+    codec = ItemCodec(item_type, form)
+    what = f"channel {channel!r} carries {type_name(item_type)}"
+    return RoundTrip(item_type, what, codec.encode, codec.decode)
+
+
+def value_check(value_type: Any, what: str) -> RoundTrip:
+    """The check of an argument or a result.
+
+    Raises:
+        TypeError: values of this type cannot travel.
+    """
+    from rlinf_async.channels.wire.items.codec import Decoder, Encoder  # its package imports this
+
+    encoder, decoder, pack = Encoder(), Decoder(value_type), packer(value_type)
+
+    def encode(value: Any) -> Encoded:
+        return encoder.encode(value if pack is None else packed(value, pack))
+
+    return RoundTrip(value_type, what, encode, decoder.decode)
 
 
 def _explain(error: BaseException | None, name: str) -> str:
@@ -93,11 +130,14 @@ def _change(sent: object, arrived: object, path: str) -> str:
     return ""
 
 
-def _stands_for(sent: object, arrived: object) -> bool:
+def _stands_for(sent: Any, arrived: object) -> bool:
     """Whether a value may arrive as one of another class."""
-    if isinstance(arrived, float):
-        return type(sent) is int or _is_of("numpy", sent)
-    return _is_of("numpy", sent) or _is_of("torch", sent)
+    if isinstance(arrived, float) and type(sent) is int:
+        return True
+    if _is_of("numpy", sent):
+        plain = isinstance(arrived, bool | int | float | str | bytes)
+        return _is_of("numpy", arrived) or (plain and sent.dtype.kind in "biufSU")
+    return _is_of("torch", sent) and _is_of("torch", arrived)
 
 
 def _is_of(library: str, value: object) -> bool:

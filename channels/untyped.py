@@ -29,6 +29,8 @@ from typing import Any, Final, Self, Union, get_args, get_origin
 import msgspec
 from msgspec import inspect as types
 
+from rlinf_async.channels.errors import WrongItemType
+
 Walk = Callable[[Any], Any]
 """The value as it is encoded: itself, unless something in it had to be packed."""
 
@@ -89,6 +91,22 @@ def packer(item_type: Any) -> Walk | None:
         return _cached(item_type)
     except TypeError:  # it cannot be hashed
         return _packer(item_type)
+
+
+def packed(value: Any, pack: Callable[[Any], Any]) -> Any:
+    """The value with its untyped positions packed.
+
+    Raises:
+        WrongItemType: naming the place in it.
+    """
+    try:
+        return pack(value)
+    except Refused as refused:
+        raise WrongItemType(f"{type(value).__name__}{refused}") from None
+    except RecursionError:
+        raise WrongItemType(
+            f"{type(value).__name__} is nested too deeply to travel, or contains itself"
+        ) from None
 
 
 @lru_cache(maxsize=1024)
@@ -376,6 +394,10 @@ def _as_what(value: Any) -> str:
         return "a str: send the text, or let the channel's type name it there"
     if isinstance(value, bytearray | memoryview):
         return "bytes: send bytes of it"
+    if isinstance(value, msgspec.Raw):
+        return "what is in it: send that, decoded"
+    if type(value).__name__ in ("datetime64", "timedelta64"):
+        return "a str or a number: send an array of it, or its item()"
     for base in _BASES:
         if isinstance(value, base):
             return f"a {'list' if base is tuple else base.__name__}: send {base.__name__} of it"

@@ -28,6 +28,7 @@ from rlinf_async.workers.base import Worker, make
 from rlinf_async.workers.collective import leave
 from rlinf_async.workers.context import OpenSpan, WorkerContext, WorkerInfo
 from rlinf_async.workers.errors import WorkerError, is_secondary
+from rlinf_async.workers.methods import Method, method_of
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +113,7 @@ class WorkerHost:
         self._make = (cls, args, kwargs)
         self._worker: Worker | None = None
         self._labels: dict[str, str] = {}
+        self._methods: dict[str, Method] = {}
         self.calls: dict[asyncio.Task[None], Invocation] = {}
 
     async def start(self) -> None:
@@ -194,6 +196,7 @@ class WorkerHost:
             invocation.task.cancel()
         try:
             value = await getattr(self._worker, invocation.method)(**invocation.arguments)
+            self._method(invocation.method).check_result(value)
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is None or task.cancelling():
@@ -207,6 +210,14 @@ class WorkerHost:
                 raise
         else:
             self._returned(invocation, value)
+
+    def _method(self, name: str) -> Method:
+        found = self._methods.get(name)
+        if found is None:
+            assert self._worker is not None
+            cls = type(self._worker)
+            found = self._methods[name] = method_of(cls, getattr(cls, name))
+        return found
 
     def _returned(self, invocation: Invocation, value: Any) -> None:
         task = invocation.task

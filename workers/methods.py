@@ -13,7 +13,10 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from rlinf_async.channels import LatestReceiver, LatestSender, Receiver, Sender
 from rlinf_async.channels.ends import End
-from rlinf_async.channels.itemtypes import members, runtime_class, type_name
+from rlinf_async.channels.errors import WrongItemType
+from rlinf_async.channels.itemtypes import is_message, members, runtime_class, type_name
+from rlinf_async.channels.quick_check import quick_check
+from rlinf_async.channels.round_trip import value_check
 from rlinf_async.channels.untyped import decodes_alike
 from rlinf_async.workers.base import Worker
 from rlinf_async.workers.errors import BuildError
@@ -45,8 +48,15 @@ class Method:
 
         plain = all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
         self._by_place = tuple(self.types) if plain else ()
-        self._fitting: dict[str, set[type]] = {name: set() for name in self.types}
-        """by parameter: classes whose instances need no further check"""
+        for what, kind in [*self.types.items(), ("what it returns", self.returns)]:
+            try:
+                value_check(kind, what)
+            except TypeError as error:
+                raise BuildError(
+                    f"{self.label} cannot be called from outside: {what}: {error}"
+                ) from error
+        self._fits = {name: quick_check(kind) for name, kind in self.types.items()}
+        self._returned_fits = quick_check(self.returns)
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
         """The checked arguments by name, and whether channel ends are among them.
@@ -60,9 +70,21 @@ class Method:
             arguments = self._bound(args, kwargs)
         has_ends = False
         for name, value in arguments.items():
-            if type(value) not in self._fitting[name]:
+            if not self._fits[name](value):
                 has_ends |= self._check(name, value)
         return arguments, has_ends
+
+    def check_result(self, value: Any) -> None:
+        """Refuse a result that would not arrive as what it is.
+
+        Raises:
+            WrongItemType: naming the method, the place in the result, and what is there.
+        """
+        if not self._returned_fits(value):
+            problem = argument_mismatch(self.returns, value)
+            if problem:
+                raise WrongItemType(f"{self.label} returned a wrong result: it {problem}")
+            value_check(self.returns, f"{self.label} returns {describe(self.returns)}").check(value)
 
     def _bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         try:
@@ -75,10 +97,14 @@ class Method:
         problem = mismatch(self.types[name], value)
         if problem:
             raise BuildError(f"{self.label}: parameter {name!r} {problem}")
-        has_ends = holds_ends(value)
-        if not has_ends and type(value) not in CONTAINERS:
-            self._fitting[name].add(type(value))
-        return has_ends
+        if holds_ends(value):
+            return True
+        what = f"{self.label}: parameter {name!r} wants {describe(self.types[name])}"
+        try:
+            value_check(self.types[name], what).check(value)
+        except WrongItemType as error:
+            raise BuildError(str(error)) from error
+        return False
 
 
 def _own_name(cls: type[Worker], function: Callable[..., Any]) -> str:
@@ -216,9 +242,13 @@ def is_subtype(narrow: Any, wide: Any) -> bool:
 
 
 def _fits(narrow: Any, wide: Any) -> bool:
+    """Whether what is put as one type is the same as the other: a message would arrive as one of
+    another class."""
     if narrow == wide:
         return True
-    return isinstance(narrow, type) and isinstance(wide, type) and issubclass(narrow, wide)
+    if not (isinstance(narrow, type) and isinstance(wide, type) and issubclass(narrow, wide)):
+        return False
+    return not is_message(narrow) and narrow is not bool
 
 
 def _is_untyped(item_type: Any) -> bool:

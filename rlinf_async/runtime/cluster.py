@@ -285,16 +285,16 @@ class Cluster:
         """A new channel. See `Channel` for the arguments.
 
         Raises:
-            BuildError: the name is taken.
+            BuildError: the name is taken, or the type cannot cross to workers.
         """
-        made: Channel[T] = Channel(
+        made: Channel[T] = self._channels.make(
+            Channel,
             item_type,
             name=name,
             capacity=capacity,
             max_weight=max_weight,
             max_deliveries=max_deliveries,
         )
-        self._channels.publish(made)
         return made
 
     async def channel_at(
@@ -348,10 +348,9 @@ class Cluster:
         """A new `Latest`: a channel that holds only the newest value.
 
         Raises:
-            BuildError: the name is taken.
+            BuildError: the name is taken, or the type cannot cross to workers.
         """
-        made: Latest[T] = Latest(item_type, name=name)
-        self._channels.publish(made)
+        made: Latest[T] = self._channels.make(Latest, item_type, name=name)
         return made
 
     # ---- what can be seen of it

@@ -15,6 +15,7 @@ from rlinf_async.runtime.homes import HomedChannel
 from rlinf_async.workers.errors import BuildError
 
 T = TypeVar("T")
+C = TypeVar("C", Channel[Any], Latest[Any])
 
 
 class ClusterChannels:
@@ -35,18 +36,20 @@ class ClusterChannels:
         if name in self.here or name in self.homed:
             raise BuildError(f"there is a channel {name!r} already: give each its own name")
 
-    def publish(self, made: Channel[Any] | Latest[Any]) -> None:
-        """Add one whose queue lives here.
+    def make(self, kind: type[C], item_type: Any, *, name: str, **options: Any) -> C:
+        """Make and add a `Channel` or `Latest` whose queue lives here.
 
         Raises:
             BuildError: its name is taken, or its type cannot cross to workers.
         """
-        self.check_name(made.name)
+        self.check_name(name)
         try:
+            made = kind(item_type, name=name, **options)
             self._backend.publish(made)
         except TypeError as error:
-            raise _cannot_cross(made.name, error) from error
-        self.here[made.name] = made
+            raise _cannot_cross(name, error) from error
+        self.here[name] = made
+        return made
 
     async def make_at(
         self, home: str, item_type: type[T] | UnionType, *, name: str, **options: Any
@@ -59,8 +62,7 @@ class ClusterChannels:
         """
         maker = await self._backend.home(home)
         if maker is None:  # all are in one process
-            here: Channel[T] = Channel(item_type, name=name, **options)
-            self.publish(here)
+            here: Channel[T] = self.make(Channel, item_type, name=name, **options)
             made = HomedChannel[T](here, home)
         else:
             try:

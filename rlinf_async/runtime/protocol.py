@@ -25,6 +25,7 @@ from typing import Any, Final
 import msgspec
 
 from rlinf_async.channels import MalformedFrame
+from rlinf_async.channels.untyped import packed, packer
 from rlinf_async.channels.wire import (
     ChannelServer,
     Decoder,
@@ -83,22 +84,13 @@ class ArgumentsCodec:
         self._names = names
         types: Any = tuple[tuple(method.types[name] for name in names)]  # type: ignore[misc]
         self._encoder = Encoder(self._lend)
+        self._packs = [packer(method.types[name]) for name in names]
         self._server: ChannelServer | None = None
         self._lent: list[int] = []
         self._homed: list[EndRef] = []
         self._ends: DecodeEnd = _refuse
-        try:
-            self._decoder = Decoder(types, lambda ref, item_type: self._ends(ref, item_type))
-        except TypeError as error:
-            raise BuildError(
-                f"{method.label} cannot be called in another process: {error}"
-            ) from error
-        try:
-            self._result = Decoder(method.returns)
-        except TypeError as error:
-            raise BuildError(
-                f"{method.label} cannot be called in another process: what it returns: {error}"
-            ) from error
+        self._decoder = Decoder(types, lambda ref, item_type: self._ends(ref, item_type))
+        self._result = Decoder(method.returns)
 
     def encode(self, arguments: dict[str, Any], server: ChannelServer) -> Encoded:
         """Encode the arguments. Channel ends among them are lent: see `take_lent`, also where this
@@ -106,7 +98,12 @@ class ArgumentsCodec:
         self._server = server
         self._homed.clear()  # of one that failed
         try:
-            return self._encoder.encode(tuple(arguments.values()))
+            return self._encoder.encode(
+                tuple(
+                    value if pack is None else packed(value, pack)
+                    for pack, value in zip(self._packs, arguments.values(), strict=True)
+                )
+            )
         except TypeError as error:
             raise BuildError(f"an argument of {self.method.label}: {error}") from error
         finally:
@@ -174,11 +171,7 @@ _spans = Decoder(list[Span])
 
 
 def arguments_codec(method: Method, names: tuple[str, ...]) -> ArgumentsCodec:
-    """The codec of a method; made once for each thread.
-
-    Raises:
-        BuildError: an annotation names a type that cannot cross to another process.
-    """
+    """The codec of a method; made once for each thread."""
     codecs = _per_thread.arguments
     found = codecs.get((method, names))
     if found is None:
@@ -192,8 +185,9 @@ def encode_result(method: Method, value: Any) -> Encoded:
     Raises:
         TypeError: it cannot cross to another process.
     """
+    pack = packer(method.returns)
     try:
-        return _per_thread.encode_result(value)
+        return _per_thread.encode_result(value if pack is None else packed(value, pack))
     except TypeError as error:
         raise TypeError(f"what {method.label} returned cannot travel: {error}") from error
 

@@ -1,4 +1,4 @@
-"""Fixtures for tests of workers and channels on real event loops; items are checked at every put.
+"""Fixtures for tests of workers and channels on real event loops.
 
 Enable them with ``pytest_plugins = ["rlinf_async.testing.pytest_plugin"]`` in your conftest.
 """
@@ -13,7 +13,6 @@ from typing import Any, Protocol, TypeVar
 
 import pytest
 
-from rlinf_async.channels.round_trip import VARIABLE as CHECK_ITEMS
 from rlinf_async.testing.blocking import forbid_blocking
 from rlinf_async.testing.explore import SEED_VARIABLE, run_on
 
@@ -27,11 +26,6 @@ class RunOnLoop(Protocol):
     def __call__(self, main: Coroutine[Any, Any, T]) -> T:
         """Run ``main``; raises its error, `LoopBlocked` or `Unhandled`."""
         ...
-
-
-def pytest_configure() -> None:
-    """Check every item that is put, unless the environment says otherwise: see docs/channels.md."""
-    os.environ.setdefault(CHECK_ITEMS, "1")
 
 
 def pytest_report_header() -> str | None:

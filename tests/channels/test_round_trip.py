@@ -1,5 +1,4 @@
-"""The check that RLINF_ASYNC_CHECK_ITEMS turns on: an item that would change on its way is refused
-by put, wherever the channel lives."""
+"""An item that would change on its way is refused by put, wherever the channel lives."""
 
 from __future__ import annotations
 
@@ -16,8 +15,6 @@ import torch
 from numpy.typing import NDArray
 
 from rlinf_async.channels import Channel, Latest, WrongItemType
-from rlinf_async.channels.round_trip import VARIABLE
-from rlinf_async.testing.pytest_plugin import pytest_configure
 from tests.channels.transport import Transport
 
 
@@ -92,11 +89,6 @@ ACCEPTED: list[Holder] = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "1")
-
-
 @pytest.mark.parametrize(("item", "why"), REFUSED, ids=lambda value: "")
 async def test_an_item_that_would_change_on_its_way_is_refused_by_put(
     transport: Transport, item: Holder, why: str
@@ -139,26 +131,6 @@ async def test_an_item_is_handed_over_as_it_is_and_not_as_it_was_decoded() -> No
     assert channel.receiver.get_nowait() is item
 
 
-@pytest.mark.parametrize("value", ["", "0"])
-async def test_without_the_switch_nothing_is_looked_through(
-    monkeypatch: pytest.MonkeyPatch, value: str
-) -> None:
-    monkeypatch.setenv(VARIABLE, value)
-    channel = Channel(Number, name="numbers")
-    assert channel.queue.item_class is Number
-    await channel.sender.put(Number("seven"))  # type: ignore[arg-type]
-    assert channel.statistics().depth == 1
-
-
 def test_a_type_that_cannot_travel_is_refused_where_the_channel_is_made() -> None:
     with pytest.raises(TypeError, match="cannot travel between processes"):
         Channel(list[Number | Noted], name="untagged")
-
-
-def test_the_pytest_plugin_turns_the_check_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE)
-    pytest_configure()
-    assert Channel(Number, name="numbers").queue.round_trip is not None
-    monkeypatch.setenv(VARIABLE, "0")
-    pytest_configure()
-    assert Channel(Number, name="numbers").queue.round_trip is None

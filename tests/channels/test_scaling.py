@@ -21,7 +21,7 @@ SMALL: Final = 300
 GROWTH: Final = 2.6
 """How much more twice as many may cost: twice, and a logarithm. A scan costs four times."""
 
-FEW: Final = 60
+FEW: Final = 80
 """Lines for each: something that begins late may grow faster up to here."""
 
 Scenario = Callable[[int, Callable[[], None]], Awaitable[None]]

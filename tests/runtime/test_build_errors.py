@@ -374,7 +374,7 @@ async def test_names_are_taken_once() -> None:
 async def test_what_cannot_travel_is_named_before_it_is_sent() -> None:
     async with ra.Cluster.process() as cluster:
         odd = (await cluster.launch(Odd))[0]
-        with pytest.raises(ra.BuildError, match=r"Odd\.lock cannot be called in another process"):
+        with pytest.raises(ra.BuildError, match=r"Odd\.lock cannot be called from outside: lock"):
             await odd.call(Odd.lock, threading.Lock())
         with pytest.raises(ra.BuildError, match=r"Odd\.gives_lock cannot be .* what it returns"):
             await odd.call(Odd.gives_lock)

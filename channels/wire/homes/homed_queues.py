@@ -169,7 +169,8 @@ def _declare(queue: Queue, item_type: Any) -> None:
         codec = ItemCodec(item_type, queue.form)
         queue.item_type = item_type
         queue.round_trip = round_trip_check(item_type, queue.name, queue.form)
-        queue.item_class = item_class(item_type, check_all=queue.round_trip is not None)
+        queue.fits = queue.round_trip.fits
+        queue.item_class = item_class(item_type)
         queue.encode, queue.decode = codec.encode, codec.decode
         queue.encode_list = codec.encode_list
     elif queue.item_type != item_type:

@@ -26,10 +26,10 @@ from typing import Any, Final, get_args, get_origin
 
 import msgspec
 
-from rlinf_async.channels.encoded import Encoded
+from rlinf_async.channels.encoded import Encoded, LookedAt
 from rlinf_async.channels.ends import LatestReceiver, LatestSender, Receiver, Sender
 from rlinf_async.channels.errors import MalformedFrame, WrongItemType, fit, text_of
-from rlinf_async.channels.itemtypes import parts_of, type_name
+from rlinf_async.channels.itemtypes import dtypes_of, parts_of, type_name
 from rlinf_async.channels.untyped import UNPACKED, Packed
 from rlinf_async.channels.wire.frames.framing import MAX_BUFFERS
 from rlinf_async.channels.wire.frames.reserved import is_reserved
@@ -251,7 +251,12 @@ class Decoder:
         if not 0 <= where < len(self._buffers):
             raise ValueError(f"buffer {where} of {len(self._buffers)}")
         buffer = self._buffers[where]
-        own = isinstance(buffer, bytearray) or is_reserved(buffer) or is_private(buffer)
+        own = (
+            isinstance(buffer, bytearray)
+            or is_reserved(buffer)
+            or is_private(buffer)
+            or isinstance(self._buffers, LookedAt)
+        )
         return buffer if own else bytearray(buffer)
 
     def _check(self, expected: Any, value: Any) -> Any:
@@ -262,7 +267,7 @@ class Decoder:
         kind = get_origin(expected) or expected
         if isinstance(kind, type) and not isinstance(value, kind):
             raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}")
-        allowed = _dtypes(expected)
+        allowed = dtypes_of(expected)
         if allowed and value.dtype.type not in allowed:
             names = " or ".join(sorted(dtype.__name__ for dtype in allowed))
             raise TypeError(f"expected an array of {names}, got {value.dtype}")
@@ -323,22 +328,6 @@ def split(sizes: Sequence[tuple[int, int]], body: Encoded | None) -> list[Encode
 
 def _as_any(value: object) -> Any:
     return value
-
-
-def _dtypes(expected: Any) -> tuple[type, ...]:
-    """The scalar types that ``NDArray[np.float32]`` (or of a union of them) allows."""
-    arguments = get_args(expected)
-    if len(arguments) != 2 or not get_args(arguments[1]):
-        return ()
-    scalar = get_args(arguments[1])[0]
-    parts = get_args(scalar) or (scalar,)
-    return tuple(part for part in parts if isinstance(part, type) and _concrete(part))
-
-
-def _concrete(scalar: type) -> bool:
-    # An abstract type, as in NDArray[np.floating], stands for many. Arrays with fields are np.void,
-    # of which np.record is only another way to look at them.
-    return not scalar.__subclasses__() or scalar.__name__ == "void"
 
 
 def _explain_type(item_type: Any, error: TypeError) -> str:

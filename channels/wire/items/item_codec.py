@@ -23,7 +23,7 @@ from typing import Any, Final, get_args, get_origin
 from rlinf_async.channels.encoded import Encoded, EncodeList, Form
 from rlinf_async.channels.errors import MalformedFrame, WrongItemType
 from rlinf_async.channels.itemtypes import members, runtime_class, type_name
-from rlinf_async.channels.untyped import Refused, packer
+from rlinf_async.channels.untyped import Refused, packed, packer
 from rlinf_async.channels.wire.items.codec import Decoder, Encoder
 
 DecodeList = Callable[[bytes], list[Any]]
@@ -48,8 +48,6 @@ class ItemCodec:
         self._pack = packer(item_type)
         self.encode: Callable[[Any], Encoded] = self._encoder.encode
         """the item as it travels; raises `WrongItemType`"""
-        self.encode_packed = self.encode
-        """as `encode`, where its untyped positions are packed already, and it is not numbered"""
         self.encode_list: EncodeList | None = self._encoder.encode_list
         """as `Encoder.encode_list`; None where items are numbered, which is one by one"""
         self.decode_list: DecodeList | None = None
@@ -81,10 +79,7 @@ class ItemCodec:
 
     def _encode_packed(self, item: Any) -> Encoded:
         assert self._pack is not None
-        try:
-            return self._encoder.encode(self._pack(item))
-        except Refused as refused:
-            raise WrongItemType(f"{type(item).__name__}{refused}") from None
+        return self._encoder.encode(packed(item, self._pack))
 
     def _encode_packed_list(
         self, items: Iterable[Any], most: int, each: int

@@ -36,13 +36,10 @@ class Wire:
         self.item_type = item_type
         self.item_class = item_class(item_type)
         self._round_trip = round_trip_check(item_type, ref.channel, ref.form)
-        if self._round_trip is not None:
-            self.item_class = item_class(item_type, check_all=True)
         codec = ItemCodec(item_type, ref.form)
         self.decode, self.decode_list = codec.decode, codec.decode_list
-        # Of a union that is numbered, the codec must see what class an item has.
-        self._packs = not ref.form.numbered
-        self._encode = codec.encode_packed if self._packs else codec.encode
+        self._encode = codec.encode
+        self._fits = self._round_trip.fits
 
     def close_later(self, end: int) -> None:
         """Close an end that was dropped, in whichever thread that was noticed."""
@@ -65,12 +62,9 @@ class Wire:
         Raises:
             WrongItemType: it is not of the channel's type, or a part of it cannot travel.
         """
-        if item.__class__ is not self.item_class:
-            packed = check_item(item, self.item_type, self.item_class, self.channel_name)
-            if self._round_trip is not None:
-                self._round_trip.check(item)
-            if self._packs:
-                item = packed
+        if not self._fits(item):
+            check_item(item, self.item_type, self.item_class, self.channel_name)
+            self._round_trip.check(item)
         try:
             return self._encode(item)
         except WrongItemType as error:
@@ -91,8 +85,7 @@ class Wire:
         """An item is not of the channel's type."""
         return MalformedFrame(
             f"channel {self.channel_name!r} of {self.connection.peer}: {error}; whoever puts it "
-            "must declare the same type for this channel, and put values of that type "
-            "(RLINF_ASYNC_CHECK_ITEMS=1 refuses others where they are put)"
+            "must declare the same type for this channel"
         )
 
     def elsewhere(self, what: str, instead: str) -> ChannelError:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import ssl
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self, Unpack
 
-from rlinf_async.channels.errors import ConnectionLost, HandshakeFailed, WireError
+from rlinf_async.channels.errors import ConnectionLost, WireError
 from rlinf_async.channels.wire.session.address import (
     Address,
     UnixAddress,
@@ -31,6 +30,7 @@ from rlinf_async.channels.wire.session.connection import Closed, Connection
 from rlinf_async.channels.wire.session.dialing import Dialer
 from rlinf_async.channels.wire.session.endpoint_options import EndpointOptions, Timeouts
 from rlinf_async.channels.wire.session.pending_handshakes import PendingHandshakes
+from rlinf_async.channels.wire.session.rejections import Rejections
 from rlinf_async.channels.wire.session.socket_link import Link
 from rlinf_async.channels.wire.session.tls import server_context
 from rlinf_async.channels.wire.session.tls_accept import TlsAccept
@@ -38,7 +38,6 @@ from rlinf_async.channels.wire.session.tls_accept import TlsAccept
 NUMBER_BYTES: Final = len(NEW)
 CLOSED: Final = "the server was closed"
 
-log = logging.getLogger(__name__)
 Opened = Callable[[Connection], None]
 Rejected = Callable[[WireError], None]
 
@@ -89,6 +88,7 @@ class Server:
         self._by_number: dict[bytes, Connection] = {}
         self._by_attempt: dict[bytes, Connection] = {}
         self._pending = PendingHandshakes()
+        self._rejections = Rejections()
         self._side = side
         self._on_connect = on_connect
         self._on_disconnect = on_disconnect
@@ -152,6 +152,7 @@ class Server:
             link.refuse(CLOSED)
         await asyncio.gather(*(connection.wait_closed() for connection in every))
         await asyncio.gather(*(link.ended for link in unauthenticated))
+        self._rejections.count()
 
     async def __aenter__(self) -> Self:
         return self
@@ -238,8 +239,7 @@ class Server:
             connection.close(CLOSED)
 
     def _reject(self, error: WireError) -> None:
-        level = logging.WARNING if isinstance(error, HandshakeFailed) else logging.INFO
-        log.log(level, "a connection to %s was not made: %s", self.address, error)
+        self._rejections.add(self.address, error)
         if self._on_reject is not None:
             self._on_reject(error)
 
@@ -270,7 +270,8 @@ async def serve(
             peers then have to write too.
         on_connect: called with each connection once it has proved the secret.
         on_disconnect: called with it, and the reason, when it is closed or lost.
-        on_reject: called when a peer could not prove it (always logged).
+        on_reject: called whenever a peer could not prove it. (`Rejections` logs the first few of
+            a minute, and the number of the others.)
         times: see `Timeouts`.
 
     Raises:

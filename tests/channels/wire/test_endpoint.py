@@ -7,6 +7,7 @@ import gc
 import logging
 import socket
 import stat
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -28,6 +29,7 @@ from rlinf_async.channels.wire.session.auth import Handshake, Terms
 from rlinf_async.channels.wire.session.dialing import Dialer
 from rlinf_async.channels.wire.session.endpoint_options import EndpointOptions
 from rlinf_async.channels.wire.session.pending_handshakes import origin_of
+from rlinf_async.channels.wire.session.rejections import LINES
 from rlinf_async.channels.wire.session.socket_link import Link
 from rlinf_async.testing import wait_all_blocked
 from tests.channels.wire.harness import SECRET, until, wired
@@ -534,3 +536,24 @@ async def test_unauthenticated_sockets_of_one_network_are_counted_together(
             return peer if name == "peername" else default
 
     assert origin_of(Transport()) == origin
+
+
+async def test_those_who_do_not_know_the_secret_cannot_fill_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rejected: list[Exception] = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "owner.sock"
+        async with await serve(
+            path, SECRET, router=Router(), name="owner", on_reject=rejected.append
+        ) as server:
+            for _ in range(LINES + 20):
+                with pytest.raises(HandshakeFailed):
+                    await connect(path, b"x" * 32, name="stranger", router=Router())
+            await until(lambda: len(rejected) == LINES + 20)
+            with pytest.raises(HandshakeFailed):  # the log is not what they are told
+                await connect(path, b"x" * 32, name="stranger", router=Router())
+            assert server.connections == set()
+    lines = [one.getMessage() for one in caplog.records if "not made" in one.getMessage()]
+    assert len(lines) == LINES + 1
+    assert lines[-1].startswith("21 more connections to ")

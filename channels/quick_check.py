@@ -1,0 +1,211 @@
+"""A quick look whether a value is certainly one that a channel, a call or a result may carry.
+
+Made once for each type, as a function of its own: whatever is exactly as the type says, plain all
+through, passes it. What does not pass is not refused by that: `round_trip` looks at it closely.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import sys
+from array import array
+from collections.abc import Callable
+from types import NoneType, UnionType
+from typing import Any, Final, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from rlinf_async.channels.itemtypes import dtypes_of
+
+Fits = Callable[[Any], bool]
+
+_LEAST: Final = -(2**63)
+_BEYOND: Final = 2**64
+"""The whole numbers that MessagePack has: from the one to before the other."""
+MAX_DEPTH: Final = 40
+"""What is nested deeper where the type says nothing is looked at closely."""
+
+
+def quick_check(item_type: Any) -> Fits:
+    """True for a value that certainly arrives as what it is."""
+    maker = _Maker()
+    if isinstance(item_type, type) and _is_message(item_type):
+        return maker.of_message(item_type, ())
+    made: Fits = maker.function(f"return {maker.said_of(item_type, 'x', ())}")
+    return made
+
+
+class _Maker:
+    """Writes the functions, each for one type; ``x`` is the value that is looked at."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, Any] = {
+            "int_list": _int_list,
+            "only": _only,
+            "text": _text,
+            "plain": _plain,
+            "array_fits": _array_fits,
+            "tensor_fits": _tensor_fits,
+        }
+
+    def function(self, body: str) -> Any:
+        """A function of ``x``."""
+        exec(f"def made(x):\n    {body}\n", self._names)
+        return self._names.pop("made")
+
+    def named(self, what: object) -> str:
+        """A name by which what is written refers to this."""
+        name = f"n{len(self._names)}"
+        self._names[name] = what
+        return name
+
+    def said_of(self, kind: Any, x: str, inside: tuple[type, ...]) -> str:
+        """An expression that is true where the value called ``x`` certainly fits."""
+        origin, args = get_origin(kind), get_args(kind)
+        if kind is Any or kind is object:
+            return f"plain({x})"
+        if kind is None or kind is NoneType:
+            return f"{x} is None"
+        if kind is int:
+            return f"({x}.__class__ is int and {_LEAST} <= {x} < {_BEYOND})"
+        if kind is float:
+            return f"({x}.__class__ is float or {self.said_of(int, x, inside)})"
+        if kind is str:
+            return f"({x}.__class__ is str and ({x}.isascii() or text({x})))"
+        if kind is bool or kind is bytes or _is_enum(kind):
+            return f"{x}.__class__ is {self.named(kind)}"
+        if origin in (Union, UnionType):
+            return f"({' or '.join(self.said_of(one, x, inside) for one in args)})"
+        if kind in (list, dict):
+            return f"({x}.__class__ is {kind.__name__} and plain({x}))"
+        if origin in (list, tuple, dict):
+            return self._said_of_parts(origin, args, x, inside)
+        if (origin or kind) is _class_in("numpy", "ndarray"):
+            return f"array_fits({x}, {self.named(dtypes_of(kind))})"
+        if kind is _class_in("torch", "Tensor"):
+            return f"tensor_fits({x})"
+        if isinstance(kind, type) and kind not in inside and _is_message(kind):
+            return f"{self.named(self.of_message(kind, inside))}({x})"
+        return "False"
+
+    def _said_of_parts(
+        self, origin: type, args: tuple[Any, ...], x: str, inside: tuple[type, ...]
+    ) -> str:
+        is_one = f"{x}.__class__ is {origin.__name__}"
+        part = f"p{len(inside)}_{len(self._names)}"
+        if origin is dict:
+            key, value = (
+                self.said_of(kind, f"{part}{name}", inside)
+                for kind, name in zip(args, "kv", strict=True)
+            )
+            return f"({is_one} and all([{key} and {value} for {part}k, {part}v in {x}.items()]))"
+        if origin is tuple and args[-1:] != (...,):
+            parts = [self.said_of(one, f"{x}[{at}]", inside) for at, one in enumerate(args)]
+            return " and ".join([f"({is_one}", f"len({x}) == {len(args)}", *parts]) + ")"
+        if args[0] is int:
+            return f"({is_one} and int_list({x}))"
+        if args[0] in (float, bool, bytes):
+            return f"({is_one} and only({self.named({args[0]})}, {x}))"
+        return f"({is_one} and all([{self.said_of(args[0], part, inside)} for {part} in {x}]))"
+
+    def of_message(self, cls: type, inside: tuple[type, ...]) -> Fits:
+        maker = _Maker()
+        said = [f"x.__class__ is {maker.named(cls)}"]
+        for name, kind in get_type_hints(cls, include_extras=True).items():
+            if name in _field_names(cls):
+                of_field = maker.said_of(kind, "v", (*inside, cls))
+                said.append(of_field.replace("v", f"(v := x.{name})", 1))
+        made: Fits = maker.function(
+            f"try: return {' and '.join(said)}\n    except AttributeError: return False"
+        )
+        return made
+
+
+def _is_enum(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, enum.Enum)
+
+
+def _class_in(library: str, name: str) -> Any:
+    """A class of a library that is loaded; no type is equal to what stands for one that is not."""
+    return getattr(sys.modules.get(library), name, library)
+
+
+def _field_names(cls: type) -> tuple[str, ...]:
+    if issubclass(cls, msgspec.Struct):
+        return cls.__struct_fields__
+    message: Any = cls
+    return tuple(field.name for field in dataclasses.fields(message) if field.init)
+
+
+def _is_message(cls: type) -> bool:
+    """Whether a class has fields, and nothing else happens when one is made of them."""
+    if hasattr(cls, "__post_init__"):
+        return False
+    if issubclass(cls, msgspec.Struct):
+        return True
+    return dataclasses.is_dataclass(cls) and all(field.init for field in dataclasses.fields(cls))
+
+
+# ---- called by what was written
+
+
+def _int_list(values: Any) -> bool:
+    if not _only({int}, values):
+        return False
+    try:
+        array("q", values)
+    except OverflowError:
+        return False
+    return True
+
+
+def _only(classes: set[type], values: Any) -> bool:
+    return classes.issuperset(map(type, values))
+
+
+def _text(value: str) -> bool:
+    if value.isascii():
+        return True
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return True
+
+
+def _plain(value: Any, depth: int = 0) -> bool:
+    kind = value.__class__
+    if kind is float or kind is bool or kind is bytes or value is None:
+        return True
+    if kind is int:
+        return bool(_LEAST <= value < _BEYOND)
+    if kind is str:
+        return _text(value)
+    if depth > MAX_DEPTH:
+        return False
+    if kind is list or kind is tuple or kind is set or kind is frozenset:
+        return all(_plain(one, depth + 1) for one in value)
+    if kind is dict:
+        return _only({str, int}, value) and all(
+            _plain(key) and _plain(one, depth + 1) for key, one in value.items()
+        )
+    return _array_fits(value, ()) or _tensor_fits(value)
+
+
+def _array_fits(value: Any, dtypes: tuple[type, ...]) -> bool:
+    """Whether this is an array of numbers, of one of these dtypes if there are any."""
+    if value.__class__ is not _class_in("numpy", "ndarray") or value.dtype.kind not in "biuf":
+        return False
+    return not dtypes or value.dtype.type in dtypes
+
+
+def _tensor_fits(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return (
+        torch is not None
+        and value.__class__ is torch.Tensor
+        and value.layout is torch.strided
+        and value.device.type in ("cpu", "cuda")
+        and not value.is_quantized
+    )
