@@ -36,8 +36,8 @@ _NAMES: Final = ("", "make", "reset", "step", "step", "recv", "recv", "send", "r
 _OF_STEPS: Final = frozenset({STEP, STEP_AND_RESET, RECV, RECV_AND_RESET, SEND, RENDER})
 _OF_RESETS: Final = frozenset({RESET, STEP_AND_RESET, RECV_AND_RESET, CLOSE})
 
-_HEADER: Final = struct.Struct("<qd")
-"""number of calls; seconds that were waited for the one that did not return"""
+_HEADER: Final = struct.Struct("<qdq")
+"""number of places; seconds that were waited for the call that did not return; process"""
 _REASON: Final = slice(_HEADER.size, 4096)
 _CALL: Final = struct.Struct("<B7xqdQqq")
 """which; number of this call; limit in seconds; seed; steps of its life; steps of its episode"""
@@ -45,7 +45,7 @@ _FIRST: Final = 4096
 _SIZE: Final = 256
 """bytes of a call's note; its label follows the numbers"""
 MOST: Final = 1 << 16
-"""calls that a file has room for; it is sparse"""
+"""places that a file has; it is sparse"""
 _SEED: Final = (1 << 64) - 1
 NO_LENGTH: Final = -1
 """of a simulator, whose environments are at different steps of their episodes"""
@@ -163,10 +163,12 @@ class ForeignCalls:
 
     Args:
         file: a descriptor, open for reading and writing. It may be closed afterwards.
+        most: places that it has.
     """
 
-    def __init__(self, file: int) -> None:
-        size = _FIRST + MOST * _SIZE
+    def __init__(self, file: int, most: int = MOST) -> None:
+        self._most = most
+        size = _FIRST + most * _SIZE
         if os.fstat(file).st_size < size:
             os.ftruncate(file, size)
         self._map = mmap.mmap(file, size)
@@ -175,19 +177,25 @@ class ForeignCalls:
     def add(self, label: str, limits: Limits) -> Call:
         """A place for the calls of one environment, or of one simulator."""
         with self._lock:
-            count, waited = _HEADER.unpack_from(self._map)
-            if count == MOST:
+            count, waited, _ = _HEADER.unpack_from(self._map)
+            if count == self._most:
                 return NOT_NOTED
             at = _FIRST + count * _SIZE
             room = _SIZE - _CALL.size
             name = label.encode()[:room]
             self._map[at + _CALL.size : at + _SIZE] = name.ljust(room, b"\0")
-            _HEADER.pack_into(self._map, 0, count + 1, waited)
+            _HEADER.pack_into(self._map, 0, count + 1, waited, os.getpid())
         return _Noted(self._map, at, limits)
+
+    @property
+    def process(self) -> int:
+        """Whose calls these are; 0 before there is any."""
+        pid: int = _HEADER.unpack_from(self._map)[2]
+        return pid
 
     def under_way(self) -> Iterator[UnderWay]:
         """The calls that have not returned."""
-        count, _ = _HEADER.unpack_from(self._map)
+        count, *_ = _HEADER.unpack_from(self._map)
         for place in range(count):
             at = _FIRST + place * _SIZE
             if not self._map[at]:
@@ -202,12 +210,12 @@ class ForeignCalls:
         """Note why the process is killed."""
         room = _REASON.stop - _REASON.start
         self._map[_REASON] = reason.encode()[:room].ljust(room, b"\0")
-        count, _ = _HEADER.unpack_from(self._map)
-        _HEADER.pack_into(self._map, 0, count, waited)
+        count, _, process = _HEADER.unpack_from(self._map)
+        _HEADER.pack_into(self._map, 0, count, waited, process)
 
     def last_words(self) -> LastWords:
         """What the process was in when it ended."""
-        _, waited = _HEADER.unpack_from(self._map)
+        _, waited, _ = _HEADER.unpack_from(self._map)
         reason = self._map[_REASON].rstrip(b"\0").decode(errors="replace")
         return LastWords(reason, waited, tuple(one.where for one in self.under_way()))
 
@@ -228,9 +236,8 @@ class Watch:
     """
 
     def __init__(self) -> None:
-        self._watched: list[tuple[ForeignCalls, Callable[[UnderWay], None]]] = []
+        self._watched: dict[ForeignCalls, Callable[[UnderWay], None]] = {}
         self._every = 1.0
-        self._ends = threading.Event()
         self._thread: threading.Thread | None = None
 
     def add(self, calls: ForeignCalls, limits: Limits, on_hang: Callable[[UnderWay], None]) -> None:
@@ -238,28 +245,29 @@ class Watch:
 
         ``on_hang`` is called in the thread, once for each call.
         """
-        self._watched.append((calls, on_hang))
+        self._watched[calls] = on_hang
         found = [limit / LOOKS for limit in limits if limit]
         self._every = min([self._every, *found])
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():  # as in a process that was forked
             self._thread = threading.Thread(target=self._run, name="foreign calls", daemon=True)
             self._thread.start()
 
-    def stop(self) -> None:
-        """Watch no longer."""
-        self._ends.set()
+    def remove(self, calls: ForeignCalls) -> None:
+        """Watch these no longer."""
+        self._watched.pop(calls, None)
 
     def _run(self) -> None:
-        seen: dict[tuple[int, int], tuple[int, float]] = {}
+        seen: dict[tuple[ForeignCalls, int], tuple[int, float]] = {}
         clock, before = 0.0, time.monotonic()
-        while not self._ends.wait(self._every):
+        while True:
+            time.sleep(self._every)
             now = time.monotonic()
             clock += min(now - before, 2 * self._every)
             before = now
-            present: dict[tuple[int, int], tuple[int, float]] = {}
-            for file, (calls, on_hang) in enumerate(self._watched):
+            present: dict[tuple[ForeignCalls, int], tuple[int, float]] = {}
+            for calls, on_hang in tuple(self._watched.items()):
                 for call in calls.under_way():
-                    key = file, call.place
+                    key = calls, call.place
                     number, since = seen.get(key, (0, 0.0))
                     if number != call.number:
                         since = clock
@@ -273,7 +281,9 @@ class Watch:
 # ---- of this process
 
 _calls: ForeignCalls | None = None
-_watch: Watch | None = None
+_watched_here = True
+watch: Final = Watch()
+"""of this process"""
 
 
 def note_in(path: Path | None) -> None:
@@ -281,6 +291,12 @@ def note_in(path: Path | None) -> None:
     with None, where nobody else reads them."""
     global _open
     _open = partial(_file, path)
+
+
+def note_in_descriptor(descriptor: int) -> None:
+    """Note the calls of this process in a file that another one watches. It has one place."""
+    global _calls, _watched_here
+    _calls, _watched_here = ForeignCalls(descriptor, 1), False
 
 
 _open: Callable[[], int] | None = None
@@ -310,13 +326,11 @@ def place_for(label: str, limits: Limits) -> Call:
 
     A call that takes longer than its limit ends this process, see `end_this_process`.
     """
-    global _watch
     calls = of_this_process()
     if calls is None:
         return NOT_NOTED
-    if _watch is None and any(limits):
-        _watch = Watch()
-        _watch.add(calls, limits, lambda call: end_this_process(call.reason, call.limit))
+    if _watched_here and any(limits):
+        watch.add(calls, limits, lambda call: end_this_process(call.reason, call.limit))
     return calls.add(label, limits)
 
 

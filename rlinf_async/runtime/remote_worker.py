@@ -228,7 +228,7 @@ class RemoteWorker:
         if self.connection is None:
             how = f"{how}, before it could connect{ended.hint}"
         message = last.reason or f"{reason or f'the process ended by itself: {how}'}{last.during}"
-        kind = WorkerDied if reason is None else WorkerUnresponsive
+        kind = WorkerUnresponsive if waited else WorkerDied
         failure = Failure(
             worker=self.name,
             host=self.process.host,

@@ -13,12 +13,15 @@ A socket for each environment: what it shows comes when it is ready, whatever th
 from __future__ import annotations
 
 import contextlib
+import os
 import selectors
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -27,6 +30,8 @@ import numpy as np
 from rlinf_async.config import ConfigError
 from rlinf_async.messages.embodied import Choice, Ints
 from rlinf_async.messages.spaces import ObservationSpec
+from rlinf_async.rewards.ended import how_it_ended
+from rlinf_async.workers import foreign_calls
 from rlinf_async.workers.env.async_stage import Ready
 from rlinf_async.workers.env.config import EnvConfig
 from rlinf_async.workers.env.errors import EnvError, EnvFailed
@@ -42,6 +47,7 @@ from rlinf_async.workers.env.pool_messages import (
     ToEnv,
     frame,
 )
+from rlinf_async.workers.foreign_calls import ForeignCalls, UnderWay
 
 MODULE: Final = "rlinf_async.workers.env.pool_process"
 LIMIT: Final = 10.0
@@ -58,6 +64,8 @@ class PoolStart(msgspec.Struct, frozen=True, kw_only=True):
     """file descriptors, one for each environment"""
     control: int
     """file descriptor for `Ended`; it ends with the worker"""
+    calls: list[int]
+    """file descriptors, where each notes its calls: see `foreign_calls`"""
     main: dict[str, Any]
     """how to import the worker's main module, which may register environments"""
 
@@ -69,7 +77,7 @@ class Pool:
         """Make the environments, all at the same time.
 
         Raises:
-            EnvFailed: one cannot be made, though one could in this process.
+            EnvFailed: one cannot be made, though one could in this process; see `_died`.
             ConfigError: the configuration has values that do not travel to another process.
         """
         _check_plain(config)
@@ -79,6 +87,11 @@ class Pool:
         pairs = [socket.socketpair() for _ in labels]
         self._sockets = [ours for ours, _ in pairs]
         self._control, control = socket.socketpair()
+        files = [tempfile.TemporaryFile() for _ in labels]  # noqa: SIM115
+        self._calls = [ForeignCalls(one.fileno(), 1) for one in files]
+        if any(config.limits):
+            for calls in self._calls:
+                foreign_calls.watch.add(calls, config.limits, partial(_end, calls))
         self._selector = selectors.DefaultSelector()
         for env, ours in enumerate(self._sockets):
             self._selector.register(ours, selectors.EVENT_READ, env)
@@ -89,17 +102,17 @@ class Pool:
                 labels=list(labels),
                 sockets=theirs,
                 control=control.fileno(),
+                calls=[one.fileno() for one in files],
                 main=_main_module(),
             )
             self._process = subprocess.Popen(
                 [sys.executable, "-m", MODULE, msgspec.json.encode(start).decode()],
                 stdin=subprocess.DEVNULL,
-                pass_fds=(*theirs, control.fileno()),
+                pass_fds=(*theirs, control.fileno(), *start.calls),
             )
         finally:
-            for _, one in pairs:
+            for one in (*(theirs for _, theirs in pairs), control, *files):
                 one.close()
-            control.close()
         try:
             self._wait_until_made()
         except BaseException:
@@ -133,6 +146,8 @@ class Pool:
 
         One in the middle of a step is given some seconds, and is then killed.
         """
+        for calls in self._calls:
+            foreign_calls.watch.remove(calls)
         self._selector.close()
         for one in (*self._sockets, self._control):
             one.close()  # they end with it
@@ -197,11 +212,15 @@ class Pool:
         return bytes(parts)
 
     def _died(self, env: int) -> EnvFailed:
-        status = self._status(env)
-        how = ""
-        if status is not None:
-            how = f" by {signal.Signals(-status).name}" if status < 0 else f" with code {status}"
-        return EnvFailed(f"env {self._labels[env]}: its process has ended{how}, in its pool")
+        """The end of an env process, which is that of its worker, too: that is started again as
+        after its own. Where a worker has no process of its own, it is an error."""
+        last, status = self._calls[env].last_words(), self._status(env)
+        how = "" if status is None else f": {how_it_ended(status)}"
+        where = last.where[0] if last.where else f"env {self._labels[env]}"
+        said = last.reason or f"{where}, its process has ended{how}"
+        if foreign_calls.of_this_process() is not None:
+            foreign_calls.end_this_process(f"{said}, in its pool", last.waited)
+        return EnvFailed(f"{said}, in its pool")
 
     def _status(self, env: int) -> int | None:
         """How an env process has ended, as the pool process says within some seconds."""
@@ -213,6 +232,13 @@ class Pool:
                 if ended.env == env:
                     return ended.status
         return None
+
+
+def _end(calls: ForeignCalls, call: UnderWay) -> None:
+    """End the process that hangs in this call; on its way it prints where it is."""
+    calls.killed(call.reason, call.limit)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(calls.process, signal.SIGABRT)
 
 
 def _main_module() -> dict[str, Any]:

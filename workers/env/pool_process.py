@@ -8,6 +8,7 @@ in the middle of a step then is killed some seconds later.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing.spawn
 import os
 import select
@@ -23,6 +24,7 @@ import numpy as np
 
 from rlinf_async.config import UsageError
 from rlinf_async.parent import signal_at_end_of_parent
+from rlinf_async.workers import foreign_calls
 from rlinf_async.workers.env.actions import ActionReader
 from rlinf_async.workers.env.config import EnvConfig
 from rlinf_async.workers.env.errors import EnvError
@@ -102,6 +104,8 @@ def _run_env(start: PoolStart, env: int, owner: int) -> None:
     signal_at_end_of_parent(signal.SIGKILL)
     if os.getppid() != owner:  # it ended before this was set
         os._exit(0)
+    faulthandler.enable()
+    foreign_calls.note_in_descriptor(start.calls[env])
     os.close(start.control)
     for descriptor in start.sockets[env + 1 :]:
         os.close(descriptor)
@@ -128,14 +132,16 @@ class EnvProcess:
 
     def serve(self, config: EnvConfig, label: str) -> None:
         """Make the environment, and answer every message."""
+        call = foreign_calls.place_for(f"env {label}", config.limits)
         try:
-            env = make_env(config)
+            with foreign_calls.making(call):
+                env = make_env(config)
             writer = ObservationWriter(env.observation_space, config.name)
             self._actions = ActionReader(env.action_space, config.name, config.actions)
         except (EnvError, UsageError) as error:
             self._say(Broken(str(error)))
             return
-        self._slot = Slot(env, writer.write, label=label, seed=0)
+        self._slot = Slot(env, writer.write, label=label, seed=0, call=call)
         self._rows = writer.spec.empty(1)
         self._say(Made())
         while (asked := self._next()) is not None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.jobs.embodied.kit import Job
 
-MAKE = "tests.jobs.embodied.failing:Failing"
+MAKE = "tests.workers.env.failing:Failing"
 PROCESS = ("--cluster.backend", "process", "--cluster.rollout_workers", "auto")
 CALLED = "Failing"
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+from gymnasium.vector import AutoresetMode
 
 EPISODE = 8
 PLACES = ("make", "reset", "step", "close")
@@ -29,7 +30,7 @@ def fail(fault: str) -> None:
         case "crashes":
             ctypes.string_at(0)
         case "prints":
-            for number in range(100_000):
+            for number in range(10_000):
                 print("noise", number)
         case "leaves":
             sys.exit(3)
@@ -99,3 +100,55 @@ class Failing(gymnasium.Env[Any, Any]):
 
     def close(self) -> None:
         self._called("close")
+
+
+class FailingMany(gymnasium.vector.VectorEnv[Any, Any, Any]):
+    """Many of these in one call."""
+
+    def __init__(self, num_envs: int, **kwargs: Any) -> None:
+        self.num_envs = num_envs
+        self.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
+        self.one = Failing(**kwargs)
+        self.single_observation_space = self.one.observation_space
+        self.single_action_space = self.one.action_space
+
+    def reset(self, **options: Any) -> Any:
+        shown, _ = self.one.reset(seed=options.get("seed"))
+        return np.stack([shown] * self.num_envs), {}
+
+    def step(self, actions: Any) -> Any:
+        shown, *_ = self.one.step(0)
+        nothing = np.zeros(self.num_envs)
+        return np.stack([shown] * self.num_envs), nothing, nothing > 0, nothing > 0, {}
+
+    def close(self, **options: Any) -> None:
+        self.one.close()
+
+
+class FailingInTurn:
+    """Gives all that are ready, by EnvPool's asynchronous interface; steps in ``recv``."""
+
+    def __init__(self, num_envs: int, seed: int, **kwargs: Any) -> None:
+        self.many = FailingMany(num_envs, **kwargs)
+        self.num_envs, self.metadata = num_envs, self.many.metadata
+        self.single_observation_space = self.many.single_observation_space
+        self.single_action_space = self.many.single_action_space
+        self.fresh = True
+
+    def async_reset(self) -> None:
+        self.fresh = True
+
+    def send(self, actions: Any, env_id: Any) -> None:
+        self.fresh = False
+
+    def recv(self) -> Any:
+        nothing = np.zeros(self.num_envs)
+        if self.fresh:
+            shown, _ = self.many.reset()
+            stepped: Any = (shown, nothing, nothing > 0, nothing > 0, {})
+        else:
+            stepped = self.many.step(None)
+        return *stepped[:4], {"env_id": np.arange(self.num_envs)}
+
+    def close(self) -> None:
+        self.many.close()
