@@ -8,15 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlinf_async.backends.language import EngineDied, PromptTooLong
+from rlinf_async.backends.language import EngineDied, MicroBatch, PromptTooLong
 from rlinf_async.backends.registry import UnknownBackend, load_generation_engine
-from rlinf_async.backends.toy.config import ToyEngineConfig
+from rlinf_async.backends.toy.config import ToyEngineConfig, ToyTrainerConfig
 from rlinf_async.backends.toy.engine import ToyEngine
 from rlinf_async.backends.toy.responses import response_length
-from rlinf_async.messages.language import Generated
+from rlinf_async.backends.toy.trainer import ToyTrainer
+from rlinf_async.messages.language import Generated, Sample
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.testing import explore, run
+from rlinf_async.workers.inference.answers import with_log_probs
+from tests.backends.distributions import RULES, asked, check_kept, sample_of, trained_on
 from tests.backends.engine_protocol import refuses_older_weights
+from tests.backends.models import VOCABULARY
 from tests.backends.requests import request
 
 
@@ -186,3 +190,22 @@ def test_a_cost_model_that_makes_no_sense_is_refused() -> None:
         ToyEngineConfig(slots=0)
     with pytest.raises(ValueError, match="tail is nan"):
         ToyEngineConfig(tail=float("nan"))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_toy_trainer_trains_what_the_toy_engine_sampled(rule: str) -> None:
+    async def body() -> list[Sample]:
+        engine = await loaded(vocabulary=VOCABULARY)
+        return [sample_of(one, await engine.generate(one)) for one in asked(rule)]
+
+    samples = run(body())
+    trainer = ToyTrainer(ToyTrainerConfig(seconds_per_token=0.0, seconds_per_step=0.0), 1, 0)
+    answered = with_log_probs(trainer, samples, reference=True)
+    for one in answered:
+        check_kept(rule, one.generated)
+        assert one.prev_log_prob is not None
+        assert one.prev_log_prob.tolist() == one.generated.log_prob.tolist()
+    batch = trained_on(answered, 1.0)
+    found = trainer.training_step([MicroBatch(batch, True)])
+    assert found["engine_actor_difference"] == 0.0
+    assert found["engine_actor_tokens"] == sum(len(one.response_ids) for one in batch)

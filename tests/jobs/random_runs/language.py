@@ -183,3 +183,6 @@ def _around(random: Random, drawn: Settings) -> None:
         drawn["rollout.serving.max_concurrent"] = random.choice([1, 3])
     if random.random() < 0.2:
         drawn["rollout.sampling.temperature"] = 0.7
+    if random.random() < 0.2:
+        drawn["rollout.sampling.top_k"] = random.choice([1, 5])
+        drawn["rollout.sampling.top_p"] = random.choice([1.0, 0.8])

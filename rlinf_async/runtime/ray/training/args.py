@@ -147,6 +147,11 @@ class TrainArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """largest of these weights"""
     rollout_temperature: float = 1.0
     """by which the logits were divided when the samples were drawn"""
+    rollout_top_p: float = 1.0
+    """probability mass that the samples were drawn from; below 1 they bring ``rollout_kept``"""
+    rollout_top_k: int = -1
+    """number of most likely tokens that the samples were drawn from; above 0 they bring
+    ``rollout_kept``"""
     max_staleness: int | None = None
     """versions that a token's weights may be behind those that are trained; None: any"""
 
@@ -195,7 +200,7 @@ class TrainArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             number = getattr(self, name)
             if number is not None and number < 1:
                 raise ValueError(f"{name} is {number}; it must be at least 1, or left out")
-        for name in ("rollout_temperature", "lr", "tis_clip"):
+        for name in ("rollout_temperature", "rollout_top_p", "lr", "tis_clip"):
             if not getattr(self, name) > 0.0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
         if self.use_tis and self.use_rollout_logprobs:
@@ -274,6 +279,11 @@ class TrainArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if self.num_steps_per_rollout is not None:
             return self.num_steps_per_rollout
         return self.rollout_samples // (self.global_batch_size or self.rollout_samples)
+
+    @property
+    def truncates(self) -> bool:
+        """Whether samples were drawn from a part of the vocabulary."""
+        return self.rollout_top_p < 1.0 or self.rollout_top_k > 0
 
     @property
     def needs_reference(self) -> bool:

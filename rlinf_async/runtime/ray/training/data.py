@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rlinf_async.messages.language import SampleGroup, TrainingSample
+from rlinf_async.messages.language import Kept, SampleGroup, TrainingSample
 from rlinf_async.runtime.ray.library import of_ray
 from rlinf_async.runtime.ray.training.args import TrainArgs
 
@@ -29,6 +29,7 @@ SINGULAR = {
     "rewards": "reward",
     "loss_masks": "loss_mask",
     "rollout_log_probs": "rollout_log_probs",
+    "rollout_kept": "rollout_kept",
     "log_probs": "log_probs",
     "ref_log_probs": "ref_log_probs",
     "values": "values",
@@ -59,6 +60,9 @@ class RolloutData(msgspec.Struct, frozen=True, kw_only=True):
     """``[R]``: 1 for tokens in the loss; all where left out"""
     rollout_log_probs: Sequence[Any] | None = None
     """``[R]``: of the engine; computed by the actor where left out"""
+    rollout_kept: Sequence[Any] | None = None
+    """``[R]`` lists of token ids: what each token was drawn from, with ``rollout_top_p`` or
+    ``rollout_top_k``; an empty one is the whole vocabulary"""
     log_probs: Sequence[Any] | None = None
     """``[R]``: that the ratio is to, where they were computed already"""
     ref_log_probs: Sequence[Any] | None = None
@@ -165,6 +169,19 @@ class RolloutData(msgspec.Struct, frozen=True, kw_only=True):
         if self.loss_masks is not None:
             mask = _vector("loss_masks", at, self.loss_masks[at], np.bool_, response)
         log_prob = column("rollout_log_probs")
+        kept = None if self.rollout_kept is None else self.rollout_kept[at]
+        if args.truncates and kept is None:
+            raise RolloutDataError(
+                f"rollout_kept[{at}] is missing: with rollout_top_p = {args.rollout_top_p} and "
+                f"rollout_top_k = {args.rollout_top_k} tokens were drawn from a part of the "
+                "vocabulary, and log-probs are of another distribution unless samples say which "
+                "token ids were kept for each token; or draw from all"
+            )
+        if kept is not None and len(kept) != response:
+            raise RolloutDataError(
+                f"rollout_kept[{at}] has {len(kept)} entries, but the response has {response} "
+                "tokens: one list of token ids for each"
+            )
         made_by = version if self.weight_versions is None else self.weight_versions[at]
         return TrainingSample(
             group=group,
@@ -176,6 +193,7 @@ class RolloutData(msgspec.Struct, frozen=True, kw_only=True):
             log_prob=np.full(response, np.nan, np.float32) if log_prob is None else log_prob,
             version=np.broadcast_to(np.asarray(made_by, np.int32), response).copy(),
             temperature=args.rollout_temperature,
+            kept=None if kept is None else Kept.of(kept),
             reward=reward,
             scored=math.isfinite(reward),
             prev_log_prob=column("log_probs"),

@@ -67,6 +67,19 @@ def test_a_sample_without_a_reward_trains_nothing() -> None:
     assert not found[1].samples[0].loss_mask.any()
 
 
+def test_samples_of_a_part_of_the_vocabulary_say_what_was_kept() -> None:
+    given = args(n_samples_per_prompt=1, num_steps_per_rollout=1, rollout_top_p=0.9)
+    kept = SAMPLE | {"rollout_kept": [[6, 9], []]}
+    [group] = RolloutData.of([kept]).groups(given, rollout_id=0, version=0)
+    found = group.samples[0].kept
+    assert found is not None
+    assert [one.tolist() for one in found.sets()] == [[6, 9], []]
+    with pytest.raises(RolloutDataError, match=r"rollout_kept\[0\] is missing: with rollout_top_p"):
+        RolloutData.of([SAMPLE]).groups(given, rollout_id=0, version=0)
+    with pytest.raises(RolloutDataError, match=r"rollout_kept\[0\] has 1 entries, but the respons"):
+        groups([SAMPLE | {"rollout_kept": [[6]]}])
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [

@@ -259,6 +259,14 @@ async def test_a_loss_that_is_nan_ends_the_run_and_says_why(pipeline: bool, loop
         await trained([made], pipeline=pipeline)
 
 
+async def test_an_engine_of_another_distribution_ends_the_run_at_the_first_step(
+    loop_kind: str,
+) -> None:
+    strict = msgspec.structs.replace(CONFIG, engine_tolerance=1e-3)
+    with pytest.raises(ra.WorkerError, match=r"EngineDisagrees: version 0: the engine's log-probs"):
+        await trained([groups(0)], trainer=strict)
+
+
 async def test_an_iteration_of_skipped_steps_only_ends_the_run(loop_kind: str) -> None:
     made = groups(0)
     for group in made:
