@@ -7,15 +7,15 @@
     episode_000001.npz        ...
 
 Images are uint8 and texts UTF-8 bytes, as in `rlinf_async.messages.spaces`; actions are those of
-the policy: with ``env.actions = "rescale"`` bounds are -1 and 1. A folder of LeRobot's format is
-read too: see `lerobot`.
+the policy: with ``env.actions = "rescale"`` bounds are -1 and 1. Those outside of the bounds are
+refused. A folder of LeRobot's format is read too: see `lerobot`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -24,8 +24,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlinf_async.data.errors import DataError
-from rlinf_async.data.lerobot import is_lerobot, lerobot_arrays, lerobot_info, lerobot_spec
+from rlinf_async.data.lerobot import (
+    is_lerobot,
+    lerobot_arrays,
+    lerobot_info,
+    lerobot_spec,
+)
 from rlinf_async.messages.spaces import STATE, ObservationSpec, Seen
+
+Bounds = Sequence[tuple[float, float]]
 
 FILE: Final = "demonstrations.json"
 ACTION: Final = "action"
@@ -43,6 +50,9 @@ class DemonstrationsInfo(msgspec.Struct, frozen=True, kw_only=True):
     episodes: int
     successes: int | None = None
     """episodes that succeeded; None where the environment does not say"""
+    bounds: tuple[tuple[float, float], ...] = ()
+    """lowest and highest value of each number of an action, as in `EnvSpec.bounds`; none in folders
+    of earlier versions, or from elsewhere"""
 
 
 class Episode(msgspec.Struct, frozen=True):
@@ -107,20 +117,29 @@ def read_episodes(folder: Path, wanted: ObservationSpec | None = None) -> Iterat
     """Read all episodes. Raises `DataError` for a file that is damaged or of another shape."""
     info = read_info(folder, wanted)
     if is_lerobot(folder):
-        for found in lerobot_arrays(folder, info.observation):
-            yield _episode(found, info.observation)
+        for _, found in lerobot_arrays(folder, info.observation):
+            yield _episode(found, info)
         return
     for number in range(info.episodes):
         path = _file(folder, number)
         with _explained(path), np.load(path, allow_pickle=False) as arrays:
-            episode = _episode(arrays, info.observation)
+            episode = _episode(arrays, info)
         yield episode
 
 
 def check_demonstrations(
-    folder: Path, observation: ObservationSpec, action_size: int, *, discrete: bool
+    folder: Path,
+    observation: ObservationSpec,
+    action_size: int,
+    *,
+    discrete: bool,
+    bounds: Bounds = (),
 ) -> DemonstrationsInfo:
-    """Return what the folder holds; raises `DataError` unless it fits these spaces."""
+    """Return what the folder holds; raises `DataError` unless it fits these spaces.
+
+    Reads all actions and the numbers of what is shown: they are finite, and actions lie within
+    ``bounds``, the lowest and highest of each number, where they are given.
+    """
     info = read_info(folder, observation)
     if info.observation != observation:
         raise DataError(
@@ -135,28 +154,92 @@ def check_demonstrations(
         )
     if not info.episodes:
         raise DataError(f"{str(folder)!r} holds no episodes")
-    if not is_lerobot(folder):
-        for number in range(info.episodes):
-            _check_file(_file(folder, number), info)
+    if bounds and info.bounds not in ((), tuple(bounds)):
+        raise DataError(
+            f"the demonstrations in {str(folder)!r} have actions within {_ranges(info.bounds)}, "
+            f"but those of the policy lie within {_ranges(bounds)}: record them with the same "
+            "env.actions, in this environment"
+        )
+    if is_lerobot(folder):
+        numbers = ObservationSpec(tuple(p for p in info.observation.parts if p.kind == "state"))
+        for path, arrays in lerobot_arrays(folder, numbers):
+            with _explained(path):
+                _check_action(arrays[ACTION], info, bounds)
+                _check_numbers(arrays)
+        return info
+    for number in range(info.episodes):
+        _check_file(_file(folder, number), info, bounds)
     return info
 
 
-def _check_file(path: Path, info: DemonstrationsInfo) -> None:
+def _check_action(action: NDArray[Any], info: DemonstrationsInfo, bounds: Bounds) -> None:
+    """Raise `ValueError` unless these are an episode's actions."""
+    if not len(action):
+        raise ValueError("it has no steps")
+    if info.discrete:
+        if action.ndim != 1 or action.dtype.kind not in "iu":
+            raise ValueError(f"its actions are {action.dtype} {list(action.shape)}, no choices")
+    elif action.shape != (len(action), info.action_size) or action.dtype.kind not in "fiu":
+        raise ValueError(
+            f"its actions are {action.dtype} of shape {list(action.shape)}, not {info.action_size} "
+            "numbers each"
+        )
+    rows = action.reshape(len(action), -1).astype(np.float64)
+    if not np.isfinite(rows).all():
+        step = np.flatnonzero(~np.isfinite(rows).all(-1))[0]
+        raise ValueError(
+            f"an action is NaN or infinite: that of step {step}, {rows[step].tolist()}"
+        )
+    if bounds and (beyond := outside(rows, bounds).any(-1)).any():
+        step = np.flatnonzero(beyond)[0]
+        raise ValueError(
+            f"its action of step {step}, {rows[step].tolist()}, lies outside of the policy's range "
+            f"{_ranges(bounds)}: with env.actions = 'rescale' the environment's bounds are -1 and "
+            "1, with 'clip' they are its own"
+        )
+
+
+def outside(actions: NDArray[Any], bounds: Bounds) -> NDArray[np.bool_]:
+    """Return which numbers of actions ``[..., A]`` are outside of the bounds.
+
+    A bound such as 0.1 is no float32, which actions may be: its float32 is within.
+    """
+    least, most = np.array(bounds).T
+    with np.errstate(over="ignore"):
+        low, high = np.float32(least), np.float32(most)
+    beyond: NDArray[np.bool_] = (actions < np.minimum(least, low)) | (
+        actions > np.maximum(most, high)
+    )
+    return beyond
+
+
+def _check_numbers(arrays: Mapping[str, Any]) -> None:
+    """Raise `ValueError` where a number that is shown is NaN or infinite."""
+    if STATE not in arrays:
+        return
+    with np.errstate(over="ignore"):
+        shown = np.asarray(arrays[STATE], np.float32)
+    finite = np.isfinite(shown.reshape(len(shown), -1)).all(-1)
+    if not finite.all():
+        step = np.flatnonzero(~finite)[0]
+        raise ValueError(f"{STATE!r} has NaN or infinity as float32, at step {step}")
+
+
+def _ranges(bounds: Bounds) -> str:
+    """Bounds in words: once where all numbers have the same."""
+    each = [f"[{low:g}, {high:g}]" for low, high in bounds]
+    return each[0] if len(set(each)) == 1 else ", ".join(each)
+
+
+def _check_file(path: Path, info: DemonstrationsInfo, bounds: Bounds) -> None:
     """Raise `DataError` unless an episode's file holds what its folder says.
 
-    Reads its actions, and of what is shown the shapes alone: images may be many gigabytes.
+    Reads its actions and numbers, and of images and texts the shapes alone: they may be many
+    gigabytes.
     """
     with _explained(path), np.load(path, allow_pickle=False) as arrays:
         action = arrays[ACTION]
-        if info.discrete:
-            if action.ndim != 1 or action.dtype.kind not in "iu":
-                raise ValueError(f"its actions are {action.dtype} {list(action.shape)}, no choices")
-        elif action.shape != (len(action), info.action_size):
-            raise ValueError(
-                f"its actions have shape {list(action.shape)}, not {info.action_size} numbers each"
-            )
-        elif not np.isfinite(action).all():
-            raise ValueError("an action is NaN or infinite")
+        _check_action(action, info, bounds)
         for part in info.observation.parts:
             with arrays.zip.open(f"{part.name}.npy") as file:
                 shape, dtype = _header(file)
@@ -166,6 +249,7 @@ def _check_file(path: Path, info: DemonstrationsInfo) -> None:
                     f"{part.name!r} is {dtype} {list(shape)}, not {np.dtype(part.dtype)} "
                     f"{list(wanted)}"
                 )
+        _check_numbers(arrays)
 
 
 def _header(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
@@ -206,8 +290,9 @@ def _windows(action: NDArray[Any], length: int) -> tuple[NDArray[Any], NDArray[n
     return np.where(there[..., None], windows, np.float32(0.0)), there
 
 
-def _episode(arrays: Any, spec: ObservationSpec) -> Episode:
-    action = arrays[ACTION]
+def _episode(arrays: Any, info: DemonstrationsInfo) -> Episode:
+    action = arrays[ACTION].astype(np.int64 if info.discrete else np.float32)
+    spec = info.observation
     seen = spec.empty(len(action))
     if spec.flat:
         seen[:] = arrays[STATE]

@@ -72,8 +72,9 @@ def lerobot_spec(folder: Path, wanted: ObservationSpec) -> ObservationSpec:
     return ObservationSpec(tuple(parts))
 
 
-def lerobot_arrays(folder: Path, spec: ObservationSpec) -> Iterator[dict[str, Any]]:
-    """Read the episodes: an array for each part, ``[T, ...]``, and ``action``, float32.
+def lerobot_arrays(folder: Path, spec: ObservationSpec) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Read the episodes: of each its file, an array for each part, ``[T, ...]``, and ``action``,
+    float32.
 
     Raises:
         DataError: a file that is damaged, or has other columns.
@@ -90,12 +91,13 @@ def lerobot_arrays(folder: Path, spec: ObservationSpec) -> Iterator[dict[str, An
         name = info.get("data_path", DATA).format(episode_chunk=chunk, episode_index=number)
         try:
             table = parquet.read_table(folder / name)
-            yield {
+            arrays = {
                 "action": np.array(table["action"].to_pylist(), np.float32),
                 **{part.name: _part(table, part, info["features"], tasks) for part in spec.parts},
             }
         except (OSError, ValueError, KeyError) as error:
             raise DataError(f"{str(folder / name)!r} is no episode of LeRobot: {error}") from error
+        yield folder / name, arrays
 
 
 def _column(part: Part, features: dict[str, Any]) -> str:

@@ -142,6 +142,9 @@ class EnvSpec(msgspec.Struct, frozen=True, kw_only=True):
     action: ActionSpec
     max_episode_steps: int | None = None
     """time limit of episodes, where the environment has one"""
+    bounds: tuple[tuple[float, float], ...] = ()
+    """lowest and highest value of each column of an action, as a policy says it: -1 and 1 where the
+    environment rescales it, 0 and the last of choices"""
 
     @property
     def observation_size(self) -> int:

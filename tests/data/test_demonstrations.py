@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def check(folder: Path) -> DemonstrationsInfo:
-    return check_demonstrations(folder, SPEC, 3, discrete=False)
+    return check_demonstrations(folder, SPEC, 3, discrete=False, bounds=[(-1.0, 1.0)] * 3)
 
 
 def test_what_was_written_is_right(folder: Path) -> None:
@@ -56,6 +56,16 @@ def test_what_was_written_is_right(folder: Path) -> None:
     [
         ({"action": np.zeros((STEPS, 2), np.float32)}, r"shape \[5, 2\], not 3 numbers each"),
         ({"action": np.full((STEPS, 3), np.nan, np.float32)}, "an action is NaN or infinite"),
+        ({"action": np.full((STEPS, 3), "0.5")}, "its actions are <U3 .* not 3 numbers each"),
+        ({"action": np.zeros((0, 3), np.float32)}, "it has no steps"),
+        (
+            {"state": np.full((STEPS, 2), np.inf)},
+            "'state' has NaN or infinity as float32, at step 0",
+        ),
+        (
+            {"action": np.eye(STEPS, 3, -2) * 1.5},
+            r"step 2, \[1\.5, 0\.0, 0\.0\], lies outside of the policy's range \[-1, 1\]",
+        ),
         (
             {"state": np.zeros((4, 2), np.float32)},
             r"'state' is float32 \[4, 2\], not",
@@ -83,3 +93,41 @@ def test_a_damaged_or_missing_file_is_named(folder: Path, content: bytes | None)
         path.write_bytes(content)
     with pytest.raises(DataError, match=r"episode_000001\.npz' is no episode"):
         check(folder)
+
+
+def test_a_choice_that_there_is_not_is_named_with_its_step(tmp_path: Path) -> None:
+    info = DemonstrationsInfo(
+        env="table", observation=SPEC, action_size=1, discrete=True, episodes=1
+    )
+    seen = SPEC.empty(STEPS)
+    seen["camera"], seen["state"] = 0, 0.0
+    write_info(tmp_path, info)
+    for last, fits in ((2, True), (3, False), (-1, False)):
+        write_episode(tmp_path, 0, Episode(seen, np.array([0, 1, 2, 0, last])))
+        if fits:
+            check_demonstrations(tmp_path, SPEC, 1, discrete=True, bounds=[(0.0, 2.0)])
+            continue
+        with pytest.raises(DataError, match=rf"000000\.npz' .*step 4, \[{last}\.0\], lies outside"):
+            check_demonstrations(tmp_path, SPEC, 1, discrete=True, bounds=[(0.0, 2.0)])
+
+
+def test_actions_of_another_mode_or_other_bounds_are_refused(folder: Path) -> None:
+    info = DemonstrationsInfo(
+        env="table", observation=SPEC, action_size=3, episodes=2, bounds=((-0.1, 0.1),) * 3
+    )
+    write_info(folder, info)
+    with pytest.raises(DataError, match=r"within \[-0\.1, 0\.1\], but .* within \[-1, 1\]: record"):
+        check(folder)
+    assert check_demonstrations(folder, SPEC, 3, discrete=False, bounds=info.bounds) == info
+
+
+def test_a_bound_that_is_no_float32_holds_its_float32(folder: Path) -> None:
+    assert float(np.float32(0.1)) > 0.1
+    seen = SPEC.empty(STEPS)
+    seen["camera"], seen["state"] = 0, 0.0
+    write_episode(folder, 0, Episode(seen, np.full((STEPS, 3), 0.1, np.float32)))
+    check_demonstrations(folder, SPEC, 3, discrete=False, bounds=[(-0.1, 0.1)] * 3)
+    beyond = np.nextafter(np.float32(0.1), np.float32(1))
+    write_episode(folder, 0, Episode(seen, np.full((STEPS, 3), beyond, np.float32)))
+    with pytest.raises(DataError, match="lies outside"):
+        check_demonstrations(folder, SPEC, 3, discrete=False, bounds=[(-0.1, 0.1)] * 3)

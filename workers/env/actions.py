@@ -33,7 +33,10 @@ class ActionReader:
 
     def __init__(self, space: Space[Any], env: str, actions: Bounds) -> None:
         self._env = env
-        factors, self._read = _reader(space, env, actions)
+        factors, bounds, self._read = _reader(space, env, actions)
+        self.bounds = tuple(bounds)
+        """lowest and highest value of each column of an answer; those of a Box without bounds are
+        the largest of its dtype"""
         self.spec = ActionSpec(tuple(factors))
         self.discrete = self.spec.discrete
         self.size = self.spec.outputs
@@ -76,19 +79,21 @@ class ActionReader:
         return "continuous" if self.spec.continuous else "in several factors"
 
 
-def _reader(space: Space[Any], env: str, actions: Bounds) -> tuple[list[Factor], Read]:
+def _reader(
+    space: Space[Any], env: str, actions: Bounds
+) -> tuple[list[Factor], list[tuple[float, float]], Read]:
     from gymnasium import spaces
 
     if isinstance(space, spaces.Discrete):
-        return [Factor("choice", int(space.n))], _integers(space, [int(space.n)], env)
+        return _choosing(space, [int(space.n)], env)
     if isinstance(space, spaces.MultiDiscrete):
-        counts = [int(count) for count in space.nvec.reshape(-1)]
-        return [Factor("choice", count) for count in counts], _integers(space, counts, env)
+        return _choosing(space, [int(count) for count in space.nvec.reshape(-1)], env)
     if isinstance(space, spaces.MultiBinary):
-        counts = [2] * int(np.prod(space.shape))
-        return [Factor("choice", 2) for _ in counts], _integers(space, counts, env)
+        return _choosing(space, [2] * int(np.prod(space.shape)), env)
     if isinstance(space, spaces.Box):
-        return [Factor("continuous", int(np.prod(space.shape)))], _box(space, env, actions)
+        size = int(np.prod(space.shape))
+        ends = [(-1.0, 1.0)] * size if actions == "rescale" else ends_of(space)
+        return [Factor("continuous", size)], ends, _box(space, env, actions)
     if isinstance(space, spaces.Dict):
         keys: list[Any] = sorted(space.keys())
         return _composite(
@@ -105,22 +110,31 @@ def _reader(space: Space[Any], env: str, actions: Bounds) -> tuple[list[Factor],
 
 def _composite(
     parts: list[Space[Any]], env: str, actions: Bounds, join: Callable[[tuple[Any, ...]], Any]
-) -> tuple[list[Factor], Read]:
+) -> tuple[list[Factor], list[tuple[float, float]], Read]:
     factors: list[Factor] = []
+    bounds: list[tuple[float, float]] = []
     placed: list[tuple[slice, Read]] = []
     start = 0
     for part in parts:
-        own, read = _reader(part, env, actions)
+        own, ends, read = _reader(part, env, actions)
         end = start + sum(factor.columns for factor in own)
         placed.append((slice(start, end), read))
         factors += own
+        bounds += ends
         start = end
 
     def read_all(columns: NDArray[Any]) -> Actions:
         each = [read(columns[:, place]) for place, read in placed]
         return [join(values) for values in zip(*each, strict=True)]
 
-    return factors, read_all
+    return factors, bounds, read_all
+
+
+def _choosing(
+    space: spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary, counts: list[int], env: str
+) -> tuple[list[Factor], list[tuple[float, float]], Read]:
+    factors = [Factor("choice", count) for count in counts]
+    return factors, [(0.0, count - 1.0) for count in counts], _integers(space, counts, env)
 
 
 def _choices(counts: list[int], env: str) -> Callable[[NDArray[Any]], NDArray[Any]]:
@@ -173,11 +187,43 @@ def _box(space: spaces.Box, env: str, actions: Bounds) -> Read:
             f"env {env}: actions = 'rescale' needs finite bounds, the action space has "
             f"low {low.tolist()}, high {high.tolist()}: use actions = 'clip'"
         )
-    middle, half = middle_and_half(space)
+    middle, half = _middle_and_half(space)
     return lambda columns: clip(middle + np.clip(columns, -1.0, 1.0) * half)
 
 
-def middle_and_half(space: spaces.Box) -> tuple[NDArray[Any], NDArray[Any]]:
+def ends_of(space: spaces.Box) -> list[tuple[float, float]]:
+    """Lowest and highest of each number, none of them infinite."""
+    low: NDArray[Any] = space.low.reshape(-1)
+    high: NDArray[Any] = space.high.reshape(-1)
+    if low.dtype.kind == "f":
+        finite = np.finfo(low.dtype)
+        low, high = np.maximum(low, finite.min), np.minimum(high, finite.max)
+    return [(float(one), float(other)) for one, other in zip(low, high, strict=True)]
+
+
+def answer_for(
+    space: Space[Any],
+    action: NDArray[Any],
+    bounds: Sequence[tuple[float, float]],
+    *,
+    rescaled: bool,
+) -> Choice:
+    """The answer of a policy, of one row, by which this action of a Box or Discrete space is taken;
+    of one outside of the space, the nearest within."""
+    from gymnasium import spaces
+
+    if isinstance(space, spaces.Discrete):
+        return np.array([int(action) - int(space.start)], np.int64)
+    assert isinstance(space, spaces.Box)
+    middle, half = _middle_and_half(space)
+    flat = action.reshape(-1).astype(middle.dtype)
+    if rescaled:
+        flat = np.divide(flat - middle, half, out=np.zeros_like(flat), where=half > 0)
+    answer: Choice = np.clip(flat, *np.array(bounds, middle.dtype).T)[None].astype(np.float32)
+    return answer
+
+
+def _middle_and_half(space: spaces.Box) -> tuple[NDArray[Any], NDArray[Any]]:
     """The middle of the bounds, and half their distance, flat.
 
     -1 of ``actions = "rescale"`` is ``middle - half``, 1 is ``middle + half``.

@@ -37,6 +37,7 @@ class Environments:
             observation=self._writer.spec,
             action=self._reader.spec,
             max_episode_steps=self._max_episode_steps,
+            bounds=self._reader.bounds,
         )
 
     def look(self) -> None:

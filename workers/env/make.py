@@ -99,7 +99,12 @@ def describe_env(config: EnvConfig, *, probe: bool = False) -> EnvSpec:
             shows_last = mode == "same_step" and not _is_gymnasiums(env)
             probe_many(env, writer, config.name, call, shows_last=shows_last)
         limit = getattr(getattr(env, "spec", None), "max_episode_steps", None)
-        return EnvSpec(observation=writer.spec, action=reader.spec, max_episode_steps=limit)
+        return EnvSpec(
+            observation=writer.spec,
+            action=reader.spec,
+            max_episode_steps=limit,
+            bounds=reader.bounds,
+        )
 
 
 @contextmanager

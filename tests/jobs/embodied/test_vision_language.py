@@ -206,3 +206,21 @@ def test_the_folder_says_what_it_holds(recorded: pathlib.Path) -> None:
     said = json.loads((recorded / "demonstrations.json").read_bytes())
     assert said["env"] == REACH
     assert said["observation"]["parts"][1]["kind"] == "image"
+
+
+def test_demonstrated_actions_that_the_policy_cannot_take_are_refused_by_check(
+    job: Job, recorded: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    folder = tmp_path / "copied"
+    shutil.copytree(recorded, folder)
+    cloning = ("--actor.cloning.demonstrations", folder)
+    assert job.command("check", job.file, *TINY, *cloning).code == 0
+    path = folder / "episode_000002.npz"
+    arrays = dict(np.load(path))
+    arrays["action"][3, 1] = -1.5
+    np.savez(path, **arrays)
+    ended = job.command("check", job.file, *TINY, *cloning)
+    assert ended.code == 2
+    assert "actor.cloning.demonstrations: " in ended.err
+    assert "episode_000002.npz" in ended.err
+    assert "action of step 3" in ended.err

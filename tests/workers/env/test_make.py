@@ -76,18 +76,20 @@ def test_an_entry_point_may_be_a_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("from tests.workers.env.toy import make\n")
     spec = describe_env(EnvConfig(entry_point=f"{file}:make"))
-    assert spec == EnvSpec(observation=flat_spec(2), action=continuous(1))
+    assert spec == EnvSpec(observation=flat_spec(2), action=continuous(1), bounds=((-1e6, 1e6),))
 
 
 def test_the_example_of_a_custom_env_is_found_by_its_file() -> None:
     place = Path(__file__).parents[3] / "examples" / "custom_env.py"
     config = EnvConfig(entry_point=f"{place}:PushDisc", kwargs={"goal_radius": 0.2})
-    assert describe_env(config) == EnvSpec(observation=flat_spec(6), action=continuous(2))
+    assert describe_env(config) == EnvSpec(
+        observation=flat_spec(6), action=continuous(2), bounds=((-1.0, 1.0),) * 2
+    )
 
 
 def test_a_description_has_what_a_policy_must_know() -> None:
     assert describe_env(EnvConfig(id="CartPole-v1")) == EnvSpec(
-        observation=flat_spec(4), action=choices(2), max_episode_steps=500
+        observation=flat_spec(4), action=choices(2), max_episode_steps=500, bounds=((0.0, 1.0),)
     )
 
 

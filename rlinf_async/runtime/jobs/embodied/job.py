@@ -89,6 +89,7 @@ class EmbodiedPPO:
     def _fitted(self, config: EmbodiedConfig, spec: EnvSpec) -> EmbodiedConfig:
         full = fitted(config, spec)
         _check_fit(full)
+        _check_demonstrations(full, spec)
         return full
 
 
@@ -104,7 +105,7 @@ def _reads(run: EmbodiedRun) -> Reads:
 
 
 def _check_fit(config: EmbodiedConfig) -> None:
-    """Raise `ConfigError` where a policy, its levels or demonstrations do not fit the environment.
+    """Raise `ConfigError` where a policy or its levels do not fit the environment.
 
     Any callable can be registered as a policy; a subclass of `Policy` says what it takes.
     """
@@ -146,7 +147,6 @@ def _check_fit(config: EmbodiedConfig) -> None:
                 "answer: leave it out",
                 path=("actor", *setting),
             )
-    _check_demonstrations(config)
 
 
 def _check_recurrent(config: EmbodiedConfig) -> None:
@@ -177,7 +177,8 @@ def _check_recurrent(config: EmbodiedConfig) -> None:
         )
 
 
-def _check_demonstrations(config: EmbodiedConfig) -> None:
+def _check_demonstrations(config: EmbodiedConfig, spec: EnvSpec) -> None:
+    """Raise `ConfigError` where demonstrations do not fit the environment."""
     folder, policy = config.actor.cloning.demonstrations, config.actor.fsdp.policy
     scripted = config.demonstrations.policy
     if folder and scripted:
@@ -200,7 +201,13 @@ def _check_demonstrations(config: EmbodiedConfig) -> None:
         return
     size = 1 if policy.acts.discrete else policy.acts.columns // config.env.action_chunk
     try:
-        check_demonstrations(Path(folder), policy.sees, size, discrete=policy.acts.discrete)
+        check_demonstrations(
+            Path(folder),
+            policy.sees,
+            size,
+            discrete=policy.acts.discrete,
+            bounds=spec.bounds[:size],
+        )
     except DataError as error:
         raise ConfigError(str(error), path=("actor", "cloning", "demonstrations")) from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from rlinf_async.config import ConfigError, UsageError
 from rlinf_async.config.entry_point import load_entry_point
 from rlinf_async.data.demonstrations import (
     DemonstrationsInfo,
     Episode,
+    outside,
     write_episode,
     write_info,
 )
@@ -24,7 +27,7 @@ from rlinf_async.runtime.apart import apart
 from rlinf_async.runtime.jobs.embodied.config import EmbodiedConfig
 from rlinf_async.runtime.jobs.embodied.settings import ended_in
 from rlinf_async.workers.env import EnvError, EnvFailed
-from rlinf_async.workers.env.actions import ActionReader
+from rlinf_async.workers.env.actions import ActionReader, answer_for, ends_of
 from rlinf_async.workers.env.named import NamedEnv
 from rlinf_async.workers.env.observations import ObservationWriter
 from rlinf_async.workers.errors import WorkerDied
@@ -110,6 +113,8 @@ def record_demonstrations(
         EnvError: the environment's spaces are not supported.
         EnvFailed: the environment raised.
     """
+    from gymnasium import spaces
+
     if out.exists() and any(out.iterdir()):
         raise UsageError(f"--out {out}: is not empty; name a new folder")
     make_policy = load_scripted_policy(policy)
@@ -117,10 +122,11 @@ def record_demonstrations(
     env = NamedEnv(single)
     try:
         writer = ObservationWriter(env.env.observation_space, single.name)
-        spec = ActionReader(env.env.action_space, single.name, single.actions).spec
-        if not (spec.continuous or spec.discrete):
+        space = env.env.action_space
+        reader = ActionReader(space, single.name, single.actions)
+        if not isinstance(space, (spaces.Box, spaces.Discrete)):
             raise ConfigError(
-                f"actions of {env.env.action_space} cannot be demonstrated; those of one Box or of "
+                f"actions of {space} cannot be demonstrated; those of one Box or of "
                 "one Discrete can"
             )
         act = make_policy(env.env, seed)
@@ -129,12 +135,12 @@ def record_demonstrations(
                 f"{policy!r} returned a {type(act).__name__}; a scripted policy returns a function "
                 "from an observation to an action"
             )
-        to_policy = _inverse(env.env.action_space, single.actions)
+        script = _Script(policy, act, space, reader, rescaled=single.actions == "rescale")
         out.mkdir(parents=True, exist_ok=True)
         kept, succeeded, known = 0, 0, False
         attempts = max(10 * episodes, SILENT)
         for attempt in range(attempts):
-            episode, success = _play(env, writer, act, to_policy, seed + attempt)
+            episode, success = _play(env, writer, script, seed + attempt)
             if success is not None and not known:
                 known = True
                 if not keep_failures:
@@ -158,48 +164,95 @@ def record_demonstrations(
     info = DemonstrationsInfo(
         env=single.name,
         observation=writer.spec,
-        action_size=1 if spec.discrete else spec.columns,
-        discrete=spec.discrete,
+        action_size=reader.spec.columns,
+        discrete=reader.spec.discrete,
         episodes=kept,
         successes=succeeded if known else None,
+        bounds=reader.bounds,
     )
     write_info(out, info)
     return info
 
 
-def _inverse(space: Any, actions: str) -> Callable[[Any], Any]:
-    """Return the function from the environment's actions to those of a policy."""
-    from gymnasium import spaces
+class _Script:
+    """The scripted policy, whose actions reach the environment as those of a policy do.
 
-    if isinstance(space, spaces.Discrete):
-        first = int(space.start)
-        return lambda action: np.int64(action) - first
-    low, high = np.ravel(space.low), np.ravel(space.high)
+    What the environment executes is what a policy would have to answer, and that is recorded:
+    actions outside of the bounds are clipped to them.
+    """
 
-    def rescaled(action: Any) -> Any:
-        share = (np.ravel(action) - low) / (high - low)
-        return (2.0 * share - 1.0).astype(np.float32)
+    def __init__(
+        self,
+        name: str,
+        act: Callable[[Any], Any],
+        space: Any,
+        reader: ActionReader,
+        *,
+        rescaled: bool,
+    ) -> None:
+        self._name, self._act, self._space, self._reader = name, act, space, reader
+        self._rescaled = rescaled
+        self._clipped = False
 
-    return rescaled if actions == "rescale" else lambda action: np.ravel(action).astype(np.float32)
+    def act(self, observation: Any, seed: int, step: int) -> tuple[Any, Any]:
+        """Return an action for the environment, and the answer of a policy that does the same.
+
+        Raises:
+            UsageError: the script raised, or returned what is no action.
+        """
+        where = f"{self._name!r}, in the episode with seed {seed}, at step {step}"
+        try:
+            value = np.asarray(self._act(observation))
+        except Exception as error:
+            raise UsageError(f"{where}, raised {type(error).__name__}: {error}") from error
+        discrete = self._reader.spec.discrete
+        problem = (_no_choice if discrete else _no_numbers)(value, self._space)
+        if problem:
+            raise UsageError(f"{where}, returned {problem}: {value.tolist()}")
+        if not discrete:
+            self._warn(value, where)
+        answer = answer_for(self._space, value, self._reader.bounds, rescaled=self._rescaled)
+        return self._reader.read(answer, 1)[0], answer[0]
+
+    def _warn(self, value: NDArray[Any], where: str) -> None:
+        """Say once that an action is clipped."""
+        if self._clipped or not outside(value.reshape(-1), ends_of(self._space)).any():
+            return
+        self._clipped = True
+        print(
+            f"{where}: the action {value.tolist()} lies outside of {self._space}; such are clipped "
+            "to its bounds, for the environment and in the demonstrations",
+            file=sys.stderr,
+        )
+
+
+def _no_choice(value: NDArray[Any], space: Any) -> str:
+    """Why this is no action of a Discrete space; empty if it is one."""
+    if value.size != 1 or value.dtype.kind not in "iu" or not space.contains(value.item()):
+        return f"no choice of {space}"
+    return ""
+
+
+def _no_numbers(value: NDArray[Any], space: Any) -> str:
+    """Why this is no action of a Box, bounds apart; empty if it is one."""
+    if value.shape != space.shape or value.dtype.kind not in "biuf":
+        return f"{value.dtype} of shape {list(value.shape)}, which is no action of {space}"
+    return "" if np.isfinite(value).all() else "an action with NaN or infinity"
 
 
 def _play(
-    env: NamedEnv,
-    writer: ObservationWriter,
-    act: Callable[[Any], Any],
-    to_policy: Callable[[Any], Any],
-    seed: int,
+    env: NamedEnv, writer: ObservationWriter, script: _Script, seed: int
 ) -> tuple[Episode, bool | None]:
     """One episode, and whether it succeeded, where the environment says so."""
     observation, info = env.reset(seed=seed)
     seen: list[Any] = []
     actions: list[Any] = []
-    for _ in range(MOST_STEPS):
+    for step in range(MOST_STEPS):
         row = writer.spec.empty(1)
         writer.write(observation, row[0])
-        action = act(observation)
+        action, answer = script.act(observation, seed, step)
         seen.append(row)
-        actions.append(to_policy(action))
+        actions.append(answer)
         observation, _, terminated, truncated, info = env.step(action)
         if terminated or truncated:
             break
