@@ -14,7 +14,7 @@ import msgspec
 
 from rlinf_async.config.convert import convert_struct
 from rlinf_async.config.errors import ConfigError, Path
-from rlinf_async.config.overrides import Overrides, apply_overrides, flag, path_of
+from rlinf_async.config.overrides import Overrides, apply_overrides, command_line, flag, path_of
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -63,16 +63,29 @@ class Document:
             tables = apply_overrides(self.tables, changes, type_)
             return convert_struct(tables, type_, (), None)
         except ConfigError as error:
-            raise self.located(error, changes) from error.__cause__
+            located = error if error.origin else self.located(error, changes)
+            raise located from error.__cause__
 
     def located(self, error: ConfigError, overrides: Overrides | None = None) -> ConfigError:
         """The same error with the line or the flag that its path came from."""
-        return error.at(self._origin_of(error.path, overrides or {}))
+        return error.at(self._origin_of(error, overrides or {}))
 
-    def _origin_of(self, path: Path, overrides: Overrides) -> str:
-        given = [path_of(name) for name in overrides]
-        mine = [one for one in given if one == path[: len(one)] or one[: len(path)] == path != ()]
-        return f"command line ({flag(mine[0])})" if mine else self.origin(path)
+    def _origin_of(self, error: ConfigError, overrides: Overrides) -> str:
+        path, given = error.path, [path_of(name) for name in overrides]
+        exact = [one for one in given if one == path[: len(one)]]
+        if exact:
+            return command_line(exact[0])
+        # Of a section as a whole: those of its settings that the error speaks of are at fault.
+        within = [one for one in given if path and one[: len(path)] == path]
+        named = [one for one in within if _speaks_of(error.problem, one[len(path)])]
+        if named:
+            return command_line(*named)
+        others = f" with {', '.join(map(flag, within))}" if within else ""
+        return f"{self.origin(path)}{others}"
+
+
+def _speaks_of(problem: str, name: str) -> bool:
+    return re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", problem) is not None
 
 
 def load(path: str | os.PathLike[str], overrides: Overrides, type_: type[S]) -> S:

@@ -27,7 +27,11 @@ def apply_overrides(document: Table, overrides: Overrides, type_: Any) -> Table:
     """
     result: Table = _copy(document)
     for name, text in overrides.items():
-        _set(result, path_of(name), text, type_)
+        path = path_of(name)
+        try:
+            _set(result, path, text, type_)
+        except ConfigError as error:
+            raise error.at(command_line(path)) from error.__cause__
     return result
 
 
@@ -128,6 +132,11 @@ def _copy(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _copy(item) for key, item in value.items()}
     return [_copy(item) for item in value] if isinstance(value, list) else value
+
+
+def command_line(*paths: Path) -> str:
+    """Where a setting comes from that these flags have set."""
+    return f"command line ({', '.join(map(flag, paths))})"
 
 
 def flag(path: Path) -> str:

@@ -5,10 +5,18 @@ from __future__ import annotations
 import pathlib
 from typing import Any
 
+import msgspec
 import pytest
 
 from rlinf_async.config import ConfigError, Document
+from rlinf_async.workers.env import EnvConfig
 from tests.config.example import Actor, Kind, Linear, Run
+
+
+class OfEnv(msgspec.Struct, frozen=True):
+    """A file with a section whose settings have to go together."""
+
+    env: EnvConfig
 
 
 def value_of(name: str, text: str | None, document: str = "") -> Any:
@@ -146,3 +154,35 @@ def test_an_impossible_combination_that_a_flag_brought_about_names_the_flag() ->
     assert complaint("actor.mini_batch", "7") == (
         "command line (--actor.mini_batch): actor: mini_batch must be even, got 7"
     )
+
+
+@pytest.mark.parametrize(
+    ("flags", "blamed"),
+    [
+        (("--env.id", "X", "--env.envs", "3"), "command line (--env.envs): env: envs = 3 cannot"),
+        (("--env.envs", "3", "--env.id", "X"), "command line (--env.envs): env: envs = 3 cannot"),
+        (("--env.stages", "3"), "command line (--env.stages): env: envs = 8 cannot be"),
+        (
+            ("--env.stages", "2", "--env.envs", "3"),
+            "command line (--env.stages, --env.envs): env: envs = 3 cannot",
+        ),
+        (("--env.id", "X", "--env.probe", "false"), ""),
+    ],
+)
+def test_an_error_of_a_section_blames_the_flags_that_it_speaks_of(
+    flags: tuple[str, ...], blamed: str
+) -> None:
+    overrides = dict(zip([one.removeprefix("--") for one in flags[::2]], flags[1::2], strict=True))
+    document = Document("run.toml", '[env]\nid = "CartPole-v1"\n')
+    if not blamed:
+        document.to(OfEnv, overrides)
+        return
+    with pytest.raises(ConfigError) as raised:
+        document.to(OfEnv, overrides)
+    assert str(raised.value).startswith(blamed)
+
+
+def test_a_section_that_is_wrong_in_the_file_is_not_blamed_on_another_flag_of_it() -> None:
+    document = Document("run.toml", "[env]\nenvs = 3\nstages = 2\n")
+    with pytest.raises(ConfigError, match=r"^run\.toml:1 with --env\.id: env: envs = 3 cannot"):
+        document.to(OfEnv, {"env.id": "X"})

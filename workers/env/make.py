@@ -71,7 +71,8 @@ def _make_one(config: EnvConfig, render_mode: str | None) -> Env:
             _missing(error), extra="embodied", needed_for=f"env {config.id}"
         ) from error
     except (gym.error.Error, TypeError) as error:
-        raise ConfigError(f"env {config.id!r} with {kwargs}: {error}", path=("id",)) from error
+        setting = "kwargs" if config.kwargs and isinstance(error, TypeError) else "id"
+        raise ConfigError(f"env {config.id!r} with {kwargs}: {error}", path=(setting,)) from error
     except BaseException as error:
         raise not_made(f"env {config.id!r} with {kwargs}", error) from error
     refuse_batched(config, made)

@@ -156,7 +156,8 @@ def _vector(config: EnvConfig, count: int) -> Any:
         missing = getattr(error, "name", None) or str(error)
         raise MissingExtra(missing, extra="embodied", needed_for=f"env {config.id}") from error
     except (gym.error.Error, TypeError) as error:
-        raise ConfigError(f"env {config.id!r} with {kwargs}: {error}", path=("id",)) from error
+        setting = "kwargs" if config.kwargs and isinstance(error, TypeError) else "id"
+        raise ConfigError(f"env {config.id!r} with {kwargs}: {error}", path=(setting,)) from error
     except BaseException as error:
         raise not_made(f"env {config.id!r} with {kwargs}", error) from error
 

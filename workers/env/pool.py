@@ -111,8 +111,11 @@ class Pool:
                 pass_fds=(*theirs, control.fileno(), *start.calls),
             )
         finally:
-            for one in (*(theirs for _, theirs in pairs), control, *files):
+            for _, one in pairs:
                 one.close()
+            control.close()
+            for file in files:
+                file.close()
         try:
             self._wait_until_made()
         except BaseException:
