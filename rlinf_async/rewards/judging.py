@@ -22,6 +22,8 @@ from rlinf_async.rewards.answer import Answer, Reject, Verifier
 Finish = Callable[[Awaitable[Any]], Any]
 """Awaits the result of an asynchronous verifier."""
 
+MAX_REWARD: Final = 1e18
+"""largest size of a reward: training squares rewards in float32, which ends at 3e38"""
 MAX_TEXT: Final = 2_000
 """characters of a reason or an error: thousands of samples may fail alike"""
 
@@ -72,7 +74,11 @@ def _wrong(value: Any) -> str | None:
         finite = math.isfinite(value)
     except OverflowError:
         return f"{_cut(str(type(value)), 80)} that is too large for a float"
-    return None if finite else f"{shown}, not a finite number"
+    if not finite:
+        return f"{shown}, not a finite number"
+    if abs(float(value)) > MAX_REWARD:
+        return f"{shown}, beyond {MAX_REWARD:g}, which training cannot compute with: scale it"
+    return None
 
 
 def _described(error: BaseException) -> str:

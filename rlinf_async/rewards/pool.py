@@ -17,7 +17,7 @@ from typing import Final, Self
 from rlinf_async.config import ConfigError
 from rlinf_async.messages.language import Failed, Outcome
 from rlinf_async.rewards.answer import Answer
-from rlinf_async.rewards.scorer import Scorer, ScorerGone
+from rlinf_async.rewards.scorer import Scorer, ScorerGone, inherited
 
 ATTEMPTS: Final = 3
 """processes that are tried where one ends before it begins with an answer"""
@@ -28,8 +28,17 @@ MIB: Final = 1024 * 1024
 class ScoringPool:
     """Judges answers in up to ``processes`` processes, which start when they are first needed."""
 
-    def __init__(self, *, processes: int, time_limit: float, memory_limit_mib: int = 0) -> None:
-        """``time_limit`` is in seconds for each answer; a memory limit of 0 is none."""
+    def __init__(
+        self,
+        *,
+        processes: int,
+        time_limit: float,
+        memory_limit_mib: int = 0,
+        environment: Sequence[str] = (),
+    ) -> None:
+        """``time_limit`` is in seconds for each answer; a memory limit of 0 is none.
+        ``environment`` names variables of this process that the others get, too."""
+        self._environment = inherited(environment)
         self._time_limit = time_limit
         self._memory_bytes = memory_limit_mib * MIB
         self._free = asyncio.Semaphore(processes)
@@ -114,7 +123,7 @@ class ScoringPool:
             await self._drop(scorer)
         if self._closed:
             raise RuntimeError("the pool of scoring processes was closed")
-        scorer = await Scorer.start(self._memory_bytes)
+        scorer = await Scorer.start(self._memory_bytes, self._environment)
         self._all.add(scorer)
         return scorer
 

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import os
 import sys
+from collections.abc import Iterable, Mapping
 from typing import Final, TypeVar
 
 import msgspec
@@ -44,9 +45,31 @@ START_SECONDS: Final = 120.0
 CLOSED_SECONDS: Final = 2.0
 """time limit between the end of its pipe and that of the process"""
 
+MINIMAL: Final = frozenset(
+    {
+        *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "VIRTUAL_ENV"),
+        *("LD_LIBRARY_PATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"),
+    }
+)
+MINIMAL_PREFIXES: Final = ("LC_", "PYTHON")
+"""environment variables that every scoring process gets"""
+
 M = TypeVar("M")
 
 _decoder = msgspec.msgpack.Decoder(FromProcess)
+
+
+def inherited(names: Iterable[str]) -> dict[str, str]:
+    """The environment of a scoring process: a minimal set, and the variables of these names.
+
+    The cluster's secret may be in a variable of this process, as may keys of the user's.
+    """
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name in MINIMAL or name.startswith(MINIMAL_PREFIXES) or name in set(names)
+    }
+    return {"OMP_NUM_THREADS": "1", **kept}
 
 
 class ScorerGone(Exception):
@@ -63,13 +86,13 @@ class Scorer:
         self._asks, self._answers = process.stdin, process.stdout
 
     @classmethod
-    async def start(cls, memory_bytes: int) -> Scorer:
-        """Start a process. It imports verifiers when they are first needed."""
+    async def start(cls, memory_bytes: int, environment: Mapping[str, str]) -> Scorer:
+        """Start a process with these environment variables and nothing else of this one: neither
+        its memory nor its open files. It imports verifiers when they are first needed."""
         boot = (
             f"import sys; sys.path[:] = {sys.path!r}; "
             "from rlinf_async.rewards.process import main; main()"
         )
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}
         starting = asyncio.ensure_future(
             asyncio.create_subprocess_exec(
                 sys.executable,
@@ -77,7 +100,7 @@ class Scorer:
                 boot,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                env=environment,
+                env=dict(environment),
             )
         )
         try:

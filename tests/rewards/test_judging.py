@@ -49,6 +49,7 @@ def test_a_reward_can_have_parts() -> None:
         ("returns_nan", "returned nan (a float), not a finite number"),
         ("returns_infinity", "returned -inf (a float), not a finite number"),
         ("returns_a_huge_integer", "too large for a float"),
+        ("returns_too_much", "returned 1e+300 (a float), beyond 1e+18, which training cannot"),
         ("returns_scored_with_nan", "Scored with style = nan"),
         ("returns_scored_with_text", "Scored with reward = 'high' (a str), not a number"),
         ("returns_the_unprintable", "raised RuntimeError: no"),

@@ -193,3 +193,29 @@ def takes_two(response: str, reference: str) -> float:
 
 
 not_a_function = 3
+
+
+def returns_too_much(answer: Answer) -> float:
+    """Its square is beyond float32."""
+    return 1e300
+
+
+def what_is_inherited(answer: Answer) -> Scored:
+    """Secrets that this process has, in the places where there could be some."""
+    targets = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            targets.append(os.readlink(f"/proc/self/fd/{number}"))
+    own = ("pipe:", "/dev/null", "/proc/")
+    error = os.readlink("/proc/self/fd/2")
+    others = [one for one in targets if not one.startswith(own) and one != error]
+    with open("/proc/self/environ", "rb") as file:
+        content = file.read()
+    values = list(os.environ.values())
+    parts = {
+        "in os.environ": float(values.count("hunter2-secret")),
+        "in /proc": float(content.count(b"hunter2-secret")),
+        "PATH": float("PATH" in os.environ),
+        "other files": float(len(others)),
+    }
+    return Scored(reward=0.0, parts=parts)

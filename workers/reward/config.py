@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from rlinf_async.channels.wire.session.secret import FILE_VARIABLE, VARIABLE
+
 
 class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One reward worker."""
@@ -14,6 +16,9 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """longest time of a verifier for one sample, in seconds"""
     memory_limit_mib: int = 4096
     """memory limit of each process; 0: none"""
+    environment: tuple[str, ...] = ()
+    """names of environment variables that verifiers get beside a minimal set, such as the key of a
+    server that they ask"""
     preload: tuple[str, ...] = ()
     """verifiers imported before the first sample, so that a wrong name is an error at the start"""
 
@@ -22,6 +27,11 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(
                 f"processes is {self.processes}, memory_limit_mib is {self.memory_limit_mib}; "
                 "they must be at least 1 and 0"
+            )
+        if secret := sorted({VARIABLE, FILE_VARIABLE} & set(self.environment)):
+            raise ValueError(
+                f"environment has {secret[0]}: with the cluster's secret a verifier could be a "
+                "worker; leave it out"
             )
         if not 0.0 < self.time_limit < float("inf"):
             raise ValueError(

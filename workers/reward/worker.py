@@ -82,6 +82,7 @@ class RewardWorker(Worker):
             processes=self.config.processes,
             time_limit=self.config.time_limit,
             memory_limit_mib=self.config.memory_limit_mib,
+            environment=self.config.environment,
         )
         preload = [name for name in self.config.preload if name not in INLINE]
         if preload:

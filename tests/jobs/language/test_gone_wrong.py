@@ -154,3 +154,10 @@ def test_check_loads_the_verifiers_that_settings_name(job: Job) -> None:
     assert ended.code == 2
     assert "reward.preload" in ended.err
     assert "ValueError: half written" in ended.err
+
+
+def test_check_names_a_variable_that_is_not_there(job: Job) -> None:
+    job.file.write_text(job.file.read_text() + '\n[reward]\nenvironment = ["NOT_SET_ANYWHERE"]\n')
+    ended = job.command("check", job.file)
+    assert ended.code == 2
+    assert "reward.environment: there is no environment variable NOT_SET_ANYWHERE" in ended.err

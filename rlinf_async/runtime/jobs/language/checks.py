@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from rlinf_async.rewards import UnknownVerifier, load_verifier
 from rlinf_async.runtime.jobs.config import refuse_unknown
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.folder import has_weights
-from rlinf_async.runtime.jobs.language.model import check_weights
+from rlinf_async.runtime.jobs.language.model import check_finite, check_weights
 from rlinf_async.runtime.jobs.language.sections import ActorConfig, MegatronOptions
 
 COMPARING = frozenset({"grpo", "rloo", "reinforce++_baseline"})
@@ -477,6 +478,12 @@ def check_verifiers(config: LanguageConfig) -> None:
         ConfigError: there is no such verifier, or it cannot be imported.
         MissingExtra: a library that it needs is not installed.
     """
+    missing = [name for name in config.reward.environment if name not in os.environ]
+    if missing and config.cluster.backend != "ray":
+        raise ConfigError(
+            f"there is no environment variable {missing[0]}: set it, or leave it out",
+            path=("reward", "environment"),
+        )
     if config.data.verifier:
         _check_verifier(config.data.verifier, ("data", "verifier"))
     for name in config.reward.preload:
@@ -549,6 +556,7 @@ def check_critic(config: LanguageConfig, model: Path) -> None:
             path=where,
         )
     check_weights(folder, where)
+    check_finite(folder, where)
 
 
 def _described(model: Path) -> dict[str, Any]:

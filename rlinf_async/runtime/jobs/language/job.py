@@ -30,7 +30,9 @@ from rlinf_async.runtime.jobs.language.config import MAY_DIFFER, LanguageConfig
 from rlinf_async.runtime.jobs.language.folder import has_weights
 from rlinf_async.runtime.jobs.language.model import (
     Examples,
+    check_finite,
     check_forward,
+    check_tokens,
     check_weights,
     checkpoint_folder,
     examples,
@@ -151,13 +153,17 @@ def _inputs(config: LanguageConfig, into: Path) -> _Inputs:
     Raises:
         UsageError: one of them cannot be read, or does not fit the others.
     """
-    model = make_model_folder(config.model, into)
+    model = make_model_folder(config.model, into, config.data.chat_template)
+    if config.actor.backend != "toy":
+        check_tokens(model, ("model", "tokenizer" if config.model.tokenizer else "path"))
     if not config.model.path and config.actor.backend != "toy":
         check_forward(model, ("model", "config"))
     try:
         prompts = open_prompts(config, model)
         if config.model.path and config.actor.backend != "toy":
-            check_weights(Path(config.model.path).expanduser(), ("model", "path"))
+            folder = Path(config.model.path).expanduser()
+            check_weights(folder, ("model", "path"))
+            check_finite(folder, ("model", "path"))
         check_critic(config, model)
         warm = config.warm_start.steps and not has_weights(model)
         return _Inputs(model, prompts, examples(config, model) if warm else [])

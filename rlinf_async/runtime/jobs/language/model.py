@@ -40,7 +40,8 @@ Examples = list[tuple[Tokens, Tokens]]
 """prompts and answers"""
 
 ARITHMETIC = "arithmetic"
-BESIDE = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "merges.txt")
+CHAT_TEMPLATE = "chat_template.jinja"
+BESIDE = ("special_tokens_map.json", "added_tokens.json", CHAT_TEMPLATE, "merges.txt")
 """files that belong to some tokenizers"""
 
 
@@ -116,26 +117,39 @@ def _read_json(file: Path, kind: type[T]) -> T:
         raise ConfigError(f"{file} is damaged: {error}", path=("model", "path")) from error
 
 
-def make_model_folder(model: ModelConfig, into: Path) -> Path:
+def make_model_folder(model: ModelConfig, into: Path, chat_template: str = "") -> Path:
     """The folder that engines read: config, tokenizer, and the weights of a checkpoint.
+
+    Args:
+        model: the settings.
+        into: folder to make, unless a checkpoint's own will do.
+        chat_template: path of a template that takes the place of the tokenizer's, so that whoever
+            loads what is trained has it.
 
     Raises:
         ConfigError: the architecture is unknown, its settings are wrong, or a folder is incomplete.
         MissingExtra: transformers is not installed.
     """
     source = checkpoint_folder(model)
-    if source is not None and not model.tokenizer:
+    if source is not None and not model.tokenizer and not chat_template:
         return source
     into.mkdir(parents=True, exist_ok=True)
     if model.tokenizer == ARITHMETIC:
         save_arithmetic_tokenizer(into)
     else:
-        folder = Path(model.tokenizer).expanduser()
+        folder = Path(model.tokenizer or model.path).expanduser()
         if not copy_tokenizer(folder, into):
             raise ConfigError(
                 f"{folder} holds no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there",
                 path=("model", "tokenizer"),
             )
+    if chat_template:  # transformers prefers this file to the template in tokenizer_config.json
+        try:
+            shutil.copyfile(Path(chat_template).expanduser(), into / CHAT_TEMPLATE)
+        except OSError as error:
+            raise ConfigError(
+                f"{chat_template!r} cannot be read: {error}", path=("data", "chat_template")
+            ) from error
     if source is not None:
         for path in source.iterdir():
             if path.is_file() and not (into / path.name).exists():
@@ -242,6 +256,64 @@ def check_weights(folder: Path, where: tuple[str, ...]) -> None:
         "config.json: copy the config.json that belongs to the weights",
         path=where,
     )
+
+
+def check_finite(folder: Path, where: tuple[str, ...]) -> None:
+    """Refuse weights that are NaN or infinite. Reads all of them.
+
+    Args:
+        folder: of the checkpoint.
+        where: the setting that names it.
+
+    Raises:
+        ConfigError: with the first tensor that has one.
+    """
+    import torch
+
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(str(file), framework="pt") as opened:
+            names: list[str] = sorted(opened.keys())
+            for name in names:
+                tensor = opened.get_tensor(name)
+                if not tensor.is_floating_point() or torch.isfinite(tensor.float()).all():
+                    continue
+                raise ConfigError(
+                    f"{file}: {name} holds numbers that are NaN or infinite: copy the weights "
+                    "again, or take an earlier checkpoint",
+                    path=where,
+                )
+
+
+def check_tokens(folder: Path, where: tuple[str, ...]) -> None:
+    """Refuse a tokenizer with more tokens than the model, and one that ends no answer.
+
+    Args:
+        folder: of the model.
+        where: the setting that names its tokenizer.
+
+    Raises:
+        ConfigError: with both sizes; or that no end-of-sequence token is known.
+    """
+    from rlinf_async.backends.transformers.folder import ModelFolderError, open_folder
+
+    try:
+        found = open_folder(str(folder))
+    except (ModelFolderError, OSError, ValueError) as error:
+        raise ConfigError(str(error), path=where) from error
+    size, largest = found.config.vocab_size, max(found.tokenizer.get_vocab().values(), default=-1)
+    if largest >= size:
+        raise ConfigError(
+            f"the tokenizer has tokens up to {largest}, but the model has embeddings for {size} "
+            "(vocab_size): take the tokenizer that belongs to the model",
+            path=where,
+        )
+    if not found.stop_token_ids:
+        raise ConfigError(
+            "there is no end-of-sequence token, neither in the tokenizer nor in config.json or "
+            "generation_config.json: the model would never end an answer. Set eos_token in "
+            "tokenizer_config.json, or eos_token_id in config.json",
+            path=where,
+        )
 
 
 def _differing(file: Path, wanted: dict[str, Shape]) -> list[_Found]:
