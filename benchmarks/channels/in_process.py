@@ -1,6 +1,6 @@
 """One queue's put and get, in one process: prints items per second as one line of JSON.
 
-    python put_get.py ours | asyncio | anyio
+    python in_process.py ours | asyncio | anyio
 
 Every queue goes through the same driver on the same kind of event loop (uvloop where it is
 installed). Three shapes:

@@ -6,7 +6,7 @@
     pixel   examples/pixel_reach.toml: a CNN on images of 32 x 32 pixels, PPO, 102,400 steps
 
 The published return of Stable-Baselines3's SAC on Pendulum-v1 is -156.995, with a deviation of
-88.714 over 750 episodes, after 20,000 steps with layers of 256: ``benchmark.md`` of RL Baselines3
+88.714 over 750 episodes, after 20,000 steps with layers of 256: the benchmark page of RL Baselines3
 Zoo (one run). A mean over fewer episodes is in its range where it is at most two standard errors
 below.
 """

@@ -115,6 +115,6 @@ def test_a_method_works_or_says_what_is_missing(name: str, state: int, tmp_path:
 
 @pytest.mark.parametrize("kind", [FSDPActor, MegatronActor, EmbodiedFSDPActor, InferenceWorker])
 def test_a_worker_without_a_trainer_says_so(kind: type) -> None:
-    worker: Any = kind.__new__(kind)
+    worker: Any = object.__new__(kind)
     with pytest.raises(NotSetUp, match=rf"{kind.__name__} has no trainer yet: call setup\(\)"):
         _ = worker._trainer

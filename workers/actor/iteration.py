@@ -175,6 +175,15 @@ class Iteration:
         batches = self._batches(groups, key=self._data.rank) if self._data.is_io else None
         return await self._epoch(batches, nullcontext, 0)
 
+    async def compute_next(self, batches: Batches) -> Mapping[str, float]:
+        """Give the next global batch of an iterator to ``step``; count no version.
+
+        A rank that does not read its samples leaves the iterator alone.
+        """
+        mine = batches if self._data.is_io else None
+        loop = asyncio.get_running_loop()
+        return await self._stepped(mine, nullcontext, emptied=None, first=None, loop=loop)
+
     async def skip(self, collected: Sequence[SampleGroup]) -> LanguageTrainReport:
         """Count the version up, without training."""
         for group in collected:

@@ -392,9 +392,9 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
         else:
             self.rescalable().skip_iteration()
 
-    def compute_advantages_and_returns(self, batch: SampleGroup) -> SampleGroup:
+    async def compute_advantages_and_returns(self, batch: SampleGroup) -> SampleGroup:
         """Return the same samples with advantages and returns; existing ones are kept."""
-        return with_advantages(self._trainer, batch)
+        return await self.compute(with_advantages, self._trainer, batch)
 
     # -- inference ----------------------------------------------------------------------------
 

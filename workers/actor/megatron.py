@@ -15,18 +15,43 @@ them reads the samples and hands them on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import msgspec
 
 from rlinf_async.backends.language import MicroBatch, StagedTrainer
 from rlinf_async.channels import Receiver
-from rlinf_async.channels.batching import BatchSizes
+from rlinf_async.channels.batching import BatchResizingIterator, BatchSizes
 from rlinf_async.channels.batching.balance import balance, fewest_micro_batches
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import SampleGroup, TrainingSample
 from rlinf_async.workers.actor.iteration import Iteration, Step
 from rlinf_async.workers.actor.language import LanguageActor
+
+if TYPE_CHECKING:
+    Batch: TypeAlias = SampleGroup | BatchResizingIterator[SampleGroup]
+    Arriving: TypeAlias = Receiver[SampleGroup] | BatchResizingIterator[SampleGroup]
+else:  # what a call from outside can carry: an iterator stays in its process
+    Batch, Arriving = SampleGroup, Receiver[SampleGroup]
+
+_forward_steps: dict[str, Callable[..., Any]] = {}
+"""what `ForwardStepFunc` calls, by the name of the worker in this process"""
+
+
+class ForwardStepFunc(msgspec.Struct, frozen=True):
+    """A worker's function for one micro-batch. It can be sent anywhere, and called in the worker's
+    process, where its weights are."""
+
+    worker: str
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Compute a micro-batch; raises `RuntimeError` in another process than the worker's."""
+        if self.worker not in _forward_steps:
+            raise RuntimeError(
+                f"the forward step of {self.worker} computes in its process alone: call "
+                "run_forward_backward, or this in a method of a class of your own"
+            )
+        return _forward_steps[self.worker](*args, **options)
 
 
 class ForwardBackward(msgspec.Struct, kw_only=True):
@@ -47,10 +72,11 @@ class MegatronActor(LanguageActor):
     def _staged(self) -> StagedTrainer:
         return cast(StagedTrainer, self._trainer)
 
-    def get_forward_step_func(self) -> Callable[..., Any]:
+    async def get_forward_step_func(self) -> ForwardStepFunc:
         """Return what Megatron's schedule calls with the work that is to come and this stage: it
         computes one micro-batch, on the last stage also log-probs and loss."""
-        return self._staged.get_forward_step_func()
+        _forward_steps[self.name] = self._staged.get_forward_step_func()
+        return ForwardStepFunc(worker=self.name)
 
     async def run_forward_backward(
         self, batch: SampleGroup, forward_only: bool = True
@@ -76,12 +102,17 @@ class MegatronActor(LanguageActor):
         return ForwardBackward(metrics=dict(metrics))
 
     async def run_forward_backward_iterator(
-        self, batch_iterator: Receiver[SampleGroup], forward_only: bool = False
+        self, batch_iterator: Arriving, forward_only: bool = False
     ) -> dict[str, float]:
         """Compute the gradients of one global batch while it arrives. On all ranks.
 
-        The schedule pulls micro-batches from the channel, through the blocking view of a
-        batch-resizing iterator: it begins with the first one that is complete. Returns the metrics.
+        Args:
+            batch_iterator: a channel's end; or, within the worker, a batch-resizing iterator, whose
+                handlers then compute the advantages, and normalise.
+            forward_only: has to be False.
+
+        The schedule pulls micro-batches through the blocking view of a batch-resizing iterator: it
+        begins with the first one that is complete. Returns the metrics.
 
         Raises `ValueError` for ``forward_only``: log-probs of samples that arrive are what
         `run_inference` streams.
@@ -94,13 +125,15 @@ class MegatronActor(LanguageActor):
         return await self._arriving(batch_iterator, self._staged.forward_backward)
 
     async def training_step(
-        self, batch: SampleGroup | None = None, batch_iterator: Receiver[SampleGroup] | None = None
+        self, batch: Batch | None = None, batch_iterator: Arriving | None = None
     ) -> dict[str, float]:
         """Make one optimizer step of a batch, or of the global batch that arrives. On all ranks.
 
         Args:
-            batch: this data rank's samples, with advantages.
-            batch_iterator: where they arrive; advantages are then computed, and normalised.
+            batch: this data rank's samples, with advantages; or, as RLinf has it, an iterator.
+            batch_iterator: where they arrive. Of what comes from a channel's end advantages are
+                computed, and normalised. Within the worker it may be a batch-resizing iterator, of
+                which one global batch is taken: its handlers compute the advantages, and normalise.
 
         Returns the metrics: ``loss``, ``grad_norm``, ``lr``, ``update_success`` (0 where the norm
         was not finite, or no token counted) and those of the loss. Raises `ValueError` unless
@@ -108,6 +141,8 @@ class MegatronActor(LanguageActor):
         """
         if (batch is None) == (batch_iterator is None):
             raise ValueError("give either a batch or a batch_iterator")
+        if isinstance(batch, BatchResizingIterator):
+            batch, batch_iterator = None, batch
         if batch_iterator is not None:
             return _told(await self._arriving(batch_iterator, self._trainer.training_step))
         assert batch is not None
@@ -115,11 +150,21 @@ class MegatronActor(LanguageActor):
         step = self._trainer.training_step
         return _told(await self.compute(self._given, batch.samples, step))
 
-    def get_inference_weight_dst_ranks(self, inference_tp: int, inference_pp: int) -> list[int]:
-        """Return the inference ranks that get weights: the first whole model's."""
+    async def get_inference_weight_dst_ranks(
+        self, inference_tp: int, inference_pp: int
+    ) -> list[int]:
+        """Return the inference ranks that get weights: the first whole model's.
+
+        Raises `ValueError` for sizes below 1.
+        """
+        if inference_tp < 1 or inference_pp < 1:
+            raise ValueError(
+                f"inference_tp is {inference_tp} and inference_pp {inference_pp}; both must be at "
+                "least 1"
+            )
         return list(range(inference_tp * inference_pp))
 
-    async def _arriving(self, groups: Receiver[SampleGroup], step: Step) -> dict[str, float]:
+    async def _arriving(self, groups: Arriving, step: Step) -> dict[str, float]:
         await self.onload()
         sizes = self._sizes
         one = msgspec.structs.replace(
@@ -128,6 +173,8 @@ class MegatronActor(LanguageActor):
         iteration = Iteration(
             self, self._trainer, one, epochs=1, max_staleness=self._max_staleness, step=step
         )
+        if isinstance(groups, BatchResizingIterator):
+            return dict(await iteration.compute_next(groups))
         (metrics,) = await iteration.compute_arriving(groups)
         return dict(metrics)
 

@@ -13,6 +13,7 @@ from rlinf_async.runtime.ray.training.actor import TrainRayActor
 from rlinf_async.runtime.ray.training.args import TrainArgs
 from rlinf_async.runtime.ray.training.critics import PairSteps
 from rlinf_async.runtime.ray.training.memory import saver_environment
+from rlinf_async.runtime.ray.training.placement import placed
 from rlinf_async.runtime.ray.training.ranks import Peer
 from rlinf_async.runtime.ray.training.room import (
     Asked,
@@ -66,15 +67,17 @@ class RayTrainGroup:
         args: `TrainArgs`, or a namespace with some of its names.
         num_nodes: number of hosts.
         num_gpus_per_node: ranks on each.
-        pg: placement group, its bundle indices by host and device, and the number of the
+        pg: placement group, its bundle indices by host and device, and perhaps the number of the
             accelerator in each: `create_placement_group`. It may have more bundles than ranks.
+            None: the group reserves one of its own, which `shutdown` removes.
         num_gpus_per_actor: share of its bundle's device that a rank takes (below 1: others may
             use the device too).
         role: ``"actor"`` or ``"critic"``.
 
     Raises:
         ValueError: ``args`` make no sense, or there are too few bundles.
-        BuildError: others hold the bundles: what was asked, and who holds what.
+        BuildError: others hold the bundles, or what a group of its own needs: what was asked, and
+            who holds what.
     """
 
     def __init__(
@@ -82,39 +85,36 @@ class RayTrainGroup:
         args: Any,
         num_nodes: int,
         num_gpus_per_node: int,
-        pg: tuple[Any, Sequence[int], Sequence[Any]],
+        pg: tuple[Any, Sequence[int], Sequence[Any]] | tuple[Any, Sequence[int]] | None = None,
         num_gpus_per_actor: float = 1,
         role: str = "actor",
     ) -> None:
         self.args, self.role = args, role
         self.world_size = num_nodes * num_gpus_per_node
+        if self.world_size < 1:
+            raise ValueError(
+                f"{num_nodes} nodes x {num_gpus_per_node} ranks are {self.world_size} ranks; a "
+                "group has one at least"
+            )
         typed = TrainArgs.of(args).for_role(role)
         # What is wrong with numbers is said before anything is started.
         trainer_config(typed, critic=role == "critic", reference=False, device="cpu")
         batches(typed).of_rank(typed.data_ranks(self.world_size))
         if typed.train_backend == "megatron":
             check_megatron(typed)
-        group, bundles, _ = pg
-        if not 0 < self.world_size <= len(bundles):
-            raise ValueError(
-                f"{num_nodes} nodes x {num_gpus_per_node} ranks need {self.world_size} bundles, "
-                f"but the placement group has {len(bundles)}"
-            )
         if not 0.0 < num_gpus_per_actor <= 1.0:
             raise ValueError(
                 f"num_gpus_per_actor is {num_gpus_per_actor}; a rank has one device or a share"
             )
-        there = len(group.bundle_specs)
-        for rank, bundle in enumerate(bundles[: self.world_size]):
-            if not 0 <= bundle < there:  # -1 is any of them for Ray: it has no device of its own
-                raise ValueError(
-                    f"bundle {bundle} of rank {rank} is none of the placement group, which has 0 "
-                    f"to {there - 1}"
-                )
         self._pair_steps: PairSteps | None = None
         self.actors: list[Any] = []
         """handles, by rank"""
-        self._start(typed, group, bundles, num_gpus_per_actor)
+        self._placed = placed(pg, self.world_size)
+        try:
+            self._start(typed, self._placed.group, self._placed.bundles, num_gpus_per_actor)
+        except BaseException:
+            self.shutdown()
+            raise
 
     def _start(self, args: TrainArgs, group: Any, bundles: Sequence[int], num_gpus: float) -> None:
         """Start the actors: rank 0 first, at whose address the others meet."""
@@ -133,28 +133,24 @@ class RayTrainGroup:
         in_bundle = of_ray("util.scheduling_strategies").PlacementGroupSchedulingStrategy
         master: tuple[Any, Any] = (None, None)
         names = [actor_name(one.rank, group, one.bundle) for one in asked]
-        try:
-            for rank, one in enumerate(asked):
-                actor = cls.options(
-                    name=names[rank],
-                    num_cpus=one.resources["CPU"],
-                    num_gpus=one.resources.get("GPU", 0),
-                    scheduling_strategy=in_bundle(
-                        placement_group=group, placement_group_bundle_index=one.bundle
-                    ),
-                    runtime_env={"env_vars": environment(args, self.role, gpu=gpu[rank])},
-                ).remote(self.world_size, rank, *master)
-                self.actors.append(actor)
-                if rank == 0:
-                    answer = actor.get_master_addr_and_port.remote()
-                    wait_for_ranks([answer], asked[:1], group)
-                    master = of_ray().get(answer)
-            standing = self._call("get_master_addr_and_port")
-            wait_for_ranks(standing, asked, group)
-            self._introduce(asked, names)
-        except BaseException:
-            self.shutdown()
-            raise
+        for rank, one in enumerate(asked):
+            actor = cls.options(
+                name=names[rank],
+                num_cpus=one.resources["CPU"],
+                num_gpus=one.resources.get("GPU", 0),
+                scheduling_strategy=in_bundle(
+                    placement_group=group, placement_group_bundle_index=one.bundle
+                ),
+                runtime_env={"env_vars": environment(args, self.role, gpu=gpu[rank])},
+            ).remote(self.world_size, rank, *master)
+            self.actors.append(actor)
+            if rank == 0:
+                answer = actor.get_master_addr_and_port.remote()
+                wait_for_ranks([answer], asked[:1], group)
+                master = of_ray().get(answer)
+        standing = self._call("get_master_addr_and_port")
+        wait_for_ranks(standing, asked, group)
+        self._introduce(asked, names)
 
     def _introduce(self, asked: Sequence[Asked], names: Sequence[str]) -> None:
         """Tell the ranks of one another."""
@@ -233,10 +229,13 @@ class RayTrainGroup:
         self._wait("set_rollout_manager", manager)
 
     def shutdown(self) -> None:
-        """End the actors; the placement group stays."""
+        """End the actors; a placement group that was given stays, one of its own goes."""
         for actor in self.actors:
             of_ray().kill(actor)
         self.actors.clear()
+        if self._placed.own:
+            of_ray("util.placement_group").remove_placement_group(self._placed.group)
+            self._placed = self._placed._replace(own=False)
 
     def _call(self, method: str, *given: Any) -> Refs:
         if not self.actors:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from numbers import Integral
 from typing import Any, NamedTuple
 
 from rlinf_async.runtime.ray.bundles import there
@@ -23,6 +25,55 @@ class OrderedPlacementGroup(NamedTuple):
     """the k-th rank is in bundle ``bundle_indices[k]``"""
     gpu_ids: list[str]
     """number of the accelerator of the k-th rank on its host; empty for one without"""
+
+
+class Placed(NamedTuple):
+    """Where the ranks of a training group go."""
+
+    group: Any
+    bundles: list[int]
+    """of each rank; there may be more"""
+    own: bool
+    """whether the training group made it, and removes it"""
+
+
+def placed(pg: Any, ranks: int) -> Placed:
+    """Return where so many ranks go.
+
+    Args:
+        pg: a placement group, its bundle indices by rank, and perhaps more, such as the number of
+            the accelerator in each; None: one of their own is reserved.
+
+    Raises:
+        ValueError: ``pg`` is none of these, or its bundles are too few.
+        BuildError: bundles were not free in time.
+    """
+    if pg is None:
+        made = create_placement_group(ranks)
+        return Placed(made.group, made.bundle_indices, own=True)
+    given: tuple[Any, ...] = tuple(pg) if isinstance(pg, Sequence) else (pg,)
+    if (
+        len(given) not in (2, 3)
+        or not hasattr(given[0], "bundle_specs")
+        or not hasattr(given[1], "__iter__")
+    ):
+        kinds = ", ".join(type(one).__name__ for one in given)
+        raise ValueError(
+            f"pg is ({kinds}); it has to be (placement group of Ray, bundle indices), with or "
+            "without the numbers of the accelerators, as create_placement_group() makes it, or None"
+        )
+    group, bundles = given[0], list(given[1])
+    there = len(group.bundle_specs)
+    for rank, bundle in enumerate(bundles[:ranks]):
+        # -1 is any of them for Ray: it has no device of its own.
+        if not isinstance(bundle, Integral) or not 0 <= int(bundle) < there:
+            raise ValueError(
+                f"bundle {bundle} of rank {rank} is none of the placement group, which has 0 to "
+                f"{there - 1}"
+            )
+    if ranks > len(bundles):
+        raise ValueError(f"{ranks} ranks need {ranks} bundles, but pg names {len(bundles)}")
+    return Placed(group, [int(one) for one in bundles], own=False)
 
 
 def create_placement_group(

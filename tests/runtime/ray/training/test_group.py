@@ -173,7 +173,7 @@ def test_what_cannot_be_had_is_refused(ray: Any) -> None:
     with pytest.raises(BuildError, match=r"64 bundles of 1 CPU was not free within 1 s: of 1 host"):
         create_placement_group(64, wait=1.0)
     pg = create_placement_group(1)
-    with pytest.raises(ValueError, match=r"2 nodes x 1 ranks need 2 bundles, but the .* has 1"):
+    with pytest.raises(ValueError, match="2 ranks need 2 bundles, but pg names 1"):
         RayTrainGroup(args(), 2, 1, pg)
     with pytest.raises(ValueError, match="total_batch_size=16 does not divide over 3 ranks"):
         RayTrainGroup(args(), 1, 3, (pg.group, [0, 0, 0], [""] * 3))

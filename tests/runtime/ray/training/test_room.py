@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,22 +52,80 @@ def test_a_bundle_that_is_too_small_is_refused(ray: Any) -> None:
     ray.util.remove_placement_group(group)
 
 
+def reserved(ray: Any) -> set[str]:
+    """The placement groups that there are."""
+    table = ray.util.placement_group_table()
+    return {name for name, one in table.items() if one["state"] != "REMOVED"}
+
+
+def test_a_pair_as_older_scripts_have_it_will_do(ray: Any) -> None:
+    pg = create_placement_group(2)
+    group = RayTrainGroup(args(debug_rollout_only=True), 1, 2, (pg.group, pg.bundle_indices))
+    assert ray.get(group.async_init()) == [0, 0]
+    before = reserved(ray)
+    group.shutdown()
+    assert reserved(ray) == before  # it was given
+    ray.util.remove_placement_group(pg.group)
+
+
+def test_a_group_makes_its_own_bundles_and_removes_them(
+    ray: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = reserved(ray)
+    group = RayTrainGroup(args(debug_rollout_only=True), 1, 2, None)
+    assert ray.get(group.async_init()) == [0, 0]
+    assert len(reserved(ray)) == len(before) + 1
+    group.shutdown()
+    group.shutdown()
+    assert reserved(ray) == before
+
+    def fails(*given: Any) -> None:
+        raise RuntimeError("as the test wants it")
+
+    monkeypatch.setattr(RayTrainGroup, "_introduce", fails)
+    with pytest.raises(RuntimeError, match="as the test wants it"):
+        RayTrainGroup(args(), 1, 1)
+    assert reserved(ray) == before
+
+
+GROUP = SimpleNamespace(bundle_specs=[{"CPU": 1.0}] * 2)
+
+
+@pytest.mark.parametrize(
+    ("pg", "text"),
+    [
+        (
+            GROUP,
+            r"pg is \(SimpleNamespace\); it has to be \(placement group of Ray",
+        ),
+        ((GROUP,), r"pg is \(SimpleNamespace\); it has to be"),
+        ((GROUP, [0], ["0"], 1), r"pg is \(SimpleNamespace, list, list, int\); it has to be"),
+        ((GROUP, 0), r"pg is \(SimpleNamespace, int\); it has to be"),
+        (([0, 1], GROUP), r"pg is \(list, SimpleNamespace\); it has to be"),
+        (7, r"pg is \(int\); it has to be"),
+        ("pg", r"pg is \(str, str\); it has to be"),
+        ((GROUP, [0]), "2 ranks need 2 bundles, but pg names 1"),
+        ((GROUP, [0, 2]), "bundle 2 of rank 1 is none of the placement group, which has 0 to 1"),
+        ((GROUP, ["0", "1"]), "bundle 0 of rank 0 is none of"),
+    ],
+)
+def test_what_is_no_placement_group_with_bundles_is_named(pg: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        RayTrainGroup(args(), 1, 2, pg)
+
+
 @pytest.mark.parametrize(("bundles", "during"), [(64, "log.warning"), (2, "_ordered")])
 def test_an_interrupted_reservation_leaves_no_placement_group(
     ray: Any, monkeypatch: pytest.MonkeyPatch, bundles: int, during: str
 ) -> None:
     """While it waits for bundles that there are not, and while it looks them up."""
 
-    def left() -> set[str]:
-        table = ray.util.placement_group_table()
-        return {name for name, one in table.items() if one["state"] != "REMOVED"}
-
     def interrupted(*given: Any) -> None:
-        assert len(left()) == len(before) + 1
+        assert len(reserved(ray)) == len(before) + 1
         raise KeyboardInterrupt
 
-    before = left()
+    before = reserved(ray)
     monkeypatch.setattr(f"{placement.__name__}.{during}", interrupted)
     with pytest.raises(KeyboardInterrupt):
         create_placement_group(bundles)
-    assert left() == before
+    assert reserved(ray) == before

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 import rlinf_async as ra
 from rlinf_async.algorithms.language.config import LanguageAdvantageConfig
 from rlinf_async.channels import Receiver, Sender
+from rlinf_async.channels.batching import BatchResizingIterator
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Sample, SampleGroup
 from rlinf_async.workers.actor import FSDPActor, LanguageBatches, MegatronActor
+from rlinf_async.workers.actor.groups import GroupOps
+from rlinf_async.workers.actor.micro_batches import channel_of
 from rlinf_async.workers.errors import WorkerError
 from tests.backends.language.kit import QWEN3
 from tests.workers.actor.language.kit import KEEPING, OPTIMIZER, Channels, as_sample, groups
@@ -53,12 +58,21 @@ class Noting(MegatronActor):
         trainer.manager.zero_grad()
         return found
 
-    async def names(self) -> list[str]:
-        """What the schedule calls, and where weights go."""
-        return [
-            self.get_forward_step_func().__name__,
-            str(self.get_inference_weight_dst_ranks(2, 2)),
-        ]
+    async def step_of_iterator(self, batch: SampleGroup) -> dict[str, float]:
+        """Give `training_step` an iterator of this worker, over a batch that is there."""
+        batches = BatchResizingIterator(
+            channel_of([batch], "batches").receiver,
+            GroupOps(),
+            total_batch_size=2 * len(batch.samples),  # another global batch would come
+            num_global_batches=2,
+            micro_batch_size=4,
+        )
+        found = await self.training_step(batches)
+        assert batches.finished_global_batch
+        return found
+
+    async def forward_step_works_here(self) -> bool:
+        return callable((await self.get_forward_step_func()).__call__)
 
 
 class Sleeping(MegatronActor):
@@ -164,6 +178,31 @@ async def gradients_of_both_modes(channels: Channels, actors: ra.WorkerGroup[Not
         assert any(one.any() for one in mine.values())
 
 
+async def names_that_groups_are_called_by(actors: ra.WorkerGroup[Noting]) -> None:
+    """RLinf's methods, called on a group of workers in processes."""
+    batch = ready(groups(3))
+    for function in await actors.call(Noting.get_forward_step_func):
+        elsewhere = rf"{re.escape(function.worker)} computes in its process"
+        with pytest.raises(RuntimeError, match=elsewhere):
+            function()
+    assert await actors.call(Noting.forward_step_works_here) == [True, True]
+    ranks = await actors.call(Noting.get_inference_weight_dst_ranks, 2, 2)
+    assert ranks == [[0, 1, 2, 3], [0, 1, 2, 3]]
+    with pytest.raises(WorkerError, match="inference_tp is 0 and inference_pp 1; both must be"):
+        await actors.call(Noting.get_inference_weight_dst_ranks, 0, 1)
+    bare = msgspec.structs.replace(batch, samples=groups(3)[0].samples)
+    for filled in await actors.call(Noting.compute_advantages_and_returns, bare):
+        assert all(one.advantage is not None for one in filled.samples)
+    before = await actors.call(Noting.run_forward_backward, batch, False)
+    steps = await actors.call(Noting.step_of_iterator, batch)
+    for given, step in zip(before, steps, strict=True):
+        assert step["loss"] == pytest.approx(given.metrics["loss"], abs=1e-6)
+        assert step["update_success"] == 1.0
+    iterator: Any = object()
+    with pytest.raises(ra.BuildError, match="parameter 'batch'"):
+        actors.call(Noting.training_step, iterator)
+
+
 @pytest.mark.parametrize("loop_kind", ["uvloop"])
 async def test_pipeline_stages_train_while_samples_arrive_and_answer_as_fsdp_does(
     loop_kind: str,
@@ -208,8 +247,7 @@ async def test_pipeline_stages_train_while_samples_arrive_and_answer_as_fsdp_doe
         assert step[0] == step[1]
         assert step[0]["grad_norm"] > 0.0
         assert step[0]["update_success"] == 1.0
-        expected_names = ["step", "[0, 1, 2, 3]"]
-        assert await actors.call(Noting.names) == [expected_names, expected_names]
+        await names_that_groups_are_called_by(actors)
         iterator = Noting.run_forward_backward_iterator
         with pytest.raises(WorkerError, match=r"trains on what arrives; for log-probs alone"):
             await actors.call(iterator, channels.groups.receiver, True)
