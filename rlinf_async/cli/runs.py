@@ -59,6 +59,7 @@ def stop(folder: str | None) -> int:
     Waits until it has ended. Without DIR: the run under runs/ that was started last.
     """
     with _as_usage():
+        from rlinf_async.observe.run_folder import MARKER
         from rlinf_async.observe.run_lock import Driver
         from rlinf_async.observe.status import look_at_run
 
@@ -77,6 +78,9 @@ def stop(folder: str | None) -> int:
             err=True,
         )
         return FAILED
+    if not (path / MARKER).exists():
+        click.echo(f"{path}: stopped before it had begun, nothing is left of it")
+        return OK
     with _as_usage():
         click.echo(_told(look_at_run(path)))
     return OK

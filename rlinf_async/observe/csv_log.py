@@ -7,8 +7,10 @@ the last line; a torn line is dropped when the file is opened again.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,6 +19,8 @@ from rlinf_async.observe.errors import MetricsError, RunFolderError
 from rlinf_async.observe.files import append_all, atomic_write, explaining
 
 STEP = "step"
+
+log = logging.getLogger(__name__)
 
 
 class CsvLog:
@@ -28,47 +32,88 @@ class CsvLog:
         header, rows = _read(path)
         kept = [row for row in rows if keep_to is not None and _is_kept(row, header, keep_to)]
         self.dropped_rows = len(rows) - len(kept)
-        self._columns = header if kept else [STEP]
-        self._replace(kept)
+        self._columns: list[str] = []
+        self._unwritten: list[dict[str, float]] = []
+        self._replace(header if kept else [STEP], kept)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one row.
+        """Append one row. Where the disk is full, or the like, rows wait for the next one, which is
+        logged once.
 
         Raises:
             MetricsError: a metric is named ``step``, or its name holds a line break.
-            RunFolderError: the row could not be written.
+            RunFolderError: the file was closed, or is not in its place any more.
         """
-        new = [name for name in metrics if name not in self._columns]
-        for name in (STEP, *new):
+        for name in (STEP, *metrics):
             _check_name(name, metrics)
+        if self._descriptor is None:
+            raise RunFolderError(f"{self._path} was closed and then written to")
+        self._unwritten.append({STEP: step, **metrics})
+        self.check_in_place()
+        try:
+            self._write_all()
+        except RunFolderError as error:
+            if len(self._unwritten) == 1:
+                log.warning("%s. The run goes on, and rows wait until they can be written", error)
+
+    def _write_all(self) -> None:
+        new = [name for row in self._unwritten for name in row if name not in self._columns]
         if new:
-            self._widen(new)
-        row = {STEP: step, **metrics}
-        line = _line(_text(row.get(name)) for name in self._columns)
+            self._widen(list(dict.fromkeys(new)))
+        lines = [_line(_text(row.get(name)) for name in self._columns) for row in self._unwritten]
+        assert self._descriptor is not None
         with explaining("write", self._path):
-            if self._descriptor is None:
-                raise RunFolderError(f"{self._path} was closed and then written to")
-            append_all(self._descriptor, line.encode())
+            end = os.fstat(self._descriptor).st_size
+            try:
+                append_all(self._descriptor, "".join(lines).encode())
+            except OSError:
+                os.ftruncate(self._descriptor, end)
+                raise
+        self._unwritten.clear()
+
+    def check_in_place(self) -> None:
+        """Raise `RunFolderError` where the file is not at its path any more: what is written to it
+        reaches nobody."""
+        if self._descriptor is None:
+            return
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.fstat(self._descriptor), self._path.stat()):
+                return
+        raise RunFolderError(
+            f"{self._path} was removed, moved or replaced while the run went on: what it writes "
+            "reaches nobody. Leave the folder of a run in its place until it has ended "
+            f"(rlinf-async stop {self._path.parent})"
+        )
 
     def close(self) -> None:
-        if self._descriptor is not None:
+        """Write the rows that wait, and close the file.
+
+        Raises:
+            RunFolderError: they still cannot be written, or it is not in its place any more.
+        """
+        if self._descriptor is None:
+            return
+        try:
+            self.check_in_place()
+            self._write_all()
+        finally:
             os.close(self._descriptor)
             self._descriptor = None
 
     def _widen(self, new: list[str]) -> None:
         header, rows = _read(self._path)
-        self._columns = [*self._columns, *new]
-        self._replace([row for row in rows if len(row) == len(header)])
+        self._replace([*header, *new], [row for row in rows if len(row) == len(header)])
 
-    def _replace(self, rows: list[list[str]]) -> None:
+    def _replace(self, columns: list[str], rows: list[list[str]]) -> None:
         """Write the whole file anew, and append to that one from here on."""
-        self.close()
-        width = len(self._columns)
-        lines = [_line(self._columns)]
-        lines += [_line([*row, *[""] * (width - len(row))]) for row in rows]
+        lines = [_line(columns)]
+        lines += [_line([*row, *[""] * (len(columns) - len(row))]) for row in rows]
         atomic_write(self._path, "".join(lines))
         with explaining("open", self._path):
-            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+            opened = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        self._descriptor, self._columns = opened, columns
 
 
 def read_columns(path: Path) -> dict[str, list[float]]:

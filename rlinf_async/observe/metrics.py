@@ -8,15 +8,19 @@ Invariant: however often a run is killed and resumed, each step stands in the CS
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Protocol, Self, SupportsFloat
 
 from rlinf_async.observe.csv_log import CsvLog
-from rlinf_async.observe.errors import MetricsError, ObserveError
+from rlinf_async.observe.errors import MetricsError, ObserveError, RunFolderError
+
+log = logging.getLogger(__name__)
 
 SINK_GROUP: Final = "rlinf_async.metrics"
 
@@ -69,6 +73,8 @@ class MetricsWriter:
         factories = {name: find_sink(name) for name in sinks}
         self._csv = CsvLog(path / "metrics.csv", keep_to=resume_at)
         self._sinks: dict[str, MetricsSink] = {}
+        self._failing: set[str] = set()
+        """names of the sinks that did not take their last row"""
         try:
             for name, factory in factories.items():
                 self._sinks[name] = _open_sink(name, factory, path, resume_at)
@@ -84,33 +90,42 @@ class MetricsWriter:
     def write(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
         """Write one row. A metric seen for the first time becomes a new column at the end.
 
+        A sink that fails, on a full disk or because its server is gone, does not end the run: that
+        is logged once, until it takes a row again, and the CSV has every row.
+
         Raises:
-            MetricsError: a metric is not a number, or a sink broke; it is named.
-            RunFolderError: the disk is full, or the like.
+            MetricsError: a metric is not a number.
+            RunFolderError: the CSV is not in its place any more.
         """
         row = {name: _as_number(name, value) for name, value in metrics.items()}
         self._csv.write(step, row)
         for name, sink in self._sinks.items():
-            try:
+            with self._surviving(name, f"at step {step}"):
                 sink.write(step, row)
-            except ObserveError:
-                raise
-            except Exception as error:
-                raise MetricsError(_broken(name, f"at step {step}", error)) from error
 
     def close(self) -> None:
-        """Close the CSV and every sink, also after one of them failed to close."""
-        self._csv.close()
-        failure: MetricsError | None = None
+        """Close the CSV and every sink.
+
+        Raises:
+            RunFolderError: the CSV is not in its place, or has rows that cannot be written.
+        """
         while self._sinks:
             name, sink = self._sinks.popitem()
-            try:
+            with self._surviving(name, "when it was closed"):
                 sink.close()
-            except Exception as error:
-                failure = MetricsError(_broken(name, "when it was closed", error))
-                failure.__cause__ = error
-        if failure is not None:
-            raise failure
+        self._csv.close()
+
+    @contextmanager
+    def _surviving(self, name: str, when: str) -> Iterator[None]:
+        """Log what a sink raises, if it is not known to fail already."""
+        try:
+            yield
+        except Exception as error:
+            if name not in self._failing:
+                self._failing.add(name)
+                log.warning("%s; the run goes on without it", _broken(name, when, error))
+        else:
+            self._failing.discard(name)
 
     def __enter__(self) -> Self:
         return self
@@ -123,7 +138,7 @@ class MetricsWriter:
     ) -> None:
         try:
             self.close()
-        except MetricsError:
+        except RunFolderError:
             if error is None:
                 raise  # otherwise the error on its way out is the first cause
 
@@ -176,4 +191,5 @@ def _as_number(name: str, value: SupportsFloat) -> float:
 
 
 def _broken(name: str, when: str, error: Exception) -> str:
-    return f"metrics sink {name!r} failed {when}: {type(error).__name__}: {error}"
+    kind = "" if isinstance(error, ObserveError) else f"{type(error).__name__}: "
+    return f"metrics sink {name!r} failed {when}: {kind}{error}"

@@ -26,7 +26,7 @@ import itertools
 import os
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -42,6 +42,7 @@ RUNS = Path("runs")
 MARKER = "run.json"
 STATUS = "status.json"
 _CONFIG = "config.toml"
+_SUMMARY = "summary.json"
 
 
 class _Marker(msgspec.Struct, kw_only=True):
@@ -49,6 +50,22 @@ class _Marker(msgspec.Struct, kw_only=True):
 
     made_by: str = "rlinf_async"
     starts: list[float]
+
+
+class _Worker(msgspec.Struct):
+    name: str
+    restarts: int = 0
+
+
+class _Shown(msgspec.Struct):
+    workers: list[_Worker] = []
+
+
+class _Counted(msgspec.Struct):
+    """The part of ``status.json``, and of ``summary.json``, that counts restarts."""
+
+    shown: _Shown | None = None
+    restarts: dict[str, int] = {}
 
 
 class RunFolder:
@@ -63,8 +80,11 @@ class RunFolder:
         made: bool,
         replaced: Path | None = None,
         notes: Iterable[str] = (),
+        restarts: Mapping[str, int] | None = None,
     ) -> None:
         self.path = path
+        self.restarts_before = dict(restarts or {})
+        """Restarts of workers in earlier starts of this run, by worker."""
         self._made = made
         self._replaced = replaced
         """Where the configuration of the start before is kept, if this one has another."""
@@ -94,13 +114,22 @@ class RunFolder:
         marker = _read_marker(folder, resume=resume)
         lock = take_lock(folder)
         try:
+            restarts = {} if marker is None else _restarts_before(folder)
             _remove_status(folder)
             replaced, notes = _record_start(folder, marker, config_text, resume=resume)
         except BaseException:
             release_lock(lock)
             raise
         resumed = marker is not None
-        return cls(folder, lock, resumed=resumed, made=made, replaced=replaced, notes=notes)
+        return cls(
+            folder,
+            lock,
+            resumed=resumed,
+            made=made,
+            replaced=replaced,
+            notes=notes,
+            restarts=restarts,
+        )
 
     @property
     def config(self) -> Path:
@@ -146,7 +175,7 @@ class RunFolder:
 
     @property
     def summary(self) -> Path:
-        return self.path / "summary.json"
+        return self.path / _SUMMARY
 
     @property
     def status(self) -> Path:
@@ -244,6 +273,18 @@ def _marker_of(folder: Path) -> _Marker | None:
         return msgspec.json.decode((folder / MARKER).read_bytes(), type=_Marker)
     except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
         return None
+
+
+def _restarts_before(folder: Path) -> dict[str, int]:
+    """What earlier starts have counted: in a summary, and in the status of one that was killed."""
+    before: dict[str, int] = {}
+    for name in (_SUMMARY, STATUS):
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            found = msgspec.json.decode((folder / name).read_bytes(), type=_Counted)
+            before |= found.restarts
+            shown = found.shown.workers if found.shown else []
+            before |= {one.name: one.restarts for one in shown if one.restarts}
+    return before
 
 
 def _remove_status(folder: Path) -> None:

@@ -39,7 +39,7 @@ class Summary(msgspec.Struct, kw_only=True, rename={"return_": "return"}):
     """Training alone: without start, evaluation and what is written at the end."""
     staleness: Staleness | None = None
     restarts: dict[str, int] = {}
-    """By worker."""
+    """By worker, over all starts of the run."""
     dropped: dict[str, int] = {}
     """Number of items left out, by kind: stale answers, second trajectories, spans."""
     error: str | None = None

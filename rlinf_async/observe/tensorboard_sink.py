@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +20,7 @@ from tensorboard.summary.writer.record_writer import (  # type: ignore[import-un
     RecordWriter,
 )
 
-from rlinf_async.observe.files import explaining
+from rlinf_async.observe.files import append_all, explaining
 
 
 class TensorBoardSink:
@@ -33,8 +35,7 @@ class TensorBoardSink:
             events.mkdir(parents=True, exist_ok=True)
             earlier = sorted(events.glob("events.out.tfevents.*"))
             self._path = events / _next_name(earlier)
-            self._file = self._path.open("wb")
-        self._records = RecordWriter(self._file)
+            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
         if earlier:
             first = 0 if resume_at is None else resume_at + 1
@@ -47,12 +48,19 @@ class TensorBoardSink:
 
     def close(self) -> None:
         with explaining("write", self._path):
-            self._file.close()
+            os.close(self._descriptor)
 
     def _add(self, event: Event) -> None:
+        """Append a record, or nothing of it: half a record would hide all that come later."""
+        record = io.BytesIO()
+        RecordWriter(record).write(event.SerializeToString())
         with explaining("write", self._path):
-            self._records.write(event.SerializeToString())
-            self._records.flush()
+            end = os.fstat(self._descriptor).st_size
+            try:
+                append_all(self._descriptor, record.getvalue())
+            except OSError:
+                os.ftruncate(self._descriptor, end)
+                raise
 
 
 def _next_name(earlier: list[Path]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,6 +108,23 @@ def test_a_run_that_is_ending_is_waited_for_and_not_signalled_again(
     code, _, err = command_line.run("stop")
     assert (code, driver.returncode, limits) == (0, 0, [610.0])
     assert "runs/a: it is ending already" in err
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_a_run_that_leaves_nothing_because_it_had_not_begun_is_stopped_all_the_same(
+    command_line: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch, made: bool
+) -> None:
+    def wait(of: Driver, seconds: float) -> bool:
+        held.communicate()
+        shutil.rmtree(run)
+        if not made:  # the folder was there before
+            run.mkdir()
+        return True
+
+    monkeypatch.setattr(Driver, "wait", wait)
+    with holding(run) as held:
+        code, out, _ = command_line.run("stop", run)
+    assert (code, out) == (0, f"{run}: stopped before it had begun, nothing is left of it\n")
 
 
 def test_a_run_that_does_not_end_in_its_time_fails_the_command(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from rlinf_async.observe import MetricsError, MetricsWriter, RunFolderError
 from rlinf_async.observe import metrics as metrics_module
 from rlinf_async.observe.csv_log import read_columns
 from tests.observe.test_files import full_disk_after
+from tests.observe.test_tensorboard import shown
 
 WRITE_FOR_EVER = """
 import itertools, sys
@@ -116,18 +118,76 @@ def test_a_writer_killed_in_the_middle_loses_no_row_it_had_written(tmp_path: Pat
         assert steps_of(tmp_path) == list(range(seen + 1))
 
 
-def test_a_full_disk_is_a_clear_error_and_the_torn_row_is_repaired(
+@pytest.mark.parametrize("name", ["return", "a column that is new"])
+@pytest.mark.parametrize("free", [0, 3])
+def test_rows_wait_for_a_full_disk_which_is_said_once_and_no_row_is_torn(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    free: int,
+    name: str,
+) -> None:
+    with MetricsWriter(tmp_path, sinks=["tensorboard"]) as writer:
+        writer.write(0, {"return": 1.0})
+        with monkeypatch.context() as patch:
+            patch.setattr("os.write", full_disk_after(free))
+            for step in (1, 2, 3):
+                writer.write(step, {"return": 1.5, name: 2.5})
+        assert steps_of(tmp_path) == [0]
+        said = [record.message for record in caplog.records]
+        assert "metrics.csv: No space left on device; free some space there" in said[0]
+        assert "metrics sink 'tensorboard' failed at step 1: cannot write " in said[1]
+        assert len(said) == 2
+        writer.write(4, {"return": 3.5})
+        assert steps_of(tmp_path) == [0, 1, 2, 3, 4]
+    columns = read_columns(tmp_path / "metrics.csv")
+    assert columns[name][1:4] == [2.5] * 3
+    assert shown(tmp_path) == [(0, 1.0), (4, 3.5)]
+
+
+def test_rows_that_still_wait_at_the_end_are_an_error_that_names_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with MetricsWriter(tmp_path, sinks=[]) as writer, monkeypatch.context() as patch:
-        writer.write(0, {"return": 1.0})
-        patch.setattr("os.write", full_disk_after(3))
-        with pytest.raises(RunFolderError, match=r"metrics\.csv: No space left on device"):
-            writer.write(1, {"return": 1.5})
-    with MetricsWriter(tmp_path, resume_at=5, sinks=[]) as writer:
-        assert writer.dropped_rows == 1
-        writer.write(1, {"return": 1.5})
-    assert steps_of(tmp_path) == [0, 1]
+    writer = MetricsWriter(tmp_path, sinks=[])
+    monkeypatch.setattr("os.write", full_disk_after(0))
+    writer.write(0, {"return": 1.0})
+    with pytest.raises(RunFolderError, match=r"metrics\.csv: No space left on device"):
+        writer.close()
+    writer.close()
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def _move(folder: Path) -> None:
+    folder.rename(folder.with_name("moved"))
+
+
+def _replace(folder: Path) -> None:
+    """As a checkpoint, which makes its folder, and another run in it."""
+    _remove(folder)
+    folder.mkdir()
+    (folder / "metrics.csv").touch()
+
+
+def _remove_file(folder: Path) -> None:
+    (folder / "metrics.csv").unlink()
+
+
+@pytest.mark.parametrize("change", [_remove, _move, _replace, _remove_file])
+@pytest.mark.parametrize("last", [True, False])
+def test_a_run_does_not_end_as_if_its_metrics_were_where_they_are_not(
+    tmp_path: Path, change: Callable[[Path], None], last: bool
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    writer = MetricsWriter(folder, sinks=[])
+    writer.write(0, {"return": 1.0})
+    change(folder)
+    message = r"metrics\.csv was removed, moved or replaced while the run went on"
+    with pytest.raises(RunFolderError, match=message):
+        writer.close() if last else writer.write(1, {"return": 1.0})
 
 
 def test_a_file_that_is_no_metrics_file_is_not_overwritten(tmp_path: Path) -> None:
@@ -191,15 +251,18 @@ def test_a_sink_of_another_package_gets_every_row(
     assert list_sink.rows == [(0, {"return": 1.0}), (-1, {})]
 
 
-@pytest.mark.usefixtures("list_sink")
-def test_a_sink_that_breaks_is_named_with_its_cause(tmp_path: Path) -> None:
-    message = "metrics sink 'list' failed at step 2: ConnectionError: the server is gone"
-    with (
-        MetricsWriter(tmp_path, sinks=["list"]) as writer,
-        pytest.raises(MetricsError, match=message),
-    ):
-        writer.write(2, {"return": 1.0})
-    assert steps_of(tmp_path) == [2]
+def test_a_sink_that_breaks_is_named_with_its_cause_once_and_ends_no_run(
+    tmp_path: Path, list_sink: type[ListSink], caplog: pytest.LogCaptureFixture
+) -> None:
+    with MetricsWriter(tmp_path, sinks=["list"]) as writer:
+        for step in (1, 2, 2, 3):
+            writer.write(step, {"return": 1.0})
+    broken = "metrics sink 'list' failed at step 2: ConnectionError: the server is gone"
+    assert [record.message for record in caplog.records] == [
+        f"{broken}; the run goes on without it"
+    ]
+    assert steps_of(tmp_path) == [1, 2, 2, 3]
+    assert [step for step, _ in list_sink.rows] == [1, 3, -1]
 
 
 @pytest.mark.usefixtures("list_sink")

@@ -175,3 +175,27 @@ def test_a_folder_on_a_full_disk_is_a_clear_error_and_is_not_held(
         with pytest.raises(RunFolderError, match=r"cannot write .*run\.json: No space left"):
             RunFolder.create(tmp_path, config_text=CONFIG)
     RunFolder.create(tmp_path, config_text=CONFIG).close()
+
+
+STATUS = b'{"shown": {"run": "a", "workers": [{"name": "Env[0]", "restarts": 2}, {"name": "B"}]}}'
+SUMMARY = b'{"run": "a", "outcome": "terminated", "restarts": {"Env[0]": 1, "Actor[0]": 3}}'
+
+
+@pytest.mark.parametrize(
+    ("files", "known"),
+    [
+        ({}, {}),
+        ({"summary.json": SUMMARY}, {"Env[0]": 1, "Actor[0]": 3}),
+        ({"summary.json": SUMMARY, "status.json": STATUS}, {"Env[0]": 2, "Actor[0]": 3}),
+        ({"summary.json": SUMMARY, "status.json": b"{"}, {"Env[0]": 1, "Actor[0]": 3}),
+    ],
+    ids=["nothing", "ended", "killed", "torn"],
+)
+def test_restarts_of_earlier_starts_are_known_however_those_ended(
+    tmp_path: Path, files: dict[str, bytes], known: dict[str, int]
+) -> None:
+    RunFolder.create(tmp_path / "a", config_text="").close()
+    for name, content in files.items():
+        (tmp_path / "a" / name).write_bytes(content)
+    with RunFolder.create(tmp_path / "a", config_text="", resume=True) as folder:
+        assert folder.restarts_before == known

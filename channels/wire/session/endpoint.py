@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 import ssl
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +20,7 @@ from typing import Final, Self, Unpack
 from rlinf_async.channels.errors import ConnectionLost, WireError
 from rlinf_async.channels.wire.session.address import (
     Address,
+    TcpAddress,
     UnixAddress,
     bind_tcp,
     bind_unix,
@@ -125,9 +127,13 @@ class Server:
             self._listener = await loop.create_unix_server(self._accept, sock=listener)
         else:
             context = server_context(self._side.secret) if address.tls else None
-            listener = await loop.run_in_executor(None, bind_tcp, address)  # a name takes its time
+            listener = await _bind_in_thread(address)
             accept = self._accept if context is None else partial(self._accept_tls, context)
-            self._listener = await loop.create_server(accept, sock=listener)
+            try:
+                self._listener = await loop.create_server(accept, sock=listener)
+            except BaseException:
+                listener.close()
+                raise
             address = address._replace(port=listener.getsockname()[1])
         self._address = address
 
@@ -249,6 +255,22 @@ class Server:
         self._by_number.pop(connection.number, None)
         if self._on_disconnect is not None:
             self._on_disconnect(connection, reason)
+
+
+async def _bind_in_thread(address: TcpAddress) -> socket.socket:
+    """As `bind_tcp`, which looks a name up and so takes its time. Where this is cancelled, the
+    thread goes on, and what it has made is closed."""
+    binding = asyncio.get_running_loop().run_in_executor(None, bind_tcp, address)
+    try:
+        return await asyncio.shield(binding)
+    except asyncio.CancelledError:
+        binding.add_done_callback(_close_bound)
+        raise
+
+
+def _close_bound(binding: asyncio.Future[socket.socket]) -> None:
+    if not binding.cancelled() and binding.exception() is None:
+        binding.result().close()
 
 
 async def serve(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -150,8 +151,8 @@ class _Execution(Generic[S]):
     def __init__(self, one: Run[S], folder: RunFolder) -> None:
         self._run = one
         self._folder = folder
-        self._restarts: dict[str, int] = {}
-        """restarts of each worker that had some"""
+        self._restarts = folder.restarts_before
+        """restarts of each worker that had some, in earlier starts, too"""
         self._spans_left_out: Mapping[str, int] = {}
         """spans that the trace does not have, by worker"""
 
@@ -187,7 +188,7 @@ class _Execution(Generic[S]):
                     try:
                         await self._run.main(cluster, view)
                     finally:
-                        self._restarts = _restarts(cluster)
+                        self._restarts = _restarts(cluster, self._folder.restarts_before)
                         await view.write_trace()
 
     def _summary(self, stopped: Stopped | None) -> S:
@@ -238,11 +239,9 @@ class _Execution(Generic[S]):
         )
 
 
-def _restarts(cluster: Cluster) -> dict[str, int]:
-    """Restarts of each worker, of those that were restarted."""
-    return {
-        supervisor.name: supervisor.restarts
-        for group in cluster.groups.values()
-        for supervisor in group.supervisors
-        if supervisor.restarts
-    }
+def _restarts(cluster: Cluster, before: Mapping[str, int]) -> dict[str, int]:
+    """Restarts of each worker that had some, in this start of the run and in those before."""
+    total = Counter(before)
+    for group in cluster.groups.values():
+        total.update({one.name: one.restarts for one in group.supervisors})
+    return {name: count for name, count in total.items() if count}

@@ -243,7 +243,7 @@ class LiveView:
             doing="" if wait else doing or "busy",
             waiting_for=wait.channel if wait else None,
             waiting_seconds=wait.seconds if wait else 0.0,
-            restarts=supervisor.restarts,
+            restarts=supervisor.restarts + self._folder.restarts_before.get(supervisor.name, 0),
             host=self._cluster.host(supervisor.name),
             devices=[str(device) for device in supervisor.devices],
             live=supervisor.handle_nowait() is not None,

@@ -8,6 +8,7 @@ import logging
 import socket
 import stat
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -23,8 +24,8 @@ from rlinf_async.channels.wire import (
     serve,
 )
 from rlinf_async.channels.wire.frames.framing import PROTOCOL_VERSION
-from rlinf_async.channels.wire.session import dialing
-from rlinf_async.channels.wire.session.address import UnixAddress
+from rlinf_async.channels.wire.session import dialing, endpoint
+from rlinf_async.channels.wire.session.address import TcpAddress, UnixAddress, bind_tcp
 from rlinf_async.channels.wire.session.auth import Handshake, Terms
 from rlinf_async.channels.wire.session.dialing import Dialer
 from rlinf_async.channels.wire.session.endpoint_options import EndpointOptions
@@ -177,6 +178,27 @@ async def test_cancelling_a_connect_leaves_nothing(folder: Path) -> None:
         with pytest.raises(asyncio.CancelledError):
             await connecting
         await gone.wait()
+
+
+async def test_a_server_that_is_cancelled_while_it_looks_its_name_up_leaves_no_socket(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, found, made = threading.Event(), threading.Event(), list[socket.socket]()
+
+    def bind(address: TcpAddress) -> socket.socket:
+        asked.set()
+        found.wait()
+        made.append(bind_tcp(address))
+        return made[0]
+
+    monkeypatch.setattr(endpoint, "bind_tcp", bind)
+    serving = asyncio.create_task(serve("tcp://127.0.0.1:0", SECRET, router=Router()))
+    await asyncio.to_thread(asked.wait)
+    serving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await serving
+    found.set()
+    await until(lambda: bool(made) and made[0].fileno() < 0)
 
 
 async def test_closing_the_server_tells_its_clients_why() -> None:
