@@ -64,9 +64,14 @@ class Job(Generic[AnySummary]):
     @property
     def iterations(self) -> list[dict[str, str]]:
         """The rows of ``metrics.csv`` that tell of an iteration."""
-        with (self.out / "metrics.csv").open(newline="") as file:
-            return [row for row in csv.DictReader(file) if row["iteration"]]
+        return rows_of(self.out)
 
     @property
     def checkpoints(self) -> list[str]:
         return sorted(path.name for path in (self.out / "checkpoints").glob("version-*"))
+
+
+def rows_of(run: pathlib.Path) -> list[dict[str, str]]:
+    """The rows of a run's ``metrics.csv`` that tell of an iteration."""
+    with (run / "metrics.csv").open(newline="") as file:
+        return [row for row in csv.DictReader(file) if row["iteration"]]

@@ -73,12 +73,15 @@ class EmbodiedPPO:
         apart = config.cluster.processes
         full = self._fitted(config, described_for_run(config.env, apart=apart))
         stepped = tried(config.env, apart=apart, measure=seconds_to_measure(config))
+        cluster = chosen(full, stepped)
+        full = msgspec.structs.replace(full, cluster=cluster)
+        as_run = msgspec.structs.replace(config, cluster=cluster)
 
         def build(folder: RunFolder) -> EmbodiedRun:
-            return EmbodiedRun(msgspec.structs.replace(full, cluster=chosen(full, stepped)), folder)
+            return EmbodiedRun(full, folder)
 
         return run_in_folder(
-            config, out, resume=resume, may_differ=MAY_DIFFER, build=build, reads=_reads
+            as_run, out, resume=resume, may_differ=MAY_DIFFER, build=build, reads=_reads
         )
 
     def trained(self, config: EmbodiedConfig) -> Trained:

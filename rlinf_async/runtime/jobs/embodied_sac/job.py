@@ -69,11 +69,14 @@ class EmbodiedSAC:
         apart = config.cluster.processes
         full = self._fitted(config, described_for_run(config.env, apart=apart))
         stepped = tried(config.env, apart=apart, measure=seconds_to_measure(config))
+        cluster = chosen(full, stepped)
+        full = msgspec.structs.replace(full, cluster=cluster)
+        as_run = msgspec.structs.replace(config, cluster=cluster)
 
         def build(folder: RunFolder) -> SacRun:
-            return SacRun(msgspec.structs.replace(full, cluster=chosen(full, stepped)), folder)
+            return SacRun(full, folder)
 
-        return run_in_folder(config, out, resume=resume, may_differ=MAY_DIFFER, build=build)
+        return run_in_folder(as_run, out, resume=resume, may_differ=MAY_DIFFER, build=build)
 
     def trained(self, config: SacConfig) -> Trained:
         """What is needed to let a policy act that was trained with this configuration."""
