@@ -88,3 +88,60 @@ def test_demonstrations_name_the_environment_with_its_seed_and_step(
     )
     assert ended.code == 2
     assert said in ended.err
+
+
+def written(job: Job, where: str, fault: str, **more: str) -> None:
+    """Let the file of the job be of an environment that fails so."""
+    kwargs = {"where": where, "fault": fault} | more
+    table = ", ".join(f'{name} = "{value}"' for name, value in kwargs.items())
+    settings = (
+        f'id = "{CALLED}"\nentry_point = "{MAKE}"\nkwargs = {{{table}}}\n'
+        "probe = false\nstep_seconds = 2.0\nreset_seconds = 2.0\n"
+    )
+    text = job.file.read_text().replace('id = "CartPole-v1"\n', settings)
+    text = text.replace('backend = "local"\n', "").replace("total_steps = 384", "total_steps = 64")
+    job.file.write_text(text.replace("rollout_workers = 1", "rollout_workers = 0"))
+
+
+@pytest.mark.parametrize(("simulator", "fault"), [("single", "hangs"), ("pool", "crashes")])
+def test_a_worker_whose_environment_crashes_or_hangs_is_started_again(
+    job: Job, tmp_path: Path, simulator: str, fault: str
+) -> None:
+    written(job, "step", fault, once=str(tmp_path / "failed"), log=str(tmp_path / "calls"))
+    summary = job.succeed("--env.simulator", simulator)
+    assert summary.restarts == {"Env[0]": 1}
+    job.check_records(1, 64)
+    assert not left(tmp_path / "calls")
+
+
+def test_an_environment_that_always_fails_ends_the_run_with_its_name(
+    job: Job, tmp_path: Path
+) -> None:
+    written(job, "step", "exits", log=str(tmp_path / "calls"))
+    ended = job.train("--cluster.max_restarts", 1)
+    assert ended.code == 1
+    error = ended.err.partition("error: ")[2]
+    assert error.startswith("Env[0] failed in its process")
+    assert "exit code 7; under way was env Failing[" in error
+    assert "in step() at step 3 of its life and 3 of its episode" in error
+    assert "Env[0] was restarted 1 times; the policy allows 1 within 60 s" in error
+    assert not left(tmp_path / "calls")
+
+
+def test_an_evaluation_and_a_video_outlive_their_environment(job: Job, tmp_path: Path) -> None:
+    written(job, "render", "crashes", log=str(tmp_path / "calls"))
+    summary = job.succeed("--evaluation.video_episodes", 1)
+    assert "killed by SIGSEGV; under way was env Failing" in str(summary.extra["video"])
+    config = job.out / "config.toml"
+    config.write_text(config.read_text().replace('"render"', '"step"'))
+    ended = job.command("evaluate", job.out)
+    assert ended.code == 1
+    assert "killed by SIGSEGV; under way was env Failing[" in ended.err
+    assert "in step() at step 3 of its life and 3 of its episode" in ended.err
+    assert not left(tmp_path / "calls")
+
+
+def left(log: Path) -> list[str]:
+    """Processes that have called an environment and are still there."""
+    processes = {line.split()[1] for line in log.read_text().splitlines()}
+    return [one for one in processes if Path("/proc", one).exists()]
