@@ -11,6 +11,7 @@ import enum
 import sys
 from array import array
 from collections.abc import Callable
+from functools import lru_cache
 from types import NoneType, UnionType
 from typing import Any, Final, Union, get_args, get_origin, get_type_hints
 
@@ -29,6 +30,18 @@ MAX_DEPTH: Final = 40
 
 def quick_check(item_type: Any) -> Fits:
     """True for a value that certainly arrives as what it is."""
+    try:
+        return _cached(item_type)
+    except TypeError:  # it cannot be hashed
+        return _made(item_type)
+
+
+@lru_cache(maxsize=1024)
+def _cached(item_type: Any) -> Fits:
+    return _made(item_type)
+
+
+def _made(item_type: Any) -> Fits:
     maker = _Maker()
     if isinstance(item_type, type) and _is_message(item_type):
         return maker.of_message(item_type, ())
