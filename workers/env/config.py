@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
 from rlinf_async.workers.foreign_calls import Limits
 
 Autoreset = Literal["same_step", "next_step", "disabled"]
+
+
+MOST_ENVS: Final = 65_536
+"""environments of one worker: more than any simulator steps at once"""
 
 
 class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,6 +75,11 @@ class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ValueError(
                 f"envs is {self.envs}, stages is {self.stages}, seed is {self.seed}; envs and "
                 "stages must be at least 1, seed at least 0"
+            )
+        if self.envs > MOST_ENVS:
+            raise ValueError(
+                f"envs is {self.envs}; one env worker can have {MOST_ENVS} at most: use more "
+                "env_workers"
             )
         if self.action_chunk < 1 or self.group_size < 1:
             raise ValueError(

@@ -48,6 +48,12 @@ class RayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ValueError(f"wait is {self.wait}; it must be seconds from 0")
 
 
+MOST_WORKERS: Final = 4_096
+"""workers of a role, few enough to go through before a run"""
+MOST_THREADS: Final = 4_096
+"""of the arithmetic in a process: more than any host has cores"""
+
+
 class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The part of ``[cluster]`` that is the same for every kind of run: how workers are started,
     watched and restarted."""
@@ -70,7 +76,7 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """seconds from a SIGTERM to the end of the run, at most; no more than a day"""
 
     def __post_init__(self) -> None:
-        check_counts(self, least=1, names=("threads",))
+        check_counts(self, least=1, names=("threads",), most=MOST_THREADS)
         check_counts(self, least=0, names=("max_restarts",))
         if self.deadlock_after is not None and not self.deadlock_after > 0.0:
             raise ValueError(
@@ -171,11 +177,17 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         )
 
 
-def check_counts(config: msgspec.Struct, *, least: int, names: Sequence[str]) -> None:
-    """Raise `ValueError` for the first of these fields that is below ``least``."""
+def check_counts(
+    config: msgspec.Struct, *, least: int, names: Sequence[str], most: float = math.inf
+) -> None:
+    """Raise `ValueError` for the first of these fields that is below ``least`` or above
+    ``most``."""
     for name in names:
-        if getattr(config, name) < least:
-            raise ValueError(f"{name} is {getattr(config, name)}; it must be at least {least}")
+        value = getattr(config, name)
+        if value < least:
+            raise ValueError(f"{name} is {value}; it must be at least {least}")
+        if value > most:
+            raise ValueError(f"{name} is {value}; it must be at most {most:.0f}")
 
 
 class Registry(Protocol):

@@ -35,6 +35,10 @@ def said(job: Job, *arguments: object) -> str:
         ("env.id", "FetchReachDense-v5", "did you mean 'FetchReachDense-v4'"),
         ("env.idd", "CartPole-v1", "env.idd: unknown name (did you mean 'id'?)"),
         ("env.envs", "many", "env.envs: expected an integer, found 'many'"),
+        ("env.envs", "99999999", "envs is 99999999; one env worker can have 65536 at most"),
+        ("cluster.env_workers", "99999999", "env_workers is 99999999; it must be at most 4096"),
+        ("cluster.rollout_workers", "99999999", "rollout_workers is 99999999; it must be at most"),
+        ("cluster.threads", "99999999", "threads is 99999999; it must be at most 4096"),
         ("env.envs", "3", "envs = 3 cannot be divided into stages = 2 groups"),
         ("env.entry_point", "tests.jobs.embodied.envs:none", "has no function 'none'"),
         (

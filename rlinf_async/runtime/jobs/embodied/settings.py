@@ -14,7 +14,7 @@ from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.config import ConfigError
 from rlinf_async.messages.spaces import EnvSpec
 from rlinf_async.runtime.apart import apart as run_apart
-from rlinf_async.runtime.jobs.config import HostConfig, check_counts, check_sinks
+from rlinf_async.runtime.jobs.config import MOST_WORKERS, HostConfig, check_counts, check_sinks
 from rlinf_async.runtime.jobs.placement import SETTING, Plan, Preset, Role, RolePlacement
 from rlinf_async.runtime.jobs.planning import make_plan
 from rlinf_async.workers.context import Device
@@ -125,9 +125,9 @@ class ClusterConfig(HostConfig, frozen=True, kw_only=True, forbid_unknown_fields
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_roles(self.placement)
-        check_counts(self, least=1, names=("env_workers", "actors"))
+        check_counts(self, least=1, names=("env_workers", "actors"), most=MOST_WORKERS)
         if self.rollout_workers != "auto":
-            check_counts(self, least=0, names=("rollout_workers",))
+            check_counts(self, least=0, names=("rollout_workers",), most=MOST_WORKERS)
 
     @property
     def rollout_count(self) -> int:

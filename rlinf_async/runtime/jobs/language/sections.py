@@ -15,7 +15,7 @@ from rlinf_async.backends.vllm.config import VllmEngineConfig
 from rlinf_async.config import ConfigError
 from rlinf_async.data import DataConfig
 from rlinf_async.messages.language import Sampling
-from rlinf_async.runtime.jobs.config import HostConfig, check_counts
+from rlinf_async.runtime.jobs.config import MOST_WORKERS, HostConfig, check_counts
 from rlinf_async.runtime.jobs.placement import Preset, RolePlacement
 from rlinf_async.workers.rollout.language.config import LanguageRolloutConfig
 
@@ -316,8 +316,8 @@ class ClusterConfig(HostConfig, frozen=True, kw_only=True, forbid_unknown_fields
         super().__post_init__()
         self.check_roles(self.placement)
         given = [one for one in ("rollout_workers", "actors") if getattr(self, one) is not None]
-        check_counts(self, least=1, names=("reward_workers", *given))
-        check_counts(self, least=0, names=("inference_workers", "critics"))
+        check_counts(self, least=1, names=("reward_workers", *given), most=MOST_WORKERS)
+        check_counts(self, least=0, names=("inference_workers", "critics"), most=MOST_WORKERS)
 
     @property
     def environment(self) -> dict[str, str]:
