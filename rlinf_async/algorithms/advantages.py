@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 from rlinf_async.algorithms.config import AdvantageConfig
-from rlinf_async.algorithms.registry import Registry
+from rlinf_async.config.registry import Registry
 from rlinf_async.messages.embodied import Bools, Floats
 
 
@@ -45,7 +45,10 @@ class AdvantageFunction(Protocol):
 
 
 advantage_functions: Registry[AdvantageFunction] = Registry(
-    "advantage", built_in=("rlinf_async.algorithms.gae", "rlinf_async.algorithms.grpo")
+    "advantage",
+    built_in=("rlinf_async.algorithms.gae", "rlinf_async.algorithms.grpo"),
+    group="rlinf_async.advantages",
+    called_with=("inputs", "config"),
 )
 register_advantage = advantage_functions.register
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlinf_async.algorithms.config import LossConfig
-from rlinf_async.algorithms.registry import Registry
+from rlinf_async.config.registry import Registry
 
 
 class LossInputs(NamedTuple):
@@ -41,7 +41,9 @@ class LossFunction(Protocol):
     def __call__(self, inputs: LossInputs, config: LossConfig, /) -> LossOutput: ...
 
 
-loss_functions: Registry[LossFunction] = Registry("loss")
+loss_functions: Registry[LossFunction] = Registry(
+    "loss", group="rlinf_async.losses", called_with=("inputs", "config")
+)
 register_loss = loss_functions.register
 
 

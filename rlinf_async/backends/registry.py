@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from rlinf_async.backends.base import OffPolicyTrainer, PolicyBackend, TrainerBackend
 from rlinf_async.backends.language import GenerationEngine, LanguageTrainer
+from rlinf_async.config.registry import Registry, UnknownName
+
+UnknownBackend = UnknownName
 
 
 class TrainerFactory(Protocol):
@@ -46,12 +47,34 @@ class LanguageTrainerFactory(Protocol):
     def __call__(self, config: Any, world_size: int, rank: int, /) -> LanguageTrainer: ...
 
 
-TRAINERS = {"fsdp": "rlinf_async.backends.fsdp.embodied:EmbodiedTrainer"}
+ONE_RANK = ("config", "world_size", "rank")
+"""arguments of a trainer"""
+
+_trainers: Registry[TrainerFactory] = Registry(
+    "trainer backend",
+    entries={"fsdp": "rlinf_async.backends.fsdp.embodied:EmbodiedTrainer"},
+    group="rlinf_async.trainers",
+    called_with=ONE_RANK,
+)
+TRAINERS = _trainers.paths
 """name -> ``module:factory``; the factory's module documents its configuration"""
 
-OFF_POLICY_TRAINERS = {"sac": "rlinf_async.backends.fsdp.sac:SacTrainer"}
+_off_policy_trainers: Registry[OffPolicyTrainerFactory] = Registry(
+    "off-policy trainer backend",
+    entries={"sac": "rlinf_async.backends.fsdp.sac:SacTrainer"},
+    group="rlinf_async.off_policy_trainers",
+    called_with=("config", "policy", "world_size", "rank"),
+)
 
-LANGUAGE_TRAINERS = {
+OFF_POLICY_TRAINERS = _off_policy_trainers.paths
+
+_language_trainers: Registry[LanguageTrainerFactory] = Registry(
+    "language trainer backend",
+    group="rlinf_async.language_trainers",
+    called_with=ONE_RANK,
+)
+LANGUAGE_TRAINERS = _language_trainers.paths
+LANGUAGE_TRAINERS |= {
     "toy": "rlinf_async.backends.toy.trainer:ToyTrainer",
     "cost": "rlinf_async.backends.cost.trainer:CostTrainer",
     "fsdp": "rlinf_async.backends.fsdp.language.trainer:PolicyTrainer",
@@ -81,9 +104,21 @@ SLOW_IMPORTS: Mapping[str, tuple[str, ...]] = {
 """A backend's module, and what it imports only when it is at work. One that is not here imports
 little, or starts threads meanwhile."""
 
-POLICIES = {"torch": "rlinf_async.backends.policies.serving:serve_policy"}
+_policies: Registry[PolicyFactory] = Registry(
+    "policy backend",
+    entries={"torch": "rlinf_async.backends.policies.serving:serve_policy"},
+    group="rlinf_async.policy_backends",
+    called_with=("config", "seed", "device"),
+)
+POLICIES = _policies.paths
 
-ENGINES = {
+_engines: Registry[EngineFactory] = Registry(
+    "generation backend",
+    group="rlinf_async.engines",
+    called_with=("config", "seed", "device"),
+)
+ENGINES = _engines.paths
+ENGINES |= {
     "toy": "rlinf_async.backends.toy.engine:ToyEngine",
     "cost": "rlinf_async.backends.cost.engine:CostEngine",
     "transformers": "rlinf_async.backends.transformers.engine:TransformersEngine",
@@ -91,50 +126,32 @@ ENGINES = {
 }
 
 
-class UnknownBackend(LookupError):
-    """The message lists the known names."""
-
-
 def load_trainer_backend(name: str) -> TrainerFactory:
     """Return the factory of the trainer ``name``; raises `UnknownBackend`."""
-    factory: TrainerFactory = _load("trainer", TRAINERS, name)
-    return factory
+    return _trainers.load(name)
 
 
 def load_off_policy_trainer(name: str) -> OffPolicyTrainerFactory:
     """Return the factory of the off-policy trainer ``name``; raises `UnknownBackend`."""
-    factory: OffPolicyTrainerFactory = _load("off-policy trainer", OFF_POLICY_TRAINERS, name)
-    return factory
+    return _off_policy_trainers.load(name)
 
 
 def load_language_trainer(name: str) -> LanguageTrainerFactory:
     """Return the factory of the language trainer ``name``; raises `UnknownBackend`."""
-    factory: LanguageTrainerFactory = _load("language trainer", LANGUAGE_TRAINERS, name)
-    return factory
+    return _language_trainers.load(name)
 
 
 def load_policy_backend(name: str) -> PolicyFactory:
     """Return the factory of the policy backend ``name``; raises `UnknownBackend`."""
-    factory: PolicyFactory = _load("policy", POLICIES, name)
-    return factory
+    return _policies.load(name)
 
 
 def load_generation_engine(name: str) -> EngineFactory:
     """Return the factory of the generation engine ``name``; raises `UnknownBackend`."""
-    factory: EngineFactory = _load("generation", ENGINES, name)
-    return factory
+    return _engines.load(name)
 
 
 def slow_imports(table: Mapping[str, str], name: str | None) -> tuple[str, ...]:
     """The modules that a backend takes seconds to import, see `Worker.slow_imports`."""
     module = table.get(name or "", "").partition(":")[0]
     return (*SLOW_IMPORTS[module], module) if module in SLOW_IMPORTS else ()
-
-
-def _load(kind: str, table: dict[str, str], name: str) -> Any:
-    if name not in table:
-        nearest = difflib.get_close_matches(name, table, n=1)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-        raise UnknownBackend(f"no {kind} backend is called {name!r}{hint} (known: {sorted(table)})")
-    module, _, factory = table[name].partition(":")
-    return getattr(importlib.import_module(module), factory)

@@ -12,17 +12,26 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.metadata import entry_points
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Protocol, Self, SupportsFloat
 
+from rlinf_async.config import ConfigError
+from rlinf_async.config.registry import Registry, UnknownName
 from rlinf_async.observe.csv_log import CsvLog
 from rlinf_async.observe.errors import MetricsError, ObserveError, RunFolderError
 
 log = logging.getLogger(__name__)
 
 SINK_GROUP: Final = "rlinf_async.metrics"
+sinks: Registry[SinkFactory] = Registry(
+    "metrics sink",
+    # Imported when asked for: it takes a quarter of a second, which a worker that only traces
+    # need not.
+    entries={"tensorboard": "rlinf_async.observe.tensorboard_sink:TensorBoardSink"},
+    group=SINK_GROUP,
+    called_with=("folder", "resume_at"),
+)
 
 # The names that the learning curve and the live view know; a run may write any others beside them.
 ENV_STEPS: Final = "env_steps"
@@ -150,23 +159,13 @@ def find_sink(name: str) -> SinkFactory:
     Raises:
         MetricsError: there is none of that name, or its package does not import.
     """
-    if name == "tensorboard":
-        # Imported here: it takes a quarter of a second, which a worker that only traces need not.
-        from rlinf_async.observe.tensorboard_sink import TensorBoardSink
-
-        return TensorBoardSink
-    installed = {entry.name: entry for entry in entry_points(group=SINK_GROUP)}
-    if name not in installed:
-        known = ", ".join(sorted({"tensorboard", *installed}))
-        raise MetricsError(
-            f"there is no metrics sink {name!r}; known: {known}. A package adds one by the entry "
-            f"point group {SINK_GROUP!r}"
-        )
     try:
-        factory: SinkFactory = installed[name].load()
-    except Exception as error:
-        raise MetricsError(_broken(name, "when it was imported", error)) from error
-    return factory
+        return sinks.load(name, ("training", "metrics"))
+    except (UnknownName, ConfigError) as error:
+        problem = error.problem if isinstance(error, ConfigError) else str(error)
+        raise MetricsError(
+            f"{problem}. A package adds one by the entry point group {SINK_GROUP!r}"
+        ) from error
 
 
 def _open_sink(name: str, factory: SinkFactory, folder: Path, resume_at: int | None) -> MetricsSink:

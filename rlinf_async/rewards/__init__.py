@@ -22,7 +22,12 @@ A verifier of your own is a function of one `Answer`, sync or async, named by it
 from rlinf_async.messages.language import Scored
 from rlinf_async.rewards.answer import Answer, Reject, Verifier
 from rlinf_async.rewards.pool import ScoringPool
-from rlinf_async.rewards.registry import VERIFIERS, UnknownVerifier, load_verifier
+from rlinf_async.rewards.registry import (
+    VERIFIERS,
+    UnknownVerifier,
+    load_verifier,
+    register_verifier,
+)
 
 __all__ = [
     "VERIFIERS",
@@ -33,4 +38,5 @@ __all__ = [
     "UnknownVerifier",
     "Verifier",
     "load_verifier",
+    "register_verifier",
 ]

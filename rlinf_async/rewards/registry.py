@@ -6,19 +6,16 @@ a second, and is done only where ``math`` is used.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Final
 
-from rlinf_async.algorithms.registry import Registry, UnknownName
-from rlinf_async.config import ConfigError
-from rlinf_async.config.entry_point import load_entry_point
+from rlinf_async.config.registry import Registry, UnknownName
 from rlinf_async.rewards.answer import Verifier
 
 UnknownVerifier = UnknownName
 
 VERIFIERS: Registry[Callable[[], Verifier]] = Registry(
-    "verifier",
+    "built-in verifier",
     built_in=(
         "rlinf_async.rewards.matching",
         "rlinf_async.rewards.mathematics",
@@ -26,29 +23,27 @@ VERIFIERS: Registry[Callable[[], Verifier]] = Registry(
     ),
 )
 
+verifiers: Registry[Verifier] = Registry(
+    "verifier of your own", group="rlinf_async.verifiers", called_with=("answer",)
+)
+"""those that are registered as they are"""
+register_verifier = verifiers.register
+
 INLINE: Final = frozenset({"exact", "numeric"})
 """verifiers that take microseconds and cannot hang, so they run without a process of their own"""
 
 
-def load_verifier(name: str) -> Verifier:
-    """Return the verifier of this name, importing what it needs.
+def load_verifier(name: str, path: tuple[str, ...] = ("verifier",)) -> Verifier:
+    """Return the verifier of this name, importing what it needs; ``path`` is the setting.
 
     Raises:
         UnknownVerifier: no such name; the message lists what there is.
-        ConfigError: an import path that leads to no function of one argument.
+        ConfigError: an import path that leads to no function of one argument, an `Answer`.
         MissingExtra: a library that it needs is not installed.
     """
-    if ":" not in name and not name.endswith(".py"):
+    if name in VERIFIERS:
         return VERIFIERS[name]()
-    function = load_entry_point(name, path=("verifier",))
     try:
-        inspect.signature(function).bind(None)
-    except TypeError as error:
-        raise ConfigError(
-            f"{name!r} is not a function of one argument ({error}): it is called with an Answer, "
-            "whose fields are prompt, text, reference, finish and tokens",
-            path=("verifier",),
-        ) from error
-    except ValueError:  # a function written in C may have no signature
-        pass
-    return function
+        return verifiers.load(name, path)
+    except UnknownName as error:
+        raise UnknownName("verifier", name, sorted([*VERIFIERS.names(), *error.known])) from None

@@ -43,10 +43,12 @@ from typing import Any, Final
 
 import msgspec
 
+from rlinf_async.config.entry_point import FOLDER
+from rlinf_async.config.registry import NAMES
 from rlinf_async.runtime.fork_server import ASK_ANOTHER, HAS_THREADS
 from rlinf_async.runtime.wakers import mark_internal
 
-UNREAD: Final = frozenset({"PYTEST_CURRENT_TEST"})
+UNREAD: Final = frozenset({"PYTEST_CURRENT_TEST", FOLDER, NAMES})
 """variables that no import reads: with another value of them it is the same environment"""
 WITHOUT_CUDA: Final = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Of the server alone: a library that asks, when it is imported, whether there is a GPU does not

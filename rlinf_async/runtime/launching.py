@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from rlinf_async.config.registry import names_for_workers
 from rlinf_async.runtime.backend import Backend, WorkerSpec
 from rlinf_async.runtime.supervise import Never, Restart
 from rlinf_async.workers.base import Worker
@@ -163,7 +164,7 @@ def specs(
                 sees_own_devices=backend.isolates_devices,
                 collective=launch.collective,
             ),
-            env_vars=launch.env_vars or {},
+            env_vars={**names_for_workers(), **(launch.env_vars or {})},
             resources=launch.resources or {},
             runtime_env=launch.runtime_env or {},
             restartable=isinstance(launch.restart, Restart),

@@ -7,31 +7,20 @@ it has to know of the past is in the state, so a scheduler that was restarted go
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import logging
 from collections.abc import Callable
-from importlib.metadata import entry_points
 from typing import Any, Protocol
 
 import msgspec
 
 from rlinf_async.config import ConfigError
-from rlinf_async.config.entry_point import load_entry_point
+from rlinf_async.config.registry import Registry
 from rlinf_async.scheduling.decision import ScalingDecision, check
 from rlinf_async.scheduling.state import ClusterState
 
 log = logging.getLogger(__name__)
 
 GROUP = "rlinf_async.scaling_policies"
-POLICIES = {
-    "static": "rlinf_async.scheduling.policies.static:Static",
-    "turns": "rlinf_async.scheduling.policies.turns:Turns",
-    "tail": "rlinf_async.scheduling.policies.tail:Tail",
-    "greedy": "rlinf_async.scheduling.policies.greedy:Greedy",
-    "longest_first": "rlinf_async.scheduling.policies.longest_first:LongestFirst",
-}
-"""name -> ``module:class``"""
 
 
 class ScalingPolicy(Protocol):
@@ -46,23 +35,26 @@ class ScalingPolicy(Protocol):
         ...
 
 
+scaling_policies: Registry[Callable[[], ScalingPolicy]] = Registry(
+    "scaling policy", group=GROUP, called_with=()
+)
+POLICIES = scaling_policies.paths
+POLICIES |= {
+    "static": "rlinf_async.scheduling.policies.static:Static",
+    "turns": "rlinf_async.scheduling.policies.turns:Turns",
+    "tail": "rlinf_async.scheduling.policies.tail:Tail",
+    "greedy": "rlinf_async.scheduling.policies.greedy:Greedy",
+    "longest_first": "rlinf_async.scheduling.policies.longest_first:LongestFirst",
+}
+"""name -> ``module:class``"""
+
+
 def load_policy(name: str, path: tuple[str, ...] = ()) -> ScalingPolicy:
     """Return the policy of this name; ``path`` is the setting, for the error.
 
     Raises `ConfigError`, which lists those there are.
     """
-    if ":" in name:
-        return _made(load_entry_point(name, path), name, path)
-    if name in POLICIES:
-        module, _, kind = POLICIES[name].partition(":")
-        return _made(getattr(importlib.import_module(module), kind), name, path)
-    others = {entry.name: entry for entry in entry_points(group=GROUP)}
-    if name in others:
-        return _made(others[name].load(), name, path)
-    known = sorted([*POLICIES, *others])
-    nearest = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    raise ConfigError(f"no policy is called {name!r}{hint} (known: {', '.join(known)})", path=path)
+    return _made(scaling_policies.check(name, path), name, path)
 
 
 def _made(kind: Callable[[], Any], name: str, path: tuple[str, ...]) -> ScalingPolicy:

@@ -5,7 +5,7 @@ import pytest
 from rlinf_async.algorithms.advantages import advantage_functions
 from rlinf_async.algorithms.config import AdvantageConfig, LossConfig
 from rlinf_async.algorithms.losses import loss_functions
-from rlinf_async.algorithms.registry import Registry, UnknownName
+from rlinf_async.config.registry import Registry, UnknownName
 
 
 def test_a_name_that_is_nearly_right_is_answered_with_the_right_one() -> None:

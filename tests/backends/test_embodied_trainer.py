@@ -276,9 +276,9 @@ def test_backends_are_found_by_name() -> None:
 
 
 def test_an_unknown_backend_is_answered_with_the_nearest() -> None:
-    with pytest.raises(UnknownBackend, match=r"did you mean 'fsdp'\? \(known: \['fsdp'\]\)"):
+    with pytest.raises(UnknownBackend, match=r"did you mean 'fsdp'\? \(known: 'fsdp'\)"):
         load_trainer_backend("fdsp")
-    with pytest.raises(UnknownBackend, match=r"known: \['torch'\]"):
+    with pytest.raises(UnknownBackend, match=r"known: 'torch'"):
         load_policy_backend("zzz")
 
 

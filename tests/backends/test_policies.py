@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical, Normal
 
-from rlinf_async.algorithms.registry import UnknownName
 from rlinf_async.backends.base import PolicyOutputError
 from rlinf_async.backends.policies.base import Policy, policies
 from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.backends.policies.mlp import MlpCategoricalPolicy, MlpGaussianPolicy, run_mlp
+from rlinf_async.config.registry import UnknownName
 
 NAMES = ["mlp_gaussian", "mlp_categorical"]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rlinf_async.config import registry as registry_module
 from rlinf_async.observe import MetricsError, MetricsWriter, RunFolderError
 from rlinf_async.observe import metrics as metrics_module
 from rlinf_async.observe.csv_log import read_columns
@@ -238,7 +239,7 @@ def list_sink(monkeypatch: pytest.MonkeyPatch) -> type[ListSink]:
     """`ListSink`, installed as the entry point ``list``."""
     target = f"{__name__}:ListSink"
     entry = EntryPoint(name="list", value=target, group=metrics_module.SINK_GROUP)
-    monkeypatch.setattr(metrics_module, "entry_points", lambda *, group: [entry])
+    monkeypatch.setattr(registry_module, "entry_points", lambda *, group: [entry])
     return ListSink
 
 
@@ -267,6 +268,7 @@ def test_a_sink_that_breaks_is_named_with_its_cause_once_and_ends_no_run(
 
 @pytest.mark.usefixtures("list_sink")
 def test_an_unknown_sink_is_an_error_that_lists_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(MetricsError, match=r"no metrics sink 'wandb'; known: list, tensorboard"):
+    message = r"no metrics sink is called 'wandb' \(known: 'list', 'tensorboard'\)"
+    with pytest.raises(MetricsError, match=message):
         MetricsWriter(tmp_path, sinks=["wandb"])
     assert not (tmp_path / "metrics.csv").exists()

@@ -287,7 +287,8 @@ def test_when_a_policy_fails_the_actor_gets_its_devices_back() -> None:
 
 
 def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"no policy is called 'tial'; did you mean 'tail'\?"):
+    message = r"no scaling policy is called 'tial'; did you mean 'tail'\?"
+    with pytest.raises(ConfigError, match=message):
         load_policy("tial")
 
 

@@ -54,8 +54,8 @@ def test_a_sweep_prints_the_best_configuration(
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--policy", "tial"], "no policy is called 'tial'; did you mean 'tail'?"),
-        (["--compare", "static,nobody"], "no policy is called 'nobody'"),
+        (["--policy", "tial"], "no scaling policy is called 'tial'; did you mean 'tail'?"),
+        (["--compare", "static,nobody"], "no scaling policy is called 'nobody'"),
         (["--oracle", "--sweep"], "--oracle: simulate the configuration that --sweep prints"),
         (["--compare", "oracle"], "name a policy that is held against it"),
         (["--oracle", "--work.max_staleness", "1"], "work.max_staleness is 1"),

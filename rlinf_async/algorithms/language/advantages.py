@@ -21,7 +21,7 @@ import torch
 
 from rlinf_async.algorithms.language.config import LanguageAdvantageConfig
 from rlinf_async.algorithms.language.kl import kl_estimate
-from rlinf_async.algorithms.registry import Registry
+from rlinf_async.config.registry import Registry
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import TrainingSample
 
@@ -58,6 +58,8 @@ group_advantages: Registry[GroupAdvantage] = Registry(
         "rlinf_async.algorithms.language.group_relative",
         "rlinf_async.algorithms.language.token_gae",
     ),
+    group="rlinf_async.language_advantages",
+    called_with=("group", "config"),
 )
 register_group_advantage = group_advantages.register
 

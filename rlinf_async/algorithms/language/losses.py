@@ -18,7 +18,7 @@ from torch import Tensor
 from rlinf_async.algorithms.language.config import LanguageLossConfig
 from rlinf_async.algorithms.language.kl import kl_estimate
 from rlinf_async.algorithms.language.off_policy import off_policy_weights
-from rlinf_async.algorithms.registry import Registry
+from rlinf_async.config.registry import Registry
 
 
 class TokenLossInputs(NamedTuple):
@@ -53,7 +53,11 @@ class LanguageLoss(Protocol):
     def __call__(self, inputs: TokenLossInputs, config: LanguageLossConfig, /) -> Tensor: ...
 
 
-language_losses: Registry[LanguageLoss] = Registry("loss of a language model")
+language_losses: Registry[LanguageLoss] = Registry(
+    "loss of a language model",
+    group="rlinf_async.language_losses",
+    called_with=("inputs", "config"),
+)
 register_language_loss = language_losses.register
 
 

@@ -10,11 +10,10 @@ from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from rlinf_async.algorithms.registry import Registry
 from rlinf_async.backends.base import PolicyOutputError
 from rlinf_async.backends.policies.config import PolicyConfig, policy_for
 from rlinf_async.backends.policies.moments import ObservationNormalizer, ReturnNormalizer
-from rlinf_async.config.entry_point import load_entry_point
+from rlinf_async.config.registry import Registry
 from rlinf_async.messages.spaces import STATE
 
 ObservedT = TypeVar("ObservedT", bound=Tensor | Mapping[str, Tensor])
@@ -150,18 +149,14 @@ policies: Registry[PolicyBuilder] = Registry(
         "rlinf_async.backends.policies.squashed",
         "rlinf_async.backends.policies.vision_language.policy",
     ),
+    group="rlinf_async.policies",
+    called_with=("config",),
 )
 
 
 def find_policy(name: str) -> PolicyBuilder:
-    """Return the policy registered under ``name``, or that of a user's module or file.
-
-    ``name`` is then ``"module:Class"`` or ``"file.py:Class"``. Raises `UnknownName`, and
-    `ConfigError` for a module or class that is not there.
-    """
-    if ":" in name and name not in policies:
-        return load_entry_point(name)
-    return policies[name]
+    """Return the policy that a setting names. Raises `UnknownName` and `ConfigError`."""
+    return policies.load(name)
 
 
 @policies.register("auto")

@@ -17,17 +17,13 @@ by its import path: ``job = "file.py:Class"``. Packages add names by the entry p
 
 from __future__ import annotations
 
-import difflib
-import importlib
-from collections.abc import Sequence
-from importlib.metadata import entry_points
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import msgspec
 
-from rlinf_async.config import ConfigError
-from rlinf_async.config.entry_point import load_entry_point
+from rlinf_async.config.registry import Registry
 from rlinf_async.observe.summary import Summary
 
 if TYPE_CHECKING:
@@ -35,12 +31,6 @@ if TYPE_CHECKING:
     from rlinf_async.workers.context import Device
 
 GROUP = "rlinf_async.jobs"
-BUILT_IN = {
-    "embodied_ppo": "rlinf_async.runtime.jobs.embodied.job:EmbodiedPPO",
-    "embodied_sac": "rlinf_async.runtime.jobs.embodied_sac.job:EmbodiedSAC",
-    "language_rl": "rlinf_async.runtime.jobs.language.job:LanguageRL",
-}
-"""name -> ``module:class``"""
 
 
 class Job(Protocol):
@@ -88,24 +78,22 @@ class InspectingJob(Job, Protocol):
         ...
 
 
+jobs: Registry[Callable[[], Job]] = Registry(
+    "job",
+    entries={
+        "embodied_ppo": "rlinf_async.runtime.jobs.embodied.job:EmbodiedPPO",
+        "embodied_sac": "rlinf_async.runtime.jobs.embodied_sac.job:EmbodiedSAC",
+        "language_rl": "rlinf_async.runtime.jobs.language.job:LanguageRL",
+    },  # imported when asked for: one kind of run does not pay for the other
+    group=GROUP,
+    called_with=(),
+)
+
+
 def get_job(name: str) -> Job:
     """The job of this name, or at this import path.
 
     Raises:
         ConfigError: there is none; lists those there are.
     """
-    if ":" in name:
-        job: Job = load_entry_point(name, ("job",))()
-        return job
-    if name in BUILT_IN:  # imported only now: one kind of run does not pay for the other
-        module, _, kind = BUILT_IN[name].partition(":")
-        job = getattr(importlib.import_module(module), kind)()
-        return job
-    others = {entry.name: entry for entry in entry_points(group=GROUP)}
-    if name in others:
-        job = others[name].load()()
-        return job
-    known = sorted([*BUILT_IN, *others])
-    nearest = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    raise ConfigError(f"no job is called {name!r}{hint} (known: {', '.join(known)})", path=("job",))
+    return jobs.check(name, ("job",))()

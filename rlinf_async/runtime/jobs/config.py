@@ -10,11 +10,12 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
 
 import msgspec
 
 from rlinf_async.config import ConfigError, Document, UsageError
+from rlinf_async.config.entry_point import FOLDER
 from rlinf_async.observe.errors import MetricsError
 from rlinf_async.observe.metrics import find_sink
 from rlinf_async.observe.run_folder import MARKER
@@ -152,7 +153,11 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Environment variables of every worker's process."""
         one = {"OMP_NUM_THREADS": str(self.threads)}
         # A thread that spins while it waits for its neighbours keeps a core from another worker.
-        return one if self.threads == 1 else one | {"OMP_WAIT_POLICY": "passive"}
+        if self.threads > 1:
+            one["OMP_WAIT_POLICY"] = "passive"
+        if self.backend == "ray":  # whose workers may run in another folder
+            one[FOLDER] = os.getcwd()
+        return one
 
     def make_cluster(self, log: Path | None = None) -> Cluster:
         """A cluster of this configuration, not entered.
@@ -190,16 +195,6 @@ def check_counts(
             raise ValueError(f"{name} is {value}; it must be at most {most:.0f}")
 
 
-class Registry(Protocol):
-    """What is used of a registry here."""
-
-    kind: str
-
-    def __contains__(self, name: object) -> bool: ...
-
-    def names(self) -> list[str]: ...
-
-
 def check_sinks(names: Sequence[str]) -> None:
     """Raise `ConfigError` for a metrics sink that is not installed."""
     for name in names:
@@ -207,14 +202,6 @@ def check_sinks(names: Sequence[str]) -> None:
             find_sink(name)
         except MetricsError as error:
             raise ConfigError(str(error), path=("training", "metrics")) from error
-
-
-def refuse_unknown(registry: Registry, name: str, path: tuple[str, ...]) -> None:
-    """Raise `ConfigError` for a name that is not in the registry; says the nearest."""
-    from rlinf_async.algorithms.registry import UnknownName
-
-    if name not in registry:
-        raise ConfigError(str(UnknownName(registry.kind, name, registry.names())), path=path)
 
 
 def check_resumed(config: Any, started: Path, may_differ: Sequence[str]) -> list[str]:

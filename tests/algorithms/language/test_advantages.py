@@ -16,7 +16,7 @@ from rlinf_async.algorithms.language.advantages import (
     without_signal,
 )
 from rlinf_async.algorithms.language.config import LanguageAdvantageConfig
-from rlinf_async.algorithms.registry import UnknownName
+from rlinf_async.config.registry import UnknownName
 from rlinf_async.messages.language import TrainingSample
 
 REWARDS = [1.0, 0.0, 0.25, -2.0]

@@ -85,7 +85,7 @@ def test_actors_lend_their_device_at_the_beginning_of_each_iteration(
         ({"scheduler.policy": "static", "scheduler.guests": "1"}, "actors lend nothing"),
         ({"scheduler.guests": "2"}, "guests is 2, but there are only 1 actors"),
         ({"scheduler.guests": "-1"}, "guests is -1; it must be at least 0"),
-        ({"scheduler.policy": "tale"}, "no policy is called 'tale'; did you mean 'tail'?"),
+        ({"scheduler.policy": "tale"}, "no scaling policy is called 'tale'; did you mean 'tail'?"),
         ({"scheduler.policy": "turns"}, "policy 'turns' lends the actors' devices to rollout"),
         ({"scheduler.answer_seconds": "0"}, "answer_seconds is 0.0; it must be above 0"),
         ({"cluster.rollout_workers": "1"}, "only 1 rollout worker, which has to serve"),

@@ -15,7 +15,6 @@ from rlinf_async.data.demonstrations import check_demonstrations
 from rlinf_async.data.errors import DataError
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import EmbodiedSummary
-from rlinf_async.runtime.jobs.config import refuse_unknown
 from rlinf_async.runtime.jobs.embodied.choosing import chosen, foreseen, seconds_to_measure
 from rlinf_async.runtime.jobs.embodied.config import (
     MAY_DIFFER,
@@ -215,19 +214,6 @@ def _check_demonstrations(config: EmbodiedConfig, spec: EnvSpec) -> None:
         raise ConfigError(str(error), path=("actor", "cloning", "demonstrations")) from error
 
 
-def _check_policy(name: str) -> None:
-    from rlinf_async.backends.policies.base import find_policy, policies
-
-    setting = (*FSDP, "policy", "name")
-    if ":" not in name:
-        refuse_unknown(policies, name, setting)
-        return
-    try:
-        find_policy(name)
-    except ConfigError as error:
-        raise ConfigError(error.problem, path=setting) from error
-
-
 def _check_names(config: EmbodiedConfig) -> None:
     """Raise `ConfigError` for a policy, an advantage or a loss that is not registered.
 
@@ -239,15 +225,17 @@ def _check_names(config: EmbodiedConfig) -> None:
             "the embodied_ppo job trains a registered policy, not a language model: leave it out",
             path=(*FSDP, "pretrained"),
         )
-    known = EmbodiedTrainerConfig()
+    known, apart = EmbodiedTrainerConfig(), config.cluster.processes
     policy, advantage, loss = actor.fsdp.policy.name, actor.advantage.name, actor.ppo.loss.name
     if policy not in ("auto", *MLPS):
-        _check_policy(policy)
+        from rlinf_async.backends.policies.base import policies
+
+        policies.check(policy, (*FSDP, "policy", "name"), apart=apart)
     if advantage != known.advantage.name:
         from rlinf_async.algorithms.advantages import advantage_functions
 
-        refuse_unknown(advantage_functions, advantage, ("actor", "advantage", "name"))
+        advantage_functions.check(advantage, ("actor", "advantage", "name"), apart=apart)
     if loss != known.ppo.loss.name:
         from rlinf_async.algorithms.losses import loss_functions
 
-        refuse_unknown(loss_functions, loss, ("actor", "ppo", "loss", "name"))
+        loss_functions.check(loss, ("actor", "ppo", "loss", "name"), apart=apart)

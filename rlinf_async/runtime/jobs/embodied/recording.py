@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 
 from rlinf_async.config import ConfigError, UsageError
 from rlinf_async.config.entry_point import load_entry_point
+from rlinf_async.config.registry import check_arguments
 from rlinf_async.data.demonstrations import (
     DemonstrationsInfo,
     Episode,
@@ -48,16 +48,7 @@ def load_scripted_policy(
     function, or it takes other arguments.
     """
     function = load_entry_point(name, path)
-    try:
-        inspect.signature(function).bind(None, 0)
-    except TypeError as error:
-        raise ConfigError(
-            f"{name!r} takes other arguments ({error}): a scripted policy is a function of the "
-            "environment and a seed, which returns a function from an observation to an action",
-            path=path,
-        ) from error
-    except ValueError:  # of something whose signature cannot be read
-        pass
+    check_arguments(function, name, "scripted policy", ("environment", "seed"), path)
     return function
 
 

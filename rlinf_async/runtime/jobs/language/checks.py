@@ -22,11 +22,10 @@ from typing import Any
 
 import msgspec
 
-from rlinf_async.config import ConfigError, MissingExtra, UsageError
+from rlinf_async.config import ConfigError, MissingExtra
 from rlinf_async.data import DataError, Prompts, PromptTooLong, load_tokenizer
 from rlinf_async.parallel import ModelMismatch, Strategy, StrategyError
 from rlinf_async.rewards import UnknownVerifier, load_verifier
-from rlinf_async.runtime.jobs.config import refuse_unknown
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.folder import has_weights
 from rlinf_async.runtime.jobs.language.model import check_finite, check_weights
@@ -179,11 +178,13 @@ def _check_names(config: LanguageConfig) -> None:
     if advantage not in ("grpo", "rloo", "reinforce++", "reinforce++_baseline", "gae"):
         from rlinf_async.algorithms.language.advantages import group_advantages
 
-        refuse_unknown(group_advantages, advantage, ("actor", "advantage", "name"))
+        where = ("actor", "advantage", "name")
+        group_advantages.check(advantage, where, apart=config.cluster.processes)
     if loss not in ("ppo", "gspo", "reinforce"):
         from rlinf_async.algorithms.language.losses import language_losses
 
-        refuse_unknown(language_losses, loss, ("actor", "loss", "name"))
+        where = ("actor", "loss", "name")
+        language_losses.check(loss, where, apart=config.cluster.processes)
 
 
 def check_sizes(config: LanguageConfig) -> None:
@@ -492,16 +493,9 @@ def check_verifiers(config: LanguageConfig) -> None:
 
 def _check_verifier(name: str, where: tuple[str, ...]) -> None:
     try:
-        load_verifier(name)
-    except (UnknownVerifier, ConfigError) as error:
-        problem = error.problem if isinstance(error, ConfigError) else str(error)
-        raise ConfigError(problem, path=where) from error
-    except UsageError:
-        raise
-    except Exception as error:  # a user's own code may raise anything
-        raise ConfigError(
-            f"{name!r} cannot be imported: {type(error).__name__}: {error}", path=where
-        ) from error
+        load_verifier(name, where)
+    except UnknownVerifier as error:
+        raise ConfigError(str(error), path=where) from error
 
 
 def check_engine(config: LanguageConfig, model: Path, device: str) -> None:

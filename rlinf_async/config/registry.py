@@ -1,0 +1,227 @@
+"""Parts that a setting names: one way for advantages, losses, verifiers, policies, jobs, engines,
+trainers, scaling policies and metrics sinks.
+
+::
+
+    "grpo"             built in, or registered by this process
+    "mine"             of an installed package: an entry point of the registry's group
+    "file.py:name"     a file as seen from the folder that the command runs in
+    "module:name"      anything that can be imported
+
+What a process registers, its workers find as well: they are told where it stands
+(`names_for_workers`), in a variable of their environment, which their own children inherit.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from rlinf_async.config.entry_point import load_entry_point
+from rlinf_async.config.errors import ConfigError, Path
+
+T = TypeVar("T")
+
+NAMES = "RLINF_ASYNC_NAMES"
+"""variable with what was registered elsewhere: kind -> name -> import path"""
+
+
+class UnknownName(LookupError):
+    """Nothing is called so; the message has the nearest name and all others."""
+
+    def __init__(self, kind: str, name: str, known: list[str]) -> None:
+        nearest = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        listed = ", ".join(repr(entry) for entry in known) or "none"
+        super().__init__(f"no {kind} is called {name!r}{hint} (known: {listed})")
+        self.kind = kind
+        self.name = name
+        self.known = known
+
+
+class Registry(Generic[T]):
+    """Parts of one kind.
+
+    Args:
+        kind: noun, for errors.
+        built_in: modules that register when they are imported, which the first look-up does.
+        entries: name -> ``"module:name"``, imported when it is asked for.
+        group: of the entry points by which packages add names; none are looked for without.
+        called_with: what a part is called with, one word for each argument. One that takes others
+            is refused.
+    """
+
+    _by_kind: dict[str, Registry[Any]] = {}  # noqa: RUF012 - every registry of this process
+
+    def __init__(
+        self,
+        kind: str,
+        built_in: tuple[str, ...] = (),
+        *,
+        entries: Mapping[str, str] | None = None,
+        group: str = "",
+        called_with: tuple[str, ...] | None = None,
+    ) -> None:
+        self.kind = kind
+        self._built_in = built_in
+        self.paths: dict[str, str] = dict(entries or {})
+        """import paths of names that are imported when they are asked for"""
+        self._group = group
+        self._called_with = called_with
+        self._entries: dict[str, T] = {}
+        self._by_kind[kind] = self
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Return a decorator that enters its function under ``name``.
+
+        Raises `ValueError` for a name that is taken.
+        """
+
+        def enter(entry: T) -> T:
+            known = self._entries.get(name, entry)
+            if known is not entry and not _same(known, entry):
+                raise ValueError(
+                    f"a {self.kind} called {name!r} is registered already; choose another name"
+                )
+            self._entries[name] = entry
+            return entry
+
+        return enter
+
+    def load(self, name: str, path: Path = ()) -> T:
+        """Return the part that a setting names; ``path`` is the setting, for the error.
+
+        Raises:
+            UnknownName: nothing is called so.
+            ConfigError: an import path that leads to nothing, or to what takes other arguments; or
+                its module raises when it is imported.
+        """
+        self._import_built_in()
+        if name in self._entries:
+            return self._entries[name]
+        found: Any
+        if name in self.paths:
+            found = load_entry_point(self.paths[name], path)
+        elif ":" in name or name.endswith(".py"):
+            found = load_entry_point(name, path)
+        elif (elsewhere := self._elsewhere().get(name)) is not None:
+            found = load_entry_point(elsewhere, path)
+            found = self._entries.get(name, found)  # its module has registered it, if it does so
+        elif (installed := self._installed().get(name)) is not None:
+            try:
+                found = installed.load()
+            except Exception as error:
+                raise ConfigError(
+                    f"{self.kind} {name!r} of an installed package ({installed.value}) cannot be "
+                    f"imported: {type(error).__name__}: {error}",
+                    path=path,
+                ) from error
+        else:
+            raise UnknownName(self.kind, name, self.names())
+        if self._called_with is not None:
+            check_arguments(found, name, self.kind, self._called_with, path)
+        part: T = found
+        return part
+
+    def check(self, name: str, path: Path, *, apart: bool = False) -> T:
+        """Return what `load` does; an unknown name is a `ConfigError`, too.
+
+        ``apart``: workers in processes of their own load it: they have to find it.
+        """
+        try:
+            part = self.load(name, path)
+        except UnknownName as error:
+            raise ConfigError(str(error), path=path) from error
+        if apart and name in self._entries and not _where(part):
+            raise ConfigError(
+                f"{self.kind} {name!r} was registered in this process, and workers in processes of "
+                "their own cannot import it: define it at the top of a module or file, or set "
+                "cluster.backend to 'local'",
+                path=path,
+            )
+        return part
+
+    def __getitem__(self, name: str) -> T:
+        return self.load(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names()
+
+    def names(self) -> list[str]:
+        """Return all names that are known here, sorted."""
+        self._import_built_in()
+        return sorted({*self._entries, *self.paths, *self._elsewhere(), *self._installed()})
+
+    def import_paths(self) -> dict[str, str]:
+        """Return where parts stand that this process, or one above it, has registered."""
+        own = {
+            name: where
+            for name, entry in self._entries.items()
+            if not _module(entry).startswith("rlinf_async.") and (where := _where(entry))
+        }
+        return self._elsewhere() | own
+
+    def _import_built_in(self) -> None:
+        for module in self._built_in:
+            importlib.import_module(module)
+
+    def _installed(self) -> dict[str, Any]:
+        return {one.name: one for one in entry_points(group=self._group)} if self._group else {}
+
+    def _elsewhere(self) -> dict[str, str]:
+        text = os.environ.get(NAMES)
+        if not text:
+            return {}
+        return msgspec.json.decode(text, type=dict[str, dict[str, str]]).get(self.kind, {})
+
+
+def names_for_workers() -> dict[str, str]:
+    """Return the variables by which a worker finds what this process has registered."""
+    found = {kind: one.import_paths() for kind, one in Registry._by_kind.items()}
+    found = {kind: paths for kind, paths in found.items() if paths}
+    return {NAMES: msgspec.json.encode(found).decode()} if found else {}
+
+
+def check_arguments(
+    part: Any, name: str, kind: str, called_with: tuple[str, ...], path: Path = ()
+) -> None:
+    """Raise `ConfigError` where a part cannot be called with these arguments."""
+    try:
+        inspect.signature(part).bind(*called_with)
+    except TypeError as error:
+        with_what = ", ".join(called_with) or "nothing"
+        raise ConfigError(
+            f"{name!r} takes other arguments ({error}): a {kind} is called with {with_what}",
+            path=path,
+        ) from error
+    except ValueError:  # the signature of something written in C cannot be read
+        pass
+
+
+def _module(entry: object) -> str:
+    return str(getattr(entry, "__module__", ""))
+
+
+def _same(left: object, right: object) -> bool:
+    """Whether both are of one place in a file: run twice, it has made two of them."""
+    return bool(where := _where(left)) and where == _where(right)
+
+
+def _where(entry: object) -> str:
+    """The import path of a function or class; empty if it has none."""
+    name, module = getattr(entry, "__qualname__", ""), sys.modules.get(_module(entry))
+    if not name.isidentifier() or module is None:
+        return ""
+    own = module.__name__
+    if own in ("__main__", "__mp_main__") or own.startswith("rlinf_async_file_"):
+        file = getattr(module, "__file__", None)
+        return f"{os.path.abspath(file)}:{name}" if file else ""
+    return f"{own}:{name}"
