@@ -268,8 +268,10 @@ class LocalSender(_LocalEnd, Sender[T_contra]):
         if not self._live:
             self.open()
         channel = self._queue
-        if channel.sequence & CHECKPOINT == CHECKPOINT:
+        sequence = channel.sequence
+        if sequence & CHECKPOINT == CHECKPOINT:
             await self._checkpoint()
+            sequence = channel.sequence
         if not channel.fits(item):
             channel.check_item(item)
         queue = self._unkeyed if key is None else channel.of_key(key)
@@ -281,7 +283,7 @@ class LocalSender(_LocalEnd, Sender[T_contra]):
             and len(entries) + queue.reserved < channel.capacity
             and not (queue.putters or getters)
         ):  # as `KeyQueue.put`, of which this is most of the time, without a call
-            channel.sequence = sequence = channel.sequence + 1
+            channel.sequence = sequence = sequence + 1
             entries.append(Entry(item, weight, sequence))
             queue.weight += weight
             return
@@ -340,8 +342,10 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
             self.open()
         item: T_co
         channel = self._queue
-        if channel.gets & CHECKPOINT == CHECKPOINT:
+        gets = channel.gets
+        if gets & CHECKPOINT == CHECKPOINT:
             await self._checkpoint()
+            gets = channel.gets
         queue = self._unkeyed if key is None else channel.known(key)
         if queue is not None and not channel.direct:
             entry: Entry | None
@@ -355,7 +359,7 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
             ):  # as `KeyQueue.take`, of which this is most of the time, without a call
                 entry = queue.entries.popleft()
                 queue.weight -= entry.weight
-                channel.gets += 1
+                channel.gets = gets + 1
             else:
                 entry = queue.take()
             if entry is not None:
