@@ -143,16 +143,16 @@ NOT_NOTED: Final[Call] = _NotNoted()
 class _Noted:
     """See `Call`."""
 
-    __slots__ = ("_at", "_limits", "_map", "_number")
+    __slots__ = ("_at", "_limits", "_map", "_number", "_write")
 
     def __init__(self, shared: mmap.mmap, at: int, limits: Limits) -> None:
         self._map, self._at, self._number = shared, at, 0
+        self._write = partial(_CALL.pack_into, shared, at)  # it is called for every step
         self._limits = [0.0, *(limits.of(what) for what in range(MAKE, CLOSE + 1))]
 
     def begin(self, what: int, seed: int = 0, steps: int = 0, length: int = NO_LENGTH) -> None:
-        self._number = number = self._number + 1
-        limit = self._limits[what]
-        _CALL.pack_into(self._map, self._at, what, number, limit, seed & _SEED, steps, length)
+        self._number += 1
+        self._write(what, self._number, self._limits[what], seed & _SEED, steps, length)
 
     def end(self) -> None:
         self._map[self._at] = 0
