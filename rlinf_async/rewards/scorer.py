@@ -23,6 +23,8 @@ import msgspec
 import psutil
 
 from rlinf_async import deadlines
+from rlinf_async.config.entry_point import FOLDER
+from rlinf_async.config.registry import NAMES
 from rlinf_async.messages.language import Failed, Outcome
 from rlinf_async.rewards.answer import Answer
 from rlinf_async.rewards.ended import how_it_ended
@@ -49,6 +51,7 @@ MINIMAL: Final = frozenset(
     {
         *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "VIRTUAL_ENV"),
         *("LD_LIBRARY_PATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"),
+        *(FOLDER, NAMES),  # where verifiers of a user's own are found
     }
 )
 MINIMAL_PREFIXES: Final = ("LC_", "PYTHON")
