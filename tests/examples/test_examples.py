@@ -26,10 +26,17 @@ def run(*command: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
-def test_every_example_is_run_here() -> None:
+ELSEWHERE = {"program_output.py": "rewards/test_isolation.py"}
+"""Examples that the tests of what they show run."""
+
+
+def test_every_example_is_run_here_or_where_it_is_said() -> None:
     names = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".toml")}
     source = pathlib.Path(__file__).read_text(encoding="utf-8")
     assert {name for name in names if f'"{name}"' not in source} == set()
+    for example, test in ELSEWHERE.items():
+        module = f"from examples.{example.removesuffix('.py')} import"
+        assert module in (ROOT / "tests" / test).read_text(encoding="utf-8")
 
 
 def test_the_custom_workers_find_every_prime() -> None:
