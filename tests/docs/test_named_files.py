@@ -16,7 +16,7 @@ from tests.docs.pages import PAGES, ROOT
 
 SOURCES: Final = ("rlinf_async", "channels", "workers", "tests", "examples", "benchmarks", "tools")
 NAMED = re.compile(r"(?<![\w/.{}*-])(?:[\w-]+/)*[\w-]+\.(?:md|py)\b(?![\w(*])")
-OF_THE_READER = re.compile(r"(file|FILE|script|rewards|my_\w+|(benchmarks/)?NAME/bench)\.py")
+OF_THE_READER = re.compile(r"(file|FILE|script|mine|rewards|my_\w+|(benchmarks/)?NAME/bench)\.py")
 """what stands for a file of the reader's own"""
 IN_EXAMPLES: Final = {"bad.py", "dead.py", "pass_at_k.py", "test_tally.py"}
 """files that pages have their reader write"""
