@@ -15,6 +15,8 @@ from rlinf_async.rewards.registry import VERIFIERS
 
 DECIMALS: Final = 12
 """decimal places to which math-verify compares what is not a plain number"""
+_NEGATED: Final = re.compile(r"(?:(?<!-)-|[=(,:$][ $]*-[ ]*)\Z")
+"""before a box: a sign, not the dash of a list's item"""
 _MARKS: Final = ("$", "\\boxed", "\\(", "\\[")
 
 
@@ -79,6 +81,8 @@ def _last_expression(text: str) -> tuple[str | None, bool]:
         depth += 1 if brace[0] == "{" else -1
         if not depth:
             content = text[start : start + brace.start()].strip()
+            if content and _NEGATED.search(text[: text.rindex("\\", 0, start)]):
+                content = f"-({content})"
             return content or None, True
     return None, True
 

@@ -49,7 +49,10 @@ _LATEX = (
     (re.compile("\u00b5"), "\u03bc"),
     (re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|boldsymbol)\s*\{([^{}]*)\}"), r" \1"),
     (re.compile(r"\{,\}"), ","),
-    (re.compile(r"\\[,;:! ]|~|\\quad\b|\\left\b|\\right\b"), ""),
+    (re.compile(r"\\[,;: ]|~"), " "),
+    (re.compile(r"\\!|\\quad\b|\\left\b|\\right\b"), ""),
+    (re.compile(r"</?(?!su[bp]>)[A-Za-z][\w:-]*[ ]*/?>"), " "),  # <answer>5</answer>
+    (re.compile(r"(?<!\d)<<[^<>]*>>"), ""),  # <<3+4=7>>7: GSM8K's calculator
     (re.compile(r"\\(?:times|cdot)(?![A-Za-z])"), "\u00d7"),
     (re.compile(r"\\pm(?![A-Za-z])"), "\u00b1"),
     (re.compile(r"\\([%$])"), r"\1"),
@@ -96,20 +99,39 @@ _SAME_UNIT = {
     **dict.fromkeys(("pound", "gbp"), "\u00a3"),
 }
 
+_PARTS = (
+    "h|hours?|hrs?|minutes?|mins?|feet|foot|ft|pounds?|lbs?|days?|weeks?|months?|years?|degrees?"
+)
+"""words after which smaller ones follow"""
+_OPERATORS = (
+    "x|in|of|by|out of|over|per|times|plus|minus|divided by|multiplied by|mod|modulo|choose|vs"
+    "|R|r|rem|remainder|to the power(?: of)?"
+)
 _BEFORE = (
     r"[\w.,'^/\u00d7\u00f7\u221a\u00b1\u2213<\u2264\u2265\u2260\\]|(?<![-=])>[ ]*",
     r"[-+\u00d7\u00f7/\u221a\u00b1\u2213\u2264\u2265\u2260<^][ ]+",  # an operator, or "- 5"
-    r"\d[ ]*[*:][ ]*|[\w)]\(|\}\{|[\^_]\{|\\(?!f?boxed)[A-Za-z]+[ ]*\{?",
+    r"[\d)}][ ]*(?:\*\*?|:)[ ]*|\w\*\*?|[\w.)]\(|\d\u2026|\}\{|[\^_][{(]",
+    r"\\(?!boxed|fbox)[A-Za-z]+[ ]*\{?",
     r"(?<!\w)(?:minus|negative|not|than|least|most|root|root of|half|half of|twice)[ ]+",
     r"(?<!\w)(?:log|ln|sin|cos|tan)[ ]+",
-    r"[\d)}%][ ]*(?:[,;&]|(?:\bor|\band|\bto)\b)?[ ]+|[\d)}%][;&]|\w\}?[ ]+or[ ]+",  # several
+    r"[\d)}%][ ]*[,;&]?[ ]*(?:\b(?:or|and|to)\b)?[ ]+|[\d)}%][;&]",  # several
+    r"\w\}?[ ]+or[ ]+(?:\\(?:boxed|fbox)\{)?|\d[ ]*[A-Za-z]+,?[ ]+and[ ]+",
+    (
+        r"(?P<name>[A-Za-z])(?:_?\{?\d+\}?)?[ ]*=[ ]*[-+]?\d[\d./]*[ $]*(?:[,;&]|or\b|and\b)"
+        r"(?:[ $]|or\b|and\b)*(?P=name)(?:_?\{?\d+\}?)?[ ]*=[ ]*"
+    ),
+    rf"\d[ ]?(?:{_PARTS})[ ]+",  # 2 hours 30 minutes
+    rf"\d[ ]+(?:{_OPERATORS})[ ]+",  # 3 out of 4
 )
 _AFTER = (
-    r"[ ]*[+^\u00d7\u00f7\u221a\u03c0\u221e/]|[ ]*\\(?![\])]|f?boxed)[A-Za-z]+",
+    r"[ ]*[+^\u00d7\u00f7\u221a\u03c0\u221e/\u0300-\u036f]",
+    r"[ ]*\\(?![\])]|boxed|fbox)[A-Za-z]+|!(?=[ ]*(?:[}$=+*/-]|\\[)\]]))",
     r"[ ]*-\w|[ ]*-[ ]+[\w(][ ]*(?:\Z|[^\w ])|\*(?!\*)[ ]*[\w(]",
     rf"\(|[{_POWERS}]|\.\.\.|\u2026|[_{{:]\w|\w",
 )
 _BLOCKED_BEFORE = re.compile(rf"(?:{'|'.join(_BEFORE)})\Z")
+_SIGNED = re.compile(r"(?:[-+]|\S[ ]+[-+][ ]+)(?:\*+|[({\[|]|\\(?:boxed|fbox)\{)+\Z")
+"""a sign apart from its number: ``-(5)``, ``-\\boxed{5}``; not the dash of a list's item"""
 _BLOCKED_AFTER = re.compile("|".join(_AFTER))
 
 
@@ -178,7 +200,9 @@ def _read(found: re.Match[str], text: str, end: int) -> Number | None:
     before, after = text[: found.start()], text[found.end() :]
     if found["sign"] and re.search(r"[\w)}\]][ ]*\Z", before) and _joined(before):
         return None
-    emphasised = before.endswith("*") and after.startswith("*")
+    emphasised = before[-1:] in ("*", "'") and after.startswith(before[-1])
+    if _SIGNED.search(before[-40:]):
+        return None
     if not emphasised and (_BLOCKED_BEFORE.search(before[-40:]) or _BLOCKED_AFTER.match(after)):
         return None
     in_brackets = before.endswith(("(", "[", "{")) and not before.endswith(("\\(", "\\["))
@@ -202,7 +226,7 @@ def _unit(found: re.Match[str], after: str) -> str | None:
     """The unit; None where letters at the number are no unit, so that they change its value."""
     unit = found["unit"]
     symbols = re.sub(r"[-+ ]", "", found["before"])
-    if symbols == "$" and after.startswith("$"):
+    if set(symbols) == {"$"} and after.startswith("$"):
         symbols = ""  # mathematics between two of them
     if not unit:
         return symbols or (found["after"] or "").strip()

@@ -152,6 +152,9 @@ def test_fractions_and_mixed_numbers_are_read(top: int, bottom: int, sign: str) 
         ("1,234", "1234"),
         ("1.234", "617/500"), ("0,123", "123/1000"), ("3,5", "7/2"), ("12,34,567", "1234567"),
         ("12 345", "12345"), ("\uff14\uff12", "42"), ("(42)", "42"), ("42 (forty-two)", "42"),
+        ("<answer>42</answer>", "42"), ("<b>-5</b>", "-5"), ("so <<6*7=42>>42", "42"),
+        ("'42'", "42"), (r"\fbox{42}", "42"), (r"5\,000", "5000"), ("- **5**", "5"),
+        (r"is 4.\n- \boxed{5}".replace(r"\n", "\n"), "5"),
     ],
 )  # fmt: skip
 def test_what_documentation_says_is_read(text: str, value: str) -> None:
@@ -174,6 +177,11 @@ def test_what_documentation_says_is_read(text: str, value: str) -> None:
         "3 bn", "3 dozen", "3 lakh", "3\u4e07", "1/0", "1/2/3", "1_000", r"\frac{x}{5}",
         r"x\frac12", "x5",
         "5 squared", "\u0664\u066b\u0662", "12,345,67", "5e", "sin 5", "",
+        "5~6", r"4\ 5", r"4\;5", "5\u20266", "0.(3)", "0.3\u0304", "2**10", "x*5", "10<sup>3</sup>",
+        "-(5)", "-[5]", "-|5|", r"x = -\boxed{5}", r"-\left(5\right)", "-**5**", r"\boxed{5!}",
+        "4, 5, and 6", "x = 4 or x = 5", "x_1 = 4, x_2 = 5", r"\boxed{4} or \boxed{5}",
+        "3 out of 4", "5 times 3", "2 x 3", "5 R 2", "2 to the power of 3", "1.5*10^(3)",
+        "2 hours 30 minutes", "5 ft 3 in", "3 dollars and 50 cents",
     ],
 )  # fmt: skip
 def test_what_is_unclear_is_not_read(text: str) -> None:
@@ -186,7 +194,7 @@ def test_what_is_unclear_is_not_read(text: str) -> None:
         ("5 km", "5 km", 1), ("5 km", "5 m", 0), ("5", "5 m", 1), ("5 km", "5", 1),
         ("5 Apples", "5 apple", 1),
         ("$5", "5 dollars", 1), ("\u20ac5", "$5", 0), ("5 cm", r"5 \mathrm{cm}", 1),
-        ("5 m^2", "5 m", 0),
+        ("5 m^2", "5 m", 0), ("$$5$$", "5 m", 1),
     ],
 )  # fmt: skip
 def test_units_have_to_agree_where_both_name_one(text: str, reference: str, reward: int) -> None:
@@ -219,6 +227,8 @@ PAIRS = [
     ("5 km", "5 m"),
     (r"5. \boxed{}", "5"), (r"\boxed{5", "5"), ("x>5", "5"), ("1.234", "1,234"),
     ("0.1000001", "0.1"),
+    (r"-\boxed{5}", "5"), (r"\boxed{5~6}", "56"), (r"\boxed{5!}", "5"), (r"\boxed{0.(3)}", "3"),
+    (r"\boxed{4, 5, and 6}", "6"), (r"\boxed{2**10}", "10"),
 ]  # fmt: skip
 
 
@@ -235,7 +245,9 @@ def test_mathematics_that_differs_is_not_right(text: str, reference: str) -> Non
         ("\u22125", "-5"), ("\\boxed{\u22125}", "-5"), ("1e3", "1000"),
         ("3\u00bd", "7/2"), ("12,34,567", "1234567"), ("1'234", "1234"), (r"\boxed{4,5}", "(4,5)"),
         (r"\boxed{4} no wait \boxed{5}", "5"), (r"\boxed{\frac{1}{2}}", "0.5"), ("50%", "0.5"),
-        ("2^10", "1024"),
+        ("2^10", "1024"), (r"x = -\boxed{5}", "-5"), (r"$-\boxed{x+1}$", "-x-1"),
+        (r"\boxed{5!}", "120"), (r"\boxed{-(5)}", "-5"), ("<answer>5</answer>", "5"),
+        ("4 or\n- \\boxed{5}", "5"), ("$$42$$", "$42"),
     ],
 )  # fmt: skip
 def test_mathematics_that_is_the_same_is_right(text: str, reference: str) -> None:
