@@ -88,7 +88,11 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, date | time | datetime):
         return value.isoformat()
-    if isinstance(value, timedelta | uuid.UUID):
+    if isinstance(value, timedelta):  # of pandas, too, where nanoseconds are counted
+        if getattr(value, "nanoseconds", 0):
+            raise ValueError(f"{value} has nanoseconds, which are not read")
+        return msgspec.to_builtins(timedelta(value.days, value.seconds, value.microseconds))
+    if isinstance(value, uuid.UUID):
         return msgspec.to_builtins(value)
     if isinstance(value, Mapping):
         return {as_text(name): _plain(one) for name, one in value.items()}

@@ -42,6 +42,7 @@ TYPES: list[tuple[str, Any, str]] = [
     ("timestamp('us')", dt.datetime(2024, 1, 5, 10), "2024-01-05T10:00:00"),
     ("timestamp('us', 'Europe/Berlin')", NOON, "2024-01-05T13:00:00+01:00"),
     ("duration('us')", dt.timedelta(seconds=90), "PT90S"),
+    ("duration('ns')", dt.timedelta(seconds=90), "PT90S"),
     ("list_(float32)", [0.1, None], "[0.1,null]"),
     ("list_(decimal)", [Decimal("3.50")], "[3.50]"),
     ("list_(int32, 2)", [1, 2], "[1,2]"),
@@ -54,6 +55,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("float32", float("inf"), "inf is no number"),
     ("list_(float32)", [float("nan")], "nan is no number"),
     ("int32", None, "is null"),
+    ("duration('ns')", 1, "nanoseconds"),
 ]
 
 
