@@ -38,7 +38,7 @@ def load_entry_point(entry_point: str, path: Path = ()) -> Callable[..., Any]:
         ) from error
     except UsageError:
         raise
-    except Exception as error:  # a user's own code may raise anything
+    except (Exception, SystemExit) as error:  # a user's own code may raise anything
         raise ConfigError(
             f"{entry_point!r}: {where!r} raised when it was imported: {type(error).__name__}: "
             f"{error}",

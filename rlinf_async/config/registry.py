@@ -118,7 +118,7 @@ class Registry(Generic[T]):
         elif (installed := self._installed().get(name)) is not None:
             try:
                 found = installed.load()
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise ConfigError(
                     f"{self.kind} {name!r} of an installed package ({installed.value}) cannot be "
                     f"imported: {type(error).__name__}: {error}",

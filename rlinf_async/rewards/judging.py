@@ -93,4 +93,5 @@ def _described(error: BaseException) -> str:
 
 
 def _cut(text: str, limit: int = MAX_TEXT) -> str:
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+    text = text if len(text) <= limit else f"{text[: limit - 3]}..."
+    return text.encode(errors="backslashreplace").decode()  # lone surrogates cannot be sent

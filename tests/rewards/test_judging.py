@@ -74,6 +74,13 @@ def test_a_verifier_can_refuse() -> None:
     assert outcome("refuses") == Rejected(reason="the question has no answer")
 
 
+def test_an_error_that_is_no_text_can_be_sent() -> None:
+    def odd(answer: Answer) -> float:
+        raise ValueError("\ud800")
+
+    assert msgspec.msgpack.encode(judge("odd", odd, ANSWER))
+
+
 def test_a_long_error_is_cut() -> None:
     def wordy(answer: Answer) -> float:
         raise ValueError("x" * 1_000_000)

@@ -131,6 +131,7 @@ BROKEN: dict[str, tuple[str, str]] = {
     "not callable": ("broken.py:NUMBER", "'broken.py' has no function 'NUMBER'"),
     "other arguments": ("broken.py:other", "'broken.py:other' takes other arguments"),
     "it raises": ("raising.py:part", "raised when it was imported: RuntimeError: on purpose"),
+    "it exits": ("exiting.py:part", "raised when it was imported: SystemExit: 0"),
     "no Python": ("grammar.py:part", "raised when it was imported: SyntaxError"),
     "no name": ("broken.py", "must be 'module:function' or 'file.py:function'"),
     "unknown": ("nobody", "is called 'nobody'"),
@@ -145,6 +146,7 @@ def test_what_is_wrong_with_a_part_is_said_with_its_setting(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.py").write_text("NUMBER = 1\ndef other(a, b, c, d, e): pass\n")
     (tmp_path / "raising.py").write_text("raise RuntimeError('on purpose')\n")
+    (tmp_path / "exiting.py").write_text("import sys\nsys.exit(0)\n")
     (tmp_path / "grammar.py").write_text("def part(:\n")
     name, message = BROKEN[wrong]
     with pytest.raises(ConfigError) as caught:

@@ -194,7 +194,7 @@ class _Script:
         where = f"{self._name!r}, in the episode with seed {seed}, at step {step}"
         try:
             value = np.asarray(self._act(observation))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise UsageError(f"{where}, raised {type(error).__name__}: {error}") from error
         discrete = self._reader.spec.discrete
         problem = (_no_choice if discrete else _no_numbers)(value, self._space)
