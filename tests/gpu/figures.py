@@ -62,7 +62,6 @@ prompts = 32
 group_size = 8
 checkpoint_every = 0
 check_weights_every = 1
-check_weights_tolerance = 0.1
 export = false
 metrics = []
 

@@ -147,6 +147,17 @@ def test_what_was_kept_is_trained_on_at_every_version(tiny: Job, ahead: int) -> 
             assert float(row["engine_actor_difference"]) < 1e-5
 
 
+def test_a_run_in_bfloat16_goes_on_with_the_differences_that_its_rounding_makes(tiny: Job) -> None:
+    """With logits of 20 and more, as trained models have them: single tokens differ by tenths."""
+    tiny.succeed(
+        *("--actor.precision", "bfloat16", "--rollout.transformers.dtype", "bfloat16"),
+        *("--actor.publish_precision", "bfloat16", "--model.config.initializer_range", 1.0),
+        *("--data.verifier", LETTERS, "--evaluation.samples", 0, "--training.iterations", 2),
+    )
+    differences = [float(row["engine_actor_difference"]) for row in tiny.iterations]
+    assert max(differences) > 1e-3
+
+
 def test_every_column_of_the_metrics_is_explained(tiny: Job) -> None:
     tiny.succeed(
         *("--cluster.inference_workers", 1, "--actor.loss.kl_coefficient", 0.1),

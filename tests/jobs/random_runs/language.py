@@ -94,7 +94,6 @@ def _actors(random: Random, drawn: Settings) -> int:
         for name in ("precision", "publish_precision"):
             if random.random() < 0.15:
                 drawn[f"actor.{name}"] = "bfloat16"
-                drawn["training.check_weights_tolerance"] = 1.0
         if random.random() < 0.15 and drawn["actor.backend"] == "fsdp":
             drawn["actor.strategy"] = "fsdp1"
     return ranks

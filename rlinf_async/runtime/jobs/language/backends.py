@@ -186,7 +186,7 @@ def _policy(config: LanguageConfig, model: Path, device: str, backend: str) -> A
         advantage=actor.advantage,
         loss=actor.loss,
         reference=config.needs_reference,
-        engine_tolerance=config.training.check_weights_tolerance,
+        engine_tolerance=config.weights_tolerance,
         publish_precision=actor.publish_precision,
         seed=config.seed,
         strategy=actor.strategy,

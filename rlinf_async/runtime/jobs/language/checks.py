@@ -402,11 +402,7 @@ def _check_off_policy(config: LanguageConfig) -> None:
 
 def _engine_is_exact(config: LanguageConfig) -> bool:
     """Whether the engine's log-probs are the trainer's, up to the last bits of float32."""
-    actor, rollout = config.actor, config.rollout
-    precisions = {actor.precision, actor.publish_precision, rollout.transformers.dtype}
-    return rollout.backend == "toy" or (
-        rollout.backend == "transformers" and precisions == {"float32"}
-    )
+    return config.rollout.backend != "vllm" and not config.rounded
 
 
 def _check_reference(config: LanguageConfig) -> None:

@@ -63,6 +63,9 @@ MAY_DIFFER = (
 )
 """settings and sections that a resumed run may change"""
 
+COARSER = frozenset({"kv_cache_dtype", "quantization"})
+"""arguments in ``rollout.vllm.extra`` by which it computes in less than its ``dtype``"""
+
 
 class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Reinforcement learning of a language model on verifiable tasks."""
@@ -115,6 +118,26 @@ class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def needs_inference(self) -> bool:
         """Whether samples pass through inference workers before they are scored."""
         return self.cluster.inference_workers > 0
+
+    @property
+    def rounded(self) -> bool:
+        """Whether engine, actor or what is published between them is less than float32: log-probs
+        of single tokens differ by tenths then, logits of 20 being an eighth apart in bfloat16."""
+        rollout, actor = self.rollout, self.actor
+        if rollout.backend == "toy":
+            return False
+        engine = rollout.vllm if rollout.backend == "vllm" else rollout.transformers
+        quantized = rollout.backend == "vllm" and not COARSER.isdisjoint(rollout.vllm.extra)
+        precisions = {actor.precision, actor.publish_precision, engine.dtype}
+        return quantized or precisions != {"float32"}
+
+    @property
+    def weights_tolerance(self) -> float:
+        """Largest difference between log-probs of engine and actor; of the mean if `rounded`."""
+        stated = self.training.check_weights_tolerance
+        if stated is not None:
+            return stated
+        return 0.2 if self.rounded else 1e-3
 
     @property
     def has_critic(self) -> bool:

@@ -206,13 +206,13 @@ class Learners:
         Raises:
             WeightsDisagree: it is more than the configuration allows.
         """
-        tolerance = self._config.training.check_weights_tolerance
         found = await self._actors.call_on(
             range(self._config.actors),  # those that train between two iterations
             LanguageActor.check_weight_update_equal,
             sequences,
             log_probs,
-            tolerance,
+            self._config.weights_tolerance,
+            self._config.rounded,
         )
         return max(found)
 

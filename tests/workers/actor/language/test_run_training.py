@@ -401,6 +401,23 @@ async def test_an_engine_with_the_same_weights_agrees_and_one_with_others_does_n
             await actors.call(check, tokens, stale, 1e-4)
 
 
+async def test_a_comparison_in_the_mean_lets_single_tokens_differ(loop_kind: str) -> None:
+    async with ra.Cluster.local() as cluster:
+        actors = await cluster.launch(FSDPActor, CONFIG, BATCHES)
+        pairs = [(one.prompt_ids, one.response_ids) for one in groups(0)[0].samples]
+        [own] = await actors.call(FSDPActor.log_probs, pairs)
+        own[1][0] += 0.5
+        check, tokens = FSDPActor.check_weight_update_equal, sum(len(one) for one in own)
+        [worst] = await actors.call(check, pairs, own, 0.6 / tokens, True)
+        assert worst == pytest.approx(0.5, abs=1e-4)
+        for arguments in [(0.4, False), (0.4 / tokens, True)]:
+            with pytest.raises(ra.WorkerError, match="token 0 of sequence 1 is .*mean of all"):
+                await actors.call(check, pairs, own, *arguments)
+        own[0][0] = np.nan
+        with pytest.raises(ra.WorkerError, match="token 0 of sequence 0 is nan"):
+            await actors.call(check, pairs, own, 10.0, True)
+
+
 async def test_a_log_prob_that_is_nan_never_passes_the_comparison(loop_kind: str) -> None:
     async with ra.Cluster.local() as cluster:
         actors = await cluster.launch(FSDPActor, CONFIG, BATCHES)
