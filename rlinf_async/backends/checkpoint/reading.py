@@ -294,7 +294,7 @@ def _check_covered(tensors: Sequence[SavedTensor]) -> None:
             )
     every = [box for one in tensors for box in one.boxes]
     table = np.array([number for number, one in enumerate(tensors) for _ in one.boxes], np.int64)
-    dims = max((len(one.shape) for one in tensors), default=0)
+    dims = max([1, *(len(one.shape) for one in tensors)])
     start, size = np.zeros((len(every), dims), np.int64), np.ones((len(every), dims), np.int64)
     for row, box in enumerate(every):
         start[row, : len(box.start)], size[row, : len(box.start)] = box.start, box.size

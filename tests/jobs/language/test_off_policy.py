@@ -98,3 +98,18 @@ def test_without_staleness_the_correction_is_for_engines_that_compute_otherwise(
     assert ended.code == code, ended.err
     if code:
         assert "training.max_staleness" in ended.err
+
+
+def test_a_run_that_an_earlier_version_began_without_effect_goes_on_with_one_or_without_it(
+    tiny: Job,
+) -> None:
+    short = ("--data.verifier", LETTERS, "--evaluation.samples", 0, "--training.max_staleness", 1)
+    tiny.succeed(*short, "--training.iterations", 1)
+    started = tiny.out / "config.toml"
+    text = started.read_text(encoding="utf-8")
+    assert 'off_policy = "none"' in text
+    started.write_text(text.replace('off_policy = "none"', 'off_policy = "truncated"'))
+    for iterations, now in [(2, ()), (3, arguments(("truncated", "step", 0, 1, 1)))]:
+        ended = tiny.train(*short, *now, "--training.iterations", iterations, "--resume")
+        assert ended.code == 0, ended.err
+        assert "actor.loss.off_policy" in ended.err

@@ -385,7 +385,8 @@ def _check_off_policy(config: LanguageConfig) -> None:
         raise ConfigError(
             f"{loss.off_policy!r} weights tokens by proximal / behaviour, but with proximal = "
             "'auto' both are of the weights that sampled (an inference worker computes as soon as "
-            "a sample is there), and each weight is 1: set actor.loss.proximal to 'step'",
+            "a sample is there), and each weight is 1: set actor.loss.proximal to 'step', or leave "
+            "it out (also to resume a run that has it)",
             path=where,
         )
     toy = actor.backend == "toy"  # its optimizer steps change nothing
