@@ -38,9 +38,9 @@ class Never(msgspec.Struct, frozen=True):
 class Restart(msgspec.Struct, frozen=True):
     """A rank whose process dies is started again, at most ``max`` times within ``within`` seconds.
 
-    An exception that a method raises is not a death: it would only be raised again. Seconds for
-    which it was waited until a process was found to hang do not count: one that hangs again and
-    again is not started for ever.
+    An exception that a method raises is not a death: it would only be raised again. Seconds in
+    which a process is started, or for which it was waited until one was found to hang, do not
+    count: one that takes long to start and dies again and again is not started for ever.
     """
 
     max: int = 3
@@ -69,7 +69,7 @@ class Supervisor:
         self._on_idle_death = on_idle_death
         self._restarts: deque[float] = deque()
         self._waited = 0.0
-        """seconds until it was found that its processes hang"""
+        """seconds in which its processes were started, or until it was found that they hang"""
         self._handle: asyncio.Future[WorkerHandle] | None = None
         self._live: WorkerHandle | None = None  # result of `_handle`, while the worker is live
         self._restarting: asyncio.Task[None] | None = None
@@ -101,12 +101,19 @@ class Supervisor:
         """
         while True:
             try:
-                self._adopt(await self._backend.start(self._spec))
+                self._adopt(await self._start_life())
             except WorkerDied as death:
                 if not self._may_restart(death):
                     raise
             else:
                 return
+
+    async def _start_life(self) -> WorkerHandle:
+        began = asyncio.get_running_loop().time()
+        try:
+            return await self._backend.start(self._spec)
+        finally:
+            self._waited += asyncio.get_running_loop().time() - began
 
     async def handle(self) -> WorkerHandle:
         """The live worker; waits for a restart that is under way.
@@ -161,6 +168,7 @@ class Supervisor:
         self._live = None
         self._handle = WorkFuture()
         self._handle.add_done_callback(_retrieve)
+        self._waited += death.failure.waited
         if self._may_restart(death):
             task = asyncio.create_task(self._restart(death), name=f"restart {self.name}")
             self._restarting = internal(task)
@@ -171,7 +179,6 @@ class Supervisor:
         """Whether the policy allows another life; then what is started is the next one."""
         if isinstance(self._policy, Never):
             return False
-        self._waited += death.failure.waited
         now = asyncio.get_running_loop().time() - self._waited
         while self._restarts and self._restarts[0] < now - self._policy.within:
             self._restarts.popleft()

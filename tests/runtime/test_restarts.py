@@ -217,6 +217,42 @@ def test_a_launch_fails_by_the_death_after_the_last_that_may_be_survived(
 TWICE = "Teller[0] was restarted 2 times; the policy allows 2 within 60 s"
 
 
+class Slow(MortalBackend):
+    """Takes a while to start a worker, alive or not."""
+
+    async def start(self, spec: WorkerSpec) -> Mortal:
+        await asyncio.sleep(50.0)  # of virtual time
+        return await super().start(spec)
+
+
+def test_a_worker_that_takes_long_to_start_and_always_dies_is_not_started_for_ever() -> None:
+    async def main() -> None:
+        backend = Slow()
+        async with ra.Cluster(backend, devices=()) as cluster:
+            backend.stillborn = 1000
+            with pytest.raises(ra.WorkerDied) as caught:
+                await cluster.launch(Teller, restart=Restart(max=2))
+            assert backend.stillborn == 1000 - 3
+            assert caught.value.__notes__ == [TWICE]
+
+    explore(main, seeds=range(10))
+
+
+def test_a_worker_that_takes_long_to_start_and_soon_dies_is_not_started_for_ever() -> None:
+    async def main() -> None:
+        backend = Slow()
+        async with ra.Cluster(backend, devices=()) as cluster:
+            tellers = await cluster.launch(Teller, restart=Restart(max=2))
+            for life in range(1, 3):
+                backend.kill("Teller[0]")
+                assert await tellers.call(Teller.life) == [life]
+            with pytest.raises(ra.WorkerDied, match="killed by a test"):
+                backend.kill("Teller[0]")
+                await tellers.call(Teller.life)
+
+    explore(main, seeds=range(10))
+
+
 async def test_a_process_that_is_killed_in_its_setup_is_started_again(
     new_cluster: NewCluster,
 ) -> None:
