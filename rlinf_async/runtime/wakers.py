@@ -25,10 +25,23 @@ from weakref import WeakSet, WeakValueDictionary
 
 from rlinf_async.channels.batching import driving
 
-HARMLESS: Final = frozenset({"rlinf_async", "ray", "tensorboard", "torch", "tqdm"})
-"""packages whose own timers, readers, threads and signal handlers wake no task of a user"""
+HARMLESS: Final = frozenset(
+    {
+        "logging",
+        "multiprocessing.queues",
+        "ray",
+        "rich",
+        "rlinf_async",
+        "tensorboard",
+        "torch",
+        "tqdm",
+    }
+)
+"""packages and modules whose own timers, readers, threads and handlers wake no task of a user"""
 LOOPS: Final = frozenset({"asyncio", "uvloop"})
 """packages whose functions only call what they are given"""
+RUN_A_LOOP: Final = frozenset({"run", "run_forever", "run_until_complete"})
+"""names of functions in which a thread runs an event loop, where anything may happen"""
 OF_AWAITED_FUTURES: Final = frozenset({"asyncio.futures", "asyncio.tasks"})
 """modules whose timers complete a future that a task awaits, as that of ``asyncio.sleep``"""
 
@@ -165,7 +178,7 @@ def _foreign(callback: Any, args: Any) -> str:
     if package == "rlinf_async":  # what a user may give away is public: `Sender.close`
         inside = name.rpartition(".")[2].startswith("_") or "<locals>" in name
         return "" if inside else name
-    if package in HARMLESS or (owner is None and module in OF_AWAITED_FUTURES):
+    if {package, module} & HARMLESS or (owner is None and module in OF_AWAITED_FUTURES):
         return ""
     if package in LOOPS and module != "asyncio.streams":
         return next(filter(None, map(_foreign_argument, _flat(args))), "")
@@ -203,13 +216,21 @@ def _foreign_protocol(transport: Any) -> str:
 
 
 def _busy_threads() -> Iterator[str]:
-    frames = sys._current_frames()
-    for thread in threading.enumerate():
-        frame = frames.get(thread.ident or 0)
-        if thread.ident == threading.get_ident() or is_internal(thread) or frame is None:
+    threads = {thread.ident: thread for thread in threading.enumerate()}
+    for ident, frame in sys._current_frames().items():
+        thread = threads.get(ident)
+        if ident == threading.get_ident() or is_internal(thread) or _is_idle(frame):
             continue
-        if not (_is_harmless(thread) or _is_idle(frame)):
+        if thread is None:  # started below `threading`: by `_thread`, or by a library in C
+            yield f"a thread runs {_outermost(frame).f_code.co_qualname}"
+        elif not _is_harmless(thread):
             yield f"thread {thread.name!r} runs"
+
+
+def _outermost(frame: FrameType) -> FrameType:
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 def _is_harmless(thread: threading.Thread) -> bool:
@@ -217,6 +238,8 @@ def _is_harmless(thread: threading.Thread) -> bool:
     if isinstance(thread, threading.Timer):
         return not _foreign(thread.function, thread.args)
     target = getattr(thread, "_target", None)
+    if getattr(target, "__name__", "") in RUN_A_LOOP:
+        return False
     if target is not None:
         return not _foreign(target, getattr(thread, "_args", ()))
     package = type(thread).__module__.partition(".")[0]

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import _thread as threads
 import asyncio
 import inspect
+import logging
 import signal
 import socket
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext, suppress
+from functools import partial
+from logging.handlers import QueueListener
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -410,6 +415,48 @@ async def _thread(channel: Channel[Number]) -> Undo:
     return over.set
 
 
+async def _loop_in_a_thread(channel: Channel[Number]) -> Undo:
+    other = asyncio.new_event_loop()
+    thread = threading.Thread(target=other.run_forever, name="another loop")
+    thread.start()
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), other).result()
+    stop = partial(other.call_soon_threadsafe, other.stop)
+    return _each(stop, thread.join, other.close)
+
+
+async def _main_in_a_thread(channel: Channel[Number]) -> Undo:
+    over = asyncio.Event()
+    begun: Future[asyncio.AbstractEventLoop] = Future()
+
+    async def main() -> None:
+        begun.set_result(asyncio.get_running_loop())
+        await over.wait()
+
+    thread = threading.Thread(target=asyncio.run, args=(main(),), name="another main")
+    thread.start()
+    stop = partial(begun.result().call_soon_threadsafe, over.set)
+    return _each(stop, thread.join)
+
+
+async def _thread_below_threading(channel: Channel[Number]) -> Undo:
+    begun, over, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def feed() -> None:
+        begun.set()
+        over.wait()
+        ended.set()
+
+    threads.start_new_thread(feed, ())
+    begun.wait()
+    return _each(over.set, ended.wait)
+
+
+async def _thread_that_logs(channel: Channel[Number]) -> Undo:
+    listener = QueueListener(SimpleQueue(), logging.NullHandler())
+    listener.start()
+    return listener.stop
+
+
 async def _timer_thread(channel: Channel[Number]) -> Undo:
     loop = asyncio.get_running_loop()
     timer = threading.Timer(3600, loop.call_soon_threadsafe, [channel.sender.close])
@@ -485,6 +532,9 @@ FROM_OUTSIDE: dict[str, tuple[Make, str]] = {
     "a timer": (_timer, "a timer will call "),
     "a timer that cancels a task": (_timer_of_a_task, "a timer will call "),
     "a thread": (_thread, "thread 'feeds' runs"),
+    "a loop in a thread": (_loop_in_a_thread, "thread 'another loop' runs"),
+    "a main in a thread": (_main_in_a_thread, "thread 'another main' runs"),
+    "a thread below threading": (_thread_below_threading, "a thread runs _thread_below_threading"),
     "a timer of threading": (_timer_thread, "thread 'Thread-"),
     "a thread of an executor": (_executor, "runs"),
     "a handler of a signal": (_handler, "handles a signal"),
@@ -495,6 +545,7 @@ OF_NO_EFFECT: dict[str, tuple[Make, str]] = {
     "a cancelled timer": (_cancelled_timer, ""),
     "closed servers": (_closed_server, ""),
     "an idle thread of an executor": (_idle_executor, ""),
+    "a thread that logs": (_thread_that_logs, ""),
     "an idle subprocess": (_idle_subprocess, ""),
     "a thread that waits for the channel": (_thread_that_pulls, ""),
 }
