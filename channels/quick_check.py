@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import keyword
 import sys
 from array import array
 from collections.abc import Callable
 from functools import lru_cache
 from types import NoneType, UnionType
-from typing import Any, Final, Union, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, NewType, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -24,6 +25,8 @@ Fits = Callable[[Any], bool]
 _LEAST: Final = -(2**63)
 _BEYOND: Final = 2**64
 """The whole numbers that MessagePack has: from the one to before the other."""
+NUMBERS: Final = "biuf"
+"""Kinds of dtypes of numpy."""
 MAX_DEPTH: Final = 40
 """What is nested deeper where the type says nothing is looked at closely."""
 
@@ -58,7 +61,6 @@ class _Maker:
             "only": _only,
             "text": _text,
             "plain": _plain,
-            "array_fits": _array_fits,
             "tensor_fits": _tensor_fits,
         }
 
@@ -88,6 +90,10 @@ class _Maker:
             return f"({x}.__class__ is str and ({x}.isascii() or text({x})))"
         if kind is bool or kind is bytes or _is_enum(kind):
             return f"{x}.__class__ is {self.named(kind)}"
+        if origin is Literal:
+            return self._said_of_values(args, x)
+        if isinstance(kind, NewType):
+            return self.said_of(kind.__supertype__, x, inside)
         if origin in (Union, UnionType):
             return f"({' or '.join(self.said_of(one, x, inside) for one in args)})"
         if kind in (list, dict):
@@ -95,12 +101,26 @@ class _Maker:
         if origin in (list, tuple, dict):
             return self._said_of_parts(origin, args, x, inside)
         if (origin or kind) is _class_in("numpy", "ndarray"):
-            return f"array_fits({x}, {self.named(dtypes_of(kind))})"
+            dtypes = dtypes_of(kind)
+            of_these = f" and {x}.dtype.type in {self.named(dtypes)}" if dtypes else ""
+            array = self.named(origin or kind)
+            return f"({x}.__class__ is {array} and {x}.dtype.kind in {NUMBERS!r}{of_these})"
         if kind is _class_in("torch", "Tensor"):
             return f"tensor_fits({x})"
         if isinstance(kind, type) and kind not in inside and _is_message(kind):
             return f"{self.named(self.of_message(kind, inside))}({x})"
         return "False"
+
+    def _said_of_values(self, values: tuple[Any, ...], x: str) -> str:
+        """Those of a ``Literal``. To Python 1, 1.0 and True are equal."""
+        by_class: dict[type, set[Any]] = {}
+        for value in values:
+            by_class.setdefault(type(value), set()).add(value)
+        one_of = [
+            f"({x}.__class__ is {self.named(kind)} and {x} in {self.named(some)})"
+            for kind, some in by_class.items()
+        ]
+        return f"({' or '.join(one_of)})"
 
     def _said_of_parts(
         self, origin: type, args: tuple[Any, ...], x: str, inside: tuple[type, ...]
@@ -128,11 +148,18 @@ class _Maker:
         for name, kind in get_type_hints(cls, include_extras=True).items():
             if name in _field_names(cls):
                 of_field = maker.said_of(kind, "v", (*inside, cls))
-                said.append(of_field.replace("v", f"(v := x.{name})", 1))
+                said.append(of_field.replace("v", f"(v := {_attribute(name)})", 1))
         made: Fits = maker.function(
             f"try: return {' and '.join(said)}\n    except AttributeError: return False"
         )
         return made
+
+
+def _attribute(name: str) -> str:
+    """A field of ``x``; one that is not named in a class statement may have any name."""
+    if name.isidentifier() and not keyword.iskeyword(name):
+        return f"x.{name}"
+    return f"getattr(x, {name!r})"
 
 
 def _is_enum(kind: Any) -> bool:
@@ -203,14 +230,12 @@ def _plain(value: Any, depth: int = 0) -> bool:
         return _only({str, int}, value) and all(
             _plain(key) and _plain(one, depth + 1) for key, one in value.items()
         )
-    return _array_fits(value, ()) or _tensor_fits(value)
+    return _array_fits(value) or _tensor_fits(value)
 
 
-def _array_fits(value: Any, dtypes: tuple[type, ...]) -> bool:
-    """Whether this is an array of numbers, of one of these dtypes if there are any."""
-    if value.__class__ is not _class_in("numpy", "ndarray") or value.dtype.kind not in "biuf":
-        return False
-    return not dtypes or value.dtype.type in dtypes
+def _array_fits(value: Any) -> bool:
+    """Whether this is an array of numbers."""
+    return value.__class__ is _class_in("numpy", "ndarray") and value.dtype.kind in NUMBERS
 
 
 def _tensor_fits(value: Any) -> bool:
