@@ -411,7 +411,7 @@ async def test_a_comparison_in_the_mean_lets_single_tokens_differ(loop_kind: str
         [worst] = await actors.call(check, pairs, own, 0.6 / tokens, True)
         assert worst == pytest.approx(0.5, abs=1e-4)
         for arguments in [(0.4, False), (0.4 / tokens, True)]:
-            with pytest.raises(ra.WorkerError, match="token 0 of sequence 1 is .*mean of all"):
+            with pytest.raises(ra.WorkerError, match=r"token 0 of sequence 1 is .*mean of all"):
                 await actors.call(check, pairs, own, *arguments)
         own[0][0] = np.nan
         with pytest.raises(ra.WorkerError, match="token 0 of sequence 0 is nan"):
