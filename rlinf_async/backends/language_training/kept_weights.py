@@ -136,7 +136,7 @@ class KeptWeights:
 
 
 def _copies(shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: one.detach().cpu().clone() for name, one in shards.items()}
+    return {name: one.detach().to("cpu", copy=True) for name, one in shards.items()}
 
 
 def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rlinf_async.messages.language import Sampling
 
-NOTHING: Final = np.empty(0, np.int64)
+NOTHING: Final = np.empty(0, np.int32)
 """the set of a token that was drawn from the whole vocabulary"""
 
 
@@ -96,11 +96,17 @@ def draw(logits: Tensor, rules: Rules, random: Tensor) -> Drawn:
     return Drawn(tokens.squeeze(1), log_probs.gather(1, tokens).squeeze(1), kept)
 
 
-def kept_sets(kept: Tensor) -> list[NDArray[np.int64]]:
-    """Return the tokens in each row of ``kept``; none where it is the whole vocabulary."""
-    tokens = (kept & ~kept.all(-1, keepdim=True)).nonzero().cpu().numpy()
-    ends = np.searchsorted(tokens[:, 0], np.arange(1, len(kept)))
-    return np.split(tokens[:, 1], ends)
+def kept_sets(kept: Tensor) -> list[NDArray[np.int32]]:
+    """Return the tokens in each row of ``kept``; none where it is the whole vocabulary.
+
+    Each in memory of its own: a row keeps its sets until it is finished, and with a view those of
+    all rows.
+    """
+    rows, tokens = (kept & ~kept.all(-1, keepdim=True)).nonzero(as_tuple=True)
+    ends = kept.new_tensor(range(1, len(kept)), dtype=rows.dtype)
+    bounds = torch.searchsorted(rows, ends).tolist()
+    every = tokens.int().cpu().numpy()
+    return [one.copy() for one in np.split(every, bounds)]
 
 
 def _kept(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:

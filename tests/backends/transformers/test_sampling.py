@@ -142,3 +142,12 @@ def test_sets_come_back_as_they_were(sets: list[list[int]]) -> None:
     assert [one.tolist() for one in kept.sets()] == sets
     both = kept.followed_by(Kept.of([[300], []]))
     assert [one.tolist() for one in both.sets()] == [*sets, [300], []]
+
+
+def test_the_set_of_a_token_keeps_no_other_row_in_memory() -> None:
+    """A row of 4 tokens beside one of 4,000 that is finished later."""
+    kept = torch.zeros(3, 5000, dtype=torch.bool)
+    kept[0, :4], kept[1, 500:4500], kept[2] = True, True, True
+    few, many, whole = kept_sets(kept)
+    assert (few.tolist(), many.tolist(), len(whole)) == ([0, 1, 2, 3], [*range(500, 4500)], 0)
+    assert [(one.base is None, one.nbytes) for one in (few, many)] == [(True, 16), (True, 16000)]

@@ -362,8 +362,9 @@ def warn_of_no_correction(run: str, last: Mapping[str, float], *, warned: bool) 
     print(
         f"{run}: iteration {last['iteration']:.0f} was trained on samples of up to "
         f"{last['staleness_max']:.0f} versions ago, but actor.loss.off_policy weighted each token "
-        "by 1: these versions have the same log-probs. Is the learning rate too small for the "
-        "precision of the weights? (said once; see the column off_policy_change)",
+        "by 1: these versions have the same log-probs. Was there nothing to learn from in between, "
+        "or is the learning rate too small for the precision of the weights? (said once; see the "
+        "column off_policy_change)",
         file=sys.stderr,
     )
     return True
