@@ -84,12 +84,13 @@ async def test_at_the_end_only_the_holder_of_a_lease_can_end_a_wait() -> None:
         async for _ in channel.receiver:
             raise AssertionError("the lease was acknowledged, so nothing can come")
 
-    async with asyncio.TaskGroup() as group, channel.receiver.lease():
-        channel.sender.close()
-        group.create_task(others_get())
-        await asyncio.sleep(0)
-        [wait] = channel.waits()
-        assert (wait.party, wait.unblockers) == ("Env[1].run", ("main",))
+    async with asyncio.TaskGroup() as group:
+        group.create_task(others_get())  # a task of the block would count as the lease's holder
+        async with channel.receiver.lease():
+            channel.sender.close()
+            await asyncio.sleep(0)
+            [wait] = channel.waits()
+            assert (wait.party, wait.unblockers) == ("Env[1].run", ("main",))
 
 
 async def test_waits_are_told_oldest_first_and_by_who_made_them(transport: Transport) -> None:

@@ -185,8 +185,7 @@ class _Comparison:
                 self.model.close(actor.number)
             elif op.do == "fail":
                 actor.end.fail("the program says so")
-                self.model.fail()
-                self.model.close(actor.number)
+                self.model.fail(actor.number)
         except ChannelError:
             pass  # a closed end, or a failed channel, cannot be cloned: there is nothing to compare
 

@@ -107,6 +107,7 @@ class Reference:
         self.dead: list[tuple[int, int]] = []
         self.puts = self.gets = self.redelivered = self.stale = 0
         self.failed = self.had_sender = self.had_receiver = False
+        self.failers: set[int] = set()
         self._ends = self._seq = 0
 
     @property
@@ -143,19 +144,22 @@ class Reference:
             self._refuse_takes(lane, lambda take: take.end == end, "ChannelClosed")
         self._settle()
 
-    def fail(self) -> None:
-        """Every wait is refused; what is queued stays where it is."""
+    def fail(self, end: int) -> None:
+        """Every wait is refused; what is queued stays where it is. The end that failed it is
+        closed, and is told what all others are."""
         self.failed = True
         for lane in self.lanes.values():
             self._refuse_puts(lane, lane.puts, "ChannelFailed")
             self._refuse_takes(lane, lambda _: True, "ChannelFailed")
+        self.failers.add(end)
+        self.close(end)
 
     # ---- items
 
     def put(self, end: int, item: int, key: Key | None, weight: int, *, wait: bool = True) -> Put:
         put = Put(end, key, Entry(item, weight, 0))
         if end not in self.senders:
-            put.outcome = "ChannelClosed"
+            put.outcome = "ChannelFailed" if end in self.failers else "ChannelClosed"
         elif self.failed:
             put.outcome = "ChannelFailed"
         elif self.had_receiver and not self.receivers:

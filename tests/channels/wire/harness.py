@@ -30,6 +30,11 @@ PATIENCE = 100.0
 """seconds, for what another process does on a busy machine"""
 
 
+def anything_fits(_: object) -> bool:
+    """Stands for the look that an end takes at what is put: of an end that does not look."""
+    return True
+
+
 async def until(condition: Callable[[], object]) -> None:
     """Let the loop turn until something holds.
 

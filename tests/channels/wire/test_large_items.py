@@ -26,7 +26,7 @@ from rlinf_async.channels.wire.links import prepare_next as ready
 from rlinf_async.channels.wire.links import protocol
 from rlinf_async.channels.wire.links.split_transfer import FAR_ARRAYS_BYTES
 from rlinf_async.testing import wait_all_blocked
-from tests.channels.wire.harness import Turns, Wired, until, wired
+from tests.channels.wire.harness import Turns, Wired, anything_fits, until, wired
 
 SIZE = 50_000
 
@@ -258,6 +258,7 @@ async def test_an_item_that_cannot_travel_is_told_to_who_asks_for_it_not_before(
         connection = await owner.join()
         receiver = owner.receiver(channel, connection)
         await channel.sender.put(np.zeros(SIZE))
+        channel.queue.fits = anything_fits
         await channel.sender.put(object())
         await receiver.get()
         await wait_all_blocked()

@@ -41,6 +41,7 @@ from rlinf_async.workers.errors import WorkerError
 from tests.channels.wire.harness import (
     SECRET,
     Wired,
+    anything_fits,
     remote_latest_pair,
     remote_pair,
     until,
@@ -144,6 +145,7 @@ async def test_a_waiting_get_is_told_of_an_item_that_cannot_be_encoded() -> None
     async with remote_pair(channel) as (_, receiver):
         waiting = asyncio.ensure_future(receiver.get())
         await until(lambda: channel.waits())
+        channel.queue.fits = anything_fits
         await channel.sender.put(Text("a\udcff"))
         with pytest.raises(WrongItemType, match=r"'texts': Text\.text: .*surrogates"):
             await waiting
@@ -206,7 +208,7 @@ async def test_a_latest_value_that_cannot_be_read_is_reported_with_its_channel()
     latest = Latest(Text, name="weights")
     async with remote_latest_pair(latest) as (sender, receiver):
         liar: Any = sender
-        liar._wire.item_class = object
+        liar._wire._fits = anything_fits
         await liar.publish(5)
         with pytest.raises(MalformedFrame, match=r"channel 'weights' of owner: .* not a Text"):
             await receiver.get()
