@@ -196,7 +196,7 @@ def engine_difference(forward: Forward, now: TokenStatistics) -> dict[str, Tenso
     forward pass, over the tokens that weights of this version have generated, and their number."""
     same = torch.eq(forward.column("version"), forward.version or 0)
     difference = (now.log_prob.detach() - forward.column("log_prob")).abs()
-    return {ENGINE_DIFFERENCE: difference[same].sum(), ENGINE_TOKENS: same.sum()}
+    return {ENGINE_DIFFERENCE: difference.where(same, 0.0).sum(), ENGINE_TOKENS: same.sum()}
 
 
 def token_weights(

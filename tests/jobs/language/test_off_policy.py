@@ -113,3 +113,17 @@ def test_a_run_that_an_earlier_version_began_without_effect_goes_on_with_one_or_
         ended = tiny.train(*short, *now, "--training.iterations", iterations, "--resume")
         assert ended.code == 0, ended.err
         assert "actor.loss.off_policy" in ended.err
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_log_probs_of_inference_workers_correct_for_the_precision_of_the_engine_alone(
+    tiny: Job, precision: str
+) -> None:
+    ended = tiny.train(
+        *arguments(("truncated", "auto", 1, 0, 1))[:-2],
+        *("--rollout.transformers.dtype", precision, "--model.config.initializer_range", 1.0),
+        *("--data.verifier", LETTERS, "--evaluation.samples", 0, "--training.iterations", 1),
+    )
+    assert ended.code == (0 if precision == "bfloat16" else 2), ended.err
+    if not ended.code:
+        assert float(tiny.iterations[0]["off_policy_change"]) > 1e-3

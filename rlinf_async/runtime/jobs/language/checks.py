@@ -381,7 +381,8 @@ def _check_off_policy(config: LanguageConfig) -> None:
     loss, where = actor.loss, ("actor", "loss", "off_policy")
     if loss.off_policy == "none":
         return
-    if loss.proximal == "auto":
+    # In less than float32 the actor's forward pass finds others than the engine at once.
+    if loss.proximal == "auto" and not (config.rounded and config.needs_inference):
         raise ConfigError(
             f"{loss.off_policy!r} weights tokens by proximal / behaviour, but with proximal = "
             "'auto' both are of the weights that sampled (an inference worker computes as soon as "
