@@ -13,7 +13,8 @@ from rlinf_async.messages.spaces import ObservationSpec, Seen
 from rlinf_async.workers.env.batched import BatchedEnv, batch_of
 from rlinf_async.workers.env.config import EnvConfig
 from rlinf_async.workers.env.make import describe_env, opened
-from rlinf_async.workers.env.observations import ObservationWriter
+from rlinf_async.workers.env.make_batched import autoreset_of
+from rlinf_async.workers.env.observations import ObservationWriter, array_of
 from rlinf_async.workers.env.slot import Slot
 from rlinf_async.workers.foreign_calls import RESET, STEP_AND_RESET, Call
 
@@ -65,7 +66,8 @@ def _stepped(config: EnvConfig, measure: float) -> Stepped:
         writer = ObservationWriter(getattr(env, spaces[0]), config.name)
         rows = writer.spec.empty(count)
         if config.many_in_a_call:
-            seconds = _many(env, writer, rows, call, measure)
+            by_hand = autoreset_of(config, env) == "disabled"
+            seconds = _many(env, writer, rows, call, measure, by_hand=by_hand)
         else:
             seconds = count * _one(env, writer, config, rows, call, measure)
     return Stepped(seconds, rows.tobytes())
@@ -90,9 +92,15 @@ def _one(
 
 
 def _many(
-    env: BatchedEnv, writer: ObservationWriter, rows: Seen, call: Call, measure: float
+    env: BatchedEnv,
+    writer: ObservationWriter,
+    rows: Seen,
+    call: Call,
+    measure: float,
+    *,
+    by_hand: bool,
 ) -> float:
-    """Seconds of a step of a simulator."""
+    """Seconds of a step of a simulator, whose episodes it begins itself, or we ``by_hand``."""
     call.begin(RESET)
     shown, _ = env.reset(seed=0)
     call.end()
@@ -103,7 +111,9 @@ def _many(
 
     def step() -> None:
         call.begin(STEP_AND_RESET)
-        env.step(actions)
+        _, _, terminated, truncated, _ = env.step(actions)
+        if by_hand and (ended := array_of(terminated) | array_of(truncated)).any():
+            env.reset(options={"reset_mask": ended})
         call.end()
 
     return seconds_of(step, measure)

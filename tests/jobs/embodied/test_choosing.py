@@ -114,6 +114,18 @@ def test_measuring_counts_all_environments_of_a_stage() -> None:
     assert found.rows(flat_spec(4)).shape == (2, 4)
 
 
+def carts(num_envs: int, mode: str) -> Any:
+    makers = [lambda: gym.make("CartPole-v1")] * num_envs
+    return gym.vector.SyncVectorEnv(makers, autoreset_mode=gym.vector.AutoresetMode[mode])
+
+
+@pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP", "DISABLED"])
+def test_simulators_are_measured_however_their_episodes_begin(mode: str) -> None:
+    entry = "tests.jobs.embodied.test_choosing:carts"
+    env = EnvConfig(entry_point=entry, kwargs={"mode": mode}, simulator="vector", envs=4, stages=2)
+    assert try_env(env, 0.05) is not None
+
+
 def test_check_and_train_print_what_was_chosen(job: Job) -> None:
     found = job.command("check", job.file, *AUTO)
     assert found.code == 0
