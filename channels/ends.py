@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from contextvars import ContextVar
 from types import MappingProxyType, TracebackType
-from typing import Any, Final, Generic, Self, TypeVar, overload
+from typing import Any, Final, Generic, Self, TypeGuard, TypeVar, overload
 
 from rlinf_async.channels.errors import EndOfChannel
 from rlinf_async.channels.statistics import KeyState, Statistics
@@ -463,6 +463,10 @@ class _TakenLease(AbstractAsyncContextManager[Lease[T_co]]):
             self._receiver._put_back(self._delivery, error)
 
 
+def _is_int(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def checked_least(channel: str, weight: object, at_least: object) -> int:
     """The weight from which on a batch may be delivered.
 
@@ -470,7 +474,7 @@ def checked_least(channel: str, weight: object, at_least: object) -> int:
         TypeError, ValueError: there is no such batch.
     """
     least = weight if at_least is None else at_least
-    if not (isinstance(weight, int) and isinstance(least, int)):
+    if not (_is_int(weight) and _is_int(least)):
         raise TypeError(
             f"channel {channel!r}: the weights of a batch are ints, got weight={weight!r}, "
             f"at_least={at_least!r}"

@@ -22,6 +22,8 @@ import msgspec
 from rlinf_async.channels.errors import WrongItemType
 from rlinf_async.channels.untyped import Packed, Refused, Untyped, packer
 
+ONE: Final = 1
+"""The weight of most items, to be compared by `is`: True and 1.0 are equal to it."""
 MAX_WEIGHT: Final = 2**40
 """Of one item: sums of weights must fit the 64 bits that they travel in."""
 

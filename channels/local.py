@@ -32,7 +32,7 @@ from rlinf_async.channels.errors import (
     channel_failed,
 )
 from rlinf_async.channels.inspection import state_of, statistics_of, waits_of
-from rlinf_async.channels.itemtypes import check_key_and_weight
+from rlinf_async.channels.itemtypes import ONE, check_key_and_weight
 from rlinf_async.channels.key_queue import KeyQueue, paused
 from rlinf_async.channels.local_deliveries import LocalDelivery, LocalPut, load_ahead, load_payloads
 from rlinf_async.channels.queue import Queue
@@ -277,7 +277,7 @@ class LocalSender(_LocalEnd, Sender[T_contra]):
         queue = self._unkeyed if key is None else channel.of_key(key)
         entries, getters = queue.entries, queue.getters.order
         if (
-            weight == 1
+            weight is ONE
             and channel.accepts
             and channel.max_weight is None
             and len(entries) + queue.reserved < channel.capacity

@@ -7,18 +7,21 @@ the last line; a torn line is dropped when the file is opened again.
 
 from __future__ import annotations
 
-import contextlib
 import csv
+import errno
 import io
 import logging
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Final
 
 from rlinf_async.observe.errors import MetricsError, RunFolderError
 from rlinf_async.observe.files import append_all, atomic_write, explaining
 
 STEP = "step"
+GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
+"""Errors that say that there is no such file any more."""
 
 log = logging.getLogger(__name__)
 
@@ -76,8 +79,11 @@ class CsvLog:
         reaches nobody."""
         if self._descriptor is None:
             return
-        with contextlib.suppress(OSError):
+        try:
             if os.path.samestat(os.fstat(self._descriptor), self._path.stat()):
+                return
+        except OSError as error:
+            if error.errno not in GONE:  # a disk or server that does not answer now may do so again
                 return
         raise RunFolderError(
             f"{self._path} was removed, moved or replaced while the run went on: what it writes "

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -189,6 +192,21 @@ def test_a_run_does_not_end_as_if_its_metrics_were_where_they_are_not(
     message = r"metrics\.csv was removed, moved or replaced while the run went on"
     with pytest.raises(RunFolderError, match=message):
         writer.close() if last else writer.write(1, {"return": 1.0})
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ETIMEDOUT, errno.EACCES])
+def test_a_disk_that_does_not_answer_for_a_moment_ends_no_run(
+    tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(path: Path, **_: Any) -> os.stat_result:
+        raise OSError(code, os.strerror(code), str(path))
+
+    with MetricsWriter(tmp_path, sinks=[]) as writer:
+        writer.write(0, {"return": 1.0})
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "stat", fails)
+            writer.write(1, {"return": 2.0})
+    assert (tmp_path / "metrics.csv").read_text() == "step,return\n0,1\n1,2\n"
 
 
 def test_a_file_that_is_no_metrics_file_is_not_overwritten(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import TypeVar
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.ends import Key, Sender
 from rlinf_async.channels.errors import ChannelError, Failure, channel_failed, error_text
-from rlinf_async.channels.itemtypes import check_key_and_weight
+from rlinf_async.channels.itemtypes import ONE, check_key_and_weight
 from rlinf_async.channels.waitfor import current_party
 from rlinf_async.channels.wire.direct.retained_payloads import RetainedPayloads
 from rlinf_async.channels.wire.links import protocol
@@ -56,7 +56,7 @@ class RemoteSender(RemoteEnd, Sender[T_contra]):
         transfers, account = self._transfers, self._account
         if self._closed or self._error is not None:
             self._check()
-        if key is not None or weight != 1:
+        if key is not None or weight is not ONE:
             check_key_and_weight(self.channel_name, key, weight)
             account = transfers.accounts.find(self._wire.queue, key)
         body = self._wire.encode(item)

@@ -223,13 +223,18 @@ async def test_a_latest_value_that_cannot_be_read_is_reported_with_its_channel()
         ({"weight": 2.0}, "'numbers': a weight is an int"),
         ({"key": ("a", 1)}, "'numbers': a key is a str or an int"),
         ({"weight": "3"}, "'numbers': a weight is an int"),
+        ({"weight": True}, "'numbers': a weight is an int"),
+        ({"weight": 1.0}, "'numbers': a weight is an int"),
     ],
     ids=str,
 )
-async def test_a_bad_key_or_weight_is_refused_and_the_connection_goes_on(
-    options: dict[str, Any], said: str
+@pytest.mark.parametrize("remote", [True, False])
+async def test_a_bad_key_or_weight_is_refused_and_the_channel_goes_on(
+    options: dict[str, Any], said: str, remote: bool
 ) -> None:
-    async with remote_pair(Channel(int, name="numbers")) as (sender, receiver):
+    channel = Channel(int, name="numbers")
+    local = nullcontext((channel.sender, channel.receiver))
+    async with remote_pair(channel) if remote else local as (sender, receiver):
         with pytest.raises(TypeError, match=said):
             await sender.put(1, **options)
         await sender.put(2)
