@@ -106,7 +106,7 @@ def test_what_nobody_can_take_is_refused() -> None:
     waiting = made.put(sender, 1, None, 1)
     made.close(receiver)
     assert (waiting.outcome, made.put(sender, 2, "env", 1).outcome) == ("NoReceivers",) * 2
-    made.fail()
+    made.fail(sender)
     assert made.put(sender, 3, None, 1).outcome == "ChannelFailed"
 
 
