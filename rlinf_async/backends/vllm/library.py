@@ -154,6 +154,10 @@ def _set_environment(config: VllmEngineConfig, on_cpu: bool) -> None:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(config.threads),
         }
+    elif config.dtype == "float32":
+        # Triton, in which vLLM's attention in float32 is written, rounds to TF32 by default:
+        # log-probs of single tokens then differ from the actor's by thousandths.
+        wanted["TRITON_F32_DEFAULT"] = "ieee"
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
 

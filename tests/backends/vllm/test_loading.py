@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import tempfile
 import threading
 from pathlib import Path
@@ -16,7 +17,7 @@ pytest.importorskip("transformers")
 
 from rlinf_async.backends.transformers.folder import ModelFolderError, open_folder
 from rlinf_async.backends.vllm.config import VllmEngineConfig
-from rlinf_async.backends.vllm.library import start_llm, starting_alone
+from rlinf_async.backends.vllm.library import _set_environment, start_llm, starting_alone
 from rlinf_async.backends.vllm.loading import Unknown, shards
 from rlinf_async.weights import pack, unpack
 from tests.backends.models import make_model, publish, qwen3, save_folder
@@ -120,3 +121,16 @@ def test_heads_that_vllm_has_no_attention_for_are_named_before_it_starts(tmp_pat
         match=r"attention heads of 16 \(head_dim in config\.json\).*32, 64.*'transformers'",
     ):
         start_llm(VllmEngineConfig(model=path), open_folder(path), 0, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "on_cpu", "precision"),
+    [("float32", False, "ieee"), ("bfloat16", False, None), ("float32", True, None)],
+)
+def test_float32_on_a_gpu_is_not_rounded_to_tf32_by_the_attention(
+    dtype: Any, on_cpu: bool, precision: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment: dict[str, str] = {}
+    monkeypatch.setattr(os, "environ", environment)
+    _set_environment(VllmEngineConfig(dtype=dtype), on_cpu)
+    assert environment.get("TRITON_F32_DEFAULT") == precision
