@@ -14,6 +14,7 @@ are read from is in the position in the data: `rlinf_async.data.Prompts.restore`
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import platform
 import re
 import sys
@@ -29,7 +30,7 @@ from rlinf_async.observe.files import atomic_write
 from rlinf_async.observe.run_folder import RunFolder
 
 FILE = "inputs.json"
-_CODE = re.compile(r"(?P<where>.+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*")
+_CODE = re.compile(r"(?P<where>.+\.py|[A-Za-z_][\w.]*):[A-Za-z_][\w./-]*")
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 _OF_A_MODEL = frozenset({".json", ".safetensors", ".bin", ".model", ".txt", ".jinja", ".py"})
 """suffixes of the files in a model's folder that are read"""
@@ -146,10 +147,22 @@ def _code(config: msgspec.Struct, names: Iterable[str]) -> dict[str, str]:
         where = found["where"] if found else ""
         if where.endswith(".py"):
             files[where] = Path(where)
-        elif (own := getattr(sys.modules.get(where), "__file__", None)) is not None:
+        elif where and (own := _file_of(where)) is not None:
             files[where] = Path(own)
     there = {name: path for name, path in files.items() if path.is_file()}
     return dict(zip(there, digests(list(there.values())), strict=True))
+
+
+def _file_of(module: str) -> str | None:
+    """The file of a module, which another process may be the one to import."""
+    if module in sys.modules:
+        file: str | None = getattr(sys.modules[module], "__file__", None)
+        return file
+    try:
+        spec = importlib.util.find_spec(module)
+    except Exception:  # a package above it may raise anything: whoever imports it says more
+        return None
+    return spec.origin if spec is not None and spec.has_location else None
 
 
 def _texts(value: Any) -> Iterator[str]:

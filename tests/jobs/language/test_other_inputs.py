@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from rlinf_async.cli import main
-from rlinf_async.runtime.jobs.inputs import FILE, Inputs
+from rlinf_async.runtime.jobs.inputs import FILE, Inputs, _code
 from rlinf_async.runtime.jobs.language.model import make_model_folder
 from rlinf_async.runtime.jobs.language.sections import ModelConfig
 from tests.jobs.language.kit import TOY, Job
@@ -173,3 +173,19 @@ def test_a_resume_with_the_same_files_elsewhere_says_nothing_of_them(
     assert ended.code == 0, ended.err
     assert "differs" not in ended.err
     assert "than before: model.path (model in the run, moved now)" in ended.err
+
+
+@pytest.mark.parametrize("name", ["of_a_run:make", "of_a_run:Reach-v0", "of_a_run.py:make"])
+def test_code_that_only_other_processes_import_is_compared(
+    name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = []
+    for text in ("a = 1", "a = 2"):
+        (tmp_path / "of_a_run.py").write_text(text)
+        found.append(
+            _code(ModelConfig(path="model"), [name, "no_such_module:make", "json.nothing:make"])
+        )
+    assert [list(one) for one in found] == [[name.partition(":")[0]]] * 2
+    assert found[0] != found[1]
