@@ -15,7 +15,8 @@ from tests.docs.pages import ROOT, blocks
 @pytest.fixture
 def page(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
     """A folder with the files that the page shows; the current one."""
-    found = {one.language: one.text for one in blocks(ROOT / "docs" / "jobs.md")}
+    shown = blocks(ROOT / "docs" / "jobs.md")
+    found = {one.language: one.text for one in reversed(shown)}  # the first of each language
     (tmp_path / "pass_at_k.py").write_text(found["python"])
     (tmp_path / "pass_at_k.toml").write_text(found["toml"])
     records = [{"prompt": f"{number}+{number}=", "answer": 2 * number} for number in range(20)]
