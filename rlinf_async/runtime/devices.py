@@ -58,11 +58,12 @@ def stated_devices(text: str) -> tuple[Device, ...]:
         ValueError: the text is no such description.
     """
     found = _STATED.fullmatch(text.replace(" ", ""))
-    if found is None or not int(found["count"]) or found["hosts"] == "0":
+    if found is None or not float(found["count"]) or found["hosts"] == "0":
         raise ValueError(
             f"{text!r} describes no machine: write hosts x devices x model, such as '8xH100', "
             "'2x8xH100' or '16xcpu'"
         )
+    # As floats: Python reads no integer of thousands of digits.
     if float(found["hosts"] or 1) * float(found["count"]) > MOST_STATED:
         raise ValueError(
             f"{text[:40]!r} has more than {MOST_STATED:,} devices, the most that can be gone "

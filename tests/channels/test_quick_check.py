@@ -33,7 +33,7 @@ QUICK: list[tuple[Any, Any]] = [
     (np.ndarray, np.ones(2)),
 ]
 NOT_QUICK: list[tuple[Any, Any]] = [
-    (Ended, Ended(TOKENS.astype(np.int64), "stop")),
+    (Ended, Ended(TOKENS.astype(np.int64), "stop")),  # pyright: ignore[reportArgumentType]
     (Ended, Ended(TOKENS, "other")),  # type: ignore[arg-type]
     (Ended, Ended(TOKENS, "stop", True)),  # type: ignore[arg-type]
     (Literal[1], True),

@@ -90,9 +90,8 @@ def describe_env(config: EnvConfig, *, probe: bool = False) -> EnvSpec:
     with opened(config) as (env, spaces, call):
         writer = ObservationWriter(getattr(env, spaces[0]), config.name)
         reader = ActionReader(getattr(env, spaces[1]), config.name, config.actions)
-        if config.many_in_a_call:
-            mode = autoreset_of(config, env)
-        else:
+        mode = autoreset_of(config, env) if config.many_in_a_call else ""
+        if not config.many_in_a_call:
             check_seed(env, config.name)
         if probe and config.simulator in ("single", "pool"):
             probe_one(env, writer, config.name, call)

@@ -37,6 +37,7 @@ def iteration(trainer: Any, ring: tuple[Strategy, ...]) -> list[float]:
     active = trainer.manager.active
     before = [trainer.log_probs(every(trainer, at)) if active else [] for at in range(len(ring))]
     found: list[float] = []
+    here: list[Any] = []
     for batch, strategy in enumerate(ring):
         change(trainer, strategy)
         if not trainer.manager.active:

@@ -61,7 +61,8 @@ def test_a_drawn_token_has_a_probability_and_was_kept(
         torch.tensor(logits), Rules.of(rules, device), torch.tensor(random, dtype=torch.float64)
     )
     assert torch.isfinite(drawn.log_probs).all()
-    sets = [np.empty(0)] * len(rules) if drawn.kept is None else kept_sets(drawn.kept)
+    none = [np.empty(0, np.int32)] * len(rules)
+    sets = none if drawn.kept is None else kept_sets(drawn.kept)
     for row, rule, token, log_prob, kept in zip(
         logits, rules, drawn.tokens.tolist(), drawn.log_probs.tolist(), sets, strict=True
     ):
