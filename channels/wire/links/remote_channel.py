@@ -38,8 +38,10 @@ class Wire:
         self._round_trip = round_trip_check(item_type, ref.channel, ref.form)
         codec = ItemCodec(item_type, ref.form)
         self.decode, self.decode_list = codec.decode, codec.decode_list
-        self._encode = codec.encode
-        self._fits = self._round_trip.fits
+        self.pack = codec.encode
+        """An item that fits, as it travels."""
+        self.fits = self._round_trip.fits
+        """True for an item that certainly arrives as what it is: see `look_closely`."""
 
     def close_later(self, end: int) -> None:
         """Close an end that was dropped, in whichever thread that was noticed."""
@@ -62,13 +64,21 @@ class Wire:
         Raises:
             WrongItemType: it is not of the channel's type, or a part of it cannot travel.
         """
-        if not self._fits(item):
-            check_item(item, self.item_type, self.item_class, self.channel_name)
-            self._round_trip.check(item)
+        if not self.fits(item):
+            self.look_closely(item)
         try:
-            return self._encode(item)
+            return self.pack(item)
         except WrongItemType as error:
             raise WrongItemType(f"channel {self.channel_name!r}: {error}") from error
+
+    def look_closely(self, item: object) -> None:
+        """Refuse an item that does not fit.
+
+        Raises:
+            WrongItemType: it is not of the channel's type, or a part of it cannot travel.
+        """
+        check_item(item, self.item_type, self.item_class, self.channel_name)
+        self._round_trip.check(item)
 
     def decode_value(self, body: Encoded | None) -> Any:
         """The value of a `Latest`.

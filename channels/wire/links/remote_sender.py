@@ -59,7 +59,10 @@ class RemoteSender(RemoteEnd, Sender[T_contra]):
         if key is not None or weight is not ONE:
             check_key_and_weight(self.channel_name, key, weight)
             account = transfers.accounts.find(self._wire.queue, key)
-        body = self._wire.encode(item)
+        wire = self._wire
+        if not wire.fits(item):
+            wire.look_closely(item)
+        body = wire.pack(item)
         if body.buffers and self._payloads is not None:
             await self._put_retained(self._payloads, account, body, weight)
             return

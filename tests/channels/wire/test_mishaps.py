@@ -208,7 +208,7 @@ async def test_a_latest_value_that_cannot_be_read_is_reported_with_its_channel()
     latest = Latest(Text, name="weights")
     async with remote_latest_pair(latest) as (sender, receiver):
         liar: Any = sender
-        liar._wire._fits = anything_fits
+        liar._wire.fits = anything_fits
         await liar.publish(5)
         with pytest.raises(MalformedFrame, match=r"channel 'weights' of owner: .* not a Text"):
             await receiver.get()

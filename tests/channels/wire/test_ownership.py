@@ -102,7 +102,7 @@ async def test_an_item_that_lies_about_its_type_is_buried_and_the_rest_stays() -
     async with remote_pair(channel) as (sender, receiver):
         liar: Any = sender
         await sender.put(1)
-        liar._wire._fits = anything_fits
+        liar._wire.fits = anything_fits
         await liar.put("two")
         await sender.put(3)
         local = channel.receiver
@@ -122,7 +122,7 @@ async def test_an_item_that_cannot_be_read_is_buried_and_its_neighbours_stay() -
     channel = Channel(int, name="numbers", max_deliveries=2)
     async with remote_pair(channel) as (sender, receiver):
         liar: Any = sender
-        liar._wire._fits = anything_fits
+        liar._wire.fits = anything_fits
 
         async def put_three() -> None:
             for item in (1, "text", 3):

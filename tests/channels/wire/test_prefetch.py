@@ -291,7 +291,7 @@ async def test_an_item_that_came_ahead_and_cannot_be_read_is_buried_alone() -> N
     channel = Channel(int, name="numbers")
     async with remote_pair(channel) as (sender, receiver):
         liar: Any = sender
-        liar._wire._fits = anything_fits
+        liar._wire.fits = anything_fits
         for item in (0, 1, 2, 3, "text", 5, 6):
             await liar.put(item)
         assert [await receiver.get() for _ in range(4)] == [0, 1, 2, 3]
