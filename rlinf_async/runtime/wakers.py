@@ -27,6 +27,7 @@ from rlinf_async.channels.batching import driving
 
 HARMLESS: Final = frozenset(
     {
+        "execnet",
         "logging",
         "multiprocessing.queues",
         "ray",
@@ -222,7 +223,9 @@ def _busy_threads() -> Iterator[str]:
         if ident == threading.get_ident() or is_internal(thread) or _is_idle(frame):
             continue
         if thread is None:  # started below `threading`: by `_thread`, or by a library in C
-            yield f"a thread runs {_outermost(frame).f_code.co_qualname}"
+            first = _outermost(frame)
+            if str(first.f_globals.get("__name__")).partition(".")[0] not in HARMLESS:
+                yield f"a thread runs {first.f_code.co_qualname}"
         elif not _is_harmless(thread):
             yield f"thread {thread.name!r} runs"
 
