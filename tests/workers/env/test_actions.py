@@ -17,7 +17,15 @@ from rlinf_async.workers.env.actions import ActionReader, Bounds
 from rlinf_async.workers.env.batched import batch_of
 
 FLOATS = (np.float16, np.float32, np.float64)
-INTEGERS = (np.int8, np.uint8, np.int16, np.int32, np.uint32, np.int64, np.uint64)
+INTEGERS: tuple[type[np.integer], ...] = (
+    np.int8,
+    np.uint8,
+    np.int16,
+    np.int32,
+    np.uint32,
+    np.int64,
+    np.uint64,
+)
 ENVS = 3
 
 
@@ -40,8 +48,8 @@ def float_boxes(draw: st.DrawFn) -> spaces.Box:
 @st.composite
 def integer_boxes(draw: st.DrawFn) -> spaces.Box:
     """Bounds up to the ends of the dtype."""
-    dtype = np.dtype(draw(st.sampled_from(INTEGERS)))
-    ends = np.iinfo(dtype)
+    kind = draw(st.sampled_from(INTEGERS))
+    dtype, ends = np.dtype(kind), np.iinfo(kind)
     number = st.integers(int(ends.min), int(ends.max)) | st.sampled_from(
         [int(ends.min), int(ends.max), int(ends.max) - 1]
     )
