@@ -35,7 +35,7 @@ def from_arrow(scalar: Any) -> Any:
     """A scalar of Arrow as a plain value that loses nothing.
 
     Raises:
-        ValueError: there is no plain value of it, such as a timestamp with nanoseconds.
+        ValueError: there is no plain value of it, such as of a time with nanoseconds.
     """
     arrow = importlib.import_module("pyarrow")
     kind, types = scalar.type, arrow.types
@@ -51,7 +51,13 @@ def from_arrow(scalar: Any) -> Any:
         return [from_arrow(one) for one in scalar.values]
     if types.is_dictionary(kind):
         return from_arrow(scalar.value)
-    value = scalar.as_py()
+    try:
+        value = scalar.as_py()
+        same = not types.is_temporal(kind) or arrow.scalar(value, kind).equals(scalar)
+    except OverflowError as error:
+        raise ValueError(f"{kind}: {error}") from error
+    if not same:  # Python's times have microseconds
+        raise ValueError(f"{kind}: {scalar} has nanoseconds, which are not read")
     if types.is_floating(kind) and kind.bit_width < 64:
         return float(str(np.dtype(f"f{kind.bit_width // 8}").type(value)))
     return _decoded(value) if isinstance(value, bytes) else value

@@ -39,7 +39,9 @@ TYPES: list[tuple[str, Any, str]] = [
     ("date32", dt.date(2024, 1, 5), "2024-01-05"),
     ("date64", dt.date(2024, 1, 5), "2024-01-05"),
     ("time64('us')", dt.time(10, 1), "10:01:00"),
+    ("time64('ns')", 1000, "00:00:00.000001"),
     ("timestamp('us')", dt.datetime(2024, 1, 5, 10), "2024-01-05T10:00:00"),
+    ("timestamp('ns')", 1, "1970-01-01T00:00:00.000000001"),
     ("timestamp('us', 'Europe/Berlin')", NOON, "2024-01-05T13:00:00+01:00"),
     ("duration('us')", dt.timedelta(seconds=90), "PT90S"),
     ("duration('ns')", dt.timedelta(seconds=90), "PT90S"),
@@ -56,6 +58,10 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("list_(float32)", [float("nan")], "nan is no number"),
     ("int32", None, "is null"),
     ("duration('ns')", 1, "nanoseconds"),
+    ("time64('ns')", 1, "nanoseconds"),
+    ("timestamp('s')", 2**40, "out of range"),
+    ("duration('s')", 2**62, "too large"),
+    ("date32", 2**31 - 1, "days=2147483647"),
 ]
 
 
