@@ -95,7 +95,7 @@ class Objective(ABC):
         `ValueError` for samples that are not ready.
         """
         loss = loss or self.config.loss
-        self.check_ready(samples)
+        self.check_ready(samples, loss)
         masks = [trained_tokens(sample) for sample in samples]
         units = sum(share_of(int(mask.sum()), loss.aggregation).units for mask in masks)
         forwarded = [
@@ -113,7 +113,7 @@ class Objective(ABC):
         return Forward(packed, units, self, forwarded, masks, loss, counts, version)
 
     @abstractmethod
-    def check_ready(self, samples: Sequence[TrainingSample]) -> None:
+    def check_ready(self, samples: Sequence[TrainingSample], loss: LanguageLossConfig) -> None:
         """Raise `ValueError` for a sample that lacks what the loss needs."""
 
     @abstractmethod
@@ -137,14 +137,14 @@ class PolicyObjective(Objective):
     def recomputes(self) -> bool:
         return self.config.loss.proximal == "step"
 
-    def check_ready(self, samples: Sequence[TrainingSample]) -> None:
+    def check_ready(self, samples: Sequence[TrainingSample], loss: LanguageLossConfig) -> None:
         for sample in samples:
             if sample.advantage is None:
                 raise ValueError(
                     f"sample {sample.group}/{sample.index} has no advantage: call "
                     "compute_advantages() on its group first"
                 )
-            if self.recomputes and sample.prev_log_prob is None:
+            if loss.proximal == "step" and sample.prev_log_prob is None:
                 raise ValueError(
                     f"sample {sample.group}/{sample.index} has no prev_log_prob, but loss.proximal "
                     "is 'step': fill it in with first_log_probs() before the first optimizer step"
@@ -174,7 +174,7 @@ class PolicyObjective(Objective):
 class ValueObjective(Objective):
     """Half the squared error, from values ``[N]``."""
 
-    def check_ready(self, samples: Sequence[TrainingSample]) -> None:
+    def check_ready(self, samples: Sequence[TrainingSample], loss: LanguageLossConfig) -> None:
         for sample in samples:
             if sample.returns is None or sample.value is None:
                 raise ValueError(

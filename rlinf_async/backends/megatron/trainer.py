@@ -346,7 +346,9 @@ class MegatronTrainer(MegatronTrainerBase):
 
     def supervised_step(self, micro_batches: Iterable[MicroBatch]) -> Mapping[str, float]:
         """Make one optimizer step on the cross-entropy of the responses. Collective."""
-        return self._step(micro_batches, SUPERVISED)
+        metrics = self._step(micro_batches, SUPERVISED)
+        self._stepped = True
+        return metrics
 
     def log_probs(
         self, samples: Sequence[TrainingSample], *, reference: bool = False

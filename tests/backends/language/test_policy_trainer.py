@@ -406,6 +406,22 @@ def test_a_supervised_phase_teaches_the_answers() -> None:
         assert int(logits[0, -1].argmax()) == one.response_ids[0]
 
 
+def test_a_supervised_step_has_no_ratio_and_leaves_the_weights_of_no_version() -> None:
+    trainer = PolicyTrainer(trainer_config(loss=LanguageLossConfig(proximal="step")), 1, 0)
+    batch = trainer.compute_advantages(samples())
+    before = [one.prev_log_prob for one in batch]
+    for one in batch:
+        one.prev_log_prob = None
+    trainer.supervised_step(micro_batches(batch, 4))
+    with pytest.raises(ValueError, match="fill it in with first_log_probs"):
+        trainer.training_step(micro_batches(batch, 4))
+    for one, log_prob in zip(batch, before, strict=True):
+        one.prev_log_prob = log_prob
+    assert "engine_actor_tokens" not in trainer.training_step(micro_batches(batch, 4))
+    trainer.end_iteration()
+    assert "engine_actor_tokens" in trainer.training_step(micro_batches(batch, 4))
+
+
 def test_supervised_batches_that_cannot_be_filled_are_refused() -> None:
     trainer = PolicyTrainer(trainer_config(), 1, 0)
     with pytest.raises(ValueError, match=r"0 examples do not fill one batch of batch_size 64"):

@@ -221,7 +221,9 @@ class PolicyTrainer(LanguageTrainerBase):
 
     def supervised_step(self, micro_batches: Iterable[MicroBatch]) -> Mapping[str, float]:
         """Make one optimizer step on the cross-entropy of the responses. Collective."""
-        return optimizer_step(self.manager, micro_batches, partial(self._part, loss=SUPERVISED))
+        metrics = optimizer_step(self.manager, micro_batches, partial(self._part, loss=SUPERVISED))
+        self._stepped = True
+        return metrics
 
     def log_probs(
         self, samples: Sequence[TrainingSample], *, reference: bool = False
