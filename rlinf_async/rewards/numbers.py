@@ -57,7 +57,7 @@ _LATEX = (
     (re.compile(r"\\pm(?![A-Za-z])"), "\u00b1"),
     (re.compile(r"\\([%$])"), r"\1"),
     (re.compile(rf"(?<=[{_IDEOGRAPHS}])(?=[-+.0-9])"), " "),
-    (re.compile(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})"), "\u00b0"),
+    (re.compile(r"\\degree(?![A-Za-z])|\^\s*(?:\\circ|\{\s*\\circ\s*\})"), "\u00b0"),
 )
 _FRACTION = re.compile(
     r"(?<![A-Za-z)}])\\[dt]?frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))"

@@ -229,6 +229,10 @@ PAIRS = [
     ("0.1000001", "0.1"),
     (r"-\boxed{5}", "5"), (r"\boxed{5~6}", "56"), (r"\boxed{5!}", "5"), (r"\boxed{0.(3)}", "3"),
     (r"\boxed{4, 5, and 6}", "6"), (r"\boxed{2**10}", "10"),
+    ("4 or 5", "5"), ("4, 5", "5"), ("x = 4 or x = 5", "5"), ("between 4 and 5", "5"),
+    ("4 or 1/2", r"\frac{1}{2}"), ("area = 4\u03c0", "4"), ("4 pi", "4"), ("2\u221a3", "2"),
+    ("12:30", "12"), ("5k", "5"), ("3 dozen", "3"), ("5\u00b11", "5"), ("5 choose 2", "2"),
+    ("0.333...", "0.333"), (r"\$4 or \$5", "5"),
 ]  # fmt: skip
 
 
@@ -248,6 +252,7 @@ def test_mathematics_that_differs_is_not_right(text: str, reference: str) -> Non
         ("2^10", "1024"), (r"x = -\boxed{5}", "-5"), (r"$-\boxed{x+1}$", "-x-1"),
         (r"\boxed{5!}", "120"), (r"\boxed{-(5)}", "-5"), ("<answer>5</answer>", "5"),
         ("4 or\n- \\boxed{5}", "5"), ("$$42$$", "$42"),
+        (r"She pays \$5.", "5"), (r"90\degree", "90"), ("2*3", "6"), ("first 4, then 5", "5"),
     ],
 )  # fmt: skip
 def test_mathematics_that_is_the_same_is_right(text: str, reference: str) -> None:
