@@ -17,6 +17,7 @@ DECIMALS: Final = 12
 """decimal places to which math-verify compares what is not a plain number"""
 _NEGATED: Final = re.compile(r"(?:(?<!-)-|[=(,:$][ $]*-[ ]*)\Z")
 """before a box: a sign, not the dash of a list's item"""
+_BEGINS: Final = re.compile(r"-?\d+(?:\.\d+)?(?!\d*:)")
 _MARKS: Final = ("$", "\\boxed", "\\(", "\\[")
 
 
@@ -109,5 +110,11 @@ def _ordered(parsed: list[Any]) -> bool:
 
 
 def _parse(library: Any, text: str) -> list[Any]:
+    """What math-verify reads; nothing where it would drop what stands behind a number."""
     parsed: list[Any] = library.parse(text, parsing_timeout=None)
-    return parsed
+    plain = text.strip("$ ")
+    begins = _BEGINS.match(plain)
+    if not parsed or begins is None or last_number(f"{{{plain}}}") is not None:
+        return parsed
+    dropped = getattr(parsed[0], "is_Number", False) and float(parsed[0]) == float(begins[0])
+    return [] if dropped else parsed

@@ -75,8 +75,8 @@ _NUMBER = re.compile(
     rf"(?:[ ]*/[ ]*(?P<over>{_DIGITS}))?"
     rf"(?:[ ]*[x\u00d7*][ ]*10(?:(?:\^|\*\*)\{{?(?P<power>[-+]?[0-9]{{1,4}})\}}?"
     rf"|(?P<raised>-?[{_POWERS}]+)))?)"
-    r"(?P<share>[ ]?(?:%|\u2030|(?:percent|per cent)(?!\w)))?"
-    r"(?P<scale>[ ]?(?:hundred|thousand|million|billion|trillion)(?!\w))?"
+    r"(?P<share>[ ]{0,3}(?:%|\u2030|(?:percent|per cent)(?!\w)))?"
+    r"(?P<scale>[ ]{0,3}(?:hundred|thousand|million|billion|trillion)(?!\w))?"
     rf"(?P<after>[ ]?[{_CURRENCY[1:]}]|(?P<gap>[ ]{{0,3}})(?P<unit>(?:\u00b0[CF]?|{_WORD}){_POWER}"
     rf"(?:[/\u00d7]{_WORD}{_POWER})*))?"
 )

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf_async.messages.language import Scored
+from rlinf_async.messages.language import Rejected, Scored
 from rlinf_async.rewards import Answer, load_verifier
 from rlinf_async.rewards.judging import judge
 from rlinf_async.rewards.numbers import last_number
@@ -233,6 +233,8 @@ PAIRS = [
     ("4 or 1/2", r"\frac{1}{2}"), ("area = 4\u03c0", "4"), ("4 pi", "4"), ("2\u221a3", "2"),
     ("12:30", "12"), ("5k", "5"), ("3 dozen", "3"), ("5\u00b11", "5"), ("5 choose 2", "2"),
     ("0.333...", "0.333"), (r"\$4 or \$5", "5"),
+    ("$2\u221a3$", "2"), (r"\boxed{101_2}", "101"),
+    (r"\boxed{3.\overline{3}}", "3"), (r"\boxed{5\text{ million}}", "5"), (r"\boxed{1:2}", "2:1"),
 ]  # fmt: skip
 
 
@@ -252,13 +254,22 @@ def test_mathematics_that_differs_is_not_right(text: str, reference: str) -> Non
         ("2^10", "1024"), (r"x = -\boxed{5}", "-5"), (r"$-\boxed{x+1}$", "-x-1"),
         (r"\boxed{5!}", "120"), (r"\boxed{-(5)}", "-5"), ("<answer>5</answer>", "5"),
         ("4 or\n- \\boxed{5}", "5"), ("$$42$$", "$42"),
-        (r"She pays \$5.", "5"), (r"90\degree", "90"), ("2*3", "6"), ("first 4, then 5", "5"),
+        (r"She pays \$5.", "5"), (r"90\degree", "90"), (r"\boxed{50\text{ percent}}", "0.5"),
+        (r"\boxed{5\text{ million}}", "5000000"), (r"\boxed{1:2}", "1:2"),
+        ("2*3", "6"), ("first 4, then 5", "5"),
     ],
 )  # fmt: skip
 def test_mathematics_that_is_the_same_is_right(text: str, reference: str) -> None:
     pytest.importorskip("math_verify")
     answer = Answer(prompt="", text=text, reference=reference)
     assert judge("math", load_verifier("math"), answer) == Scored(reward=1.0)
+
+
+@pytest.mark.parametrize("reference", ["2\u221a3", "0.333...", r"3.\overline{3}", "101_2"])
+def test_a_reference_of_which_only_a_part_is_read_is_rejected(reference: str) -> None:
+    pytest.importorskip("math_verify")
+    answer = Answer(prompt="", text="2", reference=reference)
+    assert isinstance(judge("math", load_verifier("math"), answer), Rejected)
 
 
 def test_whatever_is_written_before_it_the_last_number_is_found_in_time() -> None:
