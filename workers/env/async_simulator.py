@@ -32,7 +32,7 @@ from rlinf_async.workers.env.batched import FINAL, at, batch_of
 from rlinf_async.workers.env.config import Autoreset
 from rlinf_async.workers.env.errors import EnvFailed, is_interrupt
 from rlinf_async.workers.env.observations import ObservationWriter, array_of
-from rlinf_async.workers.env.slot import Episode
+from rlinf_async.workers.env.slot import Episode, reward_problem
 from rlinf_async.workers.foreign_calls import (
     CLOSE,
     NO_LENGTH,
@@ -198,10 +198,8 @@ class Simulated:
             valid = not self._asked[env]  # a step that began an episode is no sample
             return Ready(env=env, ready_at=ready_at, observation=shown[place], valid=valid)
         reward, terminated, truncated = (column[place] for column in columns)
-        if not np.isfinite(reward):
-            raise EnvFailed(
-                f"{self._where('recv')} returned the reward {reward}, environment {env}"
-            )
+        if problem := reward_problem(float(reward)):
+            raise EnvFailed(f"{self._where('recv')} returned {problem}, environment {env}")
         self._returns[env] += float(reward)
         self._lengths[env] += 1
         cut = bool(truncated) and not terminated

@@ -23,11 +23,12 @@ from numpy.typing import NDArray
 from rlinf_async.messages.embodied import Bools, Choice, Floats, Ints
 from rlinf_async.messages.spaces import Seen, numbers_of
 from rlinf_async.messages.success import success_at
+from rlinf_async.rewards.judging import MAX_REWARD
 from rlinf_async.workers.env.actions import ActionReader
 from rlinf_async.workers.env.config import Autoreset
 from rlinf_async.workers.env.errors import EnvFailed, is_interrupt
 from rlinf_async.workers.env.observations import ObservationWriter, array_of
-from rlinf_async.workers.env.slot import Episode
+from rlinf_async.workers.env.slot import Episode, reward_problem
 from rlinf_async.workers.env.stage import Outcome
 from rlinf_async.workers.foreign_calls import (
     CLOSE,
@@ -131,7 +132,7 @@ class BatchedStage:
         try:
             seen, rewards, terminations, truncations, info = self.env.step(actions)
             shown = self._written(seen)
-            reward = self._each(rewards, "rewards").astype(np.float32)
+            paid = self._each(rewards, "rewards")
             terminated = self._each(terminations, "terminations").astype(np.bool_)
             cut = self._each(truncations, "truncations").astype(np.bool_) & ~terminated
             ended = terminated | cut
@@ -141,8 +142,12 @@ class BatchedStage:
         finally:
             self._call.end()
         self._check(shown, "step")
-        if not np.isfinite(reward).all():
-            raise EnvFailed(f"{self._where('step')} returned the rewards {reward}")
+        good = np.abs(paid) <= MAX_REWARD
+        if not good.all():
+            first = int(np.argmin(good))
+            problem = reward_problem(float(paid[first]))
+            raise EnvFailed(f"{self._where('step')} returned {problem}, environment {first}")
+        reward = paid.astype(np.float32)
         valid = None if begins is None else ~begins
         episodes = self._episodes(reward, ended, valid, info)
         self.observation, self._ended = shown, ended

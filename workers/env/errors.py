@@ -3,7 +3,7 @@
 ::
 
     EnvError                 an environment cannot be used, or failed while it ran
-    +-- EnvFailed            it raised, or returned NaN: names env, step and seed
+    +-- EnvFailed            it raised, or returned what cannot be trained on: names env, step, seed
     RolloutGone              no rollout worker is left that could answer (a ChannelError)
 
 A wrong configuration raises `rlinf_async.config.UsageError` before any environment is made.
@@ -40,7 +40,8 @@ def not_made(what: str, error: BaseException, hint: str = "") -> EnvError:
 
 
 class EnvFailed(EnvError):
-    """One environment raised, or returned NaN or infinity."""
+    """One environment raised, or returned what cannot be trained on: NaN, infinity, a reward beyond
+    `MAX_REWARD`."""
 
 
 class RolloutGone(ChannelError):

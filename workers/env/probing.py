@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import math
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
@@ -18,6 +17,7 @@ from rlinf_async.messages.spaces import Seen, numbers_of
 from rlinf_async.workers.env.batched import BatchedEnv, batch_of, last_name
 from rlinf_async.workers.env.errors import EnvError, is_interrupt
 from rlinf_async.workers.env.observations import ObservationWriter, array_of
+from rlinf_async.workers.env.slot import reward_problem
 from rlinf_async.workers.foreign_calls import NOT_NOTED, RESET, STEP, STEP_AND_RESET, Call
 
 if TYPE_CHECKING:
@@ -200,8 +200,8 @@ def _check_reward(reward: Any) -> None:
     except (TypeError, ValueError) as error:
         shape = f" of shape {np.shape(reward)}" if np.shape(reward) else ""
         raise ValueError(f"{_called(reward)}{shape} as reward, which is no number") from error
-    if not math.isfinite(gained):
-        raise ValueError(f"the reward {gained}")
+    if problem := reward_problem(gained):
+        raise ValueError(problem)
 
 
 def _called(value: Any) -> str:

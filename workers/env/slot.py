@@ -11,6 +11,7 @@ import numpy as np
 
 from rlinf_async.messages.spaces import numbers_of
 from rlinf_async.messages.success import success_of
+from rlinf_async.rewards.judging import MAX_REWARD
 from rlinf_async.workers.env.errors import EnvFailed, is_interrupt
 from rlinf_async.workers.foreign_calls import CLOSE, NOT_NOTED, RESET, STEP, Call, in_words
 
@@ -33,6 +34,14 @@ class Episode(msgspec.Struct, frozen=True):
     """steps"""
     success: bool | None
     """as the environment says (`success_of`); None where it does not"""
+
+
+def reward_problem(reward: float) -> str:
+    """Why a reward cannot be trained on, as the end of a sentence; empty where it can."""
+    if abs(reward) <= MAX_REWARD:
+        return ""
+    beyond = f", beyond {MAX_REWARD:g}, which training cannot compute with: scale it"
+    return f"the reward {reward:g}{beyond if math.isfinite(reward) else ''}"
 
 
 class Slot:
@@ -84,7 +93,7 @@ class Slot:
         """Take one step: reward, terminated, truncated, and the episode if it ended with this step.
 
         Raises:
-            EnvFailed: the environment raised, or its reward is NaN or infinite.
+            EnvFailed: the environment raised, or its reward is none to train on.
         """
         self.steps += 1
         self.length += 1
@@ -98,8 +107,8 @@ class Slot:
             raise self.failed("step", error) from error
         finally:
             self._call.end()
-        if not math.isfinite(gained):
-            raise EnvFailed(f"{self._where('step')} returned the reward {gained}")
+        if problem := reward_problem(gained):
+            raise EnvFailed(f"{self._where('step')} returned {problem}")
         self.length += max(len(self.action_rewards) - 1, 0)
         self._return += gained
         if going_on:

@@ -212,14 +212,15 @@ def check_resumed(config: Any, started: Path, may_differ: Sequence[str]) -> list
     Args:
         config: of the command.
         started: the file with the configuration that the run has now; nothing is checked where
-            the folder holds no run.
+            the folder holds no run, or one that was killed before it had written this file.
         may_differ: paths of the settings, or of whole sections, that a resumed run may change.
 
     Raises:
         UsageError: with the settings that differ, both of their values, and those that may.
     """
     if not started.is_file():
-        if (started.parent / MARKER).is_file():
+        checkpoints = started.parent / "checkpoints"  # without any, it begins from the beginning
+        if (started.parent / MARKER).is_file() and any(checkpoints.glob("*")):
             raise UsageError(
                 f"{started.parent} holds a run, but not its {started.name}, so whether the run can "
                 "go on under this configuration is not known: put the file back, or start in "

@@ -207,6 +207,14 @@ def test_a_run_whose_configuration_is_gone_is_not_resumed(job: Job) -> None:
     assert "holds a run, but not its config.toml" in ended.err
 
 
+def test_a_start_that_was_killed_before_its_configuration_was_written_begins_again(
+    job: Job,
+) -> None:
+    job.out.mkdir()
+    (job.out / "run.json").write_text('{"made_by": "rlinf_async", "starts": [1.0]}')
+    job.succeed("--resume", "--training.total_steps", 64)
+
+
 def test_a_resumed_run_that_is_refused_gets_its_configuration_back(job: Job) -> None:
     job.succeed()
     latest = job.out / "checkpoints" / "latest.json"

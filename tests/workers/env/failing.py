@@ -117,9 +117,9 @@ class FailingMany(gymnasium.vector.VectorEnv[Any, Any, Any]):
         return np.stack([shown] * self.num_envs), {}
 
     def step(self, actions: Any) -> Any:
-        shown, *_ = self.one.step(0)
-        nothing = np.zeros(self.num_envs)
-        return np.stack([shown] * self.num_envs), nothing, nothing > 0, nothing > 0, {}
+        shown, paid, *_ = self.one.step(0)
+        no = np.zeros(self.num_envs, np.bool_)
+        return np.stack([shown] * self.num_envs), np.full(self.num_envs, paid), no, no, {}
 
     def close(self, **options: Any) -> None:
         self.one.close()

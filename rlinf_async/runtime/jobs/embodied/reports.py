@@ -128,20 +128,21 @@ def warning_of_success(config: EnvironmentSettings, said: Sequence[bool | None])
     if target is None:
         return ""
     return (
-        f"{config.name}: evaluation.target_success_rate is {target}, but {env} reports no success "
-        "(True or False as is_success or success in the info of an episode's last step): this "
-        "target cannot be judged. Leave it out, or set evaluation.target_return"
+        f"{config.name}: evaluation.target_success_rate is {target}, but {env} has reported no "
+        "success so far (True or False as is_success or success in the info of an episode's last "
+        "step): where it never does, the run falls short. Leave the target out, or set "
+        "evaluation.target_return"
     )
 
 
 def outcome(
     config: EnvironmentSettings, rate: float | None, episodes: Sequence[EvaluatedEpisode]
 ) -> Literal["succeeded", "fell short", "finished"]:
-    """How the evaluation stands to the targets; one that cannot be judged is no target."""
+    """How the evaluation stands to the targets: a success that is not reported reaches none."""
     wanted = config.evaluation
     judged = []
-    if wanted.target_success_rate is not None and rate is not None:
-        judged.append(rate >= wanted.target_success_rate)
+    if wanted.target_success_rate is not None:
+        judged.append(rate is not None and rate >= wanted.target_success_rate)
     if wanted.target_return is not None:
         judged.append(mean_return(episodes) >= wanted.target_return)
     if not judged:
@@ -177,8 +178,8 @@ def summarized(
             summary.success_unreported = unreported(episodes)
         summary.return_ = mean_return(episodes)
         summary.evaluation_episodes = len(episodes)
-        if summary.success_rate is None and config.evaluation.target_success_rate:
-            summary.extra["target_success_rate"] = "not judged: no success was reported"
+        if rate is None and config.evaluation.target_success_rate is not None:
+            summary.extra["target_success_rate"] = "not reached: no success was reported"
     return summary
 
 
