@@ -42,15 +42,14 @@ def demonstrations(
 
     `actor.cloning.demonstrations` names the folder for a run that learns from it.
     """
-    from rlinf_async.runtime.jobs.embodied import EmbodiedConfig
+    from rlinf_async.runtime.jobs.embodied.config import DemonstrationsConfig, EmbodiedConfig
     from rlinf_async.runtime.jobs.embodied.recording import record_apart
     from rlinf_async.workers.env import EnvError
 
     config = Document.read(file).to(EmbodiedConfig, {})
     try:
-        info = record_apart(
-            config, policy, out, episodes=episodes, seed=seed, keep_failures=keep_failures
-        )
+        wanted = DemonstrationsConfig(policy=policy, episodes=episodes, seed=seed)
+        info = record_apart(config, wanted, out, keep_failures=keep_failures)
     except EnvError as error:
         raise UsageError(str(error)) from error
     known = (

@@ -72,7 +72,6 @@ def record_video(
     time_limit: float | None = None,
     until_success: bool = False,
     on_episode: Callable[[], None] | None = None,
-    on_frame: Callable[[int, int], None] | None = None,
 ) -> VideoReport:
     """Play episodes and write them: as an mp4 (H.264) at the env's own frame rate, or, where the
     name of the file ends with ``.png``, as a strip of pictures.
@@ -87,8 +86,6 @@ def record_video(
         until_success: an episode ends with the step that first succeeds; some go on to their
             time limit, and nothing more is seen of them.
         on_episode: called before each episode.
-        on_frame: called after each frame with the number of its episode, from 0, and the number of
-            frames so far.
 
     Raises:
         VideoError: the env could not be made, did not step or render, or rendered blank frames;
@@ -103,8 +100,6 @@ def record_video(
     def film() -> bool:
         """Add a frame; whether there is time for another."""
         video.add(_render(env))
-        if on_frame is not None:
-            on_frame(len(played), video.frames)
         return time_limit is None or time.monotonic() - started < time_limit
 
     cut = False

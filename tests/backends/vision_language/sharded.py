@@ -35,7 +35,7 @@ CHUNKS, ENVS = 8, 16
 def example(world_size: int) -> EmbodiedTrainerConfig:
     """Of the example."""
     config = Document.read(EXAMPLE).to(EmbodiedConfig)
-    trainer = fitted(config, described(config.env)).actor
+    trainer = fitted(config, described(config)).actor
     share = 2 * CHUNKS * ENVS // world_size
     ppo = msgspec.structs.replace(trainer.ppo, minibatch_size=share)
     return msgspec.structs.replace(trainer, ppo=ppo)

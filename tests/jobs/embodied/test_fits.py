@@ -180,7 +180,7 @@ def test_soft_actor_critic_takes_bounded_boxes_and_reads_no_text(seen: str) -> N
 
 def _act(config: EmbodiedConfig) -> None:
     """Act for two steps; the policy's own log-probs of its actions are those that it acted with."""
-    full = fitted(config, described(config.env, apart=False))
+    full = fitted(config, described(config))
     policy = full.acting_policy
     if config.actor.fsdp.policy.name != "auto":
         assert policy.name == config.actor.fsdp.policy.name
@@ -247,7 +247,7 @@ def test_only_normalised_observations_are_held_within_a_bound(
 ) -> None:
     config = configured(PolicyConfig(name=policy), seen, "box", "clip")
     actor = msgspec.structs.replace(config.actor, normalize_observation=normalize)
-    full = fitted(msgspec.structs.replace(config, actor=actor), described(config.env, apart=False))
+    full = fitted(msgspec.structs.replace(config, actor=actor), described(config))
     backend: Any = load_policy_backend("torch")(full.acting_policy, 0, "cpu")
     size = full.acting_policy.observation_size
     counts = np.array([[123_456.0, -98_765.25, 3.5][:size]], np.float32)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from rlinf_async.config import UsageError
 from rlinf_async.data.demonstrations import read_episodes
 from rlinf_async.runtime.jobs.embodied import EmbodiedConfig, TrainingConfig
+from rlinf_async.runtime.jobs.embodied.config import DemonstrationsConfig
 from rlinf_async.runtime.jobs.embodied.recording import record_demonstrations
 from rlinf_async.workers.env import EnvConfig
 from rlinf_async.workers.env.actions import ActionReader, Bounds, answer_for
@@ -66,7 +67,8 @@ def record(out: pathlib.Path, taken: str, mode: Bounds, action: Any) -> list[Any
         env=EnvConfig(entry_point=f"{__name__}:Executed", kwargs={"taken": taken}, actions=mode),
         training=TrainingConfig(total_steps=1, steps_per_iteration=1),
     )
-    record_demonstrations(config, f"{__name__}:script", out, episodes=2, seed=7)
+    wanted = DemonstrationsConfig(policy=f"{__name__}:script", episodes=2, seed=7)
+    record_demonstrations(config, wanted, out)
     return list(read_episodes(out))
 
 

@@ -22,7 +22,8 @@ from typing import Final
 import msgspec
 
 from rlinf_async.messages.spaces import Seen
-from rlinf_async.runtime.jobs.embodied.settings import ClusterConfig, EnvironmentSettings
+from rlinf_async.runtime.jobs.embodied.settings import ClusterConfig, EnvironmentSettings, tried
+from rlinf_async.runtime.jobs.placement import Plan
 from rlinf_async.workers.context import Device
 from rlinf_async.workers.env.config import EnvConfig
 from rlinf_async.workers.env.trying import Stepped, seconds_of
@@ -52,6 +53,19 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """of all its environments"""
     forward: float
     """of the policy, for all its observations"""
+
+
+def planned(config: EnvironmentSettings, devices: Sequence[Device] | None) -> Plan:
+    """The devices of every worker: on this host, or on a machine with these devices."""
+    if config.cluster.rollout_workers == "auto":
+        config = msgspec.structs.replace(config, cluster=foreseen(config, devices))
+    return config.plan(config.cluster.devices() if devices is None else devices)
+
+
+def tried_and_chosen(config: EnvironmentSettings, full: EnvironmentSettings) -> ClusterConfig:
+    """Try the environment of a run that begins now, and choose as `chosen`; ``full`` is ``config``,
+    fitted to the environment."""
+    return chosen(full, tried(config, seconds_to_measure(config)))
 
 
 def chosen(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,7 +23,7 @@ from rlinf_async.data.demonstrations import (
 )
 from rlinf_async.messages.success import success_of
 from rlinf_async.runtime.apart import apart
-from rlinf_async.runtime.jobs.embodied.config import EmbodiedConfig
+from rlinf_async.runtime.jobs.embodied.config import DemonstrationsConfig, EmbodiedConfig
 from rlinf_async.runtime.jobs.embodied.settings import ended_in
 from rlinf_async.workers.env import EnvError, EnvFailed
 from rlinf_async.workers.env.actions import ActionReader, answer_for, ends_of
@@ -54,47 +53,39 @@ def load_scripted_policy(
 
 def record_apart(
     config: EmbodiedConfig,
-    policy: str,
+    wanted: DemonstrationsConfig,
     out: Path,
     *,
-    episodes: int,
-    seed: int,
     keep_failures: bool = False,
 ) -> DemonstrationsInfo:
     """`record_demonstrations` in a process of its own, unless the run is to be in one process.
 
     Raises: as that, and `EnvFailed` where the process of the environment has ended, or hung.
     """
-    record = partial(
-        record_demonstrations, episodes=episodes, seed=seed, keep_failures=keep_failures
-    )
     if not config.cluster.processes:
-        return record(config, policy, out)
+        return record_demonstrations(config, wanted, out, keep_failures)
     try:
         return apart(
-            record, config, policy, out, returns=DemonstrationsInfo, name="Env", raises=(EnvError,)
+            record_demonstrations,
+            *(config, wanted, out, keep_failures),
+            returns=DemonstrationsInfo,
+            name="Env",
+            raises=(EnvError,),
         )
     except WorkerDied as death:
         raise EnvFailed(ended_in(config.env, death)) from death
 
 
 def record_demonstrations(
-    config: EmbodiedConfig,
-    policy: str,
-    out: Path,
-    *,
-    episodes: int,
-    seed: int,
-    keep_failures: bool = False,
-    on_episode: Callable[[int], None] | None = None,
+    config: EmbodiedConfig, wanted: DemonstrationsConfig, out: Path, keep_failures: bool = False
 ) -> DemonstrationsInfo:
-    """Record ``episodes`` episodes of the scripted policy into the folder ``out``.
+    """Record episodes of a scripted policy into the folder ``out``.
 
     Args:
         config: whose environment is played; chunks and rescaling do not matter.
-        policy: ``"module:function"`` or ``"file.py:function"``, called with the environment and
-            a seed; returns a function from an observation to an action.
-        seed: of the first episode; each has its own.
+        wanted: the policy, called with the environment and a seed, which returns a function from
+            an observation to an action; how many episodes; the seed of the first.
+        out: a folder without files.
         keep_failures: keep failures too: episodes of which the environment reports no success,
             where it reports that of others.
 
@@ -104,65 +95,68 @@ def record_demonstrations(
         EnvError: the environment's spaces are not supported.
         EnvFailed: the environment raised.
     """
-    from gymnasium import spaces
-
     if out.exists() and any(out.iterdir()):
         raise UsageError(f"--out {out}: is not empty; name a new folder")
-    make_policy = load_scripted_policy(policy)
+    make_policy = load_scripted_policy(wanted.policy)
     single = msgspec.structs.replace(config.env, action_chunk=1, group_size=1)
     env = NamedEnv(single)
     try:
         writer = ObservationWriter(env.env.observation_space, single.name)
-        space = env.env.action_space
-        reader = ActionReader(space, single.name, single.actions)
-        if not isinstance(space, (spaces.Box, spaces.Discrete)):
-            raise ConfigError(
-                f"actions of {space} cannot be demonstrated; those of one Box or of "
-                "one Discrete can"
-            )
-        act = make_policy(env.env, seed)
-        if not callable(act):
-            raise UsageError(
-                f"{policy!r} returned a {type(act).__name__}; a scripted policy returns a function "
-                "from an observation to an action"
-            )
-        script = _Script(policy, act, space, reader, rescaled=single.actions == "rescale")
+        reader = ActionReader(env.env.action_space, single.name, single.actions)
+        act = make_policy(env.env, wanted.seed)
+        rescaled = single.actions == "rescale"
+        script = _Script(wanted.policy, act, env.env.action_space, reader, rescaled=rescaled)
         out.mkdir(parents=True, exist_ok=True)
-        kept, succeeded, known = 0, 0, False
-        attempts = max(10 * episodes, SILENT)
-        for attempt in range(attempts):
-            episode, success = _play(env, writer, script, seed + attempt)
-            if success is not None and not known:
-                known = True
-                if not keep_failures:
-                    kept = 0  # those before, of which nothing was said, are failures too
-            if known and not success and not keep_failures:
-                continue
-            if kept < episodes:
-                write_episode(out, kept, episode)
-                kept, succeeded = kept + 1, succeeded + bool(success)
-                if on_episode is not None:
-                    on_episode(kept)
-            if kept == episodes and (known or keep_failures or attempt + 1 >= SILENT):
-                break
+        played = (
+            _play(env, writer, script, wanted.seed + attempt)
+            for attempt in range(max(10 * wanted.episodes, SILENT))
+        )
+        successes = _keep(played, wanted, out, keep_failures=keep_failures)
     finally:
         env.close()
-    if kept < episodes:
-        raise UsageError(
-            f"only {kept} of {attempts} episodes of {policy!r} succeeded: look at the policy, "
-            "or keep failures too with --keep-failures"
-        )
     info = DemonstrationsInfo(
         env=single.name,
         observation=writer.spec,
         action_size=reader.spec.columns,
         discrete=reader.spec.discrete,
-        episodes=kept,
-        successes=succeeded if known else None,
+        episodes=wanted.episodes,
+        successes=successes,
         bounds=reader.bounds,
     )
     write_info(out, info)
     return info
+
+
+def _keep(
+    played: Iterable[tuple[Episode, bool | None]],
+    wanted: DemonstrationsConfig,
+    out: Path,
+    *,
+    keep_failures: bool,
+) -> int | None:
+    """Write as many of these episodes as are wanted; return how many of them succeeded, None where
+    the environment says nothing of any.
+
+    Raises:
+        UsageError: there are too few.
+    """
+    kept, succeeded, known, attempts = 0, 0, False, 0
+    for attempts, (episode, success) in enumerate(played, 1):
+        if success is not None and not known:
+            known = True
+            if not keep_failures:
+                kept = 0  # those before, of which nothing was said, are failures too
+        if known and not success and not keep_failures:
+            continue
+        if kept < wanted.episodes:
+            write_episode(out, kept, episode)
+            kept, succeeded = kept + 1, succeeded + bool(success)
+        if kept == wanted.episodes and (known or keep_failures or attempts >= SILENT):
+            return succeeded if known else None
+    raise UsageError(
+        f"only {kept} of {attempts} episodes of {wanted.policy!r} succeeded: look at the policy, "
+        "or keep failures too with --keep-failures"
+    )
 
 
 class _Script:
@@ -181,7 +175,22 @@ class _Script:
         *,
         rescaled: bool,
     ) -> None:
-        self._name, self._act, self._space, self._reader = name, act, space, reader
+        """Raises `ConfigError` where such actions cannot be demonstrated, `UsageError` where
+        ``act`` is no function."""
+        from gymnasium import spaces
+
+        if not isinstance(space, (spaces.Box, spaces.Discrete)):
+            raise ConfigError(
+                f"actions of {space} cannot be demonstrated; those of one Box or of "
+                "one Discrete can"
+            )
+        if not callable(act):
+            raise UsageError(
+                f"{name!r} returned a {type(act).__name__}; a scripted policy returns a function "
+                "from an observation to an action"
+            )
+        self._name, self._act, self._reader = name, act, reader
+        self._space: Any = space
         self._rescaled = rescaled
         self._clipped = False
 

@@ -99,7 +99,7 @@ class EmbodiedRun(EnvironmentRun[EmbodiedConfig, EmbodiedProgress, EmbodiedChann
         """Record demonstrations in the run folder; return the configuration that clones them."""
         wanted, folder = self.config.demonstrations, self.folder.path / "demonstrations"
         shutil.rmtree(folder, ignore_errors=True)  # of a start that came to no checkpoint
-        record_apart(self.config, wanted.policy, folder, episodes=wanted.episodes, seed=wanted.seed)
+        record_apart(self.config, wanted, folder)
         replace = msgspec.structs.replace
         cloning = replace(self.config.actor.cloning, demonstrations=str(folder))
         return replace(self.config, actor=replace(self.config.actor, cloning=cloning))

@@ -241,14 +241,14 @@ def check_processes(cluster: ClusterConfig) -> None:
         )
 
 
-def described(env: EnvConfig, *, apart: bool = True) -> EnvSpec:
-    """Ask an environment for its spaces; it takes no step, and no reset.
-
-    ``apart``: whether in a process of its own.
+def described(config: EnvironmentSettings) -> EnvSpec:
+    """Ask a run's environment for its spaces, in a process of its own unless the run is to be in
+    one process; it takes no step, and no reset.
 
     Raises:
         ConfigError: it cannot be had, or its spaces are not supported.
     """
+    env, apart = config.env, config.cluster.processes
     with _located(env):
         found = in_own_process(describe_env, env, returns=EnvSpec) if apart else describe_env(env)
     if not found.action_size:
@@ -258,28 +258,29 @@ def described(env: EnvConfig, *, apart: bool = True) -> EnvSpec:
     return found
 
 
-def described_for_run(env: EnvConfig, *, apart: bool) -> EnvSpec:
+def described_for_run(config: EnvironmentSettings) -> EnvSpec:
     """As `described`, for a run that begins now: not asked again where it was just checked."""
-    checked = [spec for one, spec in _described if one is env]
+    checked = [spec for one, spec in _described if one is config.env]
     _described.clear()
-    return checked[0] if checked else described(env, apart=apart)
+    return checked[0] if checked else described(config)
 
 
 _described: list[tuple[EnvConfig, EnvSpec]] = []
 """the environment that was checked last, for the run that follows"""
 
 
-def tried(env: EnvConfig, *, apart: bool, measure: float = 0.0) -> Stepped | None:
-    """Reset an environment and take a step where ``env.probe`` asks for it, then measure its steps
-    for ``measure`` seconds; None where they are not measured.
+def tried(config: EnvironmentSettings, measure: float) -> Stepped | None:
+    """Reset a run's environment and take a step where ``env.probe`` asks for it, then measure its
+    steps for ``measure`` seconds; None where they are not measured.
 
     Raises:
         ConfigError: what it returned does not fit its spaces; or its process has ended, or hung.
     """
+    env = config.env
     if not env.probe:
         return None
     with _located(env):
-        if not apart:
+        if not config.cluster.processes:
             describe_env(env, probe=True)
             return None
         found: Stepped | None = in_own_process(try_env, env, measure, returns=Stepped | None)

@@ -15,13 +15,12 @@ import psutil
 from rlinf_async.config import ConfigError
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import EmbodiedSummary
-from rlinf_async.runtime.jobs.embodied.choosing import chosen, foreseen, seconds_to_measure
+from rlinf_async.runtime.jobs.embodied.choosing import planned, tried_and_chosen
 from rlinf_async.runtime.jobs.embodied.playing import Trained
 from rlinf_async.runtime.jobs.embodied.settings import (
     check_host,
     described,
     described_for_run,
-    tried,
 )
 from rlinf_async.runtime.jobs.embodied_sac.config import (
     MAY_DIFFER,
@@ -46,9 +45,7 @@ class EmbodiedSAC:
 
     def plan(self, config: SacConfig, devices: Sequence[Device] | None = None) -> Plan:
         """The devices of every worker: on this host, or on a machine with these devices."""
-        if config.cluster.rollout_workers == "auto":
-            config = msgspec.structs.replace(config, cluster=foreseen(config, devices))
-        return config.plan(config.cluster.devices() if devices is None else devices)
+        return planned(config, devices)
 
     def check(self, config: SacConfig, devices: Sequence[Device] | None = None) -> None:
         """Check all that can be checked before a worker starts; asks an environment.
@@ -62,14 +59,12 @@ class EmbodiedSAC:
         """
         check_sizes(config)
         check_host(config, devices, config.actor.fsdp.device)
-        self._fitted(config, described(config.env, apart=config.cluster.processes))
+        self._fitted(config, described(config))
 
     def run(self, config: SacConfig, out: Path | None, resume: bool) -> EmbodiedSummary:
         """Train, evaluate, and leave everything in the run folder."""
-        apart = config.cluster.processes
-        full = self._fitted(config, described_for_run(config.env, apart=apart))
-        stepped = tried(config.env, apart=apart, measure=seconds_to_measure(config))
-        cluster = chosen(full, stepped)
+        full = self._fitted(config, described_for_run(config))
+        cluster = tried_and_chosen(config, full)
         full = msgspec.structs.replace(full, cluster=cluster)
         as_run = msgspec.structs.replace(config, cluster=cluster)
 
@@ -80,7 +75,7 @@ class EmbodiedSAC:
 
     def trained(self, config: SacConfig) -> Trained:
         """What is needed to let a policy act that was trained with this configuration."""
-        full = fitted(config, described(config.env, apart=config.cluster.processes))
+        full = fitted(config, described(config))
         return Trained(full, partial(make_trainer, full))
 
     def _fitted(self, config: SacConfig, spec: EnvSpec) -> FittedSac:

@@ -28,7 +28,7 @@ from rlinf_async.parallel import ModelMismatch, Strategy, StrategyError
 from rlinf_async.rewards import UnknownVerifier, load_verifier
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.folder import has_weights
-from rlinf_async.runtime.jobs.language.model import check_finite, check_weights
+from rlinf_async.runtime.jobs.language.model import check_weights
 from rlinf_async.runtime.jobs.language.sections import ActorConfig, MegatronOptions
 
 COMPARING = frozenset({"grpo", "rloo", "reinforce++_baseline"})
@@ -548,7 +548,6 @@ def check_critic(config: LanguageConfig, model: Path) -> None:
             path=where,
         )
     check_weights(folder, where)
-    check_finite(folder, where)
 
 
 def _described(model: Path) -> dict[str, Any]:

@@ -30,7 +30,6 @@ from rlinf_async.runtime.jobs.language.config import MAY_DIFFER, LanguageConfig
 from rlinf_async.runtime.jobs.language.folder import has_weights
 from rlinf_async.runtime.jobs.language.model import (
     Examples,
-    check_finite,
     check_forward,
     check_tokens,
     check_weights,
@@ -161,9 +160,7 @@ def _inputs(config: LanguageConfig, into: Path) -> _Inputs:
     try:
         prompts = open_prompts(config, model)
         if config.model.path and config.actor.backend != "toy":
-            folder = Path(config.model.path).expanduser()
-            check_weights(folder, ("model", "path"))
-            check_finite(folder, ("model", "path"))
+            check_weights(Path(config.model.path).expanduser(), ("model", "path"))
         check_critic(config, model)
         warm = config.warm_start.steps and not has_weights(model)
         return _Inputs(model, prompts, examples(config, model) if warm else [])

@@ -232,10 +232,11 @@ class _Found(NamedTuple):
 
 
 def check_weights(folder: Path, where: tuple[str, ...]) -> None:
-    """Refuse safetensors whose sizes are not those of config.json. Reads only their headers.
+    """Refuse safetensors whose sizes are not those of config.json, or with NaN or infinity. Reads
+    all of them.
 
-    Tensors that transformers renames while it loads, quantised weights and other files are not
-    checked: engine and trainer refuse them.
+    Sizes of tensors that transformers renames while it loads, quantised weights and other files are
+    not checked: engine and trainer refuse them.
 
     Args:
         folder: of the checkpoint.
@@ -247,41 +248,34 @@ def check_weights(folder: Path, where: tuple[str, ...]) -> None:
     files = sorted(folder.glob("*.safetensors"))
     wanted = _described_shapes(folder) if files else {}
     found = [one for file in files for one in _differing(file, wanted)]
-    if not found:
-        return
-    first = min(found)
-    raise ConfigError(
-        f"{folder}: {len(found)} tensors do not have the sizes of config.json: "
-        f"{first.name} is {list(first.actual)} in {first.file} and {list(first.expected)} in "
-        "config.json: copy the config.json that belongs to the weights",
-        path=where,
-    )
+    if found:
+        first = min(found)
+        raise ConfigError(
+            f"{folder}: {len(found)} tensors do not have the sizes of config.json: "
+            f"{first.name} is {list(first.actual)} in {first.file} and {list(first.expected)} in "
+            "config.json: copy the config.json that belongs to the weights",
+            path=where,
+        )
+    for file in files:
+        if name := _not_finite(file):
+            raise ConfigError(
+                f"{file}: {name} holds numbers that are NaN or infinite: copy the weights again, "
+                "or take an earlier checkpoint",
+                path=where,
+            )
 
 
-def check_finite(folder: Path, where: tuple[str, ...]) -> None:
-    """Refuse weights that are NaN or infinite. Reads all of them.
-
-    Args:
-        folder: of the checkpoint.
-        where: the setting that names it.
-
-    Raises:
-        ConfigError: with the first tensor that has one.
-    """
+def _not_finite(file: Path) -> str:
+    """The first tensor with NaN or infinity; empty where there is none."""
     import torch
 
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(str(file), framework="pt") as opened:
-            names: list[str] = sorted(opened.keys())
-            for name in names:
-                tensor = opened.get_tensor(name)
-                if not tensor.is_floating_point() or torch.isfinite(tensor.float()).all():
-                    continue
-                raise ConfigError(
-                    f"{file}: {name} holds numbers that are NaN or infinite: copy the weights "
-                    "again, or take an earlier checkpoint",
-                    path=where,
-                )
+    with safe_open(str(file), framework="pt") as opened:
+        names: list[str] = sorted(opened.keys())
+        for name in names:
+            tensor = opened.get_tensor(name)
+            if tensor.is_floating_point() and not torch.isfinite(tensor.float()).all():
+                return name
+    return ""
 
 
 def check_tokens(folder: Path, where: tuple[str, ...]) -> None:
