@@ -191,8 +191,6 @@ class _LocalEnd:
         @property
         def _remove(self) -> Callable[[int], None]: ...
 
-        def close(self) -> None: ...
-
     def open(self) -> Self:
         self._check_open()
         if not self._live:
@@ -201,6 +199,15 @@ class _LocalEnd:
             with contextlib.suppress(RuntimeError):  # no loop runs yet
                 self._loop = asyncio.get_running_loop()
         return self
+
+    def close(self) -> None:
+        if not (self._live or self._closed):  # nothing was put, or got, but others wait for this
+            with contextlib.suppress(ChannelError):  # the channel has ended
+                self.open()
+        self._closed = True
+        if self._live:
+            self._live = False
+            self._remove(self._number)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -307,12 +314,6 @@ class LocalSender(_LocalEnd, Sender[T_contra]):
             queue.recall_credit()
             raise ChannelFull(f"channel {channel.name!r} is full ({channel.capacity} items queued)")
         queue.put(item, weight, self._number, LocalPut)
-
-    def close(self) -> None:
-        self._closed = True
-        if self._live:
-            self._live = False
-            self._queue.remove_sender(self._number)
 
     async def flush(self) -> None:
         self._check_open()
@@ -515,9 +516,3 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
 
     def _count_stale(self) -> None:
         self._queue.stale += 1
-
-    def close(self) -> None:
-        self._closed = True
-        if self._live:
-            self._live = False
-            self._queue.remove_receiver(self._number)

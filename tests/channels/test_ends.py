@@ -50,6 +50,33 @@ async def test_a_channel_without_a_sender_yet_has_not_ended() -> None:
         channel.receiver.get_nowait()
 
 
+@pytest.mark.parametrize("own", [True, False])
+async def test_a_sender_that_is_closed_before_it_put_anything_ends_its_channel(own: bool) -> None:
+    channel = Channel(int, name="numbers")
+    (channel.sender if own else channel.new_sender()).close()
+    with pytest.raises(EndOfChannel):
+        channel.receiver.get_nowait()
+
+
+@pytest.mark.parametrize("own", [True, False])
+async def test_a_receiver_that_is_closed_before_it_got_anything_refuses_puts(own: bool) -> None:
+    channel = Channel(int, name="numbers")
+    (channel.receiver if own else channel.new_receiver()).close()
+    with pytest.raises(NoReceivers):
+        channel.sender.put_nowait(0)
+
+
+async def test_an_unused_end_of_an_ended_channel_can_be_closed() -> None:
+    closed, failed = Channel(int, name="closed"), Channel(int, name="failed")
+    closed.close()
+    failed.fail("no more")
+    for channel in (closed, failed):
+        channel.sender.close()
+        channel.receiver.close()
+        assert not channel.queue.senders
+        assert not channel.queue.receivers
+
+
 async def test_the_end_reaches_every_waiting_get_under_every_key(transport: Transport) -> None:
     sender, receiver = await transport.ends(Channel(int, name="numbers"))
     tasks: list[asyncio.Task[object]] = [
