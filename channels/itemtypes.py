@@ -191,6 +191,8 @@ def check_key_and_weight(channel: str, key: object, weight: object) -> None:
     Raises:
         TypeError, ValueError: naming the channel.
     """
+    if (key.__class__ is int or key.__class__ is str) and weight is ONE:  # as most
+        return
     if not (key is None or isinstance(key, (str, int))) or isinstance(key, bool):
         raise TypeError(f"channel {channel!r}: a key is a str or an int, got {key!r}")
     if not isinstance(weight, int) or isinstance(weight, bool):

@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 import keyword
+import marshal
 import sys
-from array import array
 from collections.abc import Callable
 from functools import lru_cache
 from types import NoneType, UnionType
@@ -25,6 +25,8 @@ Fits = Callable[[Any], bool]
 _LEAST: Final = -(2**63)
 _BEYOND: Final = 2**64
 """The whole numbers that MessagePack has: from the one to before the other."""
+_SMALL: Final = 2**30 - 1
+"""Between this and its opposite, CPython compares at once."""
 NUMBERS: Final = "biuf"
 """Kinds of dtypes of numpy."""
 MAX_DEPTH: Final = 40
@@ -45,15 +47,14 @@ def _cached(item_type: Any) -> Fits:
 
 
 def _made(item_type: Any) -> Fits:
-    maker = _Maker()
+    writer = _Writer()
     if isinstance(item_type, type) and _is_message(item_type):
-        return maker.of_message(item_type, ())
-    made: Fits = maker.function(f"return {maker.said_of(item_type, 'x', ())}")
-    return made
+        return writer.of_message(item_type, ())
+    return writer.function(f"if {writer.said_of(item_type, 'x', ())}: return True")
 
 
-class _Maker:
-    """Writes the functions, each for one type; ``x`` is the value that is looked at."""
+class _Writer:
+    """Writes the functions; ``x`` is the value that each looks at."""
 
     def __init__(self) -> None:
         self._names: dict[str, Any] = {
@@ -64,10 +65,11 @@ class _Maker:
             "tensor_fits": _tensor_fits,
         }
 
-    def function(self, body: str) -> Any:
-        """A function of ``x``."""
-        exec(f"def made(x):\n    {body}\n", self._names)
-        return self._names.pop("made")
+    def function(self, body: str, last: bool = False) -> Fits:
+        """What returns ``last`` if the body does not return before."""
+        exec(f"def made(x):\n {body}\n return {last}", self._names)
+        made: Fits = self._names.pop("made")
+        return made
 
     def named(self, what: object) -> str:
         """A name by which what is written refers to this."""
@@ -83,7 +85,8 @@ class _Maker:
         if kind is None or kind is NoneType:
             return f"{x} is None"
         if kind is int:
-            return f"({x}.__class__ is int and {_LEAST} <= {x} < {_BEYOND})"
+            small = f"{x} < {_SMALL} and {x} > -{_SMALL}"  # in a chain it is not seen at once
+            return f"({x}.__class__ is int and ({small} or {_LEAST} <= {x} < {_BEYOND}))"
         if kind is float:
             return f"({x}.__class__ is float or {self.said_of(int, x, inside)})"
         if kind is str:
@@ -99,12 +102,13 @@ class _Maker:
         if kind in (list, dict):
             return f"({x}.__class__ is {kind.__name__} and plain({x}))"
         if origin in (list, tuple, dict):
-            return self._said_of_parts(origin, args, x, inside)
+            said = self._said_of_parts(origin, args, x, inside)
+            return f"({x}.__class__ is {origin.__name__} and {said})"
         if (origin or kind) is _class_in("numpy", "ndarray"):
-            dtypes = dtypes_of(kind)
-            of_these = f" and {x}.dtype.type in {self.named(dtypes)}" if dtypes else ""
-            array = self.named(origin or kind)
-            return f"({x}.__class__ is {array} and {x}.dtype.kind in {NUMBERS!r}{of_these})"
+            one_of = [_class_in("numpy", "dtype")(scalar) for scalar in dtypes_of(kind)]
+            numbers = {dtype for dtype in one_of if dtype.kind in NUMBERS}
+            said = f" in {self.named(numbers)}" if one_of else f".kind in {NUMBERS!r}"
+            return f"({x}.__class__ is {self.named(origin or kind)} and {x}.dtype{said})"
         if kind is _class_in("torch", "Tensor"):
             return f"tensor_fits({x})"
         if isinstance(kind, type) and kind not in inside and _is_message(kind):
@@ -125,34 +129,31 @@ class _Maker:
     def _said_of_parts(
         self, origin: type, args: tuple[Any, ...], x: str, inside: tuple[type, ...]
     ) -> str:
-        is_one = f"{x}.__class__ is {origin.__name__}"
-        part = f"p{len(inside)}_{len(self._names)}"
         if origin is dict:
-            key, value = (
-                self.said_of(kind, f"{part}{name}", inside)
-                for kind, name in zip(args, "kv", strict=True)
-            )
-            return f"({is_one} and all([{key} and {value} for {part}k, {part}v in {x}.items()]))"
+            key, value = (self.said_of(kind, f"p{at}", inside) for at, kind in enumerate(args))
+            return self._said_of_each("p0, p1 in x.items()", f"{key} and {value}", x)
         if origin is tuple and args[-1:] != (...,):
             parts = [self.said_of(one, f"{x}[{at}]", inside) for at, one in enumerate(args)]
-            return " and ".join([f"({is_one}", f"len({x}) == {len(args)}", *parts]) + ")"
+            return " and ".join([f"len({x}) == {len(args)}", *parts])
         if args[0] is int:
-            return f"({is_one} and int_list({x}))"
+            return f"int_list({x})"
         if args[0] in (float, bool, bytes):
-            return f"({is_one} and only({self.named({args[0]})}, {x}))"
-        return f"({is_one} and all([{self.said_of(args[0], part, inside)} for {part} in {x}]))"
+            return f"only({self.named({args[0]})}, {x})"
+        return self._said_of_each("p in x", self.said_of(args[0], "p", inside), x)
+
+    def _said_of_each(self, parts: str, said: str, x: str) -> str:
+        each = self.function(f"for {parts}:\n  if not ({said}): return False", last=True)
+        return f"{self.named(each)}({x})"
 
     def of_message(self, cls: type, inside: tuple[type, ...]) -> Fits:
-        maker = _Maker()
-        said = [f"x.__class__ is {maker.named(cls)}"]
+        said = [f"x.__class__ is {self.named(cls)}"]
         for name, kind in get_type_hints(cls, include_extras=True).items():
             if name in _field_names(cls):
-                of_field = maker.said_of(kind, "v", (*inside, cls))
+                of_field = self.said_of(kind, "v", (*inside, cls))
                 said.append(of_field.replace("v", f"(v := {_attribute(name)})", 1))
-        made: Fits = maker.function(
-            f"try: return {' and '.join(said)}\n    except AttributeError: return False"
+        return self.function(
+            f"try:\n  if {' and '.join(said)}: return True\n except AttributeError: pass"
         )
-        return made
 
 
 def _attribute(name: str) -> str:
@@ -191,13 +192,13 @@ def _is_message(cls: type) -> bool:
 
 
 def _int_list(values: Any) -> bool:
-    if not _only({int}, values):
-        return False
     try:
-        array("q", values)
-    except OverflowError:
+        written = marshal.dumps(values, 2)
+    except ValueError:  # something in it is not plain
         return False
-    return True
+    if written[5::5] == b"i" * len(values):  # as all ints of 32 bits are written, and nothing else
+        return True
+    return _only({int}, values) and min(values) >= _LEAST and max(values) < _BEYOND
 
 
 def _only(classes: set[type], values: Any) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Any, Literal, NewType
 
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as some
 from numpy.typing import NDArray
 
 from rlinf_async.channels.quick_check import quick_check
@@ -22,7 +25,18 @@ class Ended(msgspec.Struct):
     name: Text = Text("")
 
 
+class Grade(IntEnum):
+    BEST = 1
+
+
 TOKENS = np.zeros(3, np.int32)
+LEAST, MOST = -(2**63), 2**64 - 1
+BORDERS = sorted(
+    at + step for at in (-(2**31), -(2**30), 0, 2**30, 2**31, 2**63) for step in (-1, 0, 1)
+)
+BORDERS = [LEAST, LEAST + 1, *BORDERS, MOST - 1, MOST]
+BEYOND = [LEAST - 1, MOST + 1, 2**70]
+ANYTHING = [True, None, 1.0, "", "i", b"", b"iiii", [], [1], (1,), {}, Grade.BEST, TOKENS, 1j, int]
 QUICK: list[tuple[Any, Any]] = [
     (Ended, Ended(TOKENS, "stop")),
     (Ended, Ended(TOKENS, "length", 1, Text("one"))),
@@ -31,6 +45,9 @@ QUICK: list[tuple[Any, Any]] = [
     (dict[Text, Literal[0]], {Text("a"): 0}),
     (Keyword, Keyword(1, "v")),
     (np.ndarray, np.ones(2)),
+    (NDArray[np.int32 | np.float64], np.ones(2)),
+    (list[int], []),
+    *((int, number) for number in BORDERS),
 ]
 NOT_QUICK: list[tuple[Any, Any]] = [
     (Ended, Ended(TOKENS.astype(np.int64), "stop")),  # pyright: ignore[reportArgumentType]
@@ -43,6 +60,9 @@ NOT_QUICK: list[tuple[Any, Any]] = [
     (Text, 1),
     (Keyword, Keyword(1, "w")),
     (np.ndarray, np.ones(2, object)),
+    (NDArray[np.int32 | np.float64], np.ones(2, np.float32)),
+    (NDArray[np.object_], np.ones(2, object)),
+    *((int, number) for number in BEYOND),
 ]
 
 
@@ -54,3 +74,11 @@ def test_plain_values_pass(kind: Any, value: Any) -> None:
 @pytest.mark.parametrize(("kind", "value"), NOT_QUICK, ids=repr)
 def test_what_only_looks_like_them_does_not(kind: Any, value: Any) -> None:
     assert not quick_check(kind)(value)
+
+
+@given(some.lists(some.sampled_from(BORDERS)), some.lists(some.sampled_from(BEYOND + ANYTHING)))
+def test_a_list_of_ints_has_nothing_else_in_it(ints: list[int], others: list[Any]) -> None:
+    assert quick_check(list[int])(ints)
+    assert quick_check(list[int])(ints + others) == (not others)
+    assert quick_check(list[int])(others + ints) == (not others)
+    assert quick_check(dict[str, list[int]])({"one": ints, "two": others}) == (not others)

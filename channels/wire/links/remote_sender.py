@@ -66,16 +66,11 @@ class RemoteSender(RemoteEnd, Sender[T_contra]):
         if body.buffers and self._payloads is not None:
             await self._put_retained(self._payloads, account, body, weight)
             return
-        if transfers.fits(account, body, weight):
-            if transfers.turn_due:
-                await asyncio.sleep(0)  # it is sent, and credit that was granted meanwhile is seen
-                self._check()
-                if not transfers.fits(account, body, weight):
-                    await self._ask(account, body, weight)
-                    return
-            transfers.add(account, self._number, weight, body.data)
-            if self._reported is not None:  # granted since: items are taken again
-                self._reported = None
+        if transfers.turn_due:
+            await asyncio.sleep(0)  # it is sent, and credit that was granted meanwhile is seen
+            self._check()
+        if transfers.add(account, self._number, weight, body):
+            self._reported = None  # granted since: items are taken again
         elif body.buffers:
             await self._put_large(account, body, weight)
         else:
@@ -104,8 +99,11 @@ class RemoteSender(RemoteEnd, Sender[T_contra]):
         copied = await payloads.copy(whole)
         self._check()
         body, retained = payloads.retain(whole, copied=copied)
-        if retained and not payloads.turn_due and self._transfers.fits(account, body, weight):
-            self._transfers.add(account, self._number, weight, body.data, retained)
+        if (
+            retained
+            and not payloads.turn_due
+            and self._transfers.add(account, self._number, weight, body, retained)
+        ):
             self._reported = None
             return
         if retained is None:

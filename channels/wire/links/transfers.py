@@ -124,35 +124,33 @@ class Transfers:
         """Tell this sender of what becomes of its items."""
         self._senders[end] = sender
 
-    def fits(self, account: Account, body: Encoded, weight: int) -> bool:
-        """Whether this can be put on credit."""
-        return (
-            account.items > 0
-            and not account.waiting
-            and weight <= account.weight
-            and not body.buffers
-            and len(body.data) <= MAX_ITEM_BYTES
-            and self._unconfirmed_bytes + self._size < self._most
-        )
-
     def add(
         self,
         account: Account,
         end: int,
         weight: int,
-        data: bytes,
+        body: Encoded,
         retained: RetainedPayload | None = None,
-    ) -> None:
-        """Put this, with the next write at the latest."""
+    ) -> bool:
+        """Put this on credit, with the next write at the latest; False if it has to ask."""
+        data = body.data
+        if (
+            account.items <= 0
+            or account.waiting
+            or weight > account.weight
+            or body.buffers
+            or len(data) > MAX_ITEM_BYTES
+            or self._unconfirmed_bytes + self._size >= self._most
+        ):
+            return False
         account.spend(weight)
-        run = (account, end, weight)
-        collected = self._data
-        if collected and self._runs[-1] == run:
+        collected, runs = self._data, self._runs
+        if runs and runs[-1] == (account, end, weight):
             self._counts[-1] += 1
         else:
-            if not collected:
+            if not runs:
                 self._outbox.collect(self._send)
-            self._runs.append(run)
+            runs.append((account, end, weight))
             self._counts.append(1)
         if retained is not None:
             self._retained.append(RetainedPayload(len(collected), retained.number, retained.sizes))
@@ -166,6 +164,7 @@ class Transfers:
                 self._send()
         if retained is not None and len(self._retained) >= FRAME_RETAINED:
             self._send()
+        return True
 
     def fits_large(self, account: Account, body: Encoded, weight: int) -> bool:
         """Whether credit suffices for this item, whose large arrays are shared or copied."""
