@@ -15,6 +15,7 @@ Actions are one array too: a column for each number of a Box and for each choice
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
@@ -183,6 +184,12 @@ def numbers_of(seen: Any) -> NDArray[np.float32] | None:
     if names is None:
         return np.asarray(seen)
     return seen[STATE] if STATE in names else None
+
+
+def all_finite(numbers: NDArray[Any]) -> bool:
+    """Whether none is NaN or infinite."""
+    # numpy's quickest look at a few numbers; a product that overflows says nothing about them.
+    return math.isfinite(np.vdot(numbers, numbers)) or bool(np.isfinite(numbers).all())
 
 
 def texts_of(field: NDArray[np.uint8]) -> list[str]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import numpy as np
 import pytest
@@ -34,6 +35,17 @@ def test_merged_batches_have_the_moments_of_all_samples_together(
 def test_before_the_first_update_normalising_changes_nothing() -> None:
     observation = torch.randn(3, 2).clamp(-5, 5)
     assert torch.allclose(ObservationNormalizer(2, 10.0)(observation), observation)
+
+
+def test_what_is_not_normalised_is_not_computed_with() -> None:
+    normalizer, observation = ObservationNormalizer(2, math.inf), torch.randn(3, 2)
+    array = observation.numpy()
+    assert normalizer(observation) is observation
+    assert normalizer.of_array(array) is array
+    normalizer.update(torch.tensor([[0.0, 1.0], [8.0, 1.0]]))
+    expected = (array - np.array([4.0, 1.0])) / np.sqrt(np.array([16.0, 0.0]) + 1e-8)
+    np.testing.assert_allclose(normalizer(observation).numpy(), expected, rtol=1e-4)
+    np.testing.assert_allclose(normalizer.of_array(array), expected, rtol=1e-4)
 
 
 def test_normalised_observations_are_held_within_the_clip() -> None:

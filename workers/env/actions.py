@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlinf_async.messages.embodied import Choice
-from rlinf_async.messages.spaces import ActionSpec, Factor
+from rlinf_async.messages.spaces import ActionSpec, Factor, all_finite
 from rlinf_async.workers.env.errors import EnvError
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class ActionReader:
                 f"but {count} environments take {list(expected)}; the policy needs action_size = "
                 f"{self.size}, {self._kind}"
             )
-        if answer.dtype.kind == "f" and not np.isfinite(answer).all():
+        if not all_finite(answer):
             row = np.flatnonzero(~np.isfinite(answer).reshape(count, -1).all(-1))[0]
             raise EnvError(
                 f"env {self._env}: the policy answered actions with NaN or infinity, the first "

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlinf_async.messages.embodied import Choice, Ints
-from rlinf_async.messages.spaces import numbers_of
+from rlinf_async.messages.spaces import all_finite, numbers_of
 from rlinf_async.messages.success import success_at
 from rlinf_async.workers.env.actions import ActionReader
 from rlinf_async.workers.env.async_stage import Ready
@@ -244,7 +244,7 @@ class Simulated:
 
     def _check(self, row: Any, env: int) -> None:
         numbers = numbers_of(row)
-        if numbers is not None and not np.isfinite(numbers.sum()):
+        if numbers is not None and not all_finite(numbers):
             raise EnvFailed(
                 f"{self._where('recv')} returned an observation with NaN or infinity as float32, "
                 f"environment {env}"

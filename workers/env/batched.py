@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlinf_async.messages.embodied import Bools, Choice, Floats, Ints
-from rlinf_async.messages.spaces import Seen, numbers_of
+from rlinf_async.messages.spaces import Seen, all_finite, numbers_of
 from rlinf_async.messages.success import success_at
 from rlinf_async.rewards.judging import MAX_REWARD
 from rlinf_async.workers.env.actions import ActionReader
@@ -220,7 +220,7 @@ class BatchedStage:
 
     def _check(self, observation: Seen, doing: str) -> None:
         numbers = numbers_of(observation)
-        if numbers is None or np.isfinite(numbers.sum()):  # one sum is the cheapest check
+        if numbers is None or all_finite(numbers):
             return
         rows = np.flatnonzero(~np.isfinite(numbers).all(-1))
         if rows.size:

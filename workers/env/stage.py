@@ -11,7 +11,6 @@ All calls block, and must not overlap: `rlinf_async.workers.pace` runs them one 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -19,7 +18,7 @@ import msgspec
 import numpy as np
 
 from rlinf_async.messages.embodied import Bools, Choice, Floats, Ints
-from rlinf_async.messages.spaces import Seen, numbers_of
+from rlinf_async.messages.spaces import Seen, all_finite, numbers_of
 from rlinf_async.workers.env.actions import ActionReader
 from rlinf_async.workers.env.slot import Episode, Slot
 
@@ -182,7 +181,7 @@ class Stage:
 
     def _check(self, observation: Seen) -> None:
         numbers = numbers_of(observation)
-        if numbers is None or math.isfinite(float(numbers.sum())):  # one sum is the cheapest check
+        if numbers is None or all_finite(numbers):
             return
         for slot, row in zip(self._slots, observation, strict=True):
             slot.check(row)

@@ -12,7 +12,6 @@ Deterministic questions (evaluation) get a pass of their own.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import TypeGuard
 
@@ -25,7 +24,7 @@ from rlinf_async.backends.base import (
     RecurrentPolicyBackend,
 )
 from rlinf_async.messages.embodied import Actions, Floats, Observations
-from rlinf_async.messages.spaces import Seen
+from rlinf_async.messages.spaces import Seen, all_finite
 
 Answered = list[tuple[Observations, Actions]]
 """Each question with its answer."""
@@ -148,11 +147,9 @@ def _rows(parts: Sequence[Seen]) -> Seen:
 
 def _check(version: int, **outputs: np.ndarray[tuple[int, ...], np.dtype[np.number]]) -> None:
     """Refuse NaN and infinity, whatever the backend let through."""
-    if all(math.isfinite(output.sum()) for output in outputs.values()):
-        return
     for name, output in outputs.items():
-        bad = int((~np.isfinite(output)).sum())
-        if bad:
+        if not all_finite(output):
+            bad = int((~np.isfinite(output)).sum())
             raise PolicyOutputError(
                 f"the policy, weights version {version}, returned {name!r} with {bad} of "
                 f"{output.size} values NaN or infinite; look at the observations first, then at "

@@ -26,11 +26,18 @@ from rlinf_async.messages.embodied import Floats
 
 
 class FusedMlp:
-    """Forward and backward of `policies.mlp.tanh_mlp` for batches of ``size`` rows."""
+    """Forward and backward of `policies.mlp.tanh_mlp` for batches of ``size`` rows.
+
+    The parameters stay in the memory where they are now.
+    """
 
     def __init__(self, network: nn.Sequential, size: int) -> None:
-        self._linears = [layer for layer in network if isinstance(layer, nn.Linear)]
-        self._outputs = [torch.empty(size, layer.out_features) for layer in self._linears]
+        linears = [layer for layer in network if isinstance(layer, nn.Linear)]
+        # A look at an attribute of a module takes as long as a product of matrices this small.
+        self._weights = [layer.weight for layer in linears]
+        self._biases = [layer.bias for layer in linears]
+        self._turned = [weight.detach().t() for weight in self._weights]
+        self._outputs = [torch.empty(size, layer.out_features) for layer in linears]
         self._flows = [torch.empty_like(output) for output in self._outputs[:-1]]
         self._inputs: list[Tensor] = []
         self._ones = torch.ones(size)
@@ -38,24 +45,27 @@ class FusedMlp:
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the output ``[B, out]``, in a buffer that the next call overwrites."""
         self._inputs = [inputs, *self._outputs[:-1]]
-        for layer, given, output in zip(self._linears, self._inputs, self._outputs, strict=True):
-            torch.addmm(layer.bias, given, layer.weight.t(), out=output)
-            if output is not self._outputs[-1]:
+        last = self._outputs[-1]
+        for bias, given, turned, output in zip(
+            self._biases, self._inputs, self._turned, self._outputs, strict=True
+        ):
+            torch.addmm(bias, given, turned, out=output)
+            if output is not last:
                 hidden = output.numpy()
                 np.tanh(hidden, out=hidden)
-        return self._outputs[-1]
+        return last
 
     def backward(self, flow: Tensor) -> None:
         """Add to the gradients, given dL/d(output) of the last `forward`, ``[B, out]``."""
-        for index in range(len(self._linears) - 1, -1, -1):
-            layer, given = self._linears[index], self._inputs[index]
-            weight_grad, bias_grad = layer.weight.grad, layer.bias.grad
+        for index in range(len(self._weights) - 1, -1, -1):
+            weight, given, turned = self._weights[index], self._inputs[index], flow.t()
+            weight_grad, bias_grad = weight.grad, self._biases[index].grad
             if weight_grad is None or bias_grad is None:
                 raise RuntimeError("the gradients are not attached: call zero_grad() first")
-            weight_grad.addmm_(flow.t(), given)
-            bias_grad.addmv_(flow.t(), self._ones)
+            weight_grad.addmm_(turned, given)
+            bias_grad.addmv_(turned, self._ones)
             if index:
-                before = torch.mm(flow, layer.weight, out=self._flows[index - 1])
+                before = torch.mm(flow, weight, out=self._flows[index - 1])
                 flow = torch.ops.aten.tanh_backward.grad_input(before, given, grad_input=before)
 
 

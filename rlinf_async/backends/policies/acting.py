@@ -7,8 +7,6 @@ The noise is torch's, from the same generator. A test compares both.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import torch
 from torch import nn
@@ -17,7 +15,7 @@ from rlinf_async.backends.base import PolicyAnswer
 from rlinf_async.backends.policies.distribution import HALF_LOG_TWO_PI
 from rlinf_async.backends.policies.mlp import MlpGaussianPolicy
 from rlinf_async.messages.embodied import Floats
-from rlinf_async.messages.spaces import Seen
+from rlinf_async.messages.spaces import Seen, all_finite
 
 
 class ArrayMlp:
@@ -69,7 +67,7 @@ class ArrayGaussian:
         log_prob: Floats = np.float32(-0.5) * np.square(noise, out=noise).sum(1)
         log_prob -= np.float32(self._log_std.sum() + HALF_LOG_TWO_PI * self._log_std.size)
         # A log-prob is finite where its action is.
-        if not math.isfinite(float(action.sum()) + float(value.sum())):
+        if not (all_finite(action) and all_finite(value)):
             self._policy.require_finite(
                 action=torch.from_numpy(action), value=torch.from_numpy(value)
             )

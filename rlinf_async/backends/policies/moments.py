@@ -5,6 +5,7 @@ Only the actor updates them, after training: one weight version names both.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -88,6 +89,8 @@ class _Used(NamedTuple):
     """changes of both in place, as torch counts them"""
     mean32: Tensor
     scale: Tensor
+    changes: bool
+    """whether any observation becomes another"""
 
 
 class ObservationNormalizer(RunningMoments):
@@ -102,27 +105,34 @@ class ObservationNormalizer(RunningMoments):
         return {**self.__dict__, "_used": None}  # a copy counts its own changes
 
     def forward(self, observation: Tensor) -> Tensor:
-        """Return normalised float32 observations of the shape ``[..., D]`` given."""
-        mean, scale = self._constants()
-        return (observation - mean).mul_(scale).clamp_(-self.clip, self.clip)
+        """Return normalised float32 observations of the shape ``[..., D]`` given; the same, where
+        that changes nothing."""
+        used = self._constants()
+        if not used.changes:
+            return observation
+        return (observation - used.mean32).mul_(used.scale).clamp_(-self.clip, self.clip)
 
     def of_array(self, observation: Floats) -> Floats:
         """As `forward`, of arrays; for statistics in the CPU's memory."""
-        mean, scale = self._constants()
-        normalized: Floats = observation - mean.numpy()
-        normalized *= scale.numpy()
+        used = self._constants()
+        if not used.changes:
+            return observation
+        normalized: Floats = observation - used.mean32.numpy()
+        normalized *= used.scale.numpy()
         np.maximum(normalized, np.float32(-self.clip), out=normalized)
         return np.minimum(normalized, np.float32(self.clip), out=normalized)
 
-    def _constants(self) -> tuple[Tensor, Tensor]:
-        """Mean and ``1 / deviation`` in float32: computed where the statistics have changed, which
-        they do once for many steps of environments."""
+    def _constants(self) -> _Used:
+        """What `forward` computes with: computed where the statistics have changed, which they do
+        once for many steps of environments."""
         used, mean, variance = self._used, self.mean, self.variance
         changes = (mean._version, variance._version)
         if not (used and used.mean is mean and used.variance is variance and used.of == changes):
-            used = _Used(mean, variance, changes, mean.to(torch.float32), self.scale())
+            mean32, scale = mean.to(torch.float32), self.scale()
+            shifts = bool(mean32.any()) or not bool((scale == 1.0).all())
+            used = _Used(mean, variance, changes, mean32, scale, shifts or self.clip < math.inf)
             self._used = used
-        return used.mean32, used.scale
+        return used
 
 
 class ReturnNormalizer(RunningMoments):

@@ -83,17 +83,19 @@ def draw(logits: Tensor, rules: Rules, random: Tensor) -> Drawn:
         kept = _kept(logits, rules.top_k, rules.top_p)
         logits = logits.masked_fill(~kept, float("-inf"))
     log_probs = logits.log_softmax(-1)
-    probs = log_probs.exp()
     # In double: over a large vocabulary, sums of float32 end visibly off 1.
-    sums = probs.cumsum(-1, dtype=torch.float64)
+    sums = log_probs.exp().cumsum(-1, dtype=torch.float64)
     at = random.unsqueeze(1) * sums[:, -1:]
     tokens = torch.searchsorted(sums, at, right=True).clamp_(max=logits.shape[-1] - 1)
-    likeliest = logits.argmax(-1, keepdim=True)
+    chosen = log_probs.gather(1, tokens)
     # A GPU adds up in parts, so that sums may grow, by their last bit, where nothing was added.
-    tokens = torch.where(probs.gather(1, tokens) > 0.0, tokens, likeliest)
+    instead = chosen.exp() == 0.0
     if rules.greedy is not None:
-        tokens = torch.where(rules.greedy, likeliest, tokens)
-    return Drawn(tokens.squeeze(1), log_probs.gather(1, tokens).squeeze(1), kept)
+        instead |= rules.greedy
+    if instead.any():
+        tokens = torch.where(instead, logits.argmax(-1, keepdim=True), tokens)
+        chosen = log_probs.gather(1, tokens)
+    return Drawn(tokens.squeeze(1), chosen.squeeze(1), kept)
 
 
 def kept_sets(kept: Tensor) -> list[NDArray[np.int32]]:

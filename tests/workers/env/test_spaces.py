@@ -7,10 +7,21 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium import spaces
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from numpy.typing import NDArray
 
 from rlinf_async.channels.wire.items.codec import Decoder, encode
 from rlinf_async.messages.embodied import Observations
-from rlinf_async.messages.spaces import ActionSpec, Factor, choices, numbers_of, texts_of
+from rlinf_async.messages.spaces import (
+    ActionSpec,
+    Factor,
+    all_finite,
+    choices,
+    numbers_of,
+    texts_of,
+)
 from rlinf_async.workers.env import EnvError
 from rlinf_async.workers.env.actions import ActionReader
 from rlinf_async.workers.env.observations import ObservationWriter
@@ -105,3 +116,13 @@ def test_choices_of_a_multidiscrete_stay_integers_and_are_checked() -> None:
         reader.read(np.array([[2, 0]]), 1)
     with pytest.raises(EnvError, match="in several factors"):
         reader.read(np.array([1, 2]), 2)
+
+
+@given(
+    st.sampled_from([np.float32, np.float64, np.int64]).flatmap(
+        lambda dtype: arrays.arrays(dtype, arrays.array_shapes(max_dims=2, max_side=6, min_side=0))
+    )
+)
+def test_numbers_are_finite_where_each_is_however_large_their_sum(numbers: NDArray[Any]) -> None:
+    assert all_finite(numbers) == np.isfinite(numbers).all()
+    assert all_finite(numbers.T[::2]) == np.isfinite(numbers.T[::2]).all()
