@@ -27,6 +27,24 @@ class WaitFuture(asyncio.Future[Any]):
     """
 
 
+async def until_done(future: asyncio.Future[Any]) -> None:
+    """Wait for a task, or for what only others can complete. To cancel this wait does not cancel
+    the future; and it is seen that only others can end it, as of a wait on a channel."""
+    if future.done():
+        return
+    mine = WaitFuture()
+
+    def wake(_: asyncio.Future[Any]) -> None:
+        if not mine.done():
+            mine.set_result(None)
+
+    future.add_done_callback(wake)
+    try:
+        await mine
+    finally:
+        future.remove_done_callback(wake)
+
+
 class ComputeThread:
     """The thread that computes for a worker: whether it works, or waits for the event loop.
 

@@ -9,7 +9,6 @@ thread that pulls.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import CancelledError, Future
@@ -17,7 +16,7 @@ from threading import Lock
 from typing import Any, Protocol, TypeVar
 
 from rlinf_async.channels.batching.errors import PullCancelled
-from rlinf_async.channels.waitfor import current_thread
+from rlinf_async.channels.waitfor import current_thread, until_done
 
 R = TypeVar("R")
 
@@ -40,46 +39,40 @@ class Calls:
 
     def __init__(self) -> None:
         self._at: object = None
-        self._pending: Awaitable[Any] | None = None
+        self._begun: Awaitable[Any] | None = None
+        """what an async function returned for the call under way"""
+        self._task: asyncio.Task[Any] | None = None
+        """awaits that"""
 
     async def result(self, at: object, call: Callable[[], R | Awaitable[R]], wait: Wait) -> R:
         """The result of a function that may be plain or async. ``at`` names what it is called for:
         the call under way is that of an earlier pull only if it has the same name."""
-        if self._pending is not None and self._at != at:
-            with contextlib.suppress(Exception):  # nobody asks for this result any more
-                await self._wait(wait)
-        if self._pending is None:
+        if self._begun is not None and self._at != at:
+            await self._end(wait)  # nobody asks for this result any more
+        if self._begun is None:
             value = call()
             if not inspect.isawaitable(value):
                 return value
-            self._at, self._pending = at, value
-        found: R = await self._wait(wait)
-        return found
+            self._at, self._begun = at, value
+        ended: asyncio.Task[R] = await self._end(wait)
+        return ended.result()
 
     def forget(self) -> None:
         """What is under way is not for what will be called next."""
         self._at = None
 
-    async def _wait(self, wait: Wait) -> Any:
-        try:
-            found = await wait(self._join())
-        except BaseException as error:
-            pending = self._pending
-            if (
-                isinstance(pending, asyncio.Future)
-                and pending.done()
-                and (pending.cancelled() or pending.exception() is error)
-            ):
-                self._pending = None
-            raise
-        self._pending = None
-        return found
+    async def _end(self, wait: Wait) -> asyncio.Task[Any]:
+        """The call under way, once it is done. A cancellation ends only this wait for it."""
+        ended = await wait(self._wait_on_loop())
+        self._begun = self._task = None
+        return ended
 
-    async def _join(self) -> Any:
-        """On the loop: wait for the call, which no cancellation of this wait ends."""
-        assert self._pending is not None
-        self._pending = running = asyncio.ensure_future(self._pending)
-        return await asyncio.shield(running)
+    async def _wait_on_loop(self) -> asyncio.Task[Any]:
+        if self._task is None:
+            assert self._begun is not None
+            self._task = asyncio.ensure_future(wait_here(self._begun))
+        await until_done(self._task)
+        return self._task
 
 
 class ThreadDriver:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from types import CoroutineType
 from typing import Any, TypeVar
 
-from rlinf_async.channels.waitfor import WaitFuture, computations
+from rlinf_async.channels.waitfor import WaitFuture, computations, until_done
 from rlinf_async.runtime.wakers import find_wakers, is_internal, mark_internal
 
 R = TypeVar("R")
@@ -60,18 +60,7 @@ class WorkEvent:
 
 async def result_of(future: asyncio.Future[R]) -> R:
     """Await a future that others await too: cancelling this wait does not cancel the future."""
-    if not future.done():
-        mine: asyncio.Future[None] = WorkFuture()
-
-        def wake(_: asyncio.Future[R]) -> None:
-            if not mine.done():
-                mine.set_result(None)
-
-        future.add_done_callback(wake)
-        try:
-            await mine
-        finally:
-            future.remove_done_callback(wake)
+    await until_done(future)
     return future.result()
 
 

@@ -11,7 +11,7 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext, suppress
 from functools import partial
@@ -30,7 +30,7 @@ from rlinf_async.channels.batching.driving import for_thread
 from rlinf_async.channels.waitfor import ComputeThread, current_thread
 from rlinf_async.channels.wire.movement import movement
 from rlinf_async.runtime import deadlock
-from rlinf_async.runtime.stall import WorkEvent, free_task, internal, what_can_go_on
+from rlinf_async.runtime.stall import WorkEvent, free_task, what_can_go_on
 from rlinf_async.testing import run, wait_all_blocked
 from rlinf_async.workers.tasks import task_group
 from tests.loops import FACTORIES
@@ -219,24 +219,24 @@ async def test_a_large_item_on_its_way_is_no_deadlock(monkeypatch: pytest.Monkey
         await sending
 
 
-async def test_as_long_as_bytes_move_there_is_no_deadlock_and_afterwards_there_is() -> None:
+async def test_as_long_as_bytes_move_there_is_no_deadlock_and_afterwards_there_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The end of the movement is seen by the error, which comes only then."""
-    moved: list[int] = []
+    looks: list[str] = []
 
-    async def move() -> None:
-        for _ in range(20):
-            await asyncio.sleep(0.1)
+    def look() -> str:
+        if len(looks) < 20:
             movement.count += 1
-            moved.append(movement.count)
+        looks.append("")
+        return looks[-1]
 
-    async def wait() -> None:
-        async with ra.Cluster.local(deadlock_after=0.5) as cluster:
-            internal(asyncio.ensure_future(move()))
-            await cluster.channel(Number, name="numbers").receiver.get()
-
+    monkeypatch.setattr(deadlock, "PERIOD", 0.01)
+    monkeypatch.setattr(deadlock, "what_can_go_on", look)
     with pytest.raises(ra.Deadlock):
-        await wait()
-    assert len(moved) == 20
+        async with ra.Cluster.local(deadlock_after=0.05) as cluster:
+            await cluster.channel(Number, name="numbers").receiver.get()
+    assert len(looks) >= 20 + 5
 
 
 @pytest.mark.parametrize("place", ["driver", "worker"])
@@ -298,6 +298,7 @@ BLOCKED: dict[str, Callable[[Channel[Number]], Coroutine[Any, Any, Any]]] = {
     "an event of workers": lambda c: _get_then_set(c, WorkEvent()),
     "a task group": lambda c: _group(c.receiver.get()),
     "a task group of workers": lambda c: _group(c.receiver.get(), new=task_group),
+    "a handler that gets": lambda c: _handled(c.receiver.get),
 }
 FREE: dict[str, Callable[[Channel[Number]], Coroutine[Any, Any, Any]]] = {
     "a timer": lambda c: asyncio.sleep(3600),
@@ -311,6 +312,8 @@ FREE: dict[str, Callable[[Channel[Number]], Coroutine[Any, Any, Any]]] = {
     ),
     "a task group under a timeout": lambda c: _timeout(_group(c.receiver.get())),
     "a plain future": lambda c: _await(asyncio.get_running_loop().create_future()),
+    "a handler that sleeps": lambda c: _handled(lambda: asyncio.sleep(3600)),
+    "a handler that gives a plain future": lambda c: _handled(asyncio.Future),
 }
 
 
@@ -332,6 +335,17 @@ async def _group(
     async with new() as group:
         for wait in waits:
             group.create_task(wait)
+
+
+async def _handled(handle: Callable[[], Awaitable[Any]]) -> None:
+    """Pull from an iterator whose handler waits."""
+    filled = Channel(Number, name="filled")
+    filled.sender.put_nowait(Number(0))
+    batches = BatchResizingIterator(
+        filled.receiver, Ones(), total_batch_size=1, micro_batch_size=1,
+        on_batch=lambda _: handle(),
+    )  # fmt: skip
+    await anext(batches)
 
 
 async def _timeout(wait: Coroutine[Any, Any, Any]) -> None:
