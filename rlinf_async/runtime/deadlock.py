@@ -62,9 +62,7 @@ class DeadlockWatch:
         self._items: list[object] = []
         self._moved: dict[str, int] = {}
         """what each process that was asked since an item moved has moved"""
-        self._still = 0.0
-        self._proven = 0.0
-        self._report_at = FIRST_REPORT
+        self._begin_again()
 
     def start(self) -> None:
         """Begin, unless time is virtual: there the loop itself sees that nothing can happen."""
@@ -111,7 +109,7 @@ class DeadlockWatch:
         free = [
             f"  {name} is not blocked: {one.unless}" for name, one in found.items() if one.unless
         ]
-        self._proven = 0.0 if free else self._proven + PERIOD
+        self._proven = -PERIOD if free else self._proven + PERIOD
         if self._limit is not None and self._proven >= self._limit:
             self._on_deadlock(Deadlock(self._text(self._proven)))
         elif self._still >= self._report_at:
@@ -120,8 +118,9 @@ class DeadlockWatch:
             log.warning("nothing has moved for %.0f s; %s", self._still, report)
 
     def _begin_again(self) -> None:
-        self._still = self._proven = 0.0
-        self._report_at = FIRST_REPORT
+        self._still, self._report_at = 0.0, FIRST_REPORT
+        # The first look at which nobody can go on only says from where on nothing may move.
+        self._proven = -PERIOD
 
     def _text(self, seconds: float) -> str:
         return (

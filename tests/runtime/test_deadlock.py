@@ -219,24 +219,25 @@ async def test_a_large_item_on_its_way_is_no_deadlock(monkeypatch: pytest.Monkey
         await sending
 
 
-async def test_as_long_as_bytes_move_there_is_no_deadlock_and_afterwards_there_is(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("moving", "periods", "expected"), [(0, 0.5, 2), (20, 5, 26)])
+async def test_nothing_may_move_from_one_look_to_later_ones(
+    monkeypatch: pytest.MonkeyPatch, moving: int, periods: float, expected: int
 ) -> None:
-    """The end of the movement is seen by the error, which comes only then."""
-    looks: list[str] = []
+    """With bytes that move between the first looks. One look alone proves nothing."""
+    looks = 0
 
     def look() -> str:
-        if len(looks) < 20:
-            movement.count += 1
-        looks.append("")
-        return looks[-1]
+        nonlocal looks
+        movement.count += looks < moving
+        looks += 1
+        return ""
 
-    monkeypatch.setattr(deadlock, "PERIOD", 0.01)
+    monkeypatch.setattr(deadlock, "PERIOD", period := 1 / 64)
     monkeypatch.setattr(deadlock, "what_can_go_on", look)
     with pytest.raises(ra.Deadlock):
-        async with ra.Cluster.local(deadlock_after=0.05) as cluster:
+        async with ra.Cluster.local(deadlock_after=periods * period) as cluster:
             await cluster.channel(Number, name="numbers").receiver.get()
-    assert len(looks) >= 20 + 5
+    assert looks == expected
 
 
 @pytest.mark.parametrize("place", ["driver", "worker"])
