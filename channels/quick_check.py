@@ -27,6 +27,8 @@ _BEYOND: Final = 2**64
 """The whole numbers that MessagePack has: from the one to before the other."""
 _SMALL: Final = 2**30 - 1
 """Between this and its opposite, CPython compares at once."""
+EXACT: Final = 2**53
+"""Each whole number up to it is one that a float has."""
 NUMBERS: Final = "biuf"
 """Kinds of dtypes of numpy."""
 MAX_DEPTH: Final = 40
@@ -88,7 +90,7 @@ class _Writer:
             small = f"{x} < {_SMALL} and {x} > -{_SMALL}"  # in a chain it is not seen at once
             return f"({x}.__class__ is int and ({small} or {_LEAST} <= {x} < {_BEYOND}))"
         if kind is float:
-            return f"({x}.__class__ is float or {self.said_of(int, x, inside)})"
+            return f"({x}.__class__ is float or ({x}.__class__ is int and {-EXACT} <= {x} <= {EXACT}))"
         if kind is str:
             return f"({x}.__class__ is str and ({x}.isascii() or text({x})))"
         if kind is bool or kind is bytes or _is_enum(kind):

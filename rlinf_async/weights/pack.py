@@ -124,7 +124,8 @@ def empty_bucket(size: int, allocate: Allocate | None) -> NDArray[np.uint8]:
 
 def elements_of(tensor: Tensor) -> Tensor:
     """Return the bytes of a tensor, in row-major order, on the CPU."""
-    flat = tensor.detach().contiguous().reshape(-1)
+    whole = tensor.detach().contiguous()
+    flat = whole.as_strided((whole.numel(),), (1,))  # a single element may have another stride
     return flat.cpu().view(torch.uint8)
 
 

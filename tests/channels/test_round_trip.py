@@ -75,12 +75,16 @@ REFUSED: list[tuple[Any, str]] = [
     ),
     (Holder(point=Point("left")), r"Holder\.point\.x: expected `float`, got `str`"),  # type: ignore[arg-type]
     (Holder(values=np.zeros(3)), r"Holder\.values: expected an array of float32, got float64"),  # type: ignore[arg-type]
+    (Holder(share=2**53 + 1), r"Holder\.share: 9007199254740993 would arrive as 9007199254740992"),
+    (Holder(share=10**400), r"Holder\.share: can't serialize ints"),
     (Holder(anything=object()), r"Holder\.anything: object cannot travel"),
 ]
 ACCEPTED: list[Holder] = [
     Holder(),
     Holder(Number(1), (Number(2), Number(3)), [4], "five", Color.RED, {"six": Number(6)}, 7.0),
     Holder(share=7),
+    Holder(share=-(2**53)),
+    Holder(share=2**63),
     Holder(share=np.float32(7)),  # type: ignore[arg-type]
     Holder(point=Point(1, 2)),
     Holder(values=np.zeros((30, 500), np.float32)[::2], logits=torch.zeros(3)),

@@ -117,7 +117,8 @@ def tensor_elements(tensor: torch.Tensor) -> tuple[str, memoryview]:
         raise CannotTravel("a tensor on meta has no elements: send its shape and dtype")
     if tensor.device.type not in ("cpu", "cuda"):
         raise CannotTravel(f"a tensor on {tensor.device} cannot travel: send tensor.cpu()")
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    flat = whole.as_strided((whole.numel(),), (1,))  # a single element may have another stride
     if flat.device.type == "cuda":
         flat = _to_host(flat)
     elements = flat.view(torch.uint8).numpy()

@@ -121,6 +121,17 @@ def test_any_strides_arrive_with_the_same_elements(
     view = view.T if transposed else view
     assert np.array_equal(through(view, np.ndarray), view)
     assert through(torch.from_numpy(whole).T, torch.Tensor).equal(torch.from_numpy(whole).T)
+    if all(stride >= 0 for stride in view.strides):  # torch has no others
+        tensor = torch.from_numpy(view)
+        assert through(tensor, torch.Tensor).equal(tensor)
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
+def test_the_last_value_of_a_batch_of_one_arrives(dtype: torch.dtype) -> None:
+    """It counts as contiguous, and its stride is the length of the row."""
+    sent = torch.arange(12).reshape(1, 12).to(dtype)[:, -1]
+    assert sent.stride() == (12,)
+    assert through(sent, torch.Tensor).tolist() == sent.tolist()
 
 
 def test_structured_dtypes_arrive_with_their_fields() -> None:
