@@ -90,7 +90,9 @@ class _Writer:
             small = f"{x} < {_SMALL} and {x} > -{_SMALL}"  # in a chain it is not seen at once
             return f"({x}.__class__ is int and ({small} or {_LEAST} <= {x} < {_BEYOND}))"
         if kind is float:
-            return f"({x}.__class__ is float or ({x}.__class__ is int and {-EXACT} <= {x} <= {EXACT}))"
+            return (
+                f"({x}.__class__ is float or ({x}.__class__ is int and {-EXACT} <= {x} <= {EXACT}))"
+            )
         if kind is str:
             return f"({x}.__class__ is str and ({x}.isascii() or text({x})))"
         if kind is bool or kind is bytes or _is_enum(kind):

@@ -62,7 +62,9 @@ class DeadlockWatch:
         self._items: list[object] = []
         self._moved: dict[str, int] = {}
         """what each process that was asked since an item moved has moved"""
-        self._begin_again()
+        self._still = 0.0
+        self._proven = -PERIOD
+        self._report_at = FIRST_REPORT
 
     def start(self) -> None:
         """Begin, unless time is virtual: there the loop itself sees that nothing can happen."""
@@ -118,7 +120,8 @@ class DeadlockWatch:
             log.warning("nothing has moved for %.0f s; %s", self._still, report)
 
     def _begin_again(self) -> None:
-        self._still, self._report_at = 0.0, FIRST_REPORT
+        self._still = 0.0
+        self._report_at = FIRST_REPORT
         # The first look at which nobody can go on only says from where on nothing may move.
         self._proven = -PERIOD
 
