@@ -10,10 +10,11 @@ import argparse
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 
 from tests.channels.model.generate import generate
 from tests.channels.model.processes import end_workers
-from tests.channels.model.program import as_test
+from tests.channels.model.program import Program, as_test, operations
 from tests.channels.model.runners import (
     PATIENCE,
     TRANSPORTS,
@@ -35,12 +36,14 @@ class Totals:
 
     def __init__(self) -> None:
         self.programs = self.operations = self.items = 0
+        self.had: Counter[str] = Counter()
         self.failed: Counter[str] = Counter()
         self.bad: list[int] = []
         self._begun = self._said = time.monotonic()
 
-    def add(self, seed: int, result: Result) -> None:
+    def add(self, seed: int, program: Program, result: Result) -> None:
         self.programs += 1
+        self.had.update(features(program))
         self.operations += result.operations
         self.items += result.items
         if result.violations:
@@ -51,12 +54,32 @@ class Totals:
             print(self, flush=True)
 
     def __str__(self) -> str:
-        kinds = ", ".join(f"{count} {kind}" for kind, count in self.failed.most_common())
+        kinds = counted(self.failed)
         return (
-            f"{self.programs} programs, {self.operations} operations, {self.items} items: "
+            f"{self.programs} programs ({counted(self.had)}), "
+            f"{self.operations} operations, {self.items} items: "
             f"{len(self.bad)} broken{f' ({kinds})' if kinds else ''}; "
             f"{time.monotonic() - self._begun:.0f} s"
         )
+
+
+def features(program: Program) -> Iterator[str]:
+    """What a program has that not every one has."""
+    yield program.payload
+    for name, has in {
+        "killed": program.kills, "cut": program.cuts, "witness": program.witness,
+        "max_weight": program.max_weight is not None,
+        "cancels": any(
+            op.cancel is not None or op.cancel_after is not None for _, op in operations(program)
+        ),
+    }.items():  # fmt: skip
+        if has:
+            yield name
+
+
+def counted(found: Counter[str]) -> str:
+    """Counts of these, the highest first."""
+    return ", ".join(f"{count} {name}" for name, count in found.most_common())
 
 
 def main() -> int:
@@ -72,7 +95,7 @@ def main() -> int:
     for seed in range(given.seed, given.seed + given.count):
         program = generate(seed, given.transport)
         result = run(program, given.transport, patience=given.patience)
-        totals.add(seed, result)
+        totals.add(seed, program, result)
         if not result.violations:
             continue
         print(f"seed {seed}: " + "\n  ".join(result.violations[:SHOWN]))

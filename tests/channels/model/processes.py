@@ -40,8 +40,10 @@ from tests.channels.model.party import Party, SharedEnd
 from tests.channels.model.program import EndName, Program, end_names, end_of, name_of
 from tests.channels.model.sockets import CUT_PATIENCE, SECRET, Patient, cut_sockets, loop_factory
 from tests.channels.model.stage import Stage
-from tests.channels.model.worker import Order, serve_orders, set_distance
+from tests.channels.model.worker import SILENCE, Order, serve_orders, set_distance
 
+PRELOADED = ["tests.channels.model.worker", "tests.channels.model.tensor_items"]
+"""by the process from which workers are forked: each of them would import torch for seconds"""
 RECORD_BYTES = 70
 """Of the journal, about; cuts come after so many for each operation."""
 STEP = 0.001
@@ -55,19 +57,15 @@ class Worker:
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.channels.model.worker"])
+        context.set_forkserver_preload(PRELOADED)
         self.pipe: Pipe
         self.pipe, there = context.Pipe()
         self.process: BaseProcess = context.Process(target=serve_orders, args=(there,), daemon=True)
         self.process.start()
         there.close()
 
-    async def carry_out(self, order: Order) -> bool:
-        """Whether it has lived to the end.
-
-        Raises:
-            RuntimeError: with what failed in it.
-        """
+    async def carry_out(self, order: Order) -> str | None:
+        """What went wrong in it, if anything; None where it has died."""
         self.pipe.send(order)
         loop = asyncio.get_running_loop()
         readable: asyncio.Future[None] = loop.create_future()
@@ -85,10 +83,17 @@ class Worker:
             said: str = self.pipe.recv()
         except (EOFError, ConnectionResetError):
             self.process.join()
+            return None
+        return said
+
+    @property
+    def runs(self) -> bool:
+        """Whether it does not wait for anything."""
+        try:
+            state = Path(f"/proc/{self.process.pid}/stat").read_text()
+        except FileNotFoundError:
             return False
-        if said:
-            raise RuntimeError(said)
-        return True
+        return state.rpartition(")")[2].split()[0] in "RD"
 
     def end(self) -> None:
         self.pipe.close()
@@ -136,8 +141,9 @@ async def _run(
         owner: Owner = Homed(router) if transport in HOMES else ChannelServer(router)
         address = LISTEN.get(transport, Path(folder) / "s")
         async with await serve(
-            address, SECRET, name="owner", router=router, patience=CUT_PATIENCE
-        ) as server:
+            address, SECRET, name="owner", router=router,
+            patience=CUT_PATIENCE, heartbeat_limit=SILENCE,
+        ) as server:  # fmt: skip
             return await _Run(
                 program, transport, patience, workers, owner, server, Path(folder)
             ).perform()
@@ -204,7 +210,7 @@ class _Run:
         self.owner = owner
         self.server = server
         self.folder = folder
-        medium = Patient(patience, self._progress)
+        medium = Patient(patience, self._progress, self._busy)
         self.stage = Stage(program, medium, local=False, clock=time.monotonic_ns)
         self.stage.refresh = self._refresh
         self.refs: dict[EndName, EndRef] = {}
@@ -255,15 +261,19 @@ class _Run:
             self.program, place, self.server.address, ends, str(self._journal(place)),
             min(after, default=None), self.transport,
         )  # fmt: skip
-        if not await self.workers[place].carry_out(order):
-            if not after:
-                self.stage.history.violations.append(f"process {place} died by itself")
+        said = await self.workers[place].carry_out(order)
+        if said == "":
+            return
+        if said is None:
             self.stage.history.killed.append(place)
             for connection in self._connections(place):
                 connection.peer_ended()
-            await self.stage.medium.holds(lambda: not self._connections(place))
-            for _, ref in ends:
-                self.owner.release(ref.number)
+            said = "" if after else "died by itself"
+        if said:
+            self.stage.history.violations.append(f"process {place} {said}")
+        await self.stage.medium.holds(lambda: not self._connections(place))
+        for _, ref in ends:  # nobody else closes them
+            self.owner.release(ref.number)
 
     def _connections(self, place: int) -> list[Connection]:
         return [one for one in self.server.connections if one.peer == f"process {place}"]
@@ -273,6 +283,11 @@ class _Run:
 
     def _progress(self, journal: Journal) -> object:
         return len(journal.events), journal.finished, self._written()
+
+    def _busy(self) -> bool:
+        """Whether a process runs, or would if it had a core: where many share one, it may be long
+        until it begins."""
+        return any(worker.runs for worker in self.workers.values())
 
     def _written(self) -> int:
         paths = map(self._journal, self.workers)

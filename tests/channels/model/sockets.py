@@ -41,11 +41,23 @@ STEP: Final = 0.002
 
 
 class Patient:
-    """Over a wire it is not known when nothing goes on: it is when it has been so for a while."""
+    """Over a wire it is not known when nothing goes on: it is when it has been so for a while.
 
-    def __init__(self, patience: float, progress: Callable[[Journal], object]) -> None:
+    Args:
+        patience: seconds without progress after which what waits counts as waiting for ever.
+        progress: differs when something has gone on.
+        busy: whether another process is at work.
+    """
+
+    def __init__(
+        self,
+        patience: float,
+        progress: Callable[[Journal], object],
+        busy: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._patience = patience
         self._progress = progress
+        self._busy = busy
 
     async def quiet(self, tasks: Sequence[asyncio.Future[Any]], journal: Journal) -> None:
         while not all(task.done() for task in tasks):
@@ -53,7 +65,7 @@ class Patient:
             for _ in range(TURNS):
                 await asyncio.sleep(0)
             await asyncio.sleep(MOMENT)
-            if seen == self._progress(journal):
+            if seen == self._progress(journal) and not self._busy():
                 return
 
     async def holds(self, condition: Callable[[], object]) -> bool:

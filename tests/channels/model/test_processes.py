@@ -6,10 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.channels.model import processes
 from tests.channels.model.generate import generate
 from tests.channels.model.kit import hold, holds
 from tests.channels.model.processes import end_workers
 from tests.channels.model.program import Kill, Op, Program, Task
+from tests.channels.model.runners import run
 
 SEEDS = range(200)
 
@@ -54,3 +56,14 @@ def test_a_process_that_is_killed_while_it_puts_loses_only_what_it_had_not_flush
             (sends, Task("take", (Op("get", 9),), 2)), capacity=3, kills=(Kill(1, after),)
         )
         holds(program, "process")
+
+
+def test_a_process_that_loses_its_connection_is_named_and_nobody_waits_for_its_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(processes, "CUT_PATIENCE", 0.0)
+    sends = Task("send", (Op("put", 40), Op("flush")), 1)
+    program = Program((sends, Task("take", (Op("get", 40),))), capacity=3, cuts=(5,))
+    result = run(program, "process", patience=1.0)
+    assert "process 1 lost its connection" in result.violations
+    assert not result.hung

@@ -21,6 +21,8 @@ from tests.channels.model.sockets import SECRET, loop_factory
 
 LEAST = 4_000
 """Bytes of the arrays that stay with their producer."""
+SILENCE = 60.0
+"""Seconds that a process may be silent: longer than the patience of a program."""
 
 
 FAR_SECONDS = distance.FAR_SECONDS
@@ -39,7 +41,7 @@ class Order(msgspec.Struct):
 
 
 def serve_orders(pipe: Pipe) -> None:
-    """Until the other side of the pipe is closed."""
+    """Until the other side of the pipe is closed. An answer says what went wrong, if anything."""
     logging.disable()
     while True:
         try:
@@ -48,8 +50,7 @@ def serve_orders(pipe: Pipe) -> None:
             return
         try:
             with asyncio.Runner(loop_factory=loop_factory(order.program)) as runner:
-                runner.run(_carry_out(order))
-            pipe.send("")
+                pipe.send(runner.run(_carry_out(order)))
         except Exception:
             pipe.send(traceback.format_exc())
 
@@ -59,11 +60,12 @@ def set_distance(transport: str) -> None:
     distance.FAR_SECONDS = 0.0 if transport == "far" else FAR_SECONDS
 
 
-async def _carry_out(order: Order) -> None:
+async def _carry_out(order: Order) -> str:
     program, place = order.program, order.place
     set_distance(order.transport)
+    kind = item_type(program.payload)  # torch may take longer than a connection may be silent
     connection = await connect(
-        order.address, SECRET, name=f"process {place}", router=Router(), heartbeat_limit=60
+        order.address, SECRET, name=f"process {place}", router=Router(), heartbeat_limit=SILENCE
     )
     use: Use = "auto" if order.transport == "direct" else "never"
     direct = await Direct.of_worker(
@@ -71,7 +73,6 @@ async def _carry_out(order: Order) -> None:
     )
     client = ChannelClient(connection, direct)
     homes = Homes(SECRET, f"process {place}", heartbeat_limit=60)
-    kind = item_type(program.payload)
     shared: dict[EndName, Any] = {}
     for name, ref in order.ends:
         if ref.home is None:
@@ -88,6 +89,7 @@ async def _carry_out(order: Order) -> None:
         async with asyncio.TaskGroup() as group:
             for party in parties:
                 group.create_task(party.run())
+        return "lost its connection" if connection.closed else ""
     finally:
         connection.close()
         await connection.wait_closed()
