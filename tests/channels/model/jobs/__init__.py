@@ -1,6 +1,6 @@
 """Random programs of whole clusters, beside a sequential reference.
 
-``python -m tests.channels.model.jobs --backend process --count 100 --seed 0``
+``python -m tests.channels.model.jobs --backend process --count 100 --seed 0 --beside 4``
 
 Each channel of a program has one worker that puts and one that gets, each `Latest` one that
 publishes. So what a worker sees does not depend on who is quick: where its program ends, or on what
@@ -13,12 +13,10 @@ give up pulls now and then.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import re
-import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from random import Random
 from typing import Any, Final, Literal, get_args
 
@@ -94,23 +92,15 @@ def generate(seed: int, *, processes: bool) -> Program:
         (*_two(rng, count), rng.choice((1, 1, 2, 5))) for _ in range(rng.randint(1, 2 * count))
     )
     latest = tuple(rng.randrange(count) for _ in range(rng.randint(0, 2)))
-    large = processes and rng.random() < 0.02
-    workers: list[tuple[Step, ...]] = []
-    for worker in range(count):
-        steps = [_step(rng, worker, channels, latest, processes) for _ in range(rng.randint(0, 10))]
-        workers.append(tuple(step for step in steps if step is not None))
-    if large:
-        workers = [
-            tuple(
-                msgspec.structs.replace(step, size=LARGE)
-                if step.do == "put" and index < 2 and worker == 0
-                else step
-                for index, step in enumerate(steps)
-            )
-            for worker, steps in enumerate(workers)
-        ]
+    large = processes and rng.random() < 0.03
+    make = rng.choice((_any_steps, _matched_steps))
+    workers = make(rng, count, channels, latest, processes)
+    for steps in workers:
+        first = next((at for at, step in enumerate(steps) if step.do == "put"), None)
+        if large and first is not None:
+            steps[first] = msgspec.structs.replace(steps[first], size=LARGE)
     ranks = rng.choice((0, 0, 0, 2, 3)) if not processes else rng.choice((0, 0, 0, 2))
-    return Program(tuple(workers), channels, latest, ranks, seed)
+    return Program(tuple(map(tuple, workers)), channels, latest, ranks, seed)
 
 
 def _two(rng: Random, count: int) -> tuple[int, int]:
@@ -118,10 +108,64 @@ def _two(rng: Random, count: int) -> tuple[int, int]:
     return first, second
 
 
+Channels = tuple[tuple[int, int, int], ...]
+
+
+def _any_steps(
+    rng: Random, count: int, channels: Channels, latest: tuple[int, ...], processes: bool
+) -> list[list[Step]]:
+    """Steps of each worker, whatever the others do."""
+    found = [
+        [_step(rng, worker, channels, latest, processes) for _ in range(rng.randint(0, 10))]
+        for worker in range(count)
+    ]
+    return [[step for step in steps if step is not None] for steps in found]
+
+
+def _matched_steps(
+    rng: Random, count: int, channels: Channels, latest: tuple[int, ...], processes: bool
+) -> list[list[Step]]:
+    """Steps that all come to their end: each item is got, each version is published before it is
+    waited for. Then some of them are left out, or move."""
+    workers: list[list[Step]] = [[] for _ in range(count)]
+    queued, versions = [0] * len(channels), [0] * len(latest)
+
+    def take(on: int) -> None:
+        workers[channels[on][1]].append(Step("get", on))
+        queued[on] -= 1
+
+    for _ in range(rng.randint(4, 40)):
+        worker = rng.randrange(count)
+        step = _step(rng, worker, channels, latest, processes)
+        if step is None or step.do == "close" or (step.do == "get" and not queued[step.on]):
+            continue
+        if step.do == "get":
+            take(step.on)
+            continue
+        if step.do == "newer" and versions[step.on] <= step.than:
+            continue
+        if step.do == "put":
+            if queued[step.on] == channels[step.on][2]:
+                take(step.on)
+            queued[step.on] += 1
+        if step.do == "publish":
+            versions[step.on] += 1
+        workers[worker].append(step)
+    for on, left in enumerate(queued):
+        for _ in range(left):
+            take(on)
+    for _ in range(rng.choice((0, 1, 2, 4))):
+        if steps := rng.choice(workers):
+            step = steps.pop(rng.randrange(len(steps)))
+            if rng.random() < 0.5:
+                steps.insert(rng.randint(0, len(steps)), step)
+    return workers
+
+
 def _step(
     rng: Random,
     worker: int,
-    channels: tuple[tuple[int, int, int], ...],
+    channels: Channels,
     latest: tuple[int, ...],
     processes: bool,
 ) -> Step | None:
@@ -198,10 +242,31 @@ def reference(program: Program) -> tuple[Stuck, list[list[str]]]:
     return frozenset(stuck), seen
 
 
+def features(program: Program) -> Iterator[str]:
+    """What a program has that not every one has."""
+    steps = [step for worker in program.workers for step in worker]
+    has = {
+        "Latest": any(step.do in ("publish", "newer", "poll", "close") for step in steps),
+        "agree": program.ranks,
+        "idle": any(step.do == "idle" for step in steps),
+        "256 MiB": any(step.size == LARGE for step in steps),
+        "deadlock": reference(program)[0],
+    }
+    return (name for name, found in has.items() if found)
+
+
 # ---- the workers
 
 
-class Player(ra.Worker):
+class Forked(ra.Worker):
+    """A worker whose process is forked: a new interpreter for each would take most of the time."""
+
+    @classmethod
+    def slow_imports(cls, arguments: Mapping[str, Any]) -> Sequence[str]:
+        return ("tests.channels.model.jobs",)
+
+
+class Player(Forked):
     """Carries out its steps."""
 
     async def play(
@@ -250,7 +315,7 @@ class Player(ra.Worker):
         return seen
 
 
-class Rank(ra.Worker):
+class Rank(Forked):
     """Pulls micro-batches, and gives pulls up now and then."""
 
     async def pull(
@@ -450,29 +515,9 @@ RUNS: Final[dict[str, Callable[[Program], list[str]]]] = {
 }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.channels.model.jobs")
-    parser.add_argument("--backend", choices=RUNS, default="local")
-    parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0, help="the first one")
-    given = parser.parse_args()
-    bad: list[int] = []
-    ends: Counter[str] = Counter()
-    for seed in range(given.seed, given.seed + given.count):
-        program = generate(seed, processes=given.backend == "process")
-        ends["deadlocks" if reference(program)[0] else "end"] += 1
-        try:
-            found = RUNS[given.backend](program)
-        except Exception as error:
-            found = [f"{type(error).__name__}: {error}"]
-        if found:
-            bad.append(seed)
-            print(f"seed {seed}: " + "\n  ".join(found), flush=True)
-        if not (seed + 1) % 100:
-            print(f"{sum(ends.values())} programs {dict(ends)}, {len(bad)} broken", flush=True)
-    print(f"{given.count} programs {dict(ends)}, broken: {bad or 'none'}")
-    return 1 if bad else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def judge(seed: int, backend: str) -> list[str]:
+    """Violations of the program of this seed."""
+    try:
+        return RUNS[backend](generate(seed, processes=backend == "process"))
+    except Exception as error:
+        return [f"{type(error).__name__}: {error}"]
