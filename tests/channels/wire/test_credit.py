@@ -304,6 +304,28 @@ async def test_an_item_refused_because_nobody_receives_is_raised_by_flush() -> N
             await sender.flush()
 
 
+async def test_the_end_of_a_call_is_no_failure_where_its_consumers_left_items() -> None:
+    numbers, closed = Channel(int, name="numbers"), Channel(int, name="closed")
+    async with wired() as owner:
+        connection = await owner.join()
+        call = ChannelClient(connection)
+        for channel in (numbers, closed):
+            end = call.end(owner.channels.end_ref(channel.sender, "w"), int)
+            assert isinstance(end, Sender)
+            await with_credit(end, channel)
+            await end.put(1)  # is on its way
+            if channel is numbers:
+                channel.receiver.close()
+            else:
+                channel.close()
+        with pytest.raises(ChannelClosed):
+            await call.flush()
+        await call.flush()
+        assert [channel.statistics().refused for channel in (numbers, closed)] == [1, 1]
+        connection.close()
+        await connection.wait_closed()
+
+
 async def test_a_put_after_the_channel_was_closed_asks_and_is_told() -> None:
     channel = Channel(int, name="numbers")
     async with remote_pair(channel) as (sender, _):
