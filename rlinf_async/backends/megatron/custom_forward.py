@@ -76,12 +76,7 @@ def custom_forward(
     """
     stage = _unwrapped(model)
     _check_kind(stage, value_model, logits_processor, temperature)
-    shapes = {tuple(one.shape) for one in batch}
-    if len(shapes) > 1 or batch.input_ids.dim() != 2:
-        raise ValueError(
-            "input_ids, attention_mask and position_ids have to be of one shape [B, S]; they are "
-            f"{', '.join(str(list(one.shape)) for one in batch)}"
-        )
+    _check_batch(batch, max_batch_seqlen)
     config = cast(Any, stage).config
     if sequence_parallel != bool(config.sequence_parallel):
         raise ValueError(
@@ -89,20 +84,10 @@ def custom_forward(
             f"{bool(config.sequence_parallel)}"
         )
     there = batch.attention_mask
-    longest = int(there.sum(1).max())
-    if longest > max_batch_seqlen:
-        raise ValueError(
-            f"a sample has {longest} tokens, more than max_batch_seqlen = {max_batch_seqlen}"
-        )
     mask = there if pack_seqs else torch.ones_like(there)
-    lengths = there.sum(1).tolist() if pack_seqs else _segments(there)
-    ids = batch.input_ids[mask]
-    rows = torch.arange(len(ids), device=ids.device)
-    inverse = torch.full((len(ids),), 1.0 / temperature, device=ids.device)
-    packed = Packed(ids[None], batch.position_ids[mask][None], lengths, rows, ids, inverse)
     last = bool(cast(Any, stage).post_process)
     select = SelectRows.of(cast(Any, stage).output_layer, grid) if last else None
-    output = run_stage(model, stage, packed, grid, select)
+    output = run_stage(model, stage, _packed(batch, mask), grid, select)
     if not last:
         return output
     if value_model:
@@ -137,6 +122,32 @@ def _check_kind(
         raise ValueError(f"temperature is {temperature}, but values have none: leave it out")
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; it must be more than 0")
+
+
+def _check_batch(batch: PaddedBatch, max_batch_seqlen: int) -> None:
+    """Raise `ValueError` for several shapes, and a sample that is longer."""
+    shapes = {tuple(one.shape) for one in batch}
+    if len(shapes) > 1 or batch.input_ids.dim() != 2:
+        raise ValueError(
+            "input_ids, attention_mask and position_ids have to be of one shape [B, S]; they are "
+            f"{', '.join(str(list(one.shape)) for one in batch)}"
+        )
+    longest = int(batch.attention_mask.sum(1).max())
+    if longest > max_batch_seqlen:
+        raise ValueError(
+            f"a sample has {longest} tokens, more than max_batch_seqlen = {max_batch_seqlen}"
+        )
+
+
+def _packed(batch: PaddedBatch, mask: Tensor) -> Packed:
+    """Return the tokens in the mask; what attends to itself alone are those of each sample, and,
+    where all are in it, each padding."""
+    ids, there = batch.input_ids[mask], batch.attention_mask
+    lengths = _segments(there) if bool(mask.all()) else there.sum(1).tolist()
+    rows = torch.arange(len(ids), device=ids.device)
+    return Packed(
+        ids[None], batch.position_ids[mask][None], lengths, rows, ids, torch.ones_like(rows)
+    )
 
 
 def _is_of_tokens(value: Any, mask: Tensor) -> bool:
