@@ -1,4 +1,4 @@
-"""`VersionTrainer`: what trainers without a model share: a version, and its checkpoints."""
+"""What trainers of language models share: a version; of those without a model, its checkpoints."""
 
 from __future__ import annotations
 
@@ -16,8 +16,34 @@ from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.parallel import Strategy
 
 
-class VersionTrainer(ABC):
-    """Counts versions; a checkpoint is the version.
+class VersionCounter(ABC):
+    """Counts versions."""
+
+    def __init__(self) -> None:
+        self._version = 0
+
+    @property
+    def version(self) -> int:
+        """Number of iterations that were trained, or the version that `load` took."""
+        return self._version
+
+    def end_iteration(self) -> None:
+        """Count the version up."""
+        self._version += 1
+
+    def skip_iteration(self) -> None:
+        """Count an iteration that other ranks train."""
+        self.end_iteration()
+
+    @abstractmethod
+    def log_probs(
+        self, samples: Sequence[TrainingSample], *, reference: bool = False
+    ) -> list[Floats]:
+        """Return log-probs ``[R]`` of each response. Collective."""
+
+
+class VersionTrainer(VersionCounter):
+    """A version without a model; a checkpoint is the version.
 
     Args:
         world_size: data ranks that were launched.
@@ -31,14 +57,9 @@ class VersionTrainer(ABC):
     """of a checkpoint"""
 
     def __init__(self, world_size: int, rank: int, *, tp: int = 1) -> None:
+        super().__init__()
         self._launched, self._rank = world_size, rank
         self._strategy = Strategy(dp=world_size, tp=tp)
-        self._version = 0
-
-    @property
-    def version(self) -> int:
-        """Number of iterations that were trained."""
-        return self._version
 
     @property
     def strategy(self) -> Strategy:
@@ -49,25 +70,11 @@ class VersionTrainer(ABC):
         """Return the count: ranks do not wait for one another."""
         return count
 
-    @abstractmethod
-    def log_probs(
-        self, samples: Sequence[TrainingSample], *, reference: bool = False
-    ) -> list[Floats]:
-        """Return log-probs ``[R]`` of each response, by the version."""
-
     def first_log_probs(
         self, samples: Sequence[TrainingSample], *, batch: int, batches: int
     ) -> list[Floats]:
         """Return the log-probs: within an iteration the version is the same."""
         return self.log_probs(samples)
-
-    def skip_iteration(self) -> None:
-        """Count an iteration that other ranks train."""
-        self._version += 1
-
-    def end_iteration(self) -> None:
-        """Count the version up."""
-        self._version += 1
 
     def load(self, update: WeightUpdate) -> None:
         """Take the version of these weights."""

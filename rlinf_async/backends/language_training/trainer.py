@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -13,13 +13,14 @@ from rlinf_async.backends.language import OPTIMIZER, PARTS
 from rlinf_async.backends.language_training.config import LanguageTrainingConfig
 from rlinf_async.backends.language_training.kept_weights import STEP, KeptWeights
 from rlinf_async.backends.language_training.objective import Objective
+from rlinf_async.backends.version_trainer import VersionCounter
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import TrainingSample
 
 C = TypeVar("C", bound=LanguageTrainingConfig)
 
 
-class IterationTrainer(ABC, Generic[C]):
+class IterationTrainer(VersionCounter, Generic[C]):
     """Counts iterations, computes advantages, and is offloaded in parts."""
 
     critic = False
@@ -28,19 +29,14 @@ class IterationTrainer(ABC, Generic[C]):
     """copies of weights on the CPU, the reference's among them"""
 
     def __init__(self, config: C) -> None:
+        super().__init__()
         self.config = config
-        self._version = 0
         self._stepped = False
         """an optimizer step has changed the weights since they were those of ``version``"""
 
-    @property
-    def version(self) -> int:
-        """Number of iterations that were trained, or the version that `load` took."""
-        return self._version
-
     def end_iteration(self) -> None:
         """Count the version up."""
-        self._version += 1
+        super().end_iteration()
         self._stepped = False
 
     @property
@@ -63,10 +59,6 @@ class IterationTrainer(ABC, Generic[C]):
     def _take(self, told: bytes) -> None:
         self._version, self._stepped = msgspec.msgpack.decode(told, type=tuple[int, bool])
 
-    def skip_iteration(self) -> None:
-        """Count an iteration that the active ranks train, on an idle one."""
-        self.end_iteration()
-
     def compute_advantages(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
         """Return the samples of whole groups with advantages and returns, never normalised."""
         return compute_group_advantages(samples, self.config.advantage)
@@ -80,12 +72,6 @@ class IterationTrainer(ABC, Generic[C]):
     def recomputes(self) -> bool:
         """The loss needs `first_log_probs`."""
         return self.objective.recomputes
-
-    @abstractmethod
-    def log_probs(
-        self, samples: Sequence[TrainingSample], *, reference: bool = False
-    ) -> list[Floats]:
-        """Return log-probs ``[R]`` of each response. Collective."""
 
     def first_log_probs(
         self, samples: Sequence[TrainingSample], *, batch: int, batches: int
