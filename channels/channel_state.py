@@ -9,7 +9,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from rlinf_async.channels import errors
 from rlinf_async.channels.delivery import Entry
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from rlinf_async.channels.ends import Key
 
 log = logging.getLogger(__name__)
+CHECKPOINT: Final = 128
+"""One put and one get of so many gives others in this loop a turn: a loop over them can be
+cancelled, and starves no other task."""
 
 
 class ChannelState(abc.ABC):
@@ -45,6 +48,7 @@ class ChannelState(abc.ABC):
         "failure",
         "fits",
         "form",
+        "get_turn",
         "get_wait_seconds",
         "get_waits",
         "gets",
@@ -62,6 +66,7 @@ class ChannelState(abc.ABC):
         "opened_at",
         "prefetched",
         "prefetched_weight",
+        "put_turn",
         "put_wait_seconds",
         "put_waits",
         "receivers",
@@ -120,6 +125,8 @@ class ChannelState(abc.ABC):
         self.withdrawn = 0
         """items that came in and were taken out again, since their put was cancelled"""
         self.gets = self.put_waits = self.get_waits = 0
+        self.put_turn = self.get_turn = CHECKPOINT - 1
+        """the ``sequence`` and the ``gets`` with which others in the loop have a turn next"""
         self.put_wait_seconds = self.get_wait_seconds = 0.0
         self.redelivered = self.unconfirmed = self.stale = 0
         self.shared = self.copied = self.direct = self.loaded = self.lost = 0

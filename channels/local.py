@@ -9,8 +9,9 @@ import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
+from rlinf_async.channels.channel_state import CHECKPOINT
 from rlinf_async.channels.delivery import Entry, Outcome
 from rlinf_async.channels.encoded import copies_of
 from rlinf_async.channels.ends import (
@@ -39,10 +40,6 @@ from rlinf_async.channels.queue import Queue
 from rlinf_async.channels.remote_payload import is_lost, remote_payload_of
 from rlinf_async.channels.statistics import DeadLetter, KeyState, Statistics
 from rlinf_async.channels.waitfor import Wait, current_party
-
-CHECKPOINT: Final = 127
-"""One put and one get of 128, that of which the number has all these bits set, gives others in this
-loop a turn: a loop over them can be cancelled, and starves no other task."""
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -276,7 +273,8 @@ class LocalSender(_LocalEnd, Sender[T_contra]):
             self.open()
         channel = self._queue
         sequence = channel.sequence
-        if sequence & CHECKPOINT == CHECKPOINT:
+        if sequence >= channel.put_turn:
+            channel.put_turn = sequence + CHECKPOINT
             await self._checkpoint()
             sequence = channel.sequence
         if not channel.fits(item):
@@ -344,7 +342,8 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
         item: T_co
         channel = self._queue
         gets = channel.gets
-        if gets & CHECKPOINT == CHECKPOINT:
+        if gets >= channel.get_turn:
+            channel.get_turn = gets + CHECKPOINT
             await self._checkpoint()
             gets = channel.gets
         queue = self._unkeyed if key is None else channel.known(key)

@@ -36,7 +36,23 @@ BORDERS = sorted(
 )
 BORDERS = [LEAST, LEAST + 1, *BORDERS, MOST - 1, MOST]
 BEYOND = [LEAST - 1, MOST + 1, 2**70]
-ANYTHING = [True, None, 1.0, "", "i", b"", b"iiii", [], [1], (1,), {}, Grade.BEST, TOKENS, 1j, int]
+ANYTHING: list[Any] = [
+    True,
+    None,
+    1.0,
+    "",
+    "i",
+    b"",
+    b"iiii",
+    [],
+    [1],
+    (1,),
+    {},
+    Grade.BEST,
+    TOKENS,
+    1j,
+    int,
+]
 QUICK: list[tuple[Any, Any]] = [
     (Ended, Ended(TOKENS, "stop")),
     (Ended, Ended(TOKENS, "length", 1, Text("one"))),
