@@ -55,3 +55,8 @@ class LossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             number = getattr(self, field)
             if not math.isfinite(number):
                 raise ValueError(f"{field} is {number}; it must be a finite number")
+        if self.value_coefficient < 0.0:
+            raise ValueError(
+                f"value_coefficient is {self.value_coefficient}; it must be at least 0: the value "
+                "would learn to be wrong"
+            )

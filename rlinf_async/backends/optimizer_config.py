@@ -55,6 +55,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                 f"total_steps is {self.total_steps}; a {self.kind} schedule with warmup_steps "
                 f"{self.warmup_steps} needs more steps than that"
             )
+        if self.kind == "constant" and self.total_steps:
+            raise ValueError(
+                f"total_steps is {self.total_steps}, but a constant schedule has no end: set kind "
+                "to 'linear' or 'cosine', or leave it out"
+            )
         if not 0.0 <= self.min_factor <= 1.0:
             raise ValueError(f"min_factor is {self.min_factor}; it must lie between 0 and 1")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import click
 
 from rlinf_async.cli.jobs import Session
-from rlinf_async.config.errors import UsageError
+from rlinf_async.config.errors import UsageError, raised
 from rlinf_async.runtime.signals import EXIT_CODE as TERMINATED
 from rlinf_async.runtime.signals import Terminated
 
@@ -84,7 +84,7 @@ def _message(error: BaseException) -> str:
     if isinstance(error, BaseExceptionGroup):
         causes = "\n".join(f"- {_text(inner)}" for inner in error.exceptions)
         return f"{len(error.exceptions)} things failed:\n{causes}"
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return raised(error).removesuffix(": ")
 
 
 def _is_explained(error: BaseException) -> TypeGuard[WorkerError]:

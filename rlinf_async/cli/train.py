@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from rlinf_async.workers.context import Device
 
 JOB = "job"
+SHOWN_RANKS = 64
+"""workers of a role that are shown in full; of more only the first half of them, and the last"""
 NO_RUN = "--resume needs --out DIR: which run is to go on?"
 NOT_RESUMED = "--checkpoint chooses where to resume: give --resume, too"
 
@@ -135,12 +137,17 @@ def _plan(job: Job, config: Any, machine: Sequence[Device] | None) -> Plan | Non
 
 
 def _print_plan(plan: Plan) -> None:
-    """A table of all workers, and the accelerators that none of them has."""
+    """A table of the workers, and the accelerators that none of them has."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table("role", "rank", "host", "device", "memory")
     for row in plan.rows():
+        count = plan.count(row.role)
+        if count > SHOWN_RANKS and SHOWN_RANKS // 2 <= row.rank < count - 1:
+            if row.rank == count - 2:
+                table.add_row(row.role, "...", "", "", "")
+            continue
         hosts = {device.host for device in row.devices}
         devices = ", ".join(str(device) for device in row.devices)
         share = "" if row.memory_share is None else f"{row.memory_share:.0%}"
@@ -149,9 +156,10 @@ def _print_plan(plan: Plan) -> None:
         table.add_row(row.role, str(row.rank), "".join(hosts) or "-", devices or "cpu", share)
     console = Console()
     console.print(table)
-    if plan.unused:
-        names = ", ".join(f"{one.host} {one}".strip() for one in plan.unused)
-        console.print(f"not used: {names}")
+    if unused := plan.unused:
+        names = [f"{one.host} {one}".strip() for one in unused[:SHOWN_RANKS]]
+        more = f" and {len(unused) - len(names)} more" if len(unused) > len(names) else ""
+        console.print(f"not used: {', '.join(names)}{more}")
 
 
 def _stated(text: str) -> tuple[Device, ...]:
@@ -270,6 +278,13 @@ def config_of(job: Job, document: Document, overrides: Overrides) -> Any:
     Raises:
         ConfigError: of a name, a type or a value.
     """
+    name = document.tables.get(JOB)
+    if overrides.get(JOB, name) != name:
+        raise ConfigError(
+            f"the file is for {name!r}, and its settings are that job's: leave it out",
+            path=(JOB,),
+            origin=f"command line (--{JOB})",
+        )
     names = {field.encode_name for field in msgspec.structs.fields(job.config_type)}
     read = document if JOB in names else document.without(JOB)
     return read.to(job.config_type, overrides)

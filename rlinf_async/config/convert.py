@@ -55,7 +55,7 @@ def convert_struct(table: Mapping[str, object], type_: type[S], path: Path, base
     _check_complete(type_, values, path)
     for name, field in known.items():
         if field.name in values:
-            _check_finite(values[field.name], field.type, (*path, name))
+            _check_number(values[field.name], field.type, (*path, name))
     try:
         return type_(**values)
     except ConfigError as error:  # its path begins at this table
@@ -107,22 +107,25 @@ def _decode_special(type_: type, value: object) -> object:
     raise ValueError(f"{type_.__name__} cannot be read from {value!r}")
 
 
-def _check_finite(value: object, type_: Any, path: Path) -> None:
-    """Refuse NaN and infinity, which comparisons with limits let pass in some direction.
+def _check_number(value: object, type_: Any, path: Path) -> None:
+    """Refuse NaN and infinity, which comparisons with limits let pass in some direction, and whole
+    numbers beyond 64 bits, which neither TOML nor torch nor MessagePack has.
 
-    What is of any type goes to somebody else's code, and may be either.
+    What is of any type goes to somebody else's code, and may be any of them.
     """
     if type_ is Any:
         return
+    name = next((part for part in reversed(path) if not part.isdigit()), "")
     if isinstance(value, float) and not math.isfinite(value):
-        name = next(part for part in reversed(path) if not part.isdigit())
         raise ConfigError(f"{name} is {value}; it must be a finite number", path=path)
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ConfigError(f"{name} is a whole number of more than 64 bits", path=path)
     if isinstance(value, (list, tuple)):
         for at, item in enumerate(value):
-            _check_finite(item, schema.item_type(type_), (*path, str(at)))
+            _check_number(item, schema.item_type(type_), (*path, str(at)))
     if isinstance(value, dict):
         for key, item in value.items():
-            _check_finite(item, schema.value_type(type_), (*path, str(key)))
+            _check_number(item, schema.value_type(type_), (*path, str(key)))
 
 
 def _check_names(

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path as FilePath
 from typing import Any
 
-from rlinf_async.config.errors import ConfigError, Path, UsageError
+from rlinf_async.config.errors import ConfigError, Path, UsageError, raised
 
 FOLDER = "RLINF_ASYNC_FOLDER"
 """variable with the folder that the command runs in, for workers that run in another one"""
@@ -40,8 +40,7 @@ def load_entry_point(entry_point: str, path: Path = ()) -> Callable[..., Any]:
         raise
     except (Exception, SystemExit) as error:  # a user's own code may raise anything
         raise ConfigError(
-            f"{entry_point!r}: {where!r} raised when it was imported: {type(error).__name__}: "
-            f"{error}",
+            f"{entry_point!r}: {where!r} raised when it was imported: {raised(error)}",
             path=path,
         ) from error
     found: Any = module

@@ -56,6 +56,14 @@ class MissingDevice(UsageError):
     """A device that the configuration names is not there."""
 
 
+def raised(error: BaseException) -> str:
+    """Type and text of what somebody else's code raised, whose text may be impossible to make."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return f"{type(error).__name__} (its text cannot be made)"
+
+
 def dotted(path: Path) -> str:
     """``("envs", "0", "id")`` as a person writes it: ``envs[0].id``."""
     text = ""

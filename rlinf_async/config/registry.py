@@ -26,7 +26,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from rlinf_async.config.entry_point import load_entry_point
-from rlinf_async.config.errors import ConfigError, Path
+from rlinf_async.config.errors import ConfigError, Path, raised
 
 T = TypeVar("T")
 
@@ -121,7 +121,7 @@ class Registry(Generic[T]):
             except (Exception, SystemExit) as error:
                 raise ConfigError(
                     f"{self.kind} {name!r} of an installed package ({installed.value}) cannot be "
-                    f"imported: {type(error).__name__}: {error}",
+                    f"imported: {raised(error)}",
                     path=path,
                 ) from error
         else:

@@ -52,11 +52,22 @@ def open_file(config: DataConfig) -> Records:
         MissingExtra: the library datasets is needed and not installed.
     """
     path = existing(config)
+    if not path.is_dir():
+        _check_undivided(path, config.split)
     if not path.is_dir() and path.suffix not in (".parquet", ".arrow"):
         return JsonLines(path)
     columns = [config.prompt_column, config.reference_column, config.verifier_column]
     tops = list(dict.fromkeys(column.partition(".")[0] for column in columns if column))
     return open_tables(path, config.split, tops)
+
+
+def _check_undivided(path: Path, split: str) -> None:
+    """Refuse a split of what has none: all of it would be read."""
+    if split != "train":
+        raise DataError(
+            f"split is {split!r}, but {path} is not divided into splits: name that split's own "
+            "file or folder by path, and leave split out"
+        )
 
 
 class JsonLines:
@@ -190,6 +201,8 @@ def _saved(library: Any, path: Path, split: str) -> tuple[Any, Path, list[Path]]
                 f"{', '.join(splits) or 'none'}"
             )
         path = path / split
+    else:
+        _check_undivided(path, split)
     try:
         dataset = library.load_from_disk(str(path))
     except Exception as error:  # datasets and pyarrow raise errors of many types
@@ -204,7 +217,8 @@ def _files(path: Path, split: str) -> list[Path]:
     for suffix in ("parquet", "arrow"):
         every = sorted(one for one in path.rglob(f"*.{suffix}") if one.is_file())
         marked = {one: _split_of(one.relative_to(path)) for one in every}
-        if not any(marked.values()):
+        if every and not any(marked.values()):
+            _check_undivided(path, split)
             chosen = every
         else:
             chosen = [one for one in every if marked[one] == split]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from array import array
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Final
@@ -107,6 +108,8 @@ class Prompts(Iterator[Prompt]):
         self._verifiers: set[str] = set()
         self._long: dict[int, int] = {}
         """tokens of the prompts that are too long, of the records that were checked"""
+        self._hashes = array("q")
+        """of the texts of the prompts that were checked"""
         self.position = 0
         """index of the next prompt"""
         self.too_long = 0
@@ -135,13 +138,23 @@ class Prompts(Iterator[Prompt]):
 
     @property
     def usable(self) -> int:
-        """The number of records in an epoch, at most, without those that are too long."""
-        return len(self) - int(np.isin(self._training, list(self._long)).sum())
+        """The number of records in an epoch, at most, without those that are too long, or have the
+        prompt of a held-out one."""
+        held_out = list(map(hash, self._held_out_texts))
+        repeated = np.flatnonzero(np.isin(np.asarray(self._hashes), held_out))
+        return len(self) - int(np.isin(self._training, [*self._long, *repeated]).sum())
 
     @property
     def verifiers(self) -> tuple[str, ...]:
         """Names of the verifiers of the records that were checked."""
         return tuple(sorted(self._verifiers))
+
+    def references(self, verifier: str) -> Iterator[str]:
+        """The references of the records that this verifier scores."""
+        for at in range(len(self._records)):
+            record, where = self._records[at], self._records.where(at)
+            if self._renderer.verifier(record, where) == verifier:
+                yield self._renderer.reference(record, where)
 
     @property
     def epoch(self) -> int:
@@ -280,6 +293,7 @@ class Prompts(Iterator[Prompt]):
             self._verifiers.add(self._renderer.verifier(record, where))
             self._renderer.reference(record, where)
             texts.append(self._renderer.text(record, where))
+        self._hashes.extend(map(hash, texts))
         limit = self.config.max_prompt_tokens
         for at, tokens in self._renderer.not_between(1, limit, texts):
             if not tokens:

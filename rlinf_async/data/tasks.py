@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
+from rlinf_async.config.errors import raised
 from rlinf_async.data.errors import DataError
 from rlinf_async.data.records import Record
 from rlinf_async.rewards.reasoning import open_task, reference_of
@@ -58,8 +59,7 @@ class TaskRecords:
             entry = self._tasks[which][at]
         except Exception as error:  # with some options a task finds no entry
             raise DataError(
-                f"{self.where(index)} with {self._options[name]} cannot be made: "
-                f"{type(error).__name__}: {error}"
+                f"{self.where(index)} with {self._options[name]} cannot be made: {raised(error)}"
             ) from error
         options = self._options[name]
         return {

@@ -19,6 +19,7 @@ from typing import Any, Final, Protocol, SupportsFloat
 import msgspec
 import numpy as np
 
+from rlinf_async.config.errors import raised
 from rlinf_async.messages.success import success_of
 from rlinf_async.observe.errors import VideoError
 from rlinf_async.observe.files import replacing
@@ -224,6 +225,6 @@ def _naming(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise VideoError(
-            f"no video: could not {what}: {type(error).__name__}: {error} (to render, an env needs "
+            f"no video: could not {what}: {raised(error)} (to render, an env needs "
             f"a display, EGL or OSMesa; MUJOCO_GL is {os.environ.get('MUJOCO_GL')!r})"
         ) from error

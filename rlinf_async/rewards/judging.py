@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
+from rlinf_async.config.errors import raised
 from rlinf_async.messages.language import Failed, Outcome, Rejected, Scored
 from rlinf_async.rewards.answer import Answer, Reject, Verifier
 
@@ -83,13 +84,9 @@ def _wrong(value: Any) -> str | None:
 
 def _described(error: BaseException) -> str:
     """The error, with the place in the verifier where it was raised."""
-    try:
-        text = str(error)
-    except Exception:
-        text = "(its text cannot be made)"
     frames = traceback.extract_tb(error.__traceback__)[1:]
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {_cut(text)}{where}"
+    return f"{_cut(raised(error))}{where}"
 
 
 def _cut(text: str, limit: int = MAX_TEXT) -> str:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from rlinf_async.config.errors import raised
 from rlinf_async.messages.embodied import Choice, Ints
 from rlinf_async.messages.spaces import all_finite, numbers_of
 from rlinf_async.messages.success import success_at
@@ -262,7 +263,7 @@ class Simulated:
     def _failed(self, doing: str, error: BaseException) -> EnvFailed:
         if is_interrupt(error):
             raise error
-        return EnvFailed(f"{self._where(doing)} raised {type(error).__name__}: {error}")
+        return EnvFailed(f"{self._where(doing)} raised {raised(error)}")
 
     def _where(self, doing: str) -> str:
         where = in_words(f"simulator {self._label}", doing, self._seed, self._steps, NO_LENGTH)

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from rlinf_async.config.errors import raised
 from rlinf_async.messages.embodied import Bools, Choice, Floats, Ints
 from rlinf_async.messages.spaces import Seen, all_finite, numbers_of
 from rlinf_async.messages.success import success_at
@@ -232,7 +233,7 @@ class BatchedStage:
     def _failed(self, doing: str, error: BaseException) -> EnvFailed:
         if is_interrupt(error):
             raise error
-        return EnvFailed(f"{self._where(doing)} raised {type(error).__name__}: {error}")
+        return EnvFailed(f"{self._where(doing)} raised {raised(error)}")
 
     def _where(self, doing: str) -> str:
         where = in_words(f"simulator {self.label}", doing, self.seed, self.steps, NO_LENGTH)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import signal
 
 from rlinf_async.channels import ChannelError
+from rlinf_async.config.errors import raised
 
 
 class EnvError(RuntimeError):
@@ -36,7 +37,7 @@ def not_made(what: str, error: BaseException, hint: str = "") -> EnvError:
     """The error where the making of an environment raised; a Ctrl-C is raised as it is."""
     if is_interrupt(error):
         raise error
-    return EnvError(f"{what} raised {type(error).__name__}: {error}{hint}")
+    return EnvError(f"{what} raised {raised(error)}{hint}")
 
 
 class EnvFailed(EnvError):

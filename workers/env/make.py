@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from rlinf_async.config import ConfigError, MissingExtra, UsageError
+from rlinf_async.config.errors import raised
 from rlinf_async.messages.spaces import EnvSpec
 from rlinf_async.workers.env.actions import ActionReader
 from rlinf_async.workers.env.config import EnvConfig
@@ -140,7 +141,7 @@ def closed(env: Any, name: str, call: Call) -> None:
     except BaseException as error:
         if is_interrupt(error):
             raise
-        raise EnvFailed(f"env {name}: close() raised {type(error).__name__}: {error}") from error
+        raise EnvFailed(f"env {name}: close() raised {raised(error)}") from error
     finally:
         call.end()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from rlinf_async.config.errors import raised
 from rlinf_async.workers.env.config import EnvConfig
 from rlinf_async.workers.env.errors import EnvFailed, is_interrupt
 from rlinf_async.workers.foreign_calls import (
@@ -68,6 +69,6 @@ class NamedEnv:
             if is_interrupt(error):
                 raise
             where = in_words(self._label, doing, self._seed, self._steps, self._length)
-            raise EnvFailed(f"{where}, raised {type(error).__name__}: {error}") from error
+            raise EnvFailed(f"{where}, raised {raised(error)}") from error
         finally:
             self._call.end()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from rlinf_async.config.errors import raised
 from rlinf_async.messages.spaces import numbers_of
 from rlinf_async.messages.success import success_of
 from rlinf_async.rewards.judging import MAX_REWARD
@@ -146,7 +147,7 @@ class Slot:
         """The error for something that the environment raised; a Ctrl-C is raised as it is."""
         if is_interrupt(error):
             raise error
-        return EnvFailed(f"{self._where(doing)} raised {type(error).__name__}: {error}")
+        return EnvFailed(f"{self._where(doing)} raised {raised(error)}")
 
     def _where(self, doing: str) -> str:
         where = in_words(f"env {self.label}", doing, self.seed, self.steps, self.length)

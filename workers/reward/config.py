@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from rlinf_async.channels.wire.session.secret import FILE_VARIABLE, VARIABLE
+from rlinf_async.config.counts import MOST_WORKERS, check_counts
 
 
 class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -23,11 +24,8 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """verifiers imported before the first sample, so that a wrong name is an error at the start"""
 
     def __post_init__(self) -> None:
-        if self.processes < 1 or self.memory_limit_mib < 0:
-            raise ValueError(
-                f"processes is {self.processes}, memory_limit_mib is {self.memory_limit_mib}; "
-                "they must be at least 1 and 0"
-            )
+        check_counts(self, least=1, names=("processes",), most=MOST_WORKERS)
+        check_counts(self, least=0, names=("memory_limit_mib",))
         if secret := sorted({VARIABLE, FILE_VARIABLE} & set(self.environment)):
             raise ValueError(
                 f"environment has {secret[0]}: with the cluster's secret a verifier could be a "

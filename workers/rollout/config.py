@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from rlinf_async.config.counts import MOST_THREADS, check_counts
+
 
 class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One rollout worker."""
@@ -16,8 +18,6 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """threads of one forward pass; 0: torch's default"""
 
     def __post_init__(self) -> None:
-        if self.max_batch < 1 or self.seed < 0 or self.torch_threads < 0:
-            raise ValueError(
-                f"max_batch is {self.max_batch}, seed is {self.seed}, torch_threads is "
-                f"{self.torch_threads}; max_batch must be at least 1, the others at least 0"
-            )
+        check_counts(self, least=1, names=("max_batch",))
+        check_counts(self, least=0, names=("seed",))
+        check_counts(self, least=0, names=("torch_threads",), most=MOST_THREADS)

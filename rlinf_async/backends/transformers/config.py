@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from rlinf_async.config.counts import MOST_THREADS, check_counts
+
 
 class TransformersEngineConfig(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
@@ -28,10 +30,7 @@ class TransformersEngineConfig(
     """threads of the arithmetic; 0: torch's default"""
 
     def __post_init__(self) -> None:
-        for name in ("max_concurrent", "prefill_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        check_counts(self, least=1, names=("max_concurrent", "prefill_tokens"))
         if self.context is not None and self.context < 2:
             raise ValueError(f"context is {self.context}; it must be at least 2, or left out")
-        if self.threads < 0:
-            raise ValueError(f"threads is {self.threads}; it must be at least 0")
+        check_counts(self, least=0, names=("threads",), most=MOST_THREADS)

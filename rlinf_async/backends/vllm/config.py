@@ -6,6 +6,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from rlinf_async.config.counts import MOST_THREADS, check_counts
 from rlinf_async.messages.language import Sampling
 
 GPU_MEMORY: Final = 0.9
@@ -58,9 +59,8 @@ class VllmEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     `OWN_ARGUMENTS`"""
 
     def __post_init__(self) -> None:
-        for name in ("max_concurrent", "tensor_parallel", "threads"):
-            if (getattr(self, name) or 0) < 1 and getattr(self, name) is not None:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        check_counts(self, least=1, names=("max_concurrent", "tensor_parallel"))
+        check_counts(self, least=1, names=("threads",), most=MOST_THREADS)
         if self.context is not None and self.context < 2:
             raise ValueError(f"context is {self.context}; it must be at least 2, or left out")
         if self.kv_cache_bytes is not None and self.kv_cache_bytes < 1:

@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from rlinf_async.config import ConfigError, Document, UsageError
+from rlinf_async.config.counts import MOST_THREADS, check_counts
 from rlinf_async.config.entry_point import FOLDER
 from rlinf_async.observe.errors import MetricsError
 from rlinf_async.observe.metrics import find_sink
@@ -49,12 +50,6 @@ class RayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ValueError(f"wait is {self.wait}; it must be seconds from 0")
 
 
-MOST_WORKERS: Final = 4_096
-"""workers of a role, few enough to go through before a run"""
-MOST_THREADS: Final = 4_096
-"""of the arithmetic in a process: more than any host has cores"""
-
-
 class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The part of ``[cluster]`` that is the same for every kind of run: how workers are started,
     watched and restarted."""
@@ -84,8 +79,11 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 f"deadlock_after is {self.deadlock_after}; it must be above 0, or 'none' for no "
                 "limit"
             )
-        if not self.heartbeat_limit > 0.0:
-            raise ValueError(f"heartbeat_limit is {self.heartbeat_limit}; it must be above 0")
+        if not self.heartbeat_limit >= 1.0:
+            raise ValueError(
+                f"heartbeat_limit is {self.heartbeat_limit}; it must be at least 1: a healthy "
+                "worker does not answer at once"
+            )
         if not 0.0 < self.grace_seconds <= LONGEST_GRACE:
             raise ValueError(
                 f"grace_seconds is {self.grace_seconds}; it must be above 0 and at most "
@@ -180,19 +178,6 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return Cluster.process(
             heartbeat_limit=self.heartbeat_limit, deadlock_after=self.deadlock_after, log=log
         )
-
-
-def check_counts(
-    config: msgspec.Struct, *, least: int, names: Sequence[str], most: float = math.inf
-) -> None:
-    """Raise `ValueError` for the first of these fields that is below ``least`` or above
-    ``most``."""
-    for name in names:
-        value = getattr(config, name)
-        if value < least:
-            raise ValueError(f"{name} is {value}; it must be at least {least}")
-        if value > most:
-            raise ValueError(f"{name} is {value}; it must be at most {most:.0f}")
 
 
 def check_sinks(names: Sequence[str]) -> None:

@@ -3,7 +3,9 @@
 ::
 
     inputs.json     files     digest of every byte, by setting and name    refused if another
-                    code      files with a user's functions and classes    named
+                    code      files with a user's functions and classes,   named
+                              what they import from their own folder or
+                              this one, and what env.kwargs names
                     packages  versions of Python and of what is installed  named
 
 Files are known by their names inside the folder that a setting names: it may have been moved. A
@@ -13,12 +15,14 @@ are read from is in the position in the data: `rlinf_async.data.Prompts.restore`
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import importlib.util
+import itertools
 import platform
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +46,7 @@ class Inputs(msgspec.Struct, kw_only=True):
     files: dict[str, dict[str, str]] = {}
     """digests, by setting and by the file's path below what the setting names"""
     code: dict[str, str] = {}
-    """digests, by the name of the file as the setting has it"""
+    """digests, by the name of the file as the setting has it, or as it is found when imported"""
     packages: dict[str, str] = {}
     """versions, by name"""
 
@@ -140,17 +144,73 @@ def _digests(files: Mapping[str, tuple[Path, Iterable[Path]]]) -> dict[str, dict
 
 
 def _code(config: msgspec.Struct, names: Iterable[str]) -> dict[str, str]:
-    """Digests of the files that texts like ``"file.py:name"`` or ``"module:name"`` name."""
+    """Digests of the files that texts like ``"file.py:name"`` or ``"module:name"`` name, with what
+    they import from beside them; and of those that an environment is given."""
     files: dict[str, Path] = {}
-    for text in (*_texts(msgspec.to_builtins(config)), *names):
+    settings = msgspec.to_builtins(config)
+    for text in (*_texts(settings), *names):
         found = _CODE.fullmatch(text)
         where = found["where"] if found else ""
         if where.endswith(".py"):
             files[where] = Path(where)
         elif where and (own := _file_of(where)) is not None:
             files[where] = Path(own)
-    there = {name: path for name, path in files.items() if path.is_file()}
+    for own in imported_beside([one for one in files.values() if one.suffix == ".py"]):
+        files.setdefault(str(own), own)
+    files |= {text: Path(text) for text in _texts(settings.get("env", {}).get("kwargs", {}))}
+    there = {name: path for name, path in files.items() if _is_file(path)}
     return dict(zip(there, digests(list(there.values())), strict=True))
+
+
+def imported_beside(files: Sequence[Path]) -> list[Path]:
+    """The files of modules that these import, and those import in turn, where they lie in the
+    folder of the importing file or in that of the command; found without importing anything.
+
+    What is installed is known by its version; what is imported by a name that is made up while the
+    code runs is not found.
+    """
+    seen = {one.resolve(): one for one in files if _is_file(one)}
+    found: list[Path] = []
+    looked = list(seen.values())
+    for file in looked:  # it grows meanwhile
+        for path in _imports_of(file):
+            if path.resolve() not in seen:
+                seen[path.resolve()] = path
+                found.append(path)
+                looked.append(path)
+    return found
+
+
+def _imports_of(file: Path) -> Iterator[Path]:
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):  # whoever imports it says more
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names, folders = [one.name for one in node.names], [file.parent, Path()]
+        elif isinstance(node, ast.ImportFrom):
+            base = f"{node.module}." if node.module else ""
+            names = [base[:-1], *(f"{base}{one.name}" for one in node.names)]
+            above = [file.parent, *file.parent.parents][node.level - 1 :]
+            folders = above[:1] if node.level else [file.parent, Path()]
+        else:
+            continue
+        for folder, name in itertools.product(folders, filter(None, names)):
+            parts = name.split(".")
+            if parts[0] == "rlinf_async":  # known by its version
+                continue
+            ends = range(1, len(parts) + 1)
+            packages = [folder.joinpath(*parts[:end], "__init__.py") for end in ends]
+            module = folder.joinpath(*parts).with_suffix(".py")
+            yield from (one for one in (*packages, module) if _is_file(one))
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # of a text that is no name of a file
+        return False
 
 
 def _file_of(module: str) -> str | None:

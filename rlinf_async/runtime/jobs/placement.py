@@ -147,7 +147,7 @@ class Plan(msgspec.Struct, frozen=True):
 
     def memory_share(self, role: str) -> float:
         """The smallest share of a device's memory that a worker of the role may take."""
-        return min((self._share(role, rank) for rank in range(self.count(role))), default=1.0)
+        return min(self._shares(role), default=1.0)
 
     def collective(self, role: str) -> str | None:
         """torch.distributed's backend between the role's workers; None for one alone."""
@@ -164,10 +164,12 @@ class Plan(msgspec.Struct, frozen=True):
     def rows(self) -> Iterator[PlacedRank]:
         """All workers, role by role."""
         for role, ranks in self.ranks.items():
+            shares, in_turns = self._shares(role), self._in_turns(role)
+            accelerated = self.accelerated(role)
             for rank, places in enumerate(ranks):
                 devices = tuple(self.machine[at] for at in places)
-                share = self._share(role, rank) if self.accelerated(role) else None
-                yield PlacedRank(role, rank, devices, share, self._in_turns(role))
+                share = shares[rank] if accelerated else None
+                yield PlacedRank(role, rank, devices, share, in_turns)
 
     def _in_turns(self, role: str) -> bool:
         others = (other for other in self.turns if other != role and role in self.turns)
@@ -176,10 +178,12 @@ class Plan(msgspec.Struct, frozen=True):
     def _of(self, role: str) -> set[int]:
         return {at for rank in self.ranks[role] for at in rank}
 
-    def _share(self, role: str, rank: int) -> float:
-        """One over the number of workers that hold memory on one of its devices at a time."""
+    def _shares(self, role: str) -> list[float]:
+        """For each rank one over the number of workers that hold memory on one of its devices at a
+        time."""
         held = Counter[int]()
         for other, ranks in self.ranks.items():
             if other == role or not {other, role} <= self.turns:
                 held.update(at for places in ranks for at in places)
-        return 1.0 / max((held[at] for at in self.ranks[role][rank]), default=1)
+        ranks = self.ranks[role]
+        return [1.0 / max((held[at] for at in places), default=1) for places in ranks]

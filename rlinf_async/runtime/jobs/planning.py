@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from rlinf_async.config import ConfigError, MissingDevice
+from rlinf_async.config.counts import MOST_WORKERS
 from rlinf_async.config.errors import nearest
 from rlinf_async.runtime.jobs.named_devices import NamedDevices, label
 from rlinf_async.runtime.jobs.placement import SETTING, Plan, Preset, Role, RolePlacement
@@ -205,6 +206,7 @@ class _Planner:
         """The largest number of workers for so many devices, at least 1."""
         each = self._asked[name].devices_per_worker
         most = int(size * _sharing(each)) if each < 1.0 else size // int(each)
+        most = min(most, MOST_WORKERS)
         return next((n for n in range(most, 1, -1) if self._roles[name].fits(n)), 1)
 
     def _too_few(

@@ -60,7 +60,7 @@ def said(job: Job, *arguments: object) -> str:
             "target_success_rate is nan; it must be a finite number",
         ),
         ("evaluation.target_return", "nan", "target_return is nan; it must be a finite number"),
-        ("cluster.heartbeat_limit", "0", "heartbeat_limit is 0.0; it must be above 0"),
+        ("cluster.heartbeat_limit", "0", "heartbeat_limit is 0.0; it must be at least 1"),
         ("cluster.heartbeat_limit", "nan", "heartbeat_limit is nan; it must be a finite number"),
         ("cluster.deadlock_after", "0", "deadlock_after is 0.0; it must be above 0, or 'none'"),
         ("cluster.max_restarts", "-1", "max_restarts is -1; it must be at least 0"),

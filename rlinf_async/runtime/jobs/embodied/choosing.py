@@ -21,6 +21,7 @@ from typing import Final
 
 import msgspec
 
+from rlinf_async.config.errors import raised
 from rlinf_async.messages.spaces import Seen
 from rlinf_async.runtime.jobs.embodied.settings import ClusterConfig, EnvironmentSettings, tried
 from rlinf_async.runtime.jobs.placement import Plan
@@ -126,7 +127,7 @@ def _measured(config: EnvironmentSettings, stepped: Stepped | None) -> Choice:
     try:
         forward = _answering(config, stepped.rows(config.acting_policy.sees))
     except Exception as error:  # its worker makes the policy again, and says more
-        return Choice(rollout_workers=1, reason=f"not measured: {type(error).__name__}: {error}")
+        return Choice(rollout_workers=1, reason=f"not measured: {raised(error)}")
     measured = Measured(step=stepped.seconds, forward=forward)
     return compare(measured, config.env, config.cluster, len(os.sched_getaffinity(0)))
 

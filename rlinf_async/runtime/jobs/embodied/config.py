@@ -14,8 +14,8 @@ from rlinf_async.backends.policies.config import (
     policy_for,
 )
 from rlinf_async.config import ConfigError
+from rlinf_async.config.counts import check_counts
 from rlinf_async.messages.spaces import EnvSpec
-from rlinf_async.runtime.jobs.config import check_counts
 from rlinf_async.runtime.jobs.embodied.settings import MAY_DIFFER as ALWAYS_MAY_DIFFER
 from rlinf_async.runtime.jobs.embodied.settings import (
     EnvironmentSettings,
@@ -169,8 +169,13 @@ def fitted(config: EmbodiedConfig, spec: EnvSpec) -> EmbodiedConfig:
     if name == "auto":
         seen = msgspec.structs.replace(policy, observation=spec.observation, action=spec.action)
         name = policy_for(seen)
-    for size in ("observation_size", "action_size"):
-        given, found = getattr(policy, size), getattr(spec, size)
+    for size, found in (
+        ("observation_size", spec.observation_size),
+        ("action_size", spec.action_size),
+        ("action_chunk", config.env.action_chunk),
+        ("token_values", config.actor.advantage.level == "token"),
+    ):
+        given = getattr(policy, size)
         if given not in (0, found):
             raise ConfigError(
                 f"{given} was given, but {config.env.name} has {found}: leave it out",

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from rlinf_async.config import ConfigError, UsageError
 from rlinf_async.config.entry_point import load_entry_point
+from rlinf_async.config.errors import raised
 from rlinf_async.config.registry import check_arguments
 from rlinf_async.data.demonstrations import (
     DemonstrationsInfo,
@@ -204,7 +205,7 @@ class _Script:
         try:
             value = np.asarray(self._act(observation))
         except (Exception, SystemExit) as error:
-            raise UsageError(f"{where}, raised {type(error).__name__}: {error}") from error
+            raise UsageError(f"{where}, raised {raised(error)}") from error
         discrete = self._reader.spec.discrete
         problem = (_no_choice if discrete else _no_numbers)(value, self._space)
         if problem:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
@@ -12,9 +13,10 @@ import numpy as np
 
 from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.config import ConfigError
+from rlinf_async.config.counts import MOST_WORKERS, check_counts
 from rlinf_async.messages.spaces import EnvSpec
 from rlinf_async.runtime.apart import apart as run_apart
-from rlinf_async.runtime.jobs.config import MOST_WORKERS, HostConfig, check_counts, check_sinks
+from rlinf_async.runtime.jobs.config import HostConfig, check_sinks
 from rlinf_async.runtime.jobs.placement import SETTING, Plan, Preset, Role, RolePlacement
 from rlinf_async.runtime.jobs.planning import make_plan
 from rlinf_async.workers.context import Device
@@ -214,6 +216,7 @@ class EnvironmentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         return -(-self.training.total_steps // self.iteration_steps)
 
 
+T = TypeVar("T")
 Settings = TypeVar("Settings", bound=EnvironmentSettings)
 
 
@@ -250,7 +253,10 @@ def described(config: EnvironmentSettings) -> EnvSpec:
     """
     env, apart = config.env, config.cluster.processes
     with _located(env):
-        found = in_own_process(describe_env, env, returns=EnvSpec) if apart else describe_env(env)
+        if apart:
+            found: EnvSpec = in_own_process(describe_env, env, returns=EnvSpec)
+        else:
+            found = _in_thread(describe_env, env)
     if not found.action_size:
         raise ConfigError(f"{env.name} takes actions without any number or choice", path=("env",))
     _described.clear()
@@ -281,10 +287,16 @@ def tried(config: EnvironmentSettings, measure: float) -> Stepped | None:
         return None
     with _located(env):
         if not config.cluster.processes:
-            describe_env(env, probe=True)
+            _in_thread(describe_env, env, probe=True)
             return None
         found: Stepped | None = in_own_process(try_env, env, measure, returns=Stepped | None)
         return found
+
+
+def _in_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Call a function in a thread, as workers do: what works in the main thread alone fails."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function, *args, **kwargs).result()
 
 
 def in_own_process(function: Callable[..., Any], env: EnvConfig, *args: Any, returns: Any) -> Any:

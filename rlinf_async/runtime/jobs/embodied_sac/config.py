@@ -10,8 +10,8 @@ import msgspec
 from rlinf_async.backends.policies.config import PolicyConfig, cnn_misfit
 from rlinf_async.backends.sac_config import SacTrainerConfig
 from rlinf_async.config import ConfigError
+from rlinf_async.config.counts import check_counts
 from rlinf_async.messages.spaces import EnvSpec
-from rlinf_async.runtime.jobs.config import check_counts
 from rlinf_async.runtime.jobs.embodied.settings import MAY_DIFFER as ALWAYS_MAY_DIFFER
 from rlinf_async.runtime.jobs.embodied.settings import (
     EnvironmentSettings,

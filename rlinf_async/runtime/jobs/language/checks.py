@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,12 @@ import msgspec
 
 from rlinf_async.config import ConfigError, MissingExtra
 from rlinf_async.data import DataError, Prompts, PromptTooLong, load_tokenizer
+from rlinf_async.messages.language import Rejected
 from rlinf_async.parallel import ModelMismatch, Strategy, StrategyError
 from rlinf_async.rewards import UnknownVerifier, load_verifier
+from rlinf_async.rewards.answer import Answer
+from rlinf_async.rewards.judging import judge
+from rlinf_async.rewards.registry import VERIFIERS
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.folder import has_weights
 from rlinf_async.runtime.jobs.language.model import check_weights
@@ -466,7 +470,27 @@ def open_prompts(config: LanguageConfig, model: Path) -> Prompts:
         )
     for name in prompts.verifiers:
         _check_verifier(name, ("data", "verifier"))
+        if name in VERIFIERS:
+            _check_references(name, prompts.references(name))
     return prompts
+
+
+def _check_references(name: str, references: Iterator[str]) -> None:
+    """Refuse references of which a built-in verifier can read none: nothing would be scored.
+
+    One that it can read is enough: others are counted by the run, and train nothing.
+    """
+    verifier, why, count = load_verifier(name), "", 0
+    for reference in references:
+        outcome = judge(name, verifier, Answer(prompt="", text="", reference=reference))
+        if not isinstance(outcome, Rejected):
+            return
+        why, count = why or outcome.reason, count + 1
+    raise ConfigError(
+        f"{name!r} can read the reference of none of the {count} records that it scores, so that "
+        f"nothing would be learned: {why}; is data.reference_column the right one?",
+        path=("data", "verifier"),
+    )
 
 
 def check_verifiers(config: LanguageConfig) -> None:
@@ -585,6 +609,12 @@ def _context(config: LanguageConfig, model: Path) -> int | None:
 def _check_count(config: LanguageConfig, prompts: Prompts) -> None:
     epochs, training = config.data.epochs, config.training
     there, wanted = prompts.usable * epochs, training.iterations * training.prompts
+    if not prompts.usable:
+        raise ConfigError(
+            f"none of the {len(prompts)} records is left to train on: their prompts are too long, "
+            "or those of held-out records. Does the chat template write each record's own prompt?",
+            path=("data",),
+        )
     if epochs and there < wanted:
         raise ConfigError(
             f"{prompts.usable} records x {epochs} epochs are {there} prompts, but "

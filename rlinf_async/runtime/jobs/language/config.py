@@ -93,6 +93,21 @@ class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         if self.seed < 0:
             raise ConfigError(f"{self.seed} is below 0: seeds count from 0", path=("seed",))
+        if "megatron" not in (self.actor.backend, self.critic_backend):
+            for field in msgspec.structs.fields(MegatronOptions):
+                if (given := getattr(self.actor.megatron, field.name)) != field.default:
+                    raise ConfigError(
+                        f"{given} is for the backend 'megatron', and actor.backend is "
+                        f"{self.actor.backend!r}: set that to 'megatron', or leave it out",
+                        path=("actor", "megatron", field.name),
+                    )
+        if self.critic.warmup_iterations >= self.training.iterations:
+            raise ConfigError(
+                f"with {self.critic.warmup_iterations} of {self.training.iterations} iterations "
+                "for the critic alone the actor would never train: set it to less than "
+                "training.iterations",
+                path=("critic", "warmup_iterations"),
+            )
         for name in ("tp", "pp"):
             size = getattr(self.critic, name)
             if size is not None and size > 1 and self.critic_backend != "megatron":

@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 import math
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from rlinf_async.backends.language_training.config import SupervisedConfig
 from rlinf_async.config import ConfigError, MissingExtra
+from rlinf_async.config.errors import raised
 from rlinf_async.data import DataError, Prompts, load_tokenizer
 from rlinf_async.data.arithmetic import save_arithmetic_tokenizer
 from rlinf_async.data.tokenizer import FILES as TOKENIZER_FILES
@@ -40,6 +41,8 @@ Examples = list[tuple[Tokens, Tokens]]
 """prompts and answers"""
 
 ARITHMETIC = "arithmetic"
+SMALL_MODEL = 100_000_000
+"""parameters up to which a model with random weights is made to look at it"""
 CHAT_TEMPLATE = "chat_template.jinja"
 BESIDE = ("special_tokens_map.json", "added_tokens.json", CHAT_TEMPLATE, "merges.txt")
 """files that belong to some tokenizers"""
@@ -192,8 +195,9 @@ def _config_json(model: ModelConfig, folder: Path) -> bytes:
     _check_kind(kind)
     try:
         made = AutoConfig.for_model(kind, **(ids | given))
-    except (ValueError, TypeError) as error:
-        raise ConfigError(str(error), path=("model", "config")) from error
+    except Exception as error:  # a configuration's own checks raise errors of many types
+        raise ConfigError(raised(error), path=("model", "config")) from error
+    _check_spelling(kind, given)
     architecture = _architecture(made)
     if architecture is not None:  # vLLM finds the model's class by it
         made.architectures = [architecture]
@@ -207,12 +211,28 @@ def _check_kind(kind: str) -> None:
 
     if kind in KNOWN:
         return
-    near = difflib.get_close_matches(kind, list(KNOWN), n=1)
+    near = difflib.get_close_matches(str(kind), list(KNOWN), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(
         f"transformers has no causal language model of model_type {kind!r}{hint}",
         path=("model", "config", "model_type"),
     )
+
+
+def _check_spelling(kind: str, given: Mapping[str, Any]) -> None:
+    """Refuse a field that is nearly the name of another: a configuration of transformers takes any,
+    and leaves those that it does not know unused."""
+    from transformers import AutoConfig
+
+    default: Any = AutoConfig.for_model(kind)
+    known = {*default.to_dict(), *default.attribute_map}
+    for name in given:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+        if not hasattr(default, name) and near:
+            raise ConfigError(
+                f"{kind!r} has no {name!r}: it would change nothing; did you mean {near[0]!r}?",
+                path=("model", "config", name),
+            )
 
 
 def _architecture(config: Any) -> str | None:
@@ -301,7 +321,7 @@ def check_tokens(folder: Path, where: tuple[str, ...]) -> None:
             "(vocab_size): take the tokenizer that belongs to the model",
             path=where,
         )
-    if not found.stop_token_ids:
+    if not any(0 <= one < size for one in found.stop_token_ids):
         raise ConfigError(
             "there is no end-of-sequence token, neither in the tokenizer nor in config.json or "
             "generation_config.json: the model would never end an answer. Set eos_token in "
@@ -342,23 +362,33 @@ def _described_shapes(folder: Path) -> dict[str, Shape]:
 
 
 def check_forward(folder: Path, where: tuple[str, ...]) -> None:
-    """Refuse a config.json whose sizes do not fit one another, by a forward pass without data.
+    """Refuse a config.json of which no model can be made, or none that computes numbers: where it
+    is small, one is made, and looked at as the trainer does.
 
     Raises:
-        ConfigError: with what torch says of it.
+        ConfigError: with what transformers, torch or the trainer says of it.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from rlinf_async.backends.fsdp.language.network import PolicyNetwork, check_same_as_transformers
+    from rlinf_async.backends.language_training.config import LanguageModelConfig
+    from rlinf_async.backends.language_training.hugging_face import build_language_model
+
     factory: Any = AutoModelForCausalLM
-    config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
     try:
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
         with torch.device("meta"):
-            factory.from_config(config)(torch.zeros(1, 2, dtype=torch.long))
-    except NotImplementedError:  # an operation that needs data: engine and trainer report it
-        return
-    except (RuntimeError, ValueError, TypeError, ZeroDivisionError, AttributeError) as error:
-        raise ConfigError(f"no model can be made of these sizes: {error}", path=where) from error
+            size = sum(one.numel() for one in factory.from_config(config).parameters())
+        if size > SMALL_MODEL:
+            return
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            made, packs = build_language_model(LanguageModelConfig(path=str(folder), random=True))
+        network = PolicyNetwork(made, packs=packs, logit_chunk_bytes=2**28)
+        check_same_as_transformers(network)
+    except Exception as error:  # a configuration's own checks raise errors of many types
+        raise ConfigError(f"no model can be made of it: {raised(error)}", path=where) from error
 
 
 def examples(config: LanguageConfig, model: Path) -> Examples:

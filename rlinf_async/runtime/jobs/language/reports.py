@@ -291,33 +291,36 @@ def warn_of_evaluation(
 
 
 class NothingScored(RuntimeError):
-    """No sample of an iteration was scored, and some failed in their verifier; the message has the
-    first error."""
+    """No sample of an iteration was scored, and some failed in their verifier, or none has ever
+    been scored; the message has the first error."""
 
 
-def warn_of_failures(run: str, iteration: int, groups: Groups, *, warned: bool) -> None:
+def warn_of_failures(
+    run: str, iteration: int, groups: Groups, *, before: Mapping[str, int]
+) -> None:
     """Warn of the first samples that were not scored.
 
     Args:
         run: its name.
         iteration: that was trained.
         groups: of it.
-        warned: this run has been warned of one already.
+        before: numbers of earlier samples of this run, by their outcome.
 
     Raises:
-        NothingScored: none was, because of errors: going on would train on nothing.
+        NothingScored: none was, because of errors or in the whole run: going on would train on
+            nothing.
     """
     outcomes = [one.outcome for group in groups for one in group]
     failed = [one for one in outcomes if isinstance(one, Failed)]
     unscored = [one for one in outcomes if not isinstance(one, Scored)]
-    if failed and len(unscored) == len(outcomes):
+    first = why_unscored((failed or unscored)[0]) if unscored else ""
+    if len(unscored) == len(outcomes) and (failed or not before.get("scored")):
         raise NothingScored(
-            f"all {len(outcomes)} samples of iteration {iteration} failed to be scored, the first "
-            f"with: {failed[0].error}. There is nothing to learn from: correct the verifier (or "
-            "reward.time_limit), and go on with --resume"
+            f"none of the {len(outcomes)} samples of iteration {iteration} was scored, the first "
+            f"with: {first}. There is nothing to learn from: correct the verifier (or "
+            "reward.time_limit) or the references, and go on with --resume"
         )
-    if unscored and not warned:
-        first = why_unscored((failed or unscored)[0])
+    if unscored and not any(count for what, count in before.items() if what != "scored"):
         print(
             f"{run}: {len(unscored)} of {len(outcomes)} samples of iteration {iteration} were not "
             f"scored and train nothing, the first with: {first} (said once; the summary counts "

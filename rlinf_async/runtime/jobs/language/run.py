@@ -244,8 +244,7 @@ class LanguageRun:
         """Add the iteration to the progress; its row of the metrics."""
         groups = flow.collector.trained(iteration)
         seen = summed_up(iteration, groups)
-        warned = any(count for what, count in self.progress.outcomes.items() if what != "scored")
-        warn_of_failures(self.config.name, iteration, groups, warned=warned)
+        warn_of_failures(self.config.name, iteration, groups, before=self.progress.outcomes)
         self._warned = warn_of_no_signal(self.config.name, iteration, trained, warned=self._warned)
         add(self.progress, seen, iteration + 1, seconds)
         self.progress.duplicates += self._ledger.take_duplicates()

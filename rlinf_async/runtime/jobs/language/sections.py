@@ -13,9 +13,10 @@ from rlinf_async.backends.toy.config import ToyEngineConfig, ToyTrainerConfig
 from rlinf_async.backends.transformers.config import TransformersEngineConfig
 from rlinf_async.backends.vllm.config import VllmEngineConfig
 from rlinf_async.config import ConfigError
+from rlinf_async.config.counts import MOST_WORKERS, check_counts
 from rlinf_async.data import DataConfig
 from rlinf_async.messages.language import Sampling
-from rlinf_async.runtime.jobs.config import MOST_WORKERS, HostConfig, check_counts
+from rlinf_async.runtime.jobs.config import HostConfig
 from rlinf_async.runtime.jobs.placement import Preset, RolePlacement
 from rlinf_async.workers.rollout.language.config import LanguageRolloutConfig
 
@@ -121,9 +122,7 @@ class ActorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def __post_init__(self) -> None:
         check_counts(self, least=1, names=("global_batches", "epochs", "tp", "pp"))
-        optional = ("micro_batch_size", "max_tokens", "balance_window")
-        given = tuple(name for name in optional if getattr(self, name) is not None)
-        check_counts(self, least=1, names=given)
+        check_counts(self, least=1, names=("micro_batch_size", "max_tokens", "balance_window"))
         if self.backend != "megatron" and self.model_ranks > 1:
             name = "tp" if self.tp > 1 else "pp"
             raise ConfigError(
@@ -177,10 +176,7 @@ class CriticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         check_counts(self, least=0, names=("warmup_iterations",))
-        given = [name for name in ("tp", "pp") if getattr(self, name) is not None]
-        check_counts(self, least=1, names=tuple(given))
-        if self.micro_batch_size is not None:
-            check_counts(self, least=1, names=("micro_batch_size",))
+        check_counts(self, least=1, names=("tp", "pp", "micro_batch_size"))
         if self.value_clip is not None and not self.value_clip > 0.0:
             raise ValueError(f"value_clip is {self.value_clip}; it must be above 0, or left out")
 
@@ -316,8 +312,8 @@ class ClusterConfig(HostConfig, frozen=True, kw_only=True, forbid_unknown_fields
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_roles(self.placement)
-        given = [one for one in ("rollout_workers", "actors") if getattr(self, one) is not None]
-        check_counts(self, least=1, names=("reward_workers", *given), most=MOST_WORKERS)
+        names = ("reward_workers", "rollout_workers", "actors")
+        check_counts(self, least=1, names=names, most=MOST_WORKERS)
         check_counts(self, least=0, names=("inference_workers", "critics"), most=MOST_WORKERS)
 
     @property
