@@ -62,6 +62,10 @@ _LATEX = (
 _FRACTION = re.compile(
     r"(?<![A-Za-z)}])\\[dt]?frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))"
 )
+_REPEATING = re.compile(
+    r"(?<![\d.,'])(\d{0,99})\.(\d{0,99})\\(?:overline|bar)[ ]*\{[ ]*(\d{1,99})[ ]*\}(?!\d)"
+)
+"""decimals of which some repeat: ``0.1\\overline{6}``"""
 _VULGAR = re.compile(r"[\u00bc-\u00be\u2150-\u215e]")
 
 _CURRENCY = "$\u20ac\u00a3\u00a5\u20b9\u20bd\u20a9\u20aa\u20ba\u20bf\u0e3f"
@@ -93,6 +97,8 @@ _NOT_UNITS = re.compile(
     re.IGNORECASE,
 )
 """words that change a value, and are not read"""
+_NOT_INCHES = re.compile(r"[ ]+(?:total|all|sum|each|the|this|that|an?)\b")
+"""what follows an "in" that is no unit"""
 _SAME_UNIT = {
     **dict.fromkeys(("dollar", "usd"), "$"),
     **dict.fromkeys(("euro", "eur"), "\u20ac"),
@@ -151,8 +157,9 @@ class Number(NamedTuple):
 
 
 def with_plain_signs(text: str) -> str:
-    """The text with one character for each kind of minus sign, space and apostrophe."""
-    return text.translate(_SIGNS)
+    """The text with one character for each kind of minus sign, space and apostrophe, and with
+    fractions for decimals that repeat."""
+    return _REPEATING.sub(_repeated, text.translate(_SIGNS))
 
 
 def _plain(text: str) -> str:
@@ -169,6 +176,14 @@ def _plain(text: str) -> str:
         ),
         text,
     )
+
+
+def _repeated(found: re.Match[str]) -> str:
+    """The fraction that repeating decimals are."""
+    whole, once, again = found.groups()
+    value = Fraction(int(f"{whole or 0}{once}"), 10 ** len(once))
+    value += Fraction(int(again), 10 ** len(once) * (10 ** len(again) - 1))
+    return f"{value.numerator}/{value.denominator}"
 
 
 def _beside(found: re.Match[str], fraction: str) -> str:
@@ -236,6 +251,8 @@ def _unit(found: re.Match[str], after: str) -> str | None:
     alone = (touching or len(first[0]) == 1) and not re.match(f"[{_IDEOGRAPHS}]", first[0])
     if _NOT_UNITS.fullmatch(first[0]) or (alone and not _KNOWN.fullmatch(first[0])):
         return None
+    if unit == "in" and _NOT_INCHES.match(after):
+        return symbols
     word = unit if len(first[0]) < 4 else unit.lower().removesuffix("s")
     return symbols or _SAME_UNIT.get(word.lower(), word)
 

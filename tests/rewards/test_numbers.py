@@ -195,6 +195,8 @@ def test_what_is_unclear_is_not_read(text: str) -> None:
         ("5 Apples", "5 apple", 1),
         ("$5", "5 dollars", 1), ("\u20ac5", "$5", 0), ("5 cm", r"5 \mathrm{cm}", 1),
         ("5 m^2", "5 m", 0), ("$$5$$", "5 m", 1),
+        ("7 in total", "7 apples", 1), ("7 in all.", "7 apples", 1), ("7 in", "7 apples", 0),
+        ("7 in tall", "7 cm", 0), ("$7 in total", "\u20ac7", 0),
     ],
 )  # fmt: skip
 def test_units_have_to_agree_where_both_name_one(text: str, reference: str, reward: int) -> None:
@@ -235,6 +237,8 @@ PAIRS = [
     ("0.333...", "0.333"), (r"\$4 or \$5", "5"),
     ("$2\u221a3$", "2"), (r"\boxed{101_2}", "101"),
     (r"\boxed{3.\overline{3}}", "3"), (r"\boxed{5\text{ million}}", "5"), (r"\boxed{1:2}", "2:1"),
+    ("5 or 6", "6"), ("it is 5 or 6.", "6"), ("x is 5, or -6", "-6"), ("4, 5 and 6", "6"),
+    (r"\boxed{0.\overline{3}}", "0.3"), (r"\boxed{0.\overline{3}}", "0.33333333333333"),
 ]  # fmt: skip
 
 
@@ -257,6 +261,9 @@ def test_mathematics_that_differs_is_not_right(text: str, reference: str) -> Non
         (r"She pays \$5.", "5"), (r"90\degree", "90"), (r"\boxed{50\text{ percent}}", "0.5"),
         (r"\boxed{5\text{ million}}", "5000000"), (r"\boxed{1:2}", "1:2"),
         ("2*3", "6"), ("first 4, then 5", "5"),
+        ("2 and 3 are 5", "5"),
+        (r"\boxed{0.\overline{3}}", "1/3"), (r"\boxed{-1.1\overline{6}}", "-7/6"),
+        (r"\boxed{1/3}", r"0.\overline{3}"), (r"$0.\bar{3}$", r"\frac{1}{3}"),
     ],
 )  # fmt: skip
 def test_mathematics_that_is_the_same_is_right(text: str, reference: str) -> None:
@@ -265,11 +272,23 @@ def test_mathematics_that_is_the_same_is_right(text: str, reference: str) -> Non
     assert judge("math", load_verifier("math"), answer) == Scored(reward=1.0)
 
 
-@pytest.mark.parametrize("reference", ["2\u221a3", "0.333...", r"3.\overline{3}", "101_2"])
+@pytest.mark.parametrize("reference", ["2\u221a3", "0.333...", "101_2"])
 def test_a_reference_of_which_only_a_part_is_read_is_rejected(reference: str) -> None:
     pytest.importorskip("math_verify")
     answer = Answer(prompt="", text="2", reference=reference)
     assert isinstance(judge("math", load_verifier("math"), answer), Rejected)
+
+
+@given(st.integers(0, 99), st.text("0123456789", max_size=4), st.text("0123456789", min_size=1,
+       max_size=6))  # fmt: skip
+def test_repeating_decimals_are_the_fraction_that_they_are(
+    whole: int, once: str, again: str
+) -> None:
+    found = last_number(rf"so ${whole}.{once}\overline{{{again}}}$.")
+    assert found is not None
+    long = Fraction(Decimal(f"{whole}.{once}{again * 9}"))
+    assert 0 <= found.value - long <= Fraction(1, 10 ** (len(once) + 9 * len(again)))
+    assert (found.value * (10 ** (len(once) + len(again)) - 10 ** len(once))).denominator == 1
 
 
 def test_whatever_is_written_before_it_the_last_number_is_found_in_time() -> None:

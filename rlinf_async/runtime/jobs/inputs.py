@@ -155,8 +155,8 @@ def _code(config: msgspec.Struct, names: Iterable[str]) -> dict[str, str]:
             files[where] = Path(where)
         elif where and (own := _file_of(where)) is not None:
             files[where] = Path(own)
-    for own in imported_beside([one for one in files.values() if one.suffix == ".py"]):
-        files.setdefault(str(own), own)
+    for path in imported_beside([one for one in files.values() if one.suffix == ".py"]):
+        files.setdefault(str(path), path)
     files |= {text: Path(text) for text in _texts(settings.get("env", {}).get("kwargs", {}))}
     there = {name: path for name, path in files.items() if _is_file(path)}
     return dict(zip(there, digests(list(there.values())), strict=True))

@@ -130,6 +130,7 @@ class Env(gymnasium.Env):
     def step(self, action):
         return np.zeros(3, np.float32), 0.0, False, True, {{}}
 """
+HANDLER = "import signal; signal.signal(signal.SIGUSR2, lambda *_: None)"
 BOX = "gymnasium.spaces.Box(-1, 1, (2,), np.float32)"
 FIVE = "gymnasium.spaces.Discrete(5)"
 
@@ -142,6 +143,18 @@ def _own(**settings: object) -> dict[str, object]:
     """Settings of `ARM` with the environment of `_environment` instead."""
     chosen = {"env.id": "", "env.entry_point": "{folder}/env.py:Env"}
     return {**chosen, "evaluation.target_success_rate": "none", **settings}
+
+
+def _unreadable(reference: str) -> Prepare:
+    """Sums whose references are all this text."""
+    return _records(
+        *(
+            {"prompt": f"{one}+{two}=", "answer": reference}
+            for one in range(20)
+            for two in range(20)
+        ),
+        copies=1,
+    )
 
 
 SCORE = "def score(prompt, answer, reference):\n    return 1.0\n"
@@ -302,6 +315,72 @@ LANGUAGE: Final = [
     Wrong("a critic's micro-batches", CRITIC, {"critic.micro_batch_size": 100}, "micro_batch_size"),
     Wrong("a critic from nowhere", CRITIC, {"critic.path": "{folder}/none"}, "critic.path"),
     Wrong("no address of Ray", SUMS, {"cluster.backend": "rayy"}, "ray"),
+    Wrong(
+        "references that are no numbers",
+        SUMS,
+        {**DATA, "data.verifier": "numeric"},
+        "'abc' holds no number",
+        _unreadable("abc"),
+    ),
+    Wrong(
+        "references that are no mathematics",
+        SUMS,
+        {**DATA, "data.verifier": "math"},
+        "data.verifier",
+        _unreadable(""),
+    ),
+    Wrong(
+        "references of other tasks",
+        SUMS,
+        {**DATA, "data.verifier": "reasoning_gym"},
+        "reference_column",
+        _unreadable("abc"),
+    ),
+    Wrong(
+        "a template of one prompt",
+        SUMS,
+        {"data.chat_template": "{folder}/one.jinja", "warm_start.steps": 0},
+        "chat template",
+        _text("one.jinja", "Hello."),
+    ),
+    Wrong(
+        "repeated prompts that epochs count",
+        SUMS,
+        {**DATA, "data.epochs": 1, "data.held_out": 1, "training.iterations": 2},
+        "epochs",
+        _records({"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}, copies=40),
+    ),
+    Wrong("a split of one file", SUMS, {"data.split": "test"}, "split"),
+    Wrong("a million threads", SUMS, {"rollout.transformers.threads": 10**8}, "threads"),
+    Wrong("a million processes", SUMS, {"reward.processes": 10**6}, "processes"),
+    Wrong(
+        "threads of vLLM",
+        SUMS,
+        {"rollout.backend": "vllm", "rollout.vllm.threads": 10**8},
+        "threads",
+    ),
+    Wrong("a seed beyond 64 bits", SUMS, {"seed": 2**70}, "64 bits"),
+    Wrong("an engine's seed beyond 64 bits", SUMS, {"rollout.serving.seed": -(2**70)}, "64 bits"),
+    Wrong("another job", SUMS, {"job": "embodied_ppo"}, "language_rl"),
+    Wrong("a heartbeat that none keeps", SUMS, {"cluster.heartbeat_limit": 0.01}, "heartbeat"),
+    Wrong("a constant schedule that ends", SUMS, {"actor.scheduler.total_steps": 9}, "total_steps"),
+    Wrong("context parallel FSDP", SUMS, {"actor.megatron.cp": 2}, "actor.megatron.cp"),
+    Wrong(
+        "sequence parallel FSDP",
+        SUMS,
+        {"actor.megatron.sequence_parallel": True},
+        "actor.megatron.sequence_parallel",
+    ),
+    Wrong("an actor that never trains", CRITIC, {"critic.warmup_iterations": 10**6}, "iterations"),
+    Wrong("an unknown activation", SUMS, {"model.config.hidden_act": "relou"}, "relou"),
+    Wrong("a model's unknown dtype", SUMS, {"model.config.dtype": "float99"}, "float99"),
+    Wrong("unknown layers", SUMS, {"model.config.layer_types": '["x"]'}, "layer_type"),
+    Wrong("padding beyond the tokens", SUMS, {"model.config.pad_token_id": 10**6}, "padding"),
+    Wrong("a family that is a number", SUMS, {"model.config.model_type": 5}, "model_type"),
+    Wrong("a model of NaN", SUMS, {"model.config.rms_norm_eps": "nan"}, "nan"),
+    Wrong("weights drawn from NaN", SUMS, {"model.config.initializer_range": "nan"}, "nan"),
+    Wrong("a model that sees the future", SUMS, {"model.config.model_type": "bert"}, "Bert"),
+    Wrong("a misspelled size", SUMS, {"model.config.hidden_sizee": 12}, "'hidden_size'"),
 ]
 
 EMBODIED: Final = [
@@ -403,6 +482,46 @@ EMBODIED: Final = [
     ),
     Wrong("soft actor-critic of categories", PENDULUM, {"env.id": "CartPole-v1"}, "actions"),
     Wrong("a learning rate that is a word", POLE, {"actor.fsdp.optimizer.lr": "small"}, "lr"),
+    Wrong("threads of a forward pass", POLE, {"rollout.torch_threads": 10**8}, "torch_threads"),
+    Wrong(
+        "a chunk that is the environment's",
+        POLE,
+        {"actor.fsdp.policy.action_chunk": 3},
+        "action_chunk",
+    ),
+    Wrong(
+        "values of tokens that are none",
+        POLE,
+        {"actor.fsdp.policy.token_values": True},
+        "token_values",
+    ),
+    Wrong(
+        "values that learn to be wrong",
+        POLE,
+        {"actor.ppo.loss.value_coefficient": -1},
+        "value_coeff",
+    ),
+    Wrong(
+        "a constructor for the main thread",
+        ARM,
+        _own(),
+        "main thread",
+        _environment(made=HANDLER),
+    ),
+    Wrong(
+        "a constructor for the main thread of one process",
+        ARM,
+        _own(**{"cluster.backend": "local"}),
+        "main thread",
+        _environment(made=HANDLER),
+    ),
+    Wrong(
+        "an error without a text",
+        ARM,
+        _own(),
+        "Bad",
+        _environment(made="raise type('Bad', (Exception,), {'__str__': lambda s: 1 / 0})"),
+    ),
     Wrong(
         "an unknown precision of a policy", POLE, {"actor.fsdp.precision": "float8"}, "precision"
     ),
