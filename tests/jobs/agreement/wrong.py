@@ -157,6 +157,7 @@ def _unreadable(reference: str) -> Prepare:
     )
 
 
+SCORE_ONE = "def score(answer):\n    return 1.0\n"
 SCORE = "def score(prompt, answer, reference):\n    return 1.0\n"
 DATA = {"data.path": "{folder}/data.jsonl", "warm_start.steps": 0}
 ANSWER = {"prompt": "1+1=", "answer": "2"}
@@ -349,6 +350,19 @@ LANGUAGE: Final = [
         {**DATA, "data.epochs": 1, "data.held_out": 1, "training.iterations": 2},
         "epochs",
         _records({"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}, copies=40),
+    ),
+    Wrong(
+        "a verifier that finds its key in the driver alone",
+        SUMS,
+        {"data.verifier": "{folder}/mine.py:score", "warm_start.steps": 0},
+        "mine.py",
+        _text("mine.py", "import os\nos.environ['PYTEST_CURRENT_TEST']\n" + SCORE_ONE),
+    ),
+    Wrong(
+        "no memory for a verifier",
+        SUMS,
+        {"data.verifier": "math", "reward.memory_limit_mib": 1, "warm_start.steps": 0},
+        "memory_limit_mib",
     ),
     Wrong("a split of one file", SUMS, {"data.split": "test"}, "split"),
     Wrong("a million threads", SUMS, {"rollout.transformers.threads": 10**8}, "threads"),

@@ -12,12 +12,14 @@ import pytest
 from safetensors.numpy import save_file
 
 from rlinf_async.cli import main
-from rlinf_async.runtime.jobs.inputs import FILE, Inputs, _code
+from rlinf_async.runtime.jobs.inputs import FILE, Inputs, _code, imported_beside
 from rlinf_async.runtime.jobs.language.model import make_model_folder
 from rlinf_async.runtime.jobs.language.sections import ModelConfig
 from tests.jobs.language.kit import TOY, Job
 
-VERIFIER = "def score(answer):\n    return float(answer.text == answer.reference)\n"
+VERIFIER = (
+    "import beside\n\ndef score(answer):\n    return float(answer.text == answer.reference)\n"
+)
 ARGUMENTS = (
     *("--data.verifier", "mine.py:score", "--data.chat_template", "template.jinja"),
     *("--data.chat", "true"),
@@ -44,12 +46,14 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     make_model_folder(ModelConfig(config=config, tokenizer="arithmetic"), folder / "model")
     save_file({"a": np.zeros(3 * 2**20, np.float32)}, folder / "model" / WEIGHTS)
     (folder / "mine.py").write_text(VERIFIER)
+    (folder / "beside.py").write_text("one = 1")
     (folder / "template.jinja").write_text("{{ messages[0].content }}")
     lines = [f'{{"prompt": "{a}+{a + 1}=", "answer": "{2 * a + 1}"}}' for a in range(24)]
     (folder / "sums.jsonl").write_text("\n".join(lines))
     (folder / "run.toml").write_text(TEXT.format(data="sums.jsonl"))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
+        patch.syspath_prepend(str(folder))
         assert main(["train", "run.toml", "--out", "run", *ARGUMENTS, *TWO]) == 0
     return folder
 
@@ -63,6 +67,7 @@ def job(
 ) -> Job:
     shutil.copytree(begun, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
     job = Job(tmp_path, capsys)
     shutil.copy(begun / "run.toml", job.file)
     shutil.copy(begun / "sums.jsonl", tmp_path)
@@ -142,6 +147,7 @@ REFUSED = {
 }
 NAMED = {
     "a verifier": (replace("mine.py", "==", "!="), (), "other code than before: mine.py differs"),
+    "what a verifier imports": (replace("beside.py", "1", "2"), (), "beside.py differs"),
     "a package": (other_package, (), "other packages than before: torch 1.0 -> "),
     "a setting": (nothing, ("--evaluation.samples", 2), "evaluation.samples (4 in the run, 2 now)"),
     "another verifier": (nothing, ("--data.verifier", "numeric"), "mine.py is gone"),
@@ -189,3 +195,54 @@ def test_code_that_only_other_processes_import_is_compared(
         )
     assert [list(one) for one in found] == [[name.partition(":")[0]]] * 2
     assert found[0] != found[1]
+
+
+IMPORTS = {
+    "import near": {"sub/near.py"},
+    "import top.inner": {"top/__init__.py", "top/inner.py", "far.py"},
+    "from top import inner": {"top/__init__.py", "top/inner.py", "far.py"},
+    "from top.inner import one": {"top/__init__.py", "top/inner.py", "far.py"},
+    "from . import near": {"sub/near.py"},
+    "from .near import one": {"sub/near.py"},
+    "def later():\n    import far": {"far.py"},
+    "import mine, broken": {"broken.py"},
+    "import numpy, json, rlinf_async, nothing.there": set(),
+    "import importlib; importlib.import_module('near')": set(),
+}
+"""what a file in ``sub`` says, and what of the folder is then compared"""
+
+
+@pytest.mark.parametrize("said", IMPORTS)
+def test_what_named_files_import_from_their_own_folders_is_compared(
+    said: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = {
+        "sub/mine.py": said,
+        "sub/near.py": "one = 1",
+        "far.py": "import sub.mine",
+        "top/__init__.py": "",
+        "top/inner.py": "import far\nfrom . import inner",
+        "broken.py": "import (",
+        "rlinf_async/__init__.py": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = imported_beside([pathlib.Path("sub/mine.py")])
+    assert {str(one) for one in found} == IMPORTS[said]
+
+
+class Given(msgspec.Struct):
+    """Settings of an environment."""
+
+    env: dict[str, dict[str, object]]
+
+
+def test_files_that_an_environment_is_given_are_compared(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scene.xml").write_text("<scene/>")
+    kwargs: dict[str, object] = {"scenes": ["scene.xml", "none.xml"], "size": 3, "name": "a\0b"}
+    assert list(_code(Given(env={"kwargs": kwargs}), [])) == ["scene.xml"]

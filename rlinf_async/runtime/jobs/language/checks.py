@@ -8,6 +8,7 @@
     open_prompts     context of the model - rollout.sampling.max_tokens >= every prompt
                      iterations x prompts of each <= records x epochs; verifiers that load
     check_critic     a critic's own model: it reads the actor's tokens
+    check_scoring    verifiers load in a scoring process, too
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,14 +27,15 @@ from rlinf_async.config import ConfigError, MissingExtra
 from rlinf_async.data import DataError, Prompts, PromptTooLong, load_tokenizer
 from rlinf_async.messages.language import Rejected
 from rlinf_async.parallel import ModelMismatch, Strategy, StrategyError
-from rlinf_async.rewards import UnknownVerifier, load_verifier
+from rlinf_async.rewards import ScoringPool, UnknownVerifier, load_verifier
 from rlinf_async.rewards.answer import Answer
 from rlinf_async.rewards.judging import judge
-from rlinf_async.rewards.registry import VERIFIERS
+from rlinf_async.rewards.registry import INLINE, VERIFIERS
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.folder import has_weights
 from rlinf_async.runtime.jobs.language.model import check_weights
 from rlinf_async.runtime.jobs.language.sections import ActorConfig, MegatronOptions
+from rlinf_async.runtime.loop import run
 
 COMPARING = frozenset({"grpo", "rloo", "reinforce++_baseline"})
 """built-in advantages that compare the samples of a prompt with one another"""
@@ -511,6 +513,36 @@ def check_verifiers(config: LanguageConfig) -> None:
         _check_verifier(config.data.verifier, ("data", "verifier"))
     for name in config.reward.preload:
         _check_verifier(name, ("reward", "preload"))
+
+
+def check_scoring(config: LanguageConfig, verifiers: Sequence[str]) -> None:
+    """Load verifiers as a reward worker does: in a process with its limits, and without variables
+    of this one that were not named. With Ray that is another host's to do.
+
+    Raises:
+        ConfigError: one cannot be loaded there.
+    """
+    reward, names = config.reward, sorted({*verifiers, *config.reward.preload} - INLINE)
+    if not names or config.cluster.backend == "ray":
+        return
+
+    async def load() -> None:
+        async with ScoringPool(
+            processes=1,
+            time_limit=reward.time_limit,
+            memory_limit_mib=reward.memory_limit_mib,
+            environment=reward.environment,
+        ) as pool:
+            await pool.load(names)
+
+    try:
+        run(load())
+    except ConfigError as error:
+        raise ConfigError(
+            f"in a scoring process, which has reward.memory_limit_mib = {reward.memory_limit_mib} "
+            f"and the variables of reward.environment: {error.problem}",
+            path=("data", "verifier"),
+        ) from error
 
 
 def _check_verifier(name: str, where: tuple[str, ...]) -> None:

@@ -22,6 +22,7 @@ from rlinf_async.runtime.jobs.language.checks import (
     check_critic,
     check_engine,
     check_families,
+    check_scoring,
     check_sizes,
     check_verifiers,
     open_prompts,
@@ -95,6 +96,7 @@ class LanguageRL:
         with tempfile.TemporaryDirectory(prefix="rlinf-async-check-") as folder:
             plan = self.plan(config, devices)
             inputs = _inputs(_seeded(placed(config, plan)), Path(folder))
+            check_scoring(config, inputs.prompts.verifiers)
             device = plan.device("rollout", own_process=config.cluster.processes)
             check_engine(config, inputs.model, device)
 
