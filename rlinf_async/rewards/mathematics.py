@@ -18,6 +18,7 @@ DECIMALS: Final = 12
 _NEGATED: Final = re.compile(r"(?:(?<!-)-|[=(,:$][ $]*-[ ]*)\Z")
 """before a box: a sign, not the dash of a list's item"""
 _BEGINS: Final = re.compile(r"-?\d+(?:\.\d+)?(?!\d*:)")
+_RELATION: Final = re.compile(r"[<>!]|[\u2260\u2264\u2265]|\\(?:[gln]eq?|[gl]t)(?![A-Za-z])")
 _MARKS: Final = ("$", "\\boxed", "\\(", "\\[")
 
 
@@ -58,7 +59,7 @@ def equal(library: Any, answer: Answer) -> float:
         cut = answer.finish == "length" and not boxed and not number.end
         return float(number.agrees(right) and not cut)
     found = _parse(library, f"${text}$" if boxed else text)
-    unclear = number is None and not boxed and not any(sign in text for sign in _MARKS)
+    unclear = number is None and not boxed and not _marked(text)
     if unclear and found and last_number(found[-1]):
         return 0.0  # math-verify takes the 5 out of "4 or 5", the 4 out of "4 pi"
     if _unordered(found) and _ordered(wanted) and (not boxed or "\\{" in text):
@@ -93,12 +94,17 @@ def _last_expression(text: str) -> tuple[str | None, bool]:
 
 def _number(text: str, *, boxed: bool) -> Number | None:
     """The number that a text without further mathematics ends with; of a box all of it."""
-    if any(sign in text for sign in _MARKS):
+    if _marked(text):
         inner = re.fullmatch(r"\s*(?:\$+|\\[(\[])([^$]*?)(?:\$+|\\[)\]])\s*\.?\s*", text)
         return _number(inner[1], boxed=True) if inner and inner[1] != text else None
     if boxed and not re.fullmatch(r"[-+$\u20ac\u00a3\u00a5 (]*[.\d].*", text, re.DOTALL):
         return None
     return last_number(f"{{{text}}}" if boxed else text)
+
+
+def _marked(text: str) -> bool:
+    """Whether there is mathematics between marks in it; a single dollar sign is of money."""
+    return text.count("$") > 1 or any(sign in text for sign in _MARKS if sign != "$")
 
 
 def _unordered(parsed: list[Any]) -> bool:
@@ -110,11 +116,12 @@ def _ordered(parsed: list[Any]) -> bool:
 
 
 def _parse(library: Any, text: str) -> list[Any]:
-    """What math-verify reads; nothing where it would drop what stands behind a number."""
+    """What math-verify reads; nothing where it would drop what stands beside a number."""
     parsed: list[Any] = library.parse(text, parsing_timeout=None)
     plain = text.strip("$ ")
-    begins = _BEGINS.match(plain)
-    if not parsed or begins is None or last_number(f"{{{plain}}}") is not None:
+    if not parsed or not getattr(parsed[0], "is_Number", False):
         return parsed
-    dropped = getattr(parsed[0], "is_Number", False) and float(parsed[0]) == float(begins[0])
-    return [] if dropped else parsed
+    begins = _BEGINS.match(plain)
+    dropped = begins is not None and float(parsed[0]) == float(begins[0])
+    unclear = dropped and last_number(f"{{{plain}}}") is None
+    return [] if unclear or _RELATION.match(plain) else parsed

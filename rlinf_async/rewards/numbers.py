@@ -92,7 +92,7 @@ _KNOWN = re.compile(
 """units that may touch their number, or have one letter; other letters there are variables"""
 _NOT_UNITS = re.compile(
     "(?:hundred|thousand|million|billion|trillion|lakh|crore|dozen)s?|[bm]n|mio|mrd|pi|factorial"
-    "|squared|cubed|times|plus|minus|over|halves|thirds|quarters"
+    "|squared|cubed|times|plus|minus|over|half|halves|thirds|quarters"
     "|[\u5341\u767e\u5343\u4e07\u842c\u4ebf\u5104\u5146].*",
     re.IGNORECASE,
 )
@@ -114,7 +114,7 @@ _OPERATORS = (
     "|R|r|rem|remainder|to the power(?: of)?"
 )
 _BEFORE = (
-    r"[\w.,'^/\u00d7\u00f7\u221a\u00b1\u2213<\u2264\u2265\u2260\\]|(?<![-=])>[ ]*",
+    r"[\w.,'^/\u00d7\u00f7\u221a\u00b1\u2213<\u2264\u2265\u2260\\]|(?<![-=])>[ ]*|[<>!]=[ ]*",
     r"[-+\u00d7\u00f7/\u221a\u00b1\u2213\u2264\u2265\u2260<^][ ]+",  # an operator, or "- 5"
     r"[\d)}][ ]*(?:\*\*?|:)[ ]*|\w\*\*?|[\w.)]\(|\d\u2026|\}\{|[\^_][{(]",
     r"\\(?!boxed|fbox)[A-Za-z]+[ ]*\{?",
@@ -132,6 +132,7 @@ _BEFORE = (
 _AFTER = (
     r"[ ]*[+^\u00d7\u00f7\u221a\u03c0\u221e/\u0300-\u036f]",
     r"[ ]*\\(?![\])]|boxed|fbox)[A-Za-z]+|!(?=[ ]*(?:[}$=+*/-]|\\[)\]]))",
+    r"[ ]+(?:a|one)[ ]+(?:half|third|quarter)(?!\w)",  # 5 and a half
     r"[ ]*-\w|[ ]*-[ ]+[\w(][ ]*(?:\Z|[^\w ])|\*(?!\*)[ ]*[\w(]",
     rf"\(|[{_POWERS}]|\.\.\.|\u2026|[_{{:]\w|\w",
 )

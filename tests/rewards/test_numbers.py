@@ -182,6 +182,7 @@ def test_what_documentation_says_is_read(text: str, value: str) -> None:
         "4, 5, and 6", "x = 4 or x = 5", "x_1 = 4, x_2 = 5", r"\boxed{4} or \boxed{5}",
         "3 out of 4", "5 times 3", "2 x 3", "5 R 2", "2 to the power of 3", "1.5*10^(3)",
         "2 hours 30 minutes", "5 ft 3 in", "3 dollars and 50 cents",
+        "x >= 5", "x<=5", "x != 5", "5 and a half", "5 half",
     ],
 )  # fmt: skip
 def test_what_is_unclear_is_not_read(text: str) -> None:
@@ -239,6 +240,7 @@ PAIRS = [
     (r"\boxed{3.\overline{3}}", "3"), (r"\boxed{5\text{ million}}", "5"), (r"\boxed{1:2}", "2:1"),
     ("5 or 6", "6"), ("it is 5 or 6.", "6"), ("x is 5, or -6", "-6"), ("4, 5 and 6", "6"),
     (r"\boxed{0.\overline{3}}", "0.3"), (r"\boxed{0.\overline{3}}", "0.33333333333333"),
+    ("$5 million", "5"), (r"\boxed{\geq 5}", "5"), (r"\boxed{> 5}", "5"), (r"\boxed{\ne 5}", "5"),
 ]  # fmt: skip
 
 
@@ -260,10 +262,11 @@ def test_mathematics_that_differs_is_not_right(text: str, reference: str) -> Non
         ("4 or\n- \\boxed{5}", "5"), ("$$42$$", "$42"),
         (r"She pays \$5.", "5"), (r"90\degree", "90"), (r"\boxed{50\text{ percent}}", "0.5"),
         (r"\boxed{5\text{ million}}", "5000000"), (r"\boxed{1:2}", "1:2"),
-        ("2*3", "6"), ("first 4, then 5", "5"),
         ("2 and 3 are 5", "5"),
         (r"\boxed{0.\overline{3}}", "1/3"), (r"\boxed{-1.1\overline{6}}", "-7/6"),
         (r"\boxed{1/3}", r"0.\overline{3}"), (r"$0.\bar{3}$", r"\frac{1}{3}"),
+        ("2*3", "6"), ("first 4, then 5", "5"), ("$5 million", "5000000"), ("It costs $5.", "5"),
+        ("so => 5", "5"), (r"$x \geq 5$", r"x \geq 5"),
     ],
 )  # fmt: skip
 def test_mathematics_that_is_the_same_is_right(text: str, reference: str) -> None:
