@@ -58,6 +58,16 @@ def test_check_makes_an_environment_and_neither_resets_nor_steps_it(
     assert "rollout_workers = 0 or 1, as measured when the run begins" in ended.out
 
 
+def test_check_outlives_the_file_of_a_scripted_policy(job: Job, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os\nprint('noise')\nos._exit(7)\n")
+    flags = ("--demonstrations.policy", f"{script}:expert", "--cluster.backend", "process")
+    ended = job.command("check", job.file, *flags)
+    assert ended.code == 2
+    assert "demonstrations.policy: " in ended.err
+    assert "the process ended by itself: exit code 7\nit printed last:\nnoise" in ended.err
+
+
 def always_right(env: object, seed: int) -> Any:
     """A scripted policy."""
     return lambda observation: 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import signal
 from typing import Any
 
 import gymnasium
@@ -70,6 +71,28 @@ def record(out: pathlib.Path, taken: str, mode: Bounds, action: Any) -> list[Any
     wanted = DemonstrationsConfig(policy=f"{__name__}:script", episodes=2, seed=7)
     record_demonstrations(config, wanted, out)
     return list(read_episodes(out))
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("boom"), SystemExit("boom"), KeyboardInterrupt("boom")]
+)
+@pytest.mark.parametrize("when", ["made", "asked"])
+def test_what_a_script_raises_is_named(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, when: str
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise error
+
+    def script(env: Any, seed: int) -> Any:
+        return fails() if when == "made" else fails
+
+    # As where a worker handles it: else it is the user's own Ctrl-C.
+    monkeypatch.setattr(signal, "getsignal", lambda _: signal.SIG_IGN)
+    monkeypatch.setitem(globals(), "script", script)
+    where = "" if when == "made" else "in the episode with seed 7, at step 0, "
+    said = rf"script',? {where}raised {type(error).__name__}: boom"
+    with pytest.raises(UsageError, match=said):
+        record(tmp_path / "out", "box", "clip", None)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from rlinf_async.runtime.jobs.embodied.config import (
     fitted,
 )
 from rlinf_async.runtime.jobs.embodied.playing import Trained
-from rlinf_async.runtime.jobs.embodied.recording import load_scripted_policy
+from rlinf_async.runtime.jobs.embodied.recording import check_scripted_policy
 from rlinf_async.runtime.jobs.embodied.run import EmbodiedRun, make_trainer
 from rlinf_async.runtime.jobs.embodied.settings import (
     check_host,
@@ -63,6 +63,8 @@ class EmbodiedPPO:
         _check_names(config)
         check_host(config, devices, config.actor.fsdp.device)
         self._fitted(config, described(config))
+        if config.demonstrations.policy:
+            check_scripted_policy(config)
 
     def run(self, config: EmbodiedConfig, out: Path | None, resume: bool) -> EmbodiedSummary:
         """Train, evaluate, and leave everything in the run folder."""
@@ -184,8 +186,6 @@ def _check_demonstrations(config: EmbodiedConfig, spec: EnvSpec) -> None:
             "leave one of the two out",
             path=("actor", "cloning", "demonstrations"),
         )
-    if scripted:
-        load_scripted_policy(scripted, ("demonstrations", "policy"))
     if not (folder or scripted):
         return
     if not (policy.acts.continuous or policy.acts.discrete):

@@ -25,9 +25,10 @@ from rlinf_async.data.demonstrations import (
 from rlinf_async.messages.success import success_of
 from rlinf_async.runtime.apart import apart
 from rlinf_async.runtime.jobs.embodied.config import DemonstrationsConfig, EmbodiedConfig
-from rlinf_async.runtime.jobs.embodied.settings import ended_in
-from rlinf_async.workers.env import EnvError, EnvFailed
+from rlinf_async.runtime.jobs.embodied.settings import ended_in, in_own_process
+from rlinf_async.workers.env import EnvConfig, EnvError, EnvFailed
 from rlinf_async.workers.env.actions import ActionReader, answer_for, ends_of
+from rlinf_async.workers.env.errors import is_interrupt
 from rlinf_async.workers.env.named import NamedEnv
 from rlinf_async.workers.env.observations import ObservationWriter
 from rlinf_async.workers.errors import WorkerDied
@@ -50,6 +51,27 @@ def load_scripted_policy(
     function = load_entry_point(name, path)
     check_arguments(function, name, "scripted policy", ("environment", "seed"), path)
     return function
+
+
+def check_scripted_policy(config: EmbodiedConfig) -> None:
+    """Load the scripted policy of a configuration where its environment is made, too: its file is
+    often that of the environment.
+
+    Raises:
+        ConfigError: as `load_scripted_policy`; or its import ends the process.
+    """
+    name, path = config.demonstrations.policy, ("demonstrations", "policy")
+    if not config.cluster.processes:
+        load_scripted_policy(name, path)
+        return
+    try:
+        in_own_process(_load, config.env, name, path, returns=None)
+    except EnvError as error:
+        raise ConfigError(f"{name!r}: {error}", path=path) from error
+
+
+def _load(env: EnvConfig, name: str, path: tuple[str, ...]) -> None:
+    load_scripted_policy(name, path)
 
 
 def record_apart(
@@ -104,7 +126,7 @@ def record_demonstrations(
     try:
         writer = ObservationWriter(env.env.observation_space, single.name)
         reader = ActionReader(env.env.action_space, single.name, single.actions)
-        act = make_policy(env.env, wanted.seed)
+        act = _called(f"{wanted.policy!r}", lambda: make_policy(env.env, wanted.seed))
         rescaled = single.actions == "rescale"
         script = _Script(wanted.policy, act, env.env.action_space, reader, rescaled=rescaled)
         out.mkdir(parents=True, exist_ok=True)
@@ -202,10 +224,7 @@ class _Script:
             UsageError: the script raised, or returned what is no action.
         """
         where = f"{self._name!r}, in the episode with seed {seed}, at step {step}"
-        try:
-            value = np.asarray(self._act(observation))
-        except (Exception, SystemExit) as error:
-            raise UsageError(f"{where}, raised {raised(error)}") from error
+        value = _called(f"{where},", lambda: np.asarray(self._act(observation)))
         discrete = self._reader.spec.discrete
         problem = (_no_choice if discrete else _no_numbers)(value, self._space)
         if problem:
@@ -225,6 +244,16 @@ class _Script:
             "to its bounds, for the environment and in the demonstrations",
             file=sys.stderr,
         )
+
+
+def _called(where: str, function: Callable[[], Any]) -> Any:
+    """What a user's function returns; what it raises, but for a Ctrl-C, is a `UsageError`."""
+    try:
+        return function()
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
+        raise UsageError(f"{where} raised {raised(error)}") from error
 
 
 def _no_choice(value: NDArray[Any], space: Any) -> str:
