@@ -84,8 +84,13 @@ class Kept(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, sets: Sequence[Sequence[int] | NDArray[Any]]) -> Kept:
-        """Return the sets of the tokens of a response; an empty one is the whole vocabulary."""
+        """Return the sets of the tokens of a response; an empty one is the whole vocabulary.
+
+        Raises `ValueError` for a number below 0, such as what pads rows of one length.
+        """
         ids = np.concatenate([np.empty(0, np.int64), *(np.asarray(one, np.int64) for one in sets)])
+        if ids.min(initial=0) < 0:
+            raise ValueError(f"{ids.min()} is no token id: a set has only what was kept")
         return cls(_smallest(np.array([len(one) for one in sets], np.int64)), _smallest(ids))
 
     def sets(self) -> list[Unsigned]:

@@ -193,7 +193,7 @@ class RolloutData(msgspec.Struct, frozen=True, kw_only=True):
             log_prob=np.full(response, np.nan, np.float32) if log_prob is None else log_prob,
             version=np.broadcast_to(np.asarray(made_by, np.int32), response).copy(),
             temperature=args.rollout_temperature,
-            kept=None if kept is None else Kept.of(kept),
+            kept=None if kept is None else _kept(at, kept),
             reward=reward,
             scored=math.isfinite(reward),
             prev_log_prob=column("log_probs"),
@@ -202,6 +202,15 @@ class RolloutData(msgspec.Struct, frozen=True, kw_only=True):
             advantage=column("advantages"),
             returns=column("returns"),
         )
+
+
+def _kept(at: int, sets: Any) -> Kept:
+    try:
+        return Kept.of(sets)
+    except (ValueError, TypeError) as error:
+        raise RolloutDataError(
+            f"rollout_kept[{at}] has to be lists of token ids: {error}"
+        ) from error
 
 
 def _columns(samples: Sequence[Any]) -> dict[str, list[Any]]:

@@ -90,6 +90,8 @@ def test_samples_of_a_part_of_the_vocabulary_say_what_was_kept() -> None:
         ([SAMPLE | {"response_length": 3}], r"response_lengths\[0\] is 3, of 3 tokens"),
         ([SAMPLE | {"tokens": [1, -2, 3]}], r"tokens\[0\] has the token -2, below 0"),
         ([SAMPLE | {"loss_mask": [1]}], r"loss_masks\[0\] has the shape \[1\]; it must be one num"),
+        ([SAMPLE | {"rollout_kept": [[2, -1], [3]]}], r"rollout_kept\[0\] .* -1 is no token id"),
+        ([SAMPLE | {"rollout_kept": ["a", [3]]}], r"rollout_kept\[0\] has to be lists of token"),
         ([SAMPLE | {"tokens": "abc"}], r"tokens\[0\]"),
         ([SAMPLE | {"reward": {"score": 1}}], r"rewards\[0\] is {'score': 1}; it must be a number"),
         (columns(batch(0)) | {"rewards": [1.0]}, "rewards has 1 entries, but tokens has 16"),
