@@ -82,8 +82,9 @@ async def test_launches_at_the_same_time_share_what_they_both_ask_for(hosts: Hos
 
 
 async def test_a_launch_that_fails_takes_nothing_from_one_that_waits(hosts: Hosts) -> None:
-    async with ra.Cluster.ray(address=hosts.address, wait=60.0) as cluster:
-        async with ra.Cluster.ray(address=hosts.address) as other:
+    # What tests before gave back Ray may take long to free, and to start actors.
+    async with ra.Cluster.ray(address=hosts.address, wait=300.0) as cluster:
+        async with ra.Cluster.ray(address=hosts.address, wait=300.0) as other:
             await other.launch_one(Teller, placement=Ranks([2]))
             waiting = asyncio.create_task(cluster.launch_one(Teller, placement=Ranks([2])))
             with pytest.raises(ra.WorkerError, match="not today"):
