@@ -38,15 +38,18 @@ class Calls:
     however often each of them is cancelled."""
 
     def __init__(self) -> None:
-        self._at: object = None
+        self._at: tuple[str, int] | None = None
         self._begun: Awaitable[Any] | None = None
         """what an async function returned for the call under way"""
         self._task: asyncio.Task[Any] | None = None
         """awaits that"""
 
-    async def result(self, at: object, call: Callable[[], R | Awaitable[R]], wait: Wait) -> R:
-        """The result of a function that may be plain or async. ``at`` names what it is called for:
-        the call under way is that of an earlier pull only if it has the same name."""
+    async def result(
+        self, at: tuple[str, int], call: Callable[[], R | Awaitable[R]], wait: Wait
+    ) -> R:
+        """The result of a function that may be plain or async. ``at`` names which one, and what it
+        is called for: the call under way is that of an earlier pull only if it has the same name.
+        """
         if self._begun is not None and self._at != at:
             await self._end(wait)  # nobody asks for this result any more
         if self._begun is None:
@@ -57,9 +60,10 @@ class Calls:
         ended: asyncio.Task[R] = await self._end(wait)
         return ended.result()
 
-    def forget(self) -> None:
-        """What is under way is not for what will be called next."""
-        self._at = None
+    def forget(self, *which: str) -> None:
+        """What is under way of these handlers is not for what they will be called for next."""
+        if self._at is not None and self._at[0] in which:
+            self._at = None
 
     async def _end(self, wait: Wait) -> asyncio.Task[Any]:
         """The call under way, once it is done. A cancellation ends only this wait for it."""

@@ -219,7 +219,7 @@ class BatchResizingIterator(Generic[B]):
             self._gathered.clear()
             self._windows.clear()
             self._ready.clear()
-            self._intake.calls.forget()
+            self._intake.calls.forget("on_global_batch", "agree")
 
     # -- one pull, on the loop or in a thread --------------------------------------------------
 

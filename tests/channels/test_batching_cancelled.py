@@ -219,3 +219,25 @@ async def test_a_call_of_a_cancelled_pull_ends_before_samples_are_cut_anew() -> 
     with pytest.raises(EndOfChannel):
         await batches.prefetch_one_batch()
     assert order == ["begin 0", "end 1", "begin 2", "end 3", "begin 4", "end 5"]
+
+
+async def test_a_received_batch_is_handled_once_though_samples_are_cut_anew_meanwhile() -> None:
+    go_on = asyncio.Event()
+    calls: list[Samples] = []
+
+    async def on_batch(batch: Samples) -> Samples:
+        calls.append(batch)
+        await go_on.wait()
+        return batch
+
+    batches = BatchResizingIterator(
+        filled([[1, 2]]), OPS, total_batch_size=2, micro_batch_size=1, on_batch=on_batch
+    )
+    pull = asyncio.ensure_future(anext(batches))
+    await asyncio.sleep(0)
+    pull.cancel()
+    await asyncio.wait([pull])
+    batches.reset_total_batch_size(1)
+    go_on.set()
+    assert flat([await anext(batches), await anext(batches)]) == [1, 2]
+    assert calls == [[1, 2]]
