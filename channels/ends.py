@@ -37,35 +37,31 @@ Key = str | int
 
 
 class Holder:
-    """Who holds a lease: a task, and every task that is started while it does, such as the one in
-    which `asyncio.wait_for` waits. What they get, they get as one: none waits for what another of
-    them may return."""
+    """Who holds a lease of a channel: a task, and every task that is started while it does, such as
+    the one in which `asyncio.wait_for` waits. What they get of this channel, they get as one: none
+    waits for what another of them may return."""
 
-    __slots__ = ("outer", "over", "task")
+    __slots__ = ("channel", "outer", "over", "task")
 
-    def __init__(self) -> None:
-        self.outer = _active_holder()
-        self.task: object = getting_task()
+    def __init__(self, channel: str) -> None:
+        self.channel = channel
+        self.task = getting_task(channel)
+        self.outer = _holder.get()
+        while self.outer is not None and self.outer.over:
+            self.outer = self.outer.outer
         self.over = False
         _holder.set(self)
 
 
 _holder: ContextVar[Holder | None] = ContextVar("_holder", default=None)
+"""the innermost lease in whose block this runs, or ran"""
 
 
-def _active_holder() -> Holder | None:
-    """The innermost lease in whose block this runs."""
+def getting_task(channel: str) -> object:
+    """The task that runs; inside a lease of the channel of this name, the one that holds it."""
     holder = _holder.get()
-    while holder is not None and holder.over:
+    while holder is not None and (holder.over or holder.channel != channel):
         holder = holder.outer
-    return holder
-
-
-def getting_task() -> object:
-    """The task that runs; inside a lease, the one that holds it."""
-    if _holder.get() is None:  # as most
-        return asyncio.current_task()
-    holder = _active_holder()
     return asyncio.current_task() if holder is None else holder.task
 
 
@@ -303,7 +299,7 @@ class Receiver(End, Generic[T_co]):
                 confirmed: they may be delivered again.
         """
         delivery, items = await self._take(weight, at_least, key)
-        holder = Holder()
+        holder = Holder(self.channel_name)
         try:
             yield items
         except EndOfChannel as error:
@@ -436,7 +432,7 @@ class _TakenLease(AbstractAsyncContextManager[Lease[T_co]]):
         self._receiver = receiver
         self._delivery = delivery
         self._items = items
-        self._holder = Holder()
+        self._holder = Holder(receiver.channel_name)
 
     async def __aenter__(self) -> Lease[T_co]:
         return self._items

@@ -434,7 +434,7 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
         self, weight: int, at_least: int, key: Key | None, *, lease: bool
     ) -> LocalDelivery:
         """Wait for a delivery whose arrays are all in this process. It is not settled."""
-        channel, task = self._queue, getting_task()
+        channel, task = self._queue, getting_task(self._queue.name)
         while True:
             channel.check_get()
             queue = channel.of_key(key)

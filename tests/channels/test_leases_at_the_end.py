@@ -263,3 +263,24 @@ async def test_what_was_started_in_a_lease_that_is_over_waits_as_others_do(
 async def _get_after(event: asyncio.Event, receiver: Receiver[int]) -> int:
     await event.wait()
     return await receiver.get()
+
+
+async def test_consumers_inside_a_lease_of_another_channel_wait_for_one_another(
+    transport: Transport,
+) -> None:
+    """A worker that holds a ticket has two tasks consume numbers: each is on its own."""
+    tickets, ticket = await transport.ends(Channel(int, name="tickets"))
+    sender, receiver = await transport.ends(Channel(int, name="numbers"))
+    await tickets.put(0)
+    await sender.put(1)
+    async with ticket.lease():
+        holder = Holder(receiver, "Env[0].run")
+        await holder.granted.wait()
+        sender.close()
+        waiting = spawn("Env[0].run", receiver.get)
+        await transport.settle()
+        assert not waiting.done()
+        holder.finish.set_exception(RuntimeError("the holder broke"))
+        assert await waiting == 1
+    with pytest.raises(RuntimeError, match="the holder broke"):
+        await holder.task

@@ -83,7 +83,7 @@ class WaitingGet(WaitFuture):
         self.number = 0
         """of its request; 0 where it has not asked, or was answered"""
         self.party = current_party.get()
-        self.task = task_number()
+        self.task = task_number(link.channel)
         self.reports_taken = False
         """whether its request says beside what was taken"""
 
@@ -123,14 +123,17 @@ class ReceiverLink:
 
     __slots__ = (
         "_asked", "_decode_list", "_discard_up_to", "_far", "_low", "_since", "_size", "_streak",
-        "_taken", "closed", "end", "items", "key", "links", "prefetch_pending", "registered", "run",
-        "waiting",
+        "_taken", "channel", "closed", "end", "items", "key", "links", "prefetch_pending",
+        "registered", "run", "waiting",
     )  # fmt: skip
 
     def __init__(
-        self, links: ReceiverLinks, end: int, key: Key | None, decode_list: DecodeList | None
-    ) -> None:
+        self, links: ReceiverLinks, channel: str, end: int, key: Key | None,
+        decode_list: DecodeList | None,
+    ) -> None:  # fmt: skip
         self.links = links
+        self.channel = channel
+        """its name"""
         self.end = end
         self.key = key
         self._decode_list = decode_list
@@ -376,15 +379,15 @@ class ReceiverLinks:
         return connection.attached(cls) or connection.attach(cls(connection))
 
     def find(
-        self, end: int, key: Key | None, decode_list: DecodeList | None = None
+        self, channel: str, end: int, key: Key | None, decode_list: DecodeList | None
     ) -> ReceiverLink:
-        """That of this receiver and key; made if there is none. ``decode_list``: of its items, as
-        of `ItemCodec`."""
+        """That of this receiver and key; made if there is none. ``channel``: its name;
+        ``decode_list``: of its items, as of `ItemCodec`."""
         link = self._find(end, key)
         if link is None:
             if self._count >= self._forget_at:
                 self._forget_idle()
-            link = ReceiverLink(self, end, key, decode_list)
+            link = ReceiverLink(self, channel, end, key, decode_list)
             self.register(link)
         return link
 
@@ -505,7 +508,7 @@ def _ranges(parts: Iterable[Part]) -> list[Range]:
     return found
 
 
-def task_number() -> int:
-    """Names the task that gets, within this process."""
-    task = getting_task()
+def task_number(channel: str) -> int:
+    """Names the task that gets from the channel of this name, within this process."""
+    task = getting_task(channel)
     return 0 if task is None else id(task)

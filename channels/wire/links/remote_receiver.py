@@ -84,7 +84,7 @@ class RemoteReceiver(RemoteEnd, Receiver[T_co]):
     def _find(self, key: Key | None) -> ReceiverLink:
         """The link as it is known now: one that was forgotten is empty, and what is prefetched for
         it would be out of reach of a recall."""
-        link = self._links.find(self._number, key, self._wire.decode_list)
+        link = self._links.find(self.channel_name, self._number, key, self._wire.decode_list)
         if key is None:
             self._link = link
         return link
@@ -115,7 +115,8 @@ class RemoteReceiver(RemoteEnd, Receiver[T_co]):
         self._links.return_items(self._number, key)
         while True:
             get = protocol.Get(
-                self._number, key, weight, at_least, current_party.get(), task_number(), lease,
+                self._number, key, weight, at_least, current_party.get(),
+                task_number(self.channel_name), lease,
                 taken=self._links.take_unreported(),
             )  # fmt: skip
             connection = self._wire.connection
