@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Literal
@@ -10,10 +11,12 @@ from typing import Literal
 import click
 
 from rlinf_async.config import UsageError
+from rlinf_async.config.counts import MOST_WORKERS
 
 UNITS = ("bytes", "KiB", "MiB", "GiB")
 
 _folder = click.Path(path_type=pathlib.Path)
+_ranks = click.IntRange(1, MOST_WORKERS)
 
 
 @click.command(short_help="Write a checkpoint as a Hugging Face folder.")
@@ -47,6 +50,8 @@ def export(
 
     transformers and vLLM load it. CHECKPOINT is a checkpoint's folder, or a run's: its newest.
     """
+    if not shard_size < math.inf:
+        raise UsageError(f"--shard-size {shard_size}: must be a finite number")
     with _as_usage(checkpoint, out):
         import torch
 
@@ -67,12 +72,8 @@ def export(
 @click.command(short_help="Write a checkpoint anew, for another number of ranks.")
 @click.argument("checkpoint", metavar="IN", type=_folder)
 @click.argument("out", type=_folder)
-@click.option(
-    "--dp", type=click.IntRange(min=1), default=1, show_default=True, help="Data-parallel ranks."
-)
-@click.option(
-    "--tp", type=click.IntRange(min=1), default=1, show_default=True, help="Tensor-parallel ranks."
-)
+@click.option("--dp", type=_ranks, default=1, show_default=True, help="Data-parallel ranks.")
+@click.option("--tp", type=_ranks, default=1, show_default=True, help="Tensor-parallel ranks.")
 def reshard(checkpoint: pathlib.Path, out: pathlib.Path, dp: int, tp: int) -> None:
     """Write the checkpoint IN anew as OUT, as DP x TP ranks would have written it.
 

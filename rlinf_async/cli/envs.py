@@ -60,16 +60,17 @@ def _config(env: str, simulator: str, kwargs: str) -> EnvConfig:
     # A registered id that names its module ends with a version: "my_package:Reach-v1".
     module, _, function = env.rpartition(":")
     entry_point = env if module and function.isidentifier() else ""
-    return msgspec.convert(
-        {
-            "id": "" if entry_point else env,
-            "entry_point": entry_point,
-            "simulator": simulator,
-            "kwargs": arguments,
-            "stages": 1,
-        },
-        EnvConfig,
-    )
+    config = {
+        "id": "" if entry_point else env,
+        "entry_point": entry_point,
+        "simulator": simulator,
+        "kwargs": arguments,
+        "stages": 1,
+    }
+    try:
+        return msgspec.convert(config, EnvConfig)
+    except msgspec.ValidationError as error:
+        raise click.UsageError(str(error)) from None
 
 
 def _one(config: EnvConfig, as_json: bool) -> int:

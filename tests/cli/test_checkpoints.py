@@ -177,6 +177,9 @@ def _placed(word: str, places: dict[str, Path]) -> str:
         (("reshard", "RUN", "FILE/out"), "a part of that path is a file"),
         (("reshard", "RUN", "RUN/out"), "which is only read: name a folder elsewhere"),
         (("export", "RUN", "FILE/out"), "a part of that path is a file"),
+        (("export", "RUN", "OUT", "--shard-size", "nan"), "--shard-size nan"),
+        (("export", "RUN", "OUT", "--shard-size", "inf"), "--shard-size inf"),
+        (("reshard", "RUN", "OUT", "--dp", "10000000"), "not in the range"),
     ],
 )
 def test_wrong_input_is_one_clear_line_and_leaves_nothing(

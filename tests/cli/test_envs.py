@@ -75,6 +75,9 @@ def test_arguments_that_are_no_object_are_refused(command_line: CommandLine) -> 
     assert code == 2
     assert "--kwargs [1]" in err
     assert "give an object" in err
+    code, _, err = command_line.run("envs", "CartPole-v1", "--simulator", "async")
+    assert code == 2
+    assert "needs entry_point" in err
 
 
 @pytest.mark.usefixtures("two")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlinf_async.config import ConfigError, MissingDevice
+from rlinf_async.config.counts import MOST_WORKERS
 from rlinf_async.runtime.devices import stated_devices
 from rlinf_async.runtime.jobs.embodied.settings import ClusterConfig, EmbodiedPlacement
 from rlinf_async.runtime.jobs.placement import Plan, Preset, Role, RolePlacement
@@ -174,6 +176,24 @@ def test_memory_is_shared_by_those_that_hold_it_at_the_same_time() -> None:
     assert shares["actor", 1] == shares["rollout", 1] == 1.0
     assert turns.memory_share("rollout") == 0.5
     assert plan("2xH100", rollout=HALF).memory_share("rollout") == 0.5
+
+
+def test_a_large_cluster_is_planned_without_going_through_all_for_each() -> None:
+    machine = stated_devices("1024x8xH100")
+    looked = 0
+
+    class Counted(list[tuple[int, ...]]):
+        def __iter__(self) -> Iterator[tuple[int, ...]]:
+            nonlocal looked
+            looked += len(self)
+            return super().__iter__()
+
+    roles = [Role(name="actor", count=1), Role(name="rollout", count=None)]
+    found = make_plan(roles, machine)
+    assert found.count("rollout") == MOST_WORKERS  # no run has more
+    found.ranks["rollout"] = Counted(found.ranks["rollout"])
+    assert len(list(found.rows())) == MOST_WORKERS + 1
+    assert looked <= 10 * MOST_WORKERS
 
 
 def test_what_nobody_uses_is_named() -> None:

@@ -7,7 +7,10 @@ import pathlib
 
 import pytest
 
+from rlinf_async.messages.language import Failed, Rejected
+from rlinf_async.runtime.jobs.language.reports import NothingScored, warn_of_failures
 from tests.jobs.language.kit import Job
+from tests.jobs.language.test_ledger import ledger, prompts, scored
 
 VERIFIERS = "tests.jobs.language.verifiers"
 
@@ -32,6 +35,7 @@ def test_samples_that_their_verifier_fails_on_are_counted_reported_once_and_trai
     [
         ("text", 60.0, "returned 'good: "),
         ("hangs", 0.2, "took longer than the time limit of 0.2 s"),
+        ("refuses", 60.0, "rejected: no reference"),
     ],
 )
 def test_a_verifier_that_fails_on_everything_ends_the_run_with_its_error(
@@ -42,10 +46,26 @@ def test_a_verifier_that_fails_on_everything_ends_the_run_with_its_error(
         *("--training.prompts", 1, "--evaluation.samples", 0),
     )
     assert ended.code == 1
-    assert "all 2 samples of iteration 0 failed to be scored, the first with:" in ended.err
+    assert "none of the 2 samples of iteration 0 was scored, the first with:" in ended.err
     assert cause in ended.err
     assert job.summary.outcome == "failed"
     assert "go on with --resume" in str(job.summary.error)
+
+
+def test_rejections_end_a_run_in_which_nothing_was_ever_scored(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    [request, *_] = ledger(count=1).admit(prompts(1))
+    groups = [[scored(request, Rejected(reason="no reference"))]]
+    with pytest.raises(NothingScored, match="rejected: no reference"):
+        warn_of_failures("run", 0, groups, before={"rejected": 2})
+    warn_of_failures("run", 5, groups, before={"scored": 3})
+    assert "1 of 1 samples of iteration 5 were not scored" in capsys.readouterr().err
+    warn_of_failures("run", 6, groups, before={"scored": 3, "rejected": 1})
+    assert not capsys.readouterr().err
+    broken = [[scored(request, Failed(error="no server"))]]
+    with pytest.raises(NothingScored, match="no server"):
+        warn_of_failures("run", 7, broken, before={"scored": 3})
 
 
 def test_a_run_whose_verifier_was_corrected_goes_on_from_where_it_was(job: Job) -> None:
@@ -53,7 +73,7 @@ def test_a_run_whose_verifier_was_corrected_goes_on_from_where_it_was(job: Job) 
     more = ("--resume", "--training.iterations", 4, "--data.verifier")
     broken = job.train(*more, f"{VERIFIERS}:text")
     assert broken.code == 1
-    assert "iteration 2 failed to be scored" in broken.err
+    assert "samples of iteration 2 was scored" in broken.err
     summary = job.succeed(*more, f"{VERIFIERS}:letters")
     assert summary.samples == 32
     assert [row["iteration"] for row in job.iterations] == ["0", "1", "2", "3"]
@@ -102,15 +122,15 @@ def test_data_that_end_too_early_are_refused_though_prompts_are_skipped(job: Job
     assert "19 records x 1 epochs are 19 prompts, but 5 iterations of 4 need 20" in ended.err
 
 
-def test_data_that_end_too_early_end_the_run_instead_of_hanging(job: Job) -> None:
-    """A prompt that is like a held-out one is found when it comes."""
+def test_data_that_end_too_early_are_refused_though_prompts_are_those_of_held_out_ones(
+    job: Job,
+) -> None:
     data = job.file.parent / "sums.jsonl"
     data.write_text(data.read_text() * 2)
-    ended = job.train("--data.epochs", 1, "--training.iterations", 11)
+    ended = job.command("check", job.file, "--data.epochs", 1, "--training.iterations", 11)
     assert ended.code == 2, ended.err
-    assert "the data ended after" in ended.err
-    assert "Traceback" not in ended.err
-    assert job.summary.outcome == "failed"
+    assert "40 records x 1 epochs are 40 prompts, but 11 iterations of 4 need 44" in ended.err
+    assert job.train("--data.epochs", 1, "--training.iterations", 10).code == 0
 
 
 def test_a_resumed_run_refuses_other_data_and_loses_nothing(job: Job) -> None:

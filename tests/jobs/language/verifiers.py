@@ -52,3 +52,8 @@ def rejects(answer: Answer) -> float:
     if int(answer.prompt.removeprefix("<user>").partition("+")[0]) % 2 == 0:
         raise Reject("no server")
     return 1.0
+
+
+def refuses(answer: Answer) -> float:
+    """Judges no answer at all."""
+    raise Reject("no reference")

@@ -470,6 +470,12 @@ def open_prompts(config: LanguageConfig, model: Path) -> Prompts:
             "or set evaluation.samples to 0",
             path=("data", "held_out"),
         )
+    if not prompts.usable:
+        raise ConfigError(
+            f"none of the {len(prompts)} records is left to train on: their prompts are too long, "
+            "or those of held-out records. Does the chat template write each record's own prompt?",
+            path=("data",),
+        )
     for name in prompts.verifiers:
         _check_verifier(name, ("data", "verifier"))
         if name in VERIFIERS:
@@ -641,12 +647,6 @@ def _context(config: LanguageConfig, model: Path) -> int | None:
 def _check_count(config: LanguageConfig, prompts: Prompts) -> None:
     epochs, training = config.data.epochs, config.training
     there, wanted = prompts.usable * epochs, training.iterations * training.prompts
-    if not prompts.usable:
-        raise ConfigError(
-            f"none of the {len(prompts)} records is left to train on: their prompts are too long, "
-            "or those of held-out records. Does the chat template write each record's own prompt?",
-            path=("data",),
-        )
     if epochs and there < wanted:
         raise ConfigError(
             f"{prompts.usable} records x {epochs} epochs are {there} prompts, but "
