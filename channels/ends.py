@@ -45,11 +45,12 @@ class Holder:
 
     def __init__(self, channel: str) -> None:
         self.channel = channel
+        self.over: bool = False
         self.task = getting_task(channel)
-        self.outer = _holder.get()
-        while self.outer is not None and self.outer.over:
-            self.outer = self.outer.outer
-        self.over = False
+        outer = _holder.get()
+        while outer is not None and outer.over:
+            outer = outer.outer
+        self.outer: Holder | None = outer
         _holder.set(self)
 
 
