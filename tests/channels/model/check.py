@@ -168,9 +168,7 @@ def out_of_bounds(history: History) -> list[str]:
     """Depths that the channel reported, and may not have. What goes back may be over and above."""
     program = history.program
     returned = sum(
-        max(len(event.items), event.most)
-        for event in history.events
-        if gave_back(event, history.killed)
+        max(len(event.items), event.most) for event in history.events if gave_back(event, history)
     )
     keys = {event.key for event in history.events if event.do in SENDING}
     room = program.capacity * len(keys)

@@ -10,7 +10,9 @@ seen from outside:
 * Then the first of both orders implies the second, unless the earlier item was away when the later
   one was handed out, and came back: a lease failed, or an operation was cancelled, closed or killed
   that may have had it. Such an operation had begun before the later item was handed out and, where
-  it used the same end, did not finish before the operation began that took the later item.
+  it used the same end, did not finish before the operation began that took the later item. Where a
+  payload was lost with its producer, any operation may have had the items beside it, gave them
+  back, and was handed others, or none.
 
 Receivers of one process without a wire between them share one order; over wires it is promised for
 each receiver. Operations that go on at the same time have no order that can be seen from outside.
@@ -86,10 +88,9 @@ class _Sweep:
         self._puts = puts
         self._ends = _ends(history)
         self._local = history.local
+        self._lost = has_lost(history)
         self._returning = [
-            event
-            for event in history.events
-            if event.key == key and gave_back(event, history.killed)
+            event for event in history.events if event.key == key and gave_back(event, history)
         ]
 
     def run(self) -> list[str]:
@@ -141,7 +142,9 @@ class _Sweep:
         """Whether somebody may have had this item at that time, and given it back."""
         return any(
             one.begun <= when.finished
-            and (item in one.items if one.items else self._not_before(one, when))
+            and (
+                item in one.items or ((self._lost or not one.items) and self._not_before(one, when))
+            )
             for one in self._returning
         )
 
@@ -165,13 +168,19 @@ class _Sweep:
         return []
 
 
-def gave_back(event: Event, killed: list[int]) -> bool:
+def has_lost(history: History) -> bool:
+    """Whether payloads were lost with their producer."""
+    return history.statistics is not None and history.statistics.lost > 0
+
+
+def gave_back(event: Event, history: History) -> bool:
     """Whether an operation may have been handed items that it did not consume."""
     if event.do in SENDING:
         return False
     return bool(
         event.died
-        or event.end[1] in killed
+        or has_lost(history)
+        or event.end[1] in history.killed
         or event.fate != "consumed"
         or event.returned
         or event.outcome not in ("ok", "EndOfChannel", "ChannelEmpty")

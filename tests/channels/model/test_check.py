@@ -15,6 +15,7 @@ from rlinf_async.testing import wait_all_blocked
 from tests.channels.model.check import check
 from tests.channels.model.history import Event, History
 from tests.channels.model.local import AtOnce, run_local
+from tests.channels.model.order import out_of_order
 from tests.channels.model.program import Do, Op, Program, Side, Task, as_test
 from tests.channels.model.runners import kind_of, run
 from tests.channels.model.shrink import shrink
@@ -226,3 +227,24 @@ def test_a_failing_program_shrinks_to_what_fails_and_prints_as_a_test() -> None:
 def test_each_violation_has_a_kind() -> None:
     assert kind_of("lost: [0:0]") == "lost"
     assert kind_of("something new") == "other"
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_payload_sends_the_items_beside_it_back(lost: int) -> None:
+    """Who had them may have been handed nothing in the end, or others: they come later than those
+    behind them."""
+    took: list[tuple[int, list[int]]] = [(2, []), (0, [2]), (0, [1])]
+    history = History(
+        Program(()),
+        [
+            *(Event(0, ("send", 1, 0), "put", None, 1, at, at + 1, "ok", [at // 2])
+              for at in range(2, 6, 2)),
+            *(Event(at, ("take", at, 0), "batch", None, 1, 10 + turn * 2, 11 + turn * 2,
+                    "ok" if items else "EndOfChannel", items)
+              for turn, (at, items) in enumerate(took)),
+        ],
+        killed=[1],
+    )  # fmt: skip
+    statistics = Channel(int, name="items").statistics()
+    history.statistics = msgspec.structs.replace(statistics, lost=lost)
+    assert bool(out_of_order(history)) == (not lost)
