@@ -133,7 +133,7 @@ class BatchedStage:
         try:
             seen, rewards, terminations, truncations, info = self.env.step(actions)
             shown = self._written(seen)
-            paid = self._each(rewards, "rewards")
+            paid = self._each(rewards, "rewards").astype(np.float64)
             terminated = self._each(terminations, "terminations").astype(np.bool_)
             cut = self._each(truncations, "truncations").astype(np.bool_) & ~terminated
             ended = terminated | cut

@@ -32,6 +32,18 @@ def paying_many(num_envs: int, reward: float) -> Any:
     return gymnasium.vector.SyncVectorEnv([lambda: Paying(reward)] * num_envs)
 
 
+def paying_words(num_envs: int, reward: float) -> Any:
+    many = paying_many(num_envs, reward)
+    step = many.step
+
+    def in_words(actions: Any) -> Any:
+        shown, _, *rest = step(actions)
+        return shown, np.array(["much"] * num_envs), *rest
+
+    many.step = in_words
+    return many
+
+
 class PayingInTurn(FailingInTurn):
     """The same, of those that are ready."""
 
@@ -82,6 +94,17 @@ def test_a_reward_that_cannot_be_trained_on_is_named(
     finally:
         stage.close()
         environments.close()
+
+
+def test_rewards_that_are_no_numbers_are_an_error_of_the_simulator() -> None:
+    environments = Environments(config_of("vector", "paying_words", 0.0), 0, 0)
+    stage = environments.stage(0)
+    stage.reset()
+    with pytest.raises(
+        EnvFailed, match=r"paying_words\[0\].* raised ValueError: could not convert"
+    ):
+        stage.step(np.zeros(2, np.int64))
+    stage.close()
 
 
 def test_a_trial_names_it_too() -> None:
