@@ -24,8 +24,8 @@ class Paying(Failing):
         self.reward = reward
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        shown, _, *rest = super().step(action)
-        return shown, self.reward, *rest
+        shown, _, terminated, truncated, info = super().step(action)
+        return shown, self.reward, terminated, truncated, info
 
 
 def paying_many(num_envs: int, reward: float) -> Any:
