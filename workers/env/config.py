@@ -7,6 +7,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from rlinf_async.config import ConfigError
 from rlinf_async.workers.foreign_calls import Limits
 
 Autoreset = Literal["same_step", "next_step", "disabled"]
@@ -127,6 +128,19 @@ class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                     f"{setting} is {limit}; it must be seconds above 0, or 'none' for no limit"
                 )
         self._check_ready()
+        self._check_steps()
+
+    def _check_steps(self) -> None:
+        """Vector environments take this argument of Gymnasium unseen: their steps would fail."""
+        steps = self.kwargs.get("max_episode_steps")
+        unlimited = steps == -1 and not self.many_in_a_call
+        if self.entry_point or steps is None or unlimited:
+            return
+        if type(steps) is not int or steps < 1:
+            raise ConfigError(
+                f"expected a whole number from 1, found {steps!r}",
+                path=("kwargs", "max_episode_steps"),
+            )
 
     def _check_ready(self) -> None:
         if self.ready == "auto":

@@ -35,6 +35,17 @@ def test_a_config_that_cannot_work_is_refused(fields: dict[str, Any], said: str)
         EnvConfig(**fields)
 
 
+@pytest.mark.parametrize("simulator", ["single", "pool", "vector", "envpool"])
+@pytest.mark.parametrize("steps", ["ten", True, 2.5, 0, -5])
+def test_a_number_of_steps_that_is_none_is_refused_whatever_steps(
+    simulator: Any, steps: object
+) -> None:
+    kwargs = {"max_episode_steps": steps}
+    with pytest.raises(ConfigError, match=r"kwargs\.max_episode_steps: expected a whole number"):
+        EnvConfig(id="CartPole-v1", simulator=simulator, kwargs=kwargs)
+    assert EnvConfig(entry_point="my:make", kwargs=kwargs).kwargs == kwargs  # its own to say
+
+
 def test_a_config_file_is_refused_with_the_line_at_fault(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text('id = "CartPole-v1"\nenvs = 6\nstages = 4\n')
