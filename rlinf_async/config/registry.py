@@ -14,6 +14,7 @@ What a process registers, its workers find as well: they are told where it stand
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib
 import inspect
@@ -21,6 +22,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
+from pathlib import Path as FilePath
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -140,11 +142,11 @@ class Registry(Generic[T]):
             part = self.load(name, path)
         except UnknownName as error:
             raise ConfigError(str(error), path=path) from error
-        if apart and name in self._entries and not _where(part):
+        if apart and name in self._entries and not _imported_from(part):
             raise ConfigError(
-                f"{self.kind} {name!r} was registered in this process, and workers in processes of "
-                "their own cannot import it: define it at the top of a module or file, or set "
-                "cluster.backend to 'local'",
+                f"{self.kind} {name!r} was registered in this process, and other processes cannot "
+                "import it: define it at the top of a module or file, not in a function and not "
+                "under `if __name__ == '__main__'`",
                 path=path,
             )
         return part
@@ -165,7 +167,7 @@ class Registry(Generic[T]):
         own = {
             name: where
             for name, entry in self._entries.items()
-            if not _module(entry).startswith("rlinf_async.") and (where := _where(entry))
+            if not _module(entry).startswith("rlinf_async.") and (where := _imported_from(entry))
         }
         return self._elsewhere() | own
 
@@ -213,6 +215,27 @@ def _module(entry: object) -> str:
 def _same(left: object, right: object) -> bool:
     """Whether both are of one place in a file: run twice, it has made two of them."""
     return bool(where := _where(left)) and where == _where(right)
+
+
+def _imported_from(entry: object) -> str:
+    """Where another process imports this from; empty where it has to be defined elsewhere."""
+    where = _where(entry)
+    file, _, name = where.rpartition(":")
+    return "" if file.endswith(".py") and _only_in_main(FilePath(file), name) else where
+
+
+def _only_in_main(file: FilePath, name: str) -> bool:
+    """Whether a script defines this where it is the program that was started, and only there."""
+    try:
+        body = ast.parse(file.read_bytes()).body
+    except (OSError, SyntaxError, ValueError):  # it was changed since it began
+        return False
+    main = [one for one in body if isinstance(one, ast.If) and "__name__" in ast.unparse(one.test)]
+    return _defines(main, name) and not _defines([one for one in body if one not in main], name)
+
+
+def _defines(code: list[Any], name: str) -> bool:
+    return any(getattr(one, "name", "") == name for part in code for one in ast.walk(part))
 
 
 def _where(entry: object) -> str:

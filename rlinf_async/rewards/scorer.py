@@ -24,7 +24,7 @@ import psutil
 
 from rlinf_async import deadlines
 from rlinf_async.config.entry_point import FOLDER
-from rlinf_async.config.registry import NAMES
+from rlinf_async.config.registry import names_for_workers
 from rlinf_async.messages.language import Failed, Outcome
 from rlinf_async.rewards.answer import Answer
 from rlinf_async.rewards.ended import how_it_ended
@@ -51,7 +51,7 @@ MINIMAL: Final = frozenset(
     {
         *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "VIRTUAL_ENV"),
         *("LD_LIBRARY_PATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"),
-        *(FOLDER, NAMES),  # where verifiers of a user's own are found
+        FOLDER,  # where verifiers of a user's own are found
     }
 )
 MINIMAL_PREFIXES: Final = ("LC_", "PYTHON")
@@ -72,7 +72,7 @@ def inherited(names: Iterable[str]) -> dict[str, str]:
         for name, value in os.environ.items()
         if name in MINIMAL or name.startswith(MINIMAL_PREFIXES) or name in set(names)
     }
-    return {"OMP_NUM_THREADS": "1", **kept}
+    return {"OMP_NUM_THREADS": "1", **kept, **names_for_workers()}
 
 
 class ScorerGone(Exception):

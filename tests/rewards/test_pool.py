@@ -17,10 +17,12 @@ import pytest
 
 from rlinf_async.config import ConfigError
 from rlinf_async.messages.language import Failed, Outcome, Rejected, Scored
-from rlinf_async.rewards import Answer
+from rlinf_async.rewards import Answer, register_verifier
 from rlinf_async.rewards.pool import ScoringPool
+from rlinf_async.rewards.registry import verifiers
 from rlinf_async.testing import wait_all_blocked
 from tests.jobs.processes import processes, until
+from tests.rewards.verifiers import length
 
 LIMIT = 60.0
 """seconds: in tests in which nothing should reach it"""
@@ -270,7 +272,7 @@ async def test_a_verifier_that_cannot_be_loaded_is_an_error_when_it_is_loaded(
         with pytest.raises(ConfigError, match="no verifier is called 'maths'; did you mean 'math'"):
             await made.load(["maths"])
         with pytest.raises(
-            ConfigError, match=r"broken.py:score' cannot be loaded: SystemExit: not"
+            ConfigError, match=r"raised when it was imported: SystemExit: not today"
         ):
             await made.load([f"{file}:score"])
 
@@ -299,3 +301,13 @@ def test_a_process_that_hangs_goes_when_its_owner_is_killed(tmp_path: Path) -> N
         assert lives(pid)
         owner.kill()
     until(lambda: not lives(pid), "the scoring process is gone")
+
+
+async def test_a_verifier_that_this_process_has_registered_is_found() -> None:
+    register_verifier("lengthy")(length)
+    try:
+        async with pool() as made:
+            answer = Answer(prompt="", text="four", reference="")
+            assert await made.judge("lengthy", answer) == Scored(reward=4.0)
+    finally:
+        verifiers._entries.pop("lengthy")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pathlib
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -165,6 +166,36 @@ def test_what_workers_cannot_import_is_refused_before_they_are_started() -> None
             language_losses.check("of_a_function", ("a",), apart=True)
     finally:
         language_losses._entries.pop("of_a_function")
+
+
+SCRIPT = """
+from rlinf_async.config import ConfigError
+from rlinf_async.config.registry import Registry, names_for_workers
+parts = Registry("part")
+def at_the_top(): ...
+if __name__ == "__main__":
+    def under_main(): ...
+    for one in (at_the_top, under_main):
+        parts.register(one.__name__)(one)
+        try:
+            parts.check(one.__name__, ("a",), apart=True)
+        except ConfigError as error:
+            print(error)
+    print(names_for_workers())
+"""
+
+
+def test_what_a_script_defines_under_its_main_part_alone_is_no_part_for_workers(
+    tmp_path: pathlib.Path,
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    error, names = ran.stdout.splitlines()
+    assert error.startswith("a: part 'under_main' was registered in this process, and other")
+    assert "not under `if __name__ == '__main__'`" in error
+    assert f"{script}:at_the_top" in names
+    assert "under_main" not in names
 
 
 def test_a_file_that_registers_what_it_defines_is_found_by_both_names(

@@ -31,6 +31,7 @@ from rlinf_async.rewards import ScoringPool, UnknownVerifier, load_verifier
 from rlinf_async.rewards.answer import Answer
 from rlinf_async.rewards.judging import judge
 from rlinf_async.rewards.registry import INLINE, VERIFIERS
+from rlinf_async.rewards.registry import verifiers as own_verifiers
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.folder import has_weights
 from rlinf_async.runtime.jobs.language.model import check_weights
@@ -556,6 +557,8 @@ def _check_verifier(name: str, where: tuple[str, ...]) -> None:
         load_verifier(name, where)
     except UnknownVerifier as error:
         raise ConfigError(str(error), path=where) from error
+    if name not in VERIFIERS:  # scoring processes load it, with any backend
+        own_verifiers.check(name, where, apart=True)
 
 
 def check_engine(config: LanguageConfig, model: Path, device: str) -> None:
