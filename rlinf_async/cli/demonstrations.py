@@ -7,6 +7,7 @@ import pathlib
 import click
 
 from rlinf_async.cli.jobs import Session
+from rlinf_async.cli.train import config_of, job_of
 from rlinf_async.config import Document, UsageError
 
 
@@ -42,11 +43,19 @@ def demonstrations(
 
     `actor.cloning.demonstrations` names the folder for a run that learns from it.
     """
-    from rlinf_async.runtime.jobs.embodied.config import DemonstrationsConfig, EmbodiedConfig
+    from rlinf_async.runtime.jobs.embodied.config import DemonstrationsConfig
     from rlinf_async.runtime.jobs.embodied.recording import record_apart
+    from rlinf_async.runtime.jobs.embodied.settings import EnvironmentSettings
     from rlinf_async.workers.env import EnvError
 
-    config = Document.read(file).to(EmbodiedConfig, {})
+    document = Document.read(file)
+    job = job_of(session, document)
+    if not issubclass(job.config_type, EnvironmentSettings):
+        raise UsageError(
+            f"{file} is for {document.tables['job']!r}, which has no environment: demonstrations "
+            "are of an environment, as in a file for 'embodied_ppo'"
+        )
+    config = config_of(job, document, {})
     try:
         wanted = DemonstrationsConfig(policy=policy, episodes=episodes, seed=seed)
         info = record_apart(config, wanted, out, keep_failures=keep_failures)

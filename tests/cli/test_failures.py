@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -140,3 +141,12 @@ def test_the_package_is_the_command_line() -> None:
     )
     assert done.returncode == 2
     assert "which configuration?" in done.stderr
+
+
+def test_demonstrations_of_a_job_without_an_environment_say_so(
+    command_line: CommandLine, tmp_path: Path
+) -> None:
+    options = ("--policy", "mine.py:make", "--out", tmp_path / "out")
+    code, _, err = command_line.run("demonstrations", command_line.file, *options)
+    assert code == 2
+    assert err.startswith(f"error: {command_line.file} is for 'fake', which has no environment")

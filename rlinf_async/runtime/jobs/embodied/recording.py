@@ -25,7 +25,7 @@ from rlinf_async.data.demonstrations import (
 from rlinf_async.messages.success import success_of
 from rlinf_async.runtime.apart import apart
 from rlinf_async.runtime.jobs.embodied.config import DemonstrationsConfig, EmbodiedConfig
-from rlinf_async.runtime.jobs.embodied.settings import ended_in, in_own_process
+from rlinf_async.runtime.jobs.embodied.settings import EnvironmentSettings, ended_in, in_own_process
 from rlinf_async.workers.env import EnvConfig, EnvError, EnvFailed
 from rlinf_async.workers.env.actions import ActionReader, answer_for, ends_of
 from rlinf_async.workers.env.errors import is_interrupt
@@ -75,7 +75,7 @@ def _load(env: EnvConfig, name: str, path: tuple[str, ...]) -> None:
 
 
 def record_apart(
-    config: EmbodiedConfig,
+    config: EnvironmentSettings,
     wanted: DemonstrationsConfig,
     out: Path,
     *,
@@ -100,7 +100,10 @@ def record_apart(
 
 
 def record_demonstrations(
-    config: EmbodiedConfig, wanted: DemonstrationsConfig, out: Path, keep_failures: bool = False
+    config: EnvironmentSettings,
+    wanted: DemonstrationsConfig,
+    out: Path,
+    keep_failures: bool = False,
 ) -> DemonstrationsInfo:
     """Record episodes of a scripted policy into the folder ``out``.
 
