@@ -174,8 +174,9 @@ class RolloutData(msgspec.Struct, frozen=True, kw_only=True):
             raise RolloutDataError(
                 f"rollout_kept[{at}] is missing: with rollout_top_p = {args.rollout_top_p} and "
                 f"rollout_top_k = {args.rollout_top_k} tokens were drawn from a part of the "
-                "vocabulary, and log-probs are of another distribution unless samples say which "
-                "token ids were kept for each token; or draw from all"
+                "vocabulary. Log-probs over all of it, those that the actor computes too, are of a "
+                "distribution that nothing was drawn from: say which token ids were kept for each "
+                "token, or draw from all"
             )
         if kept is not None and len(kept) != response:
             raise RolloutDataError(

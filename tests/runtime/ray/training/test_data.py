@@ -74,7 +74,8 @@ def test_samples_of_a_part_of_the_vocabulary_say_what_was_kept() -> None:
     found = group.samples[0].kept
     assert found is not None
     assert [one.tolist() for one in found.sets()] == [[6, 9], []]
-    with pytest.raises(RolloutDataError, match=r"rollout_kept\[0\] is missing: with rollout_top_p"):
+    missing = r"rollout_kept\[0\] is missing: with rollout_top_p = 0.9 .* the actor computes too"
+    with pytest.raises(RolloutDataError, match=missing):
         RolloutData.of([SAMPLE]).groups(given, rollout_id=0, version=0)
     with pytest.raises(RolloutDataError, match=r"rollout_kept\[0\] has 1 entries, but the respons"):
         groups([SAMPLE | {"rollout_kept": [[6]]}])
