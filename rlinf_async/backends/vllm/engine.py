@@ -30,7 +30,7 @@ from rlinf_async.backends.transformers.tensors import ModelTensors
 from rlinf_async.backends.unbroken import Unbroken
 from rlinf_async.backends.vllm.config import VllmEngineConfig, asked_log_probs
 from rlinf_async.backends.vllm.library import dead_error, make_sampling, start_llm
-from rlinf_async.backends.vllm.outputs import collected, joined
+from rlinf_async.backends.vllm.outputs import collect_in_arrays, collected, joined
 from rlinf_async.backends.vllm.shared import Known, Sharing
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Generated, Request, Tokens
@@ -108,6 +108,7 @@ class VllmEngine:
         self._tensors = await asyncio.to_thread(ModelTensors, folder.config)
         self._llm = await asyncio.to_thread(start_llm, config, folder, self._seed, self._device)
         self._check_alive()  # it may have been closed meanwhile
+        collect_in_arrays(self._llm.output_processor)
         await self._warm_up()
         await self._set_version(0 if needs_weights else -1)
 

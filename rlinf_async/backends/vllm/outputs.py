@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -19,6 +21,26 @@ class Output(NamedTuple):
     logprobs: Any
     weight_versions: Any
     finish_reason: Literal["stop", "length", "abort"]
+
+
+def collect_in_arrays(processor: Any) -> None:
+    """Have vLLM collect the log-probs of each request in arrays, and no ranks.
+
+    Its own lists of Python's numbers take ten times the memory, until the response ends.
+
+    Args:
+        processor: an ``OutputProcessor``.
+    """
+    add = processor.add_request
+
+    def add_request(request: Any, *args: Any, **kwargs: Any) -> None:
+        add(request, *args, **kwargs)
+        flat = processor.request_states[request.request_id].logprobs_processor.logprobs
+        if flat is not None:
+            flat.token_ids, flat.logprobs = array("i"), array("f")
+            flat.ranks = flat.decoded_tokens = deque(maxlen=0)
+
+    processor.add_request = add_request
 
 
 def collected(llm: Any, running: Mapping[str, Request], vocabulary: int) -> dict[str, Generated]:
