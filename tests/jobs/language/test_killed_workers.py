@@ -82,3 +82,11 @@ def test_a_killed_learner_ends_the_run_with_its_name_and_the_run_can_be_resumed(
     assert victim in str(job.summary.error)
     job.succeed("--resume", "--cluster.backend", "local", *gae)
     check_records(job, 4)
+
+
+def test_a_checkpoint_that_a_killed_run_never_named_is_replaced_with_its_critic(job: Job) -> None:
+    gae = ("--actor.advantage.name", "gae", "--cluster.critics", 1)
+    job.succeed(*gae)
+    (job.out / "checkpoints" / "latest.json").unlink()
+    job.succeed("--resume", *gae)
+    check_records(job, 4)

@@ -85,7 +85,7 @@ async def test_a_launch_that_fails_takes_nothing_from_one_that_waits(hosts: Host
     # What tests before gave back Ray may take long to free, and to start actors.
     async with ra.Cluster.ray(address=hosts.address, wait=300.0) as cluster:
         async with ra.Cluster.ray(address=hosts.address, wait=300.0) as other:
-            await other.launch_one(Teller, placement=Ranks([2]))
+            await other.launch_one(Teller, placement=Ranks([[2, 3, 4, 5]]))  # all of that host
             waiting = asyncio.create_task(cluster.launch_one(Teller, placement=Ranks([2])))
             with pytest.raises(ra.WorkerError, match="not today"):
                 await cluster.launch_one(Broken)
