@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -86,8 +87,9 @@ class VersionTrainer(VersionCounter):
         (folder / self.file).write_bytes(msgspec.json.encode({"version": self._version}))
 
     def save_checkpoint(self, path: Path, extra: Mapping[str, object] | None = None) -> None:
-        """Write the version, from rank 0."""
+        """Write the version, from rank 0; it replaces a checkpoint that was there."""
         if self._rank == 0:
+            shutil.rmtree(path, ignore_errors=True)
             self.save_pretrained(path)
 
     def begin_checkpoint(

@@ -155,8 +155,8 @@ def _set_environment(config: VllmEngineConfig, on_cpu: bool) -> None:
             "OMP_NUM_THREADS": str(config.threads),
         }
     elif config.dtype == "float32":
-        # Triton, in which vLLM's attention in float32 is written, rounds to TF32 by default:
-        # log-probs of single tokens then differ from the actor's by thousandths.
+        # Triton, in which vLLM's attention in float32 is written, rounds to TF32 by default,
+        # which the actor does not.
         wanted["TRITON_F32_DEFAULT"] = "ieee"
     for name, value in wanted.items():
         os.environ.setdefault(name, value)

@@ -212,7 +212,7 @@ def test_a_start_that_was_killed_before_its_configuration_was_written_begins_aga
 ) -> None:
     job.out.mkdir()
     (job.out / "run.json").write_text('{"made_by": "rlinf_async", "starts": [1.0]}')
-    job.succeed("--resume", "--training.total_steps", 64)
+    assert job.succeed("--resume", "--training.total_steps", 64).env_steps == 64
 
 
 def test_a_resumed_run_that_is_refused_gets_its_configuration_back(job: Job) -> None:

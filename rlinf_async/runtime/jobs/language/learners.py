@@ -22,7 +22,6 @@ How their batches follow from the run's configuration stands at the end; their t
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -193,8 +192,6 @@ class Learners:
         if self._config.has_critic:
             await self._critics.call(LanguageCritic.checkpoint_written)
             # In its own place only now: the actor's folder is put together before it has a name.
-            # Trainers without a model write into the folder that a killed run left half complete.
-            shutil.rmtree(path / CRITIC, ignore_errors=True)
             os.replace(sibling(path), path / CRITIC)
 
     async def export(self, path: Path) -> None:
