@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import tracemalloc
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -131,18 +132,18 @@ def test_ties_beyond_what_is_asked_for_are_named() -> None:
 
 def test_what_a_token_was_drawn_from_takes_less_than_a_kilobyte() -> None:
     """In the library's own lists 8 kB, for each token of each response under way."""
-    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
-    from vllm.v1.engine.output_processor import OutputProcessor
-    from vllm.v1.outputs import LogprobsLists
+    engine: Any = importlib.import_module("vllm.v1.engine")
+    outputs: Any = importlib.import_module("vllm.v1.outputs")
+    library: Any = importlib.import_module("vllm.v1.engine.output_processor")
 
     from rlinf_async.backends.vllm.library import make_sampling
     from rlinf_async.backends.vllm.outputs import Output, collect_in_arrays, joined
 
     count, asked_for, one = 500, 91, request(top_k=50)
-    processor = OutputProcessor(None, log_stats=False)
+    processor = library.OutputProcessor(None, log_stats=False)
     collect_in_arrays(processor)
     params = make_sampling(logprobs=asked_for)
-    core = EngineCoreRequest("a", [1], None, params, None, 0.0, None, None, None)
+    core = engine.EngineCoreRequest("a", [1], None, params, None, 0.0, None, None, None)
     core.external_req_id = "a"
     processor.add_request(core, None)
     collecting: Any = processor.request_states["a"].logprobs_processor
@@ -151,8 +152,8 @@ def test_what_a_token_was_drawn_from_takes_less_than_a_kilobyte() -> None:
     ids[0, 0] = 1050
     tracemalloc.start()
     for _ in range(count):
-        lists = LogprobsLists(ids, likely, np.array([50]))
-        collecting.update_from_output(EngineCoreOutput("a", [1050], new_logprobs=lists))
+        lists = outputs.LogprobsLists(ids, likely, np.array([50]))
+        collecting.update_from_output(engine.EngineCoreOutput("a", [1050], new_logprobs=lists))
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert held / count < 1024
