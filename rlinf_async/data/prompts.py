@@ -142,7 +142,7 @@ class Prompts(Iterator[Prompt]):
         prompt of a held-out one."""
         held_out = list(map(hash, self._held_out_texts))
         repeated = np.flatnonzero(np.isin(np.asarray(self._hashes), held_out))
-        return len(self) - int(np.isin(self._training, [*self._long, *repeated]).sum())
+        return len(self) - int(np.isin(self._training, [*self._long, *repeated.tolist()]).sum())
 
     @property
     def verifiers(self) -> tuple[str, ...]:
