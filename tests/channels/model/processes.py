@@ -91,7 +91,7 @@ class Worker:
         """Whether it does not wait for anything."""
         try:
             state = Path(f"/proc/{self.process.pid}/stat").read_text()
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):  # the latter: it goes while this reads
             return False
         return state.rpartition(")")[2].split()[0] in "RD"
 
