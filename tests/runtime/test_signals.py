@@ -127,7 +127,11 @@ def test_a_script_whose_terminal_is_closed_saves_as_after_sigterm(tmp_path: Path
         )
         .replace("SAVED", f"pathlib.Path({str(tmp_path / 'saved')!r})")
     )
-    (tmp_path / "script.py").write_text(f"import fcntl, pathlib, termios\n{source}")
+    # a run that was started with nohup goes on: its tests may have been
+    heard = "signal.signal(signal.SIGHUP, signal.SIG_DFL)"
+    (tmp_path / "script.py").write_text(
+        f"import fcntl, pathlib, signal, termios\n{heard}\n{source}"
+    )
     with subprocess.Popen(
         [sys.executable, str(tmp_path / "script.py")],
         stdin=theirs,
