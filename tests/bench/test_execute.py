@@ -12,6 +12,7 @@ import pytest
 from rlinf_async.bench import Case, Outcome
 from rlinf_async.bench.execute import SKIPPED, CaseFailed, CaseSkipped, pinned, run_case
 from tests.bench.conftest import printing
+from tests.runtime.scripts import process_runs
 
 
 def run(case: Case, repetition: int = 0) -> dict[str, float]:
@@ -71,7 +72,7 @@ def test_a_command_that_hangs_is_killed_with_its_children(
             run(dataclasses.replace(printing("stuck", program), timeout=limit))
         if file.exists():
             break
-    assert not _is_running(int(file.read_text()))
+    assert not process_runs(int(file.read_text()))
 
 
 def test_a_command_that_cannot_run_on_this_machine_says_why() -> None:
@@ -89,12 +90,3 @@ def test_pinning_ends_with_its_block() -> None:
     with pinned(1):
         assert len(os.sched_getaffinity(0)) == 1
     assert os.sched_getaffinity(0) == before
-
-
-def _is_running(pid: int) -> bool:
-    """Whether the process is there and not merely waiting to be reaped."""
-    try:
-        status = pathlib.Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-    except (FileNotFoundError, ProcessLookupError):  # the latter: it goes while this reads
-        return False
-    return status.rpartition(")")[2].split()[0] != "Z"

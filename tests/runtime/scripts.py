@@ -127,16 +127,21 @@ def alive(group: int) -> bool:
     return False
 
 
-def process_runs(pid: int) -> bool:
-    """Whether this process is there; one that has ended and waits for its parent is not."""
+def process_state(pid: int) -> str:
+    """Letter of ``/proc/PID/stat``; empty where the process is gone, or goes while this reads."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
+        return ""
+    return stat.rpartition(")")[2].split()[0]
+
+
+def process_runs(pid: int) -> bool:
+    """Whether this process is there; one that has ended and waits for its parent is not."""
+    return process_state(pid) not in ("", "Z")
 
 
 def wait_until_stopped(pid: int) -> None:
     """Return once this process has stopped for the signal that it was sent."""
-    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+    while process_state(pid) != "T":
         assert process_runs(pid)

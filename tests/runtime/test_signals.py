@@ -123,15 +123,13 @@ def test_a_script_whose_terminal_is_closed_saves_as_after_sigterm(tmp_path: Path
         .replace("save), flush=True)", "save)); print('it is', flush=True)")
         .replace('print("step"', 'step == 1 and print("step"')
         .replace(
-            "    ra.run(main())", "    fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n    ra.run(main())"
+            "    ra.run(main())",
+            "    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may have started the tests\n"
+            "    fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n    ra.run(main())",
         )
         .replace("SAVED", f"pathlib.Path({str(tmp_path / 'saved')!r})")
     )
-    # a run that was started with nohup goes on: its tests may have been
-    heard = "signal.signal(signal.SIGHUP, signal.SIG_DFL)"
-    (tmp_path / "script.py").write_text(
-        f"import fcntl, pathlib, signal, termios\n{heard}\n{source}"
-    )
+    (tmp_path / "script.py").write_text(f"import fcntl, pathlib, termios\n{source}")
     with subprocess.Popen(
         [sys.executable, str(tmp_path / "script.py")],
         stdin=theirs,

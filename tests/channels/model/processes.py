@@ -41,6 +41,7 @@ from tests.channels.model.program import EndName, Program, end_names, end_of, na
 from tests.channels.model.sockets import CUT_PATIENCE, SECRET, Patient, cut_sockets, loop_factory
 from tests.channels.model.stage import Stage
 from tests.channels.model.worker import SILENCE, Order, serve_orders, set_distance
+from tests.runtime.scripts import process_state
 
 PRELOADED = ["tests.channels.model.worker", "tests.channels.model.tensor_items"]
 """by the process from which workers are forked: each of them would import torch for seconds"""
@@ -89,11 +90,8 @@ class Worker:
     @property
     def runs(self) -> bool:
         """Whether it does not wait for anything."""
-        try:
-            state = Path(f"/proc/{self.process.pid}/stat").read_text()
-        except (FileNotFoundError, ProcessLookupError):  # the latter: it goes while this reads
-            return False
-        return state.rpartition(")")[2].split()[0] in "RD"
+        pid = self.process.pid
+        return pid is not None and process_state(pid) in ("R", "D")
 
     def end(self) -> None:
         self.pipe.close()
