@@ -5,12 +5,14 @@ if __name__ != "rlinf_async.channels":
 
 from rlinf_async.channels.batching import BatchOps, BatchResizingIterator, BatchSizes
 from rlinf_async.channels.ends import (
+    Fresh,
     Key,
     LatestReceiver,
     LatestSender,
     Lease,
     Receiver,
     Sender,
+    TooStale,
 )
 from rlinf_async.channels.errors import (
     ChannelClosed,
@@ -31,9 +33,16 @@ from rlinf_async.channels.errors import (
 )
 from rlinf_async.channels.latest import Latest, LatestStatistics
 from rlinf_async.channels.local import Channel
-from rlinf_async.channels.statistics import DeadLetter, Edge, KeyState, Statistics
-from rlinf_async.channels.versions import Fresh, TooStale
-from rlinf_async.channels.waitfor import Wait, current_party, find_cycle, render
+from rlinf_async.channels.statistics import (
+    DeadLetter,
+    Edge,
+    KeyState,
+    Statistics,
+    Wait,
+    current_party,
+    find_cycle,
+    render,
+)
 
 __all__ = [
     "BatchOps",

@@ -13,12 +13,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rlinf_async.channels import errors
 from rlinf_async.channels.delivery import Entry
-from rlinf_async.channels.encoded import Encoded, EncodeList, Form
 from rlinf_async.channels.errors import MalformedFrame, error_text
-from rlinf_async.channels.itemtypes import check_item, check_key_and_weight, item_class
+from rlinf_async.channels.quick_check import round_trip_check
 from rlinf_async.channels.remote_payload import RemotePayload, remote_payload_of
-from rlinf_async.channels.round_trip import round_trip_check
 from rlinf_async.channels.statistics import DeadLetter, Edges
+from rlinf_async.channels.untyped import (
+    Encoded,
+    EncodeList,
+    Form,
+    check_item,
+    check_key_and_weight,
+    item_class,
+)
 
 if TYPE_CHECKING:
     from rlinf_async.channels.ends import Key

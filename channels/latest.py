@@ -14,12 +14,11 @@ from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 
-from rlinf_async.channels.encoded import Encoded, Form
 from rlinf_async.channels.ends import LatestReceiver, LatestSender, Named
 from rlinf_async.channels.errors import ChannelClosed, ChannelFailed, EndOfChannel
-from rlinf_async.channels.itemtypes import check_item, item_class
-from rlinf_async.channels.round_trip import round_trip_check
-from rlinf_async.channels.waitfor import Wait, WaitFuture, current_party
+from rlinf_async.channels.quick_check import round_trip_check
+from rlinf_async.channels.statistics import Wait, WaitFuture, current_party
+from rlinf_async.channels.untyped import Encoded, Form, check_item, item_class
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

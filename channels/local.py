@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from rlinf_async.channels.channel_state import CHECKPOINT
 from rlinf_async.channels.delivery import Entry, Outcome
-from rlinf_async.channels.encoded import copies_of
 from rlinf_async.channels.ends import (
     NO_REPLACEMENTS,
     Key,
@@ -32,14 +31,18 @@ from rlinf_async.channels.errors import (
     MalformedFrame,
     channel_failed,
 )
-from rlinf_async.channels.inspection import state_of, statistics_of, waits_of
-from rlinf_async.channels.itemtypes import ONE, check_key_and_weight
-from rlinf_async.channels.key_queue import KeyQueue, paused
-from rlinf_async.channels.local_deliveries import LocalDelivery, LocalPut, load_ahead, load_payloads
-from rlinf_async.channels.queue import Queue
+from rlinf_async.channels.key_queue import (
+    KeyQueue,
+    LocalDelivery,
+    LocalPut,
+    load_ahead,
+    load_payloads,
+    paused,
+)
+from rlinf_async.channels.queue import Queue, state_of, statistics_of, waits_of
 from rlinf_async.channels.remote_payload import is_lost, remote_payload_of
-from rlinf_async.channels.statistics import DeadLetter, KeyState, Statistics
-from rlinf_async.channels.waitfor import Wait, current_party
+from rlinf_async.channels.statistics import DeadLetter, KeyState, Statistics, Wait, current_party
+from rlinf_async.channels.untyped import ONE, check_key_and_weight, copies_of
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

@@ -19,7 +19,7 @@ import ray
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rlinf_async.backends.transformers.config import TransformersEngineConfig
-from rlinf_async.data.arithmetic import arithmetic_tokenizer, save_arithmetic_tokenizer
+from rlinf_async.data.prompts import arithmetic_tokenizer, save_arithmetic_tokenizer
 from rlinf_async.messages.language import Generated, Prompt, Request, Sampling
 from rlinf_async.runtime.ray.training import (
     RayTrainGroup,

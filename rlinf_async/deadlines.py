@@ -13,14 +13,28 @@ ever.
     counted   1   2   3   4           4 1/4   ...      8 1/4
 
 There is no timer but the one for the next look, and none where nothing is limited.
+
+`let_pass`: what blocking code calls to take time, so that the time comes from its loop.
+
+::
+
+    in a thread                 the thread sleeps
+    inline, on a virtual loop   whoever waits for the result gets it so much later, by that loop's
+                                clock, and nothing sleeps
+
+What becomes of a process when the one that started it ends.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import math
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Final
 
 LOOKS: Final = 8
@@ -106,3 +120,45 @@ async def timeout(seconds: float) -> AsyncIterator[None]:
             yield
         finally:
             timer.cancel()
+
+
+_here = threading.local()
+"""of each thread: where seconds go instead of being slept"""
+
+
+@contextmanager
+def taking_time(take: Callable[[float], None]) -> Iterator[None]:
+    """Have the seconds of the block, which is run inline by a loop, go there.
+
+    Not by a context variable: whoever runs the code may do so in a context that was copied before.
+    """
+    _here.take = take
+    try:
+        yield
+    finally:
+        _here.take = None
+
+
+def let_pass(seconds: float) -> None:
+    """Take so many seconds; none where they are not above 0."""
+    if seconds <= 0.0:
+        return
+    take: Callable[[float], None] | None = getattr(_here, "take", None)
+    if take is None:
+        time.sleep(seconds)
+    else:
+        take(seconds)
+
+
+PR_SET_PDEATHSIG: Final = 1
+
+
+def signal_at_end_of_parent(number: int) -> None:
+    """Let the kernel send this process a signal when its parent ends, on Linux. Not if it has ended
+    already.
+
+    The signal also comes when only the thread ends that started this process: one that kills is for
+    children of a process with one thread.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)

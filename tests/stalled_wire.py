@@ -9,13 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from rlinf_async.channels.wire import Connection, Router
-from rlinf_async.channels.wire.direct.retained_payloads import RetainedPayloads
-from rlinf_async.channels.wire.links.transfers import Transfers, _Frame
-from rlinf_async.channels.wire.session.auth import Handshake
-from rlinf_async.channels.wire.session.hangup import HangUp
-from rlinf_async.channels.wire.session.heartbeat import Heartbeat, HeartbeatMonitor
-from rlinf_async.channels.wire.session.reconnect import Reconnection
-from rlinf_async.channels.wire.session.socket_link import Link
+from rlinf_async.channels.wire.retained_payloads import RetainedPayloads
+from rlinf_async.channels.wire.session.link import Handshake, HangUp, Link
+from rlinf_async.channels.wire.session.streams import Heartbeat, HeartbeatMonitor, Reconnection
+from rlinf_async.channels.wire.transfers import Transfers, _Frame
 from tests.channels.wire.harness import SECRET
 
 Blame = Callable[[object], None]

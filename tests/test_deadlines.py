@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from rlinf_async import deadlines
-from rlinf_async.runtime.stall import WorkEvent, what_can_go_on
+from rlinf_async.runtime.wakers import WorkEvent, what_can_go_on
 from tests.stalling import explore_stalls, stall, stall_at
 
 LIMIT = 2.0

@@ -15,16 +15,14 @@ from typing import Any, NamedTuple
 import pytest
 
 from rlinf_async import deadlines
-from rlinf_async.channels.wire.session.hangup import GRACE_SECONDS
+from rlinf_async.channels.wire.session.link import GRACE_SECONDS
 from rlinf_async.messages.language import Failed, Scored
-from rlinf_async.rewards.process_messages import Judged, frame
-from rlinf_async.rewards.scorer import CLOSED_SECONDS, Scorer
+from rlinf_async.rewards.pool import CLOSED_SECONDS, Judged, Scorer, frame
 from rlinf_async.runtime.calls import GroupCall
+from rlinf_async.runtime.child import Outcome
 from rlinf_async.runtime.jobs.view import SPANS_LIMIT, LiveView
 from rlinf_async.runtime.process import ChildProcess
-from rlinf_async.runtime.protocol import Outcome
-from rlinf_async.runtime.remote_call import CANCEL_SECONDS, _Cancelled
-from rlinf_async.runtime.remote_worker import RemoteWorker
+from rlinf_async.runtime.remote_worker import CANCEL_SECONDS, RemoteWorker, _Cancelled
 from tests import stalled_wire as wire
 from tests.stalled_wire import Blame, Heard
 from tests.stalling import explore_stalls, stall

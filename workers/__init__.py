@@ -3,14 +3,15 @@
 if __name__ != "rlinf_async.workers":
     raise ImportError(f"import this package as 'rlinf_async.workers', not as {__name__!r}")
 
-from rlinf_async.workers.base import Worker
-from rlinf_async.workers.context import Device, WorkerInfo
-from rlinf_async.workers.errors import (
+from rlinf_async.workers.base import (
     BuildError,
     Deadlock,
+    Device,
     Failure,
+    Worker,
     WorkerDied,
     WorkerError,
+    WorkerInfo,
     WorkerUnresponsive,
 )
 

@@ -14,6 +14,24 @@ What a rank goes through::
 Channel ends given as arguments of a call belong to that call: every rank gets its own clone, and it
 is closed when the call returns. So "the last sender has closed" means "every producer has
 returned".
+
+Errors of workers, by what the caller can do about them.
+
+::
+
+    BuildError              the worker graph is wrong: nothing was started (also a ValueError)
+    WorkerError             a call failed inside a worker: worker, rank, host, method, traceback
+     +-- WorkerDied         the worker's process ended by itself: exit code or signal
+          +-- WorkerUnresponsive   it, or an environment in it, stopped answering, and it was killed
+    Deadlock                every worker waits for another: who, on which channel, how long
+
+torch.distributed for the ranks of one worker group.
+
+A worker's identity in the run, and the means that its host gives it.
+
+A span of work that is done in several places; `Worker.span` is one in a single block.
+
+Several tasks inside one call of a worker.
 """
 
 from __future__ import annotations
@@ -22,14 +40,191 @@ import asyncio
 import contextvars
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import socket
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from functools import cached_property
-from typing import Any, ParamSpec, TypeVar
+from types import TracebackType
+from typing import Any, Final, ParamSpec, Self, TypeVar
+from urllib.parse import urlsplit
 
-from rlinf_async.channels.waitfor import computations, current_thread
-from rlinf_async.workers.context import Device, WorkerContext
+import msgspec
+
+from rlinf_async.channels.errors import fit_bytes, text_of
+from rlinf_async.channels.statistics import ComputeThread, computations, current_thread
+
+MAX_MESSAGE_BYTES: Final = 20_000
+MAX_TRACEBACK_BYTES: Final = 60_000
+"""Together they fit in the reply to a call, however long the exception's text is."""
+
+
+class BuildError(ValueError):
+    """The worker graph is wrong. Raised before anything is started; names both sides."""
+
+
+class Deadlock(RuntimeError):
+    """Every worker waits for another: none can go on."""
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """An exception in a worker, as plain data that can cross to another process."""
+
+    worker: str
+    host: str
+    pid: int
+    method: str
+    error_type: str
+    message: str
+    traceback: str
+    channel_error: bool = False
+    """whether it only passes on, through a channel, what happened elsewhere: see `is_secondary`"""
+    explained: bool = False
+    """whether the message says all (a full disk, a file that this host does not have), and the
+    traceback adds nothing"""
+    waited: float = 0.0
+    """seconds for which it was waited until the process was found to hang, where it was killed"""
+
+
+def is_secondary(error: BaseException) -> bool:
+    """Whether an error only passes on, through a channel, what happened elsewhere.
+
+    The refusal of an item (wrong type, too large) is an error of its own.
+    """
+    from rlinf_async.channels import ChannelError, ItemTooLarge, MalformedFrame, WrongItemType
+
+    if isinstance(error, BaseExceptionGroup):
+        return all(is_secondary(one) for one in error.exceptions)
+    if isinstance(error, WorkerError):
+        return error.failure.channel_error
+    return isinstance(error, ChannelError) and not isinstance(
+        error, (WrongItemType, ItemTooLarge, MalformedFrame)
+    )
+
+
+class WorkerError(RuntimeError):
+    """A call failed inside a worker.
+
+    In one process the original exception is the ``__cause__``; from another process its type,
+    message and traceback are in ``failure``.
+    """
+
+    def __init__(self, failure: Failure) -> None:
+        self.failure = failure
+        super().__init__(
+            f"{failure.worker} failed in {failure.method} "
+            f"(process {failure.pid} on {failure.host}): {failure.error_type}: {failure.message}"
+            + (f"\n\n{failure.traceback.rstrip()}" if failure.traceback else "")
+        )
+
+    @property
+    def worker(self) -> str:
+        """Group and rank: ``"Rollout[1]"``."""
+        return self.failure.worker
+
+    @property
+    def summary(self) -> str:
+        """The first line: worker, method, process, error."""
+        return str(self).split("\n", 1)[0]
+
+    @classmethod
+    def of(cls, error: BaseException, *, worker: str, host: str, pid: int, method: str) -> Self:
+        """Wrap an exception. Of a very long text the beginning and the end are kept."""
+        from rlinf_async.config import UsageError
+        from rlinf_async.observe.files import RunFolderError
+
+        return cls(
+            Failure(
+                worker=worker,
+                host=host,
+                pid=pid,
+                method=method,
+                error_type=type(error).__name__,
+                message=fit_bytes(text_of(error), MAX_MESSAGE_BYTES),
+                traceback=fit_bytes(
+                    "".join(traceback.format_exception(error)), MAX_TRACEBACK_BYTES
+                ),
+                channel_error=is_secondary(error),
+                explained=isinstance(error, (RunFolderError, UsageError)),
+            )
+        )
+
+
+class WorkerDied(WorkerError):
+    """The worker's process ended by itself."""
+
+
+class WorkerUnresponsive(WorkerDied):
+    """The worker was killed: its event loop, or an environment, did not answer within the limit."""
+
+
+OpenSpan = Callable[..., AbstractContextManager[Any]]
+
+
+class Device(msgspec.Struct, frozen=True):
+    """One accelerator, or one CPU core where there is none."""
+
+    kind: str
+    """``"cuda"`` or ``"cpu"``"""
+    index: int
+    """its number on its host"""
+    host: str = ""
+    """name of its host, where a cluster has several; empty: the driver's"""
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.index}"
+
+
+class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's identity: plain data, sent to its process."""
+
+    group: str
+    rank: int
+    world_size: int
+    devices: tuple[Device, ...] = ()
+    sees_own_devices: bool = False
+    """whether its process sees these accelerators alone, as ``cuda:0`` and on"""
+    host: str = ""
+    """name of its host, where a cluster has several; empty: the hostname says it"""
+    incarnation: int = 0
+    """how often this rank was restarted"""
+    collective: str | None = None
+    """torch.distributed backend of the group (``"gloo"``, ``"nccl"``), where it has one"""
+    rendezvous: str = ""
+    """rendezvous of the group's ranks, as torch's ``init_method``"""
+
+    @property
+    def name(self) -> str:
+        """Group and rank: ``"Rollout[1]"``."""
+        return f"{self.group}[{self.rank}]"
+
+
+class WorkerContext:
+    """A worker's identity, its compute thread and its recorder of spans."""
+
+    def __init__(
+        self, info: WorkerInfo, executor: ThreadPoolExecutor, span: OpenSpan | None = None
+    ) -> None:
+        self.info = info
+        self.executor = executor
+        self.span: OpenSpan = span or _no_span
+        self.joined = False
+        """whether it has joined its group's torch.distributed"""
+        self.computing = 0
+        """number of calls in the compute thread"""
+        self.thread = ComputeThread()
+
+    @property
+    def what_works(self) -> str:
+        """The compute thread, if it can go on by itself: it has a call, and waits for no task."""
+        return "its compute thread works" if self.computing and not self.thread.waits else ""
+
+
+def _no_span(name: str, **args: Any) -> AbstractContextManager[None]:
+    return nullcontext()
+
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -150,7 +345,6 @@ class Worker:
         Needs ``launch(..., collective="gloo")``, or another backend. Call it in `setup`; it waits
         for all ranks.
         """
-        from rlinf_async.workers.collective import join
 
         await self.compute(join, self._context)
 
@@ -170,3 +364,197 @@ def make(
     worker._context = context
     worker.__init__(*args, **kwargs)  # type: ignore[misc]
     return worker
+
+
+JOIN_LIMIT = timedelta(minutes=5)
+
+_listening: socket.socket | None = None
+"""where rank 0 of a group on several hosts waits for the others; until `join` takes it over"""
+
+
+def listen_for_ranks(host: str) -> str:
+    """Listen in this process, which is to be rank 0, for the other ranks of its group.
+
+    Nobody else can take the port between now and `join`.
+
+    Args:
+        host: the address of this host's interface.
+
+    Returns:
+        The group's rendezvous, ``tcp://host:port``.
+    """
+    global _listening
+    if _listening is not None:
+        _listening.close()
+    _listening = socket.create_server((host, 0), family=_family(host), backlog=1024)
+    shown = f"[{host}]" if ":" in host else host
+    return f"tcp://{shown}:{_listening.getsockname()[1]}"
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def join(context: WorkerContext) -> None:
+    """Join this worker's process group; blocks until every rank has joined.
+
+    Raises:
+        BuildError: the group was launched without ``collective=...``.
+    """
+    info = context.info
+    if info.collective is None:
+        raise BuildError(
+            f"{info.name} asks for torch.distributed, but its group was launched without it: "
+            'pass collective="gloo" (CPU) or collective="nccl" (GPU) to launch()'
+        )
+    from torch import distributed
+
+    where: dict[str, Any] = {"init_method": info.rendezvous}
+    if info.rendezvous.startswith("tcp:"):
+        where = {"store": _tcp_store(info)}
+    distributed.init_process_group(
+        info.collective,
+        rank=info.rank,
+        world_size=info.world_size,
+        timeout=JOIN_LIMIT,
+        **where,
+    )
+    context.joined = True
+
+
+def _tcp_store(info: WorkerInfo) -> Any:
+    """The store of the group: in rank 0, at the port where it listens already."""
+    global _listening
+    from torch import distributed
+
+    of_torch: Any = distributed  # its names are exported, but not to type checkers
+    address = urlsplit(info.rendezvous)
+    listening, _listening = _listening, None
+    return of_torch.TCPStore(
+        str(address.hostname),
+        int(address.port or 0),
+        info.world_size,
+        is_master=info.rank == 0,
+        timeout=JOIN_LIMIT,
+        wait_for_workers=False,
+        master_listen_fd=None if listening is None else listening.detach(),
+    )
+
+
+class GroupStore:
+    """Bytes by key that all ranks of a group share: the store of their process group.
+
+    Args:
+        prefix: of all keys.
+        apart: over a connection of its own, which does not wait where torch waits in the store.
+    """
+
+    def __init__(self, prefix: str, *, apart: bool = False) -> None:
+        from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+        store: Any = _get_default_store()
+        self._store = PrefixStore(prefix, store.clone() if apart else store)
+
+    def set(self, key: str, value: bytes) -> None:
+        """Set the value of a key."""
+        content: Any = value  # a str by its signature; bytes will do
+        self._store.set(key, content)
+
+    def set_first(self, key: str, value: bytes) -> bytes:
+        """Set the value of a key that has none; return the one that it has."""
+        content: Any = value
+        found: bytes = self._store.compare_set(key, "", content)
+        return found
+
+    def get(self, key: str) -> bytes | None:
+        """Return the value of a key, or None while it has none."""
+        return self._store.get(key) if self._store.check([key]) else None
+
+
+def leave(context: WorkerContext) -> None:
+    """Leave the process group, if this worker joined it. Others in the process are left alone."""
+    if not context.joined:
+        return
+    from torch import distributed
+
+    context.joined = False
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+class MergedSpan:
+    """Concurrent pieces of work as one span, from the begin of the first to the end of the last.
+
+    A cut ends the span, and work after it is another one: a wait inside a span would count as work,
+    and a span that never ends is never recorded. ::
+
+        training = MergedSpan(self.span, "train")
+        with training.piece():
+            ...
+            with training.cut(), self.span("wait samples"):
+                ...
+    """
+
+    def __init__(self, span: OpenSpan, name: str, **args: Any) -> None:
+        self._span = span
+        self._name, self._args = name, args
+        self._pieces = self._cuts = 0
+        self._open: AbstractContextManager[Any] | None = None
+
+    def piece(self) -> AbstractContextManager[None]:
+        """Return the context of one piece of the work."""
+        return self._while(pieces=1)
+
+    def cut(self) -> AbstractContextManager[None]:
+        """Return a context in which no work is done."""
+        return self._while(cuts=1)
+
+    @contextmanager
+    def _while(self, pieces: int = 0, cuts: int = 0) -> Iterator[None]:
+        self._count(pieces, cuts)
+        try:
+            yield
+        finally:
+            self._count(-pieces, -cuts)
+
+    def _count(self, pieces: int, cuts: int) -> None:
+        self._pieces += pieces
+        self._cuts += cuts
+        wanted = self._pieces > 0 and not self._cuts
+        if wanted and self._open is None:
+            self._open = self._span(self._name, **self._args)
+            self._open.__enter__()
+        elif not wanted and self._open is not None:
+            done, self._open = self._open, None
+            done.__exit__(None, None, None)
+
+
+class task_group:
+    """An `asyncio.TaskGroup` that raises the first failure as it is, not in an `ExceptionGroup`.
+
+    A class and not an async generator: the deadlock watch follows coroutines only, to see that a
+    task waits for its children here.
+    """
+
+    def __init__(self) -> None:
+        self._group = asyncio.TaskGroup()
+
+    async def __aenter__(self) -> asyncio.TaskGroup:
+        return await self._group.__aenter__()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            await self._group.__aexit__(kind, error, traceback)
+        except ExceptionGroup as failures:
+            first = _first(failures)
+            raise first from first.__cause__
+
+
+def _first(error: BaseException) -> BaseException:
+    """The first failure inside nested groups."""
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error

@@ -10,6 +10,24 @@ state         entered by                       left by
 ``STOPPED``   nothing of the worker is left
 ``FAILED``    ``__init__`` or ``setup`` raised
 ============  ===============================  ==========================================
+
+`Pace`: runs a worker's blocking work on the event loop while it is short, else in its thread.
+
+A switch to the compute thread and back costs more than a step of a light environment, or the
+forward pass of a small network; and while a thread computes, it and the loop contend for the
+interpreter. But work that takes much longer than a switch must not block the event loop. How long
+it takes is only known when it runs, and may change. So each kind of work is measured, and runs::
+
+    first, and while it is long  ->  in the compute thread
+    once it computed little      ->  on the event loop, on trial
+    too long there               ->  in the compute thread; each trial comes later than the last
+
+Invariant: no two pieces of one `Pace` run at the same time, however often callers are cancelled.
+
+Reports what blocks an event loop.
+
+A thread asks the loop to answer; when it does not for ``limit`` seconds, the stack that the loop's
+thread is in is logged, with the worker's name. Blocking work belongs in `Worker.compute`.
 """
 
 from __future__ import annotations
@@ -19,15 +37,27 @@ import enum
 import logging
 import os
 import socket
+import sys
+import threading
+import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from functools import partial
+from types import FrameType
+from typing import Any, Final, ParamSpec, TypeVar
 
 from rlinf_async.channels import ChannelClosed, current_party
-from rlinf_async.workers.base import Worker, make
-from rlinf_async.workers.collective import leave
-from rlinf_async.workers.context import OpenSpan, WorkerContext, WorkerInfo
-from rlinf_async.workers.errors import WorkerError, is_secondary
+from rlinf_async.workers.base import (
+    OpenSpan,
+    Worker,
+    WorkerContext,
+    WorkerError,
+    WorkerInfo,
+    is_secondary,
+    leave,
+    make,
+)
 from rlinf_async.workers.methods import Method, method_of
 
 log = logging.getLogger(__name__)
@@ -247,3 +277,166 @@ class WorkerHost:
         )
         wrapped.__cause__ = error
         return wrapped
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Clock = Callable[[], float]
+
+SHORT: Final = 0.001
+"""seconds; some ten times the cost of a switch, and far below a noticeable block of the loop"""
+
+NEVER_TRIED: Final = 20
+"""times ``SHORT``: work that took longer in the thread, waits included, gets no trial"""
+
+LONGEST_INTERVAL: Final = 4096
+"""largest number of runs in the thread between two trials"""
+
+
+class Pace:
+    """Runs the blocking work of one worker, one piece at a time."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        *,
+        short: float = SHORT,
+        executor: ThreadPoolExecutor | None = None,
+    ) -> None:
+        """Work of less than ``short`` seconds runs on the loop; with 0 none ever does.
+
+        ``executor`` has another thread than the worker's compute thread.
+        """
+        self._worker = worker
+        self._executor = executor
+        self._short = short
+        self._kinds: dict[str, _Kind] = {}
+        self._turn = threading.Lock()
+        self._clocks: tuple[Clock, Clock] | None = None
+
+    async def run(self, kind: str, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run ``fn`` on the loop or in the thread, as a span named ``kind`` of the trace."""
+        found = self._kinds.get(kind)
+        # The thread holds the lock where a caller was cancelled and left its work running there.
+        if found is None or not found.on_loop or not self._turn.acquire(blocking=False):
+            work: Callable[[], R] = partial(self._in_thread, kind, fn, *args, **kwargs)
+            self._clocks = self._clocks or _clocks()
+            if self._executor is not None:
+                return await self._worker.compute_in(self._executor, work)
+            return await self._worker.compute(work)
+        wall = (self._clocks or _REAL)[0]
+        started = wall()
+        try:
+            with self._worker.span(kind):
+                return fn(*args, **kwargs)
+        finally:
+            self._turn.release()
+            found.ran_on_loop(wall() - started, self._short)
+
+    def _in_thread(self, kind: str, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        wall, cpu = self._clocks or _REAL
+        with self._turn:
+            started, computed = wall(), cpu()
+            try:
+                with self._worker.span(kind):
+                    return fn(*args, **kwargs)
+            finally:
+                found = self._kinds.setdefault(kind, _Kind())
+                found.ran_in_thread(wall() - started, cpu() - computed, self._short)
+
+
+class _Kind:
+    """Measurements of one kind of work."""
+
+    __slots__ = ("_interval", "_until_trial", "on_loop")
+
+    def __init__(self) -> None:
+        self.on_loop = False
+        self._interval = 1
+        self._until_trial = 1
+
+    def ran_in_thread(self, seconds: float, computed: float, short: float) -> None:
+        """Count a run towards the next trial if it computed for less than ``short`` seconds.
+
+        Its wall time says less: the loop's thread may have held the interpreter meanwhile.
+        """
+        if computed < short and seconds < short * NEVER_TRIED:
+            self._until_trial -= 1
+            self.on_loop = self._until_trial <= 0
+
+    def ran_on_loop(self, seconds: float, short: float) -> None:
+        """Stay on the loop if it took less than ``short`` seconds."""
+        if seconds < short:
+            self._interval = max(1, self._interval - 1)
+            return
+        self.on_loop = False
+        self._interval = min(2 * self._interval, LONGEST_INTERVAL)
+        self._until_trial = self._interval
+
+
+_REAL: Final[tuple[Clock, Clock]] = (time.perf_counter, time.thread_time)
+
+
+def _clocks() -> tuple[Clock, Clock]:
+    """Return clocks for work in the thread: of wall time, and of CPU time.
+
+    In virtual time work takes none, so that every run with a seed is the same.
+    """
+    loop = asyncio.get_running_loop()
+    return (loop.time, loop.time) if getattr(loop, "virtual", False) else _REAL
+
+
+watch_log = logging.getLogger("rlinf_async.watchdog")
+
+
+class Watchdog:
+    """Watches the running loop from a thread of its own."""
+
+    def __init__(self, name: str, limit: float = 5.0) -> None:
+        self._name = name
+        self._limit = limit
+        self._loop = asyncio.get_running_loop()
+        self._thread_id = threading.get_ident()
+        self._stop = threading.Event()
+        self._answered = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name=f"{name} watchdog", daemon=True)
+        self.blocked = 0
+        """number of times that the loop was found blocked"""
+
+    def start(self) -> None:
+        """Begin watching."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End watching; waits for the thread, which does not wait for the loop."""
+        self._stop.set()
+        self._answered.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self._limit / 4):
+            self._answered.clear()
+            if self._stop.is_set():  # `stop` sets both: do not wait for what was just cleared
+                return
+            try:
+                self._loop.call_soon_threadsafe(self._answered.set)
+            except RuntimeError:  # the loop was closed
+                return
+            if not self._answered.wait(self._limit):
+                self._report()
+                self._answered.wait()
+
+    def _report(self) -> None:
+        self.blocked += 1
+        frame = sys._current_frames().get(self._thread_id)
+        watch_log.warning(
+            "the event loop of %s has not answered for %.1f s; run blocking work with "
+            "'await self.compute(fn, ...)'. It is in:\n%s",
+            self._name,
+            self._limit,
+            _stack(frame),
+        )
+
+
+def _stack(frame: FrameType | None) -> str:
+    return "".join(traceback.format_stack(frame)[-12:]) if frame is not None else "(unknown)"

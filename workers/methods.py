@@ -14,12 +14,15 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from rlinf_async.channels import LatestReceiver, LatestSender, Receiver, Sender
 from rlinf_async.channels.ends import End
 from rlinf_async.channels.errors import WrongItemType
-from rlinf_async.channels.itemtypes import is_message, members, runtime_class, type_name
-from rlinf_async.channels.quick_check import quick_check
-from rlinf_async.channels.round_trip import value_check
-from rlinf_async.channels.untyped import decodes_alike
-from rlinf_async.workers.base import Worker
-from rlinf_async.workers.errors import BuildError
+from rlinf_async.channels.quick_check import quick_check, value_check
+from rlinf_async.channels.untyped import (
+    decodes_alike,
+    is_message,
+    members,
+    runtime_class,
+    type_name,
+)
+from rlinf_async.workers.base import BuildError, Worker
 
 END_KINDS: tuple[type, ...] = (Sender, Receiver, LatestSender, LatestReceiver)
 CONTAINERS: tuple[type, ...] = (list, tuple, dict)

@@ -17,16 +17,16 @@ from typing import Literal
 from rlinf_async.backends.toy.config import ToyEngineConfig, ToyTrainerConfig
 from rlinf_async.data import DataConfig
 from rlinf_async.messages.language import Sampling
-from rlinf_async.runtime.jobs.language.config import LanguageConfig
-from rlinf_async.runtime.jobs.language.job import LanguageRL
-from rlinf_async.runtime.jobs.language.sections import (
+from rlinf_async.runtime.jobs.language.config import (
     ActorConfig,
     ClusterConfig,
     EvaluationConfig,
+    LanguageConfig,
     ModelConfig,
     RolloutConfig,
     TrainingConfig,
 )
+from rlinf_async.runtime.jobs.language.job import LanguageRL
 from rlinf_async.simulate import simulate
 from rlinf_async.simulate.calibrate import calibrate, simulation_of
 

@@ -16,7 +16,7 @@ import sys
 import rlinf_async as ra
 from benchmarks.channels import kit
 from rlinf_async.channels import NoReceivers
-from rlinf_async.runtime.group import WorkerRef
+from rlinf_async.runtime.calls import WorkerRef
 
 Measured = dict[str, float]
 

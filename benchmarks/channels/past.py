@@ -33,7 +33,7 @@ from rlinf_async.channels.wire import (
     connect,
     serve,
 )
-from rlinf_async.channels.wire.direct.direct import Use
+from rlinf_async.channels.wire.direct import Use
 from tests.net.hosts import OWNER
 
 WAYS = ("through", "past")

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rlinf_async.bench.execute import SKIPPED
+from rlinf_async.bench.run import SKIPPED
 
 ENV, ENVS, STEPS, TOTAL = "HalfCheetah-v4", 32, 64, 196_608
 EPOCHS, MINIBATCH, LR, GAMMA, LAMBDA, CLIP = 10, 256, 3e-4, 0.99, 0.95, 0.2

@@ -13,7 +13,7 @@ import math
 import sys
 from pathlib import Path
 
-from rlinf_async.bench.execute import SKIPPED
+from rlinf_async.bench.run import SKIPPED
 from rlinf_async.cli import main as command
 from rlinf_async.config import Document, MissingExtra
 from rlinf_async.runtime.jobs.embodied import EmbodiedConfig

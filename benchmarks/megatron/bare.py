@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from rlinf_async.backends.megatron.library import of_megatron
-from rlinf_async.backends.optimizer_config import OptimizerConfig
+from rlinf_async.backends.base import OptimizerConfig
+from rlinf_async.backends.megatron.cpu import of_megatron
 
 
 class FusedAttention(nn.Module):

@@ -21,12 +21,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.megatron.bare import BareLoop
-from rlinf_async.algorithms.language.config import LanguageLossConfig
+from rlinf_async.algorithms.config import LanguageLossConfig
+from rlinf_async.backends.base import OptimizerConfig
 from rlinf_async.backends.language import MicroBatch
 from rlinf_async.backends.language_training.config import LanguageModelConfig
 from rlinf_async.backends.megatron.config import MegatronConfig, MegatronTrainerConfig
 from rlinf_async.backends.megatron.trainer import MegatronTrainer
-from rlinf_async.backends.optimizer_config import OptimizerConfig
 from rlinf_async.messages.language import TrainingSample
 
 SAMPLES, MICRO_BATCH, TOKENS = 16, 4, 128

@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import rlinf_async as ra
+from rlinf_async.backends.base import OptimizerConfig
 from rlinf_async.backends.fsdp.language.config import LanguageFSDPConfig, LanguageTrainerConfig
 from rlinf_async.backends.language_training.config import LanguageModelConfig
-from rlinf_async.backends.optimizer_config import OptimizerConfig
 from rlinf_async.backends.vllm.config import VllmEngineConfig
 from rlinf_async.data import load_tokenizer
 from rlinf_async.messages.language import (

@@ -20,21 +20,21 @@ import tempfile
 from pathlib import Path
 
 from rlinf_async.backends.toy.config import ToyEngineConfig, ToyTrainerConfig
-from rlinf_async.backends.toy.responses import response_length
+from rlinf_async.backends.toy.engine import response_length
 from rlinf_async.data import DataConfig, Prompts, load_tokenizer
 from rlinf_async.messages.language import Request, Sampling
-from rlinf_async.runtime.jobs.language.config import LanguageConfig
-from rlinf_async.runtime.jobs.language.job import LanguageRL
-from rlinf_async.runtime.jobs.language.model import make_model_folder
-from rlinf_async.runtime.jobs.language.samples import Ledger
-from rlinf_async.runtime.jobs.language.sections import (
+from rlinf_async.runtime.jobs.language.config import (
     ActorConfig,
     ClusterConfig,
     EvaluationConfig,
+    LanguageConfig,
     ModelConfig,
     RolloutConfig,
     TrainingConfig,
 )
+from rlinf_async.runtime.jobs.language.job import LanguageRL
+from rlinf_async.runtime.jobs.language.model import make_model_folder
+from rlinf_async.runtime.jobs.language.samples import Ledger
 
 SAMPLES, ITERATIONS = 32, 6
 STEP, TOKEN, UPDATE, LOAD = 0.02, 0.0006, 0.02, 0.02

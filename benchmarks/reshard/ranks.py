@@ -24,7 +24,7 @@ from torch.multiprocessing.spawn import ProcessContext, start_processes
 
 from rlinf_async.backends.fsdp.config import ShardingConfig
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
-from rlinf_async.backends.fsdp.sharding import local_shard
+from rlinf_async.backends.fsdp.state import local_shard
 
 HIDDEN = 1024
 PER_BLOCK = 8 * HIDDEN * HIDDEN

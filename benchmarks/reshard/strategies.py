@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from rlinf_async.backends.base import OptimizerConfig
 from rlinf_async.backends.language_training.config import LanguageModelConfig
 from rlinf_async.backends.megatron.config import MegatronConfig, MegatronTrainerConfig
 from rlinf_async.backends.megatron.trainer import MegatronTrainer
-from rlinf_async.backends.optimizer_config import OptimizerConfig
 from rlinf_async.parallel import Strategy
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))

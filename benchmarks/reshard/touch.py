@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlinf_async.backends.fsdp.sharding import Shards
-from rlinf_async.backends.fsdp.shards import sharded_over
+from rlinf_async.backends.fsdp.sharding import sharded_over
+from rlinf_async.backends.fsdp.state import Shards
 from rlinf_async.backends.reshard import Reservations, allocate
 from rlinf_async.parallel import Model
 

@@ -26,9 +26,9 @@ import numpy as np
 from msgspec.structs import replace
 
 import rlinf_async as ra
+from rlinf_async.backends.base import OptimizerConfig
 from rlinf_async.backends.fsdp.language.config import LanguageFSDPConfig, LanguageTrainerConfig
 from rlinf_async.backends.language_training.config import LanguageModelConfig
-from rlinf_async.backends.optimizer_config import OptimizerConfig
 from rlinf_async.backends.vllm.config import VllmEngineConfig
 from rlinf_async.messages.language import Request, Sample, Sampling, WeightsTaken
 from rlinf_async.messages.weights import WeightUpdate

@@ -18,16 +18,16 @@ from pathlib import Path
 from rlinf_async.backends.toy.config import ToyEngineConfig, ToyTrainerConfig
 from rlinf_async.data import DataConfig
 from rlinf_async.messages.language import Sampling
-from rlinf_async.runtime.jobs.language.config import LanguageConfig
-from rlinf_async.runtime.jobs.language.job import LanguageRL
-from rlinf_async.runtime.jobs.language.sections import (
+from rlinf_async.runtime.jobs.language.config import (
     ActorConfig,
     ClusterConfig,
     EvaluationConfig,
+    LanguageConfig,
     ModelConfig,
     RolloutConfig,
     TrainingConfig,
 )
+from rlinf_async.runtime.jobs.language.job import LanguageRL
 from rlinf_async.workers.scheduler import SchedulingConfig
 
 SAMPLES, GLOBAL_BATCHES = 64, 8

@@ -8,9 +8,9 @@
 
 For each file and number of devices: samples per device-hour of each policy over those of ``static``
 with the same number of actor devices, over those of ``static`` with the number that is best for it,
-and as a share of what can be had: by who knows every length (`rlinf_async.simulate.oracle`),
-who knows only how they are distributed (`rlinf_async.simulate.alike`), and by nobody
-(`rlinf_async.simulate.bound`). The best number is looked for on up to 64 devices; larger clusters
+and as a share of what can be had: by who knows every length (`rlinf_async.simulate.bounds`),
+who knows only how they are distributed (`rlinf_async.simulate.bounds`), and by nobody
+(`rlinf_async.simulate.bounds`). The best number is looked for on up to 64 devices; larger clusters
 get the same share of theirs. ``--best``: every policy has the number that is best for it.
 """
 
@@ -21,11 +21,9 @@ import time
 
 from rlinf_async.config import Document
 from rlinf_async.simulate import SimulationConfig, on_devices, simulate
-from rlinf_async.simulate.alike import all_alike
-from rlinf_async.simulate.bound import at_best
+from rlinf_async.simulate.bounds import all_alike, at_best, oracle
 from rlinf_async.simulate.config import placements
-from rlinf_async.simulate.oracle import oracle
-from rlinf_async.simulate.sweep import with_policy
+from rlinf_async.simulate.run import with_policy
 
 FILES = ["examples/simulated_long_reasoning.toml", "examples/simulated_1024.toml"]
 POLICIES = ["static", "turns", "tail", "greedy", "longest_first"]

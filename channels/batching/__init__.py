@@ -3,10 +3,17 @@
 ``docs/batching.md`` explains the terms.
 """
 
-from rlinf_async.channels.batching.blocking import BlockingBatches
-from rlinf_async.channels.batching.columns import ColumnOps, DictOps, StructOps
-from rlinf_async.channels.batching.cutter import Agree, alone
-from rlinf_async.channels.batching.errors import (
+from rlinf_async.channels.batching.driving import BlockingBatches
+from rlinf_async.channels.batching.iterator import Agree, BatchResizingIterator, Handler, alone
+from rlinf_async.channels.batching.operations import (
+    BatchOps,
+    ColumnOps,
+    DictOps,
+    ListOps,
+    StructOps,
+)
+from rlinf_async.channels.batching.sizes import BatchSizes, rank_share
+from rlinf_async.channels.errors import (
     BadBatch,
     BatchingError,
     BatchSizeError,
@@ -18,10 +25,6 @@ from rlinf_async.channels.batching.errors import (
     SampleTooLong,
     UnfinishedGlobalBatch,
 )
-from rlinf_async.channels.batching.intake import Handler
-from rlinf_async.channels.batching.iterator import BatchResizingIterator
-from rlinf_async.channels.batching.operations import BatchOps, ListOps
-from rlinf_async.channels.batching.sizes import BatchSizes, rank_share
 
 __all__ = [
     "Agree",

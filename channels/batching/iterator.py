@@ -19,33 +19,264 @@ Invariants: every sample is yielded exactly once. The boundaries of the received
 difference. A stage removes a batch only once the next stage has the batch, so a cancellation or an
 error anywhere loses nothing and the next pull continues there. A handler, or ``agree``, whose pull
 is cancelled goes on, and the next pull takes its result: each is called once for what it handles.
+
+Token-balanced micro-batches: which samples of a window share a micro-batch.
+
+Longest-first list scheduling: samples are assigned, longest first, to the micro-batch with the
+fewest tokens (Graham 1969, "Bounds on multiprocessing timing anomalies": the largest part is at
+most 4/3 of the best possible). Two properties that the iterator relies on:
+
+- no part is empty, as long as there are at least as many samples as parts;
+- one part more never makes the largest part larger, so a count that was raised to agree with other
+  ranks still keeps to the token limit. (By induction over the samples: with loads sorted
+  downwards, the i-th of k + 1 parts is at most the i-th of k parts.)
+
+The first stage: from the receiver, through ``on_batch``, into a queue of samples.
+
+Cuts a window of samples into micro-batches, equally many on every rank.
+
+A queue of samples, filled and emptied in batches of any size.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
 from collections import deque
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Generic, Self, TypeVar
+from typing import Generic, Literal, Self, TypeVar
 
-from rlinf_async.channels.batching.blocking import BlockingBatches
-from rlinf_async.channels.batching.cutter import Agree, Cutter
-from rlinf_async.channels.batching.driving import Wait, wait_here
-from rlinf_async.channels.batching.errors import (
-    BadBatch,
-    BatchingError,
-    IncompleteBatch,
-    IteratorBusy,
-    UnfinishedGlobalBatch,
-)
-from rlinf_async.channels.batching.intake import Handler, Intake, call
-from rlinf_async.channels.batching.operations import BatchOps, join
+from rlinf_async.channels.batching.driving import BlockingBatches, Calls, Wait, wait_here
+from rlinf_async.channels.batching.operations import BatchOps, join, sample_lengths, select
 from rlinf_async.channels.batching.sizes import BatchSizes
 from rlinf_async.channels.ends import Key, Receiver
-from rlinf_async.channels.errors import EndOfChannel
+from rlinf_async.channels.errors import (
+    BadBatch,
+    BatchingError,
+    BatchSizeError,
+    CountsDisagree,
+    EndOfChannel,
+    HandlerFailed,
+    IncompleteBatch,
+    IteratorBusy,
+    PullCancelled,
+    SampleTooLong,
+    UnfinishedGlobalBatch,
+)
+
+
+def balance(lengths: Sequence[int], count: int) -> list[list[int]]:
+    """Indices of the samples of each of ``count`` micro-batches.
+
+    Samples keep their order inside a micro-batch; micro-batches are in the order of their first
+    samples. Raises `CountsDisagree` when there are fewer samples than micro-batches.
+    """
+    if not 1 <= count <= len(lengths):
+        raise CountsDisagree(
+            f"{len(lengths)} samples cannot make {count} micro-batches without an empty one. "
+            f"Every rank must have equally many samples per window; a larger balance_window or "
+            f"max_tokens_per_micro_batch makes it less likely."
+        )
+    parts: list[list[int]] = [[] for _ in range(count)]
+    # The number of samples breaks ties: samples of no tokens fill empty parts first.
+    heap = [(0, 0, part) for part in range(count)]
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        tokens, samples, part = heap[0]
+        parts[part].append(index)
+        heapq.heapreplace(heap, (tokens + lengths[index], samples + 1, part))
+    return sorted(sorted(part) for part in parts)
+
+
+def fewest_micro_batches(lengths: Sequence[int], max_tokens: int) -> int:
+    """The smallest count for which `balance` keeps every micro-batch within ``max_tokens``.
+
+    Raises `SampleTooLong` when a single sample exceeds ``max_tokens``.
+    """
+    longest = max(range(len(lengths)), key=lambda index: lengths[index])
+    if lengths[longest] > max_tokens:
+        raise SampleTooLong(
+            f"sample {longest} of the window has {lengths[longest]} tokens, over the "
+            f"{max_tokens} of max_tokens_per_micro_batch. Set it to at least the longest sequence "
+            f"that can occur, or shorten sequences in on_batch."
+        )
+    low, high = max(1, -(-sum(lengths) // max_tokens)), len(lengths)
+    while low < high:
+        middle = (low + high) // 2
+        if _largest_part(lengths, middle) <= max_tokens:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _largest_part(lengths: Sequence[int], count: int) -> int:
+    return max(sum(lengths[index] for index in part) for part in balance(lengths, count))
+
 
 B = TypeVar("B")
+
+Agree = Callable[[int], int | Awaitable[int]]
+"""Returns the maximum of the counts of all data-parallel ranks: an all-reduce with MAX."""
+
+
+def alone(count: int) -> int:
+    """`Agree` of a single rank."""
+    return count
+
+
+class Cutter(Generic[B]):
+    """Cuts windows. Without a token limit a window is one micro-batch already.
+
+    Raises `BatchSizeError` when made with a token limit and no ``agree``.
+    """
+
+    def __init__(self, ops: BatchOps[B], max_tokens: int | None, agree: Agree | None) -> None:
+        if max_tokens is not None and agree is None:
+            raise BatchSizeError(
+                f"max_tokens_per_micro_batch={max_tokens} needs agree=, an all-reduce (max) over "
+                f"the data-parallel ranks: unequal numbers of micro-batches hang collectives. "
+                f"Give agree=alone if there is one rank."
+            )
+        self._ops = ops
+        self._max_tokens = max_tokens
+        self._agree = agree or alone
+
+    async def cut(self, window: B, calls: Calls, wait: Wait) -> list[B]:
+        """The micro-batches of a window, none of them empty. ``calls`` makes the call of ``agree``.
+
+        Raises `SampleTooLong`, `CountsDisagree`, `BadBatch`, and what ``agree`` raises.
+        """
+        if self._max_tokens is None:
+            return [window]
+        lengths = sample_lengths(self._ops, window)
+        wanted = fewest_micro_batches(lengths, self._max_tokens)
+        count = await calls.result(("agree", id(window)), lambda: self._agree(wanted), wait)
+        if count < wanted:
+            raise CountsDisagree(
+                f"agree({wanted}) gave {count}: this rank exceeds {self._max_tokens} tokens "
+                f"with fewer than {wanted} micro-batches. agree must return the maximum over ranks."
+            )
+        return [select(self._ops, window, part) for part in balance(lengths, count)]
+
+
+class SampleQueue(Generic[B]):
+    """Samples in order of arrival. A batch is sliced where a requested count ends inside it."""
+
+    def __init__(self, ops: BatchOps[B]) -> None:
+        self._ops = ops
+        self._batches: deque[tuple[B, int]] = deque()
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def append(self, batch: B) -> None:
+        """Queue the samples of a batch; a batch without samples is ignored."""
+        size = self._ops.size(batch)
+        if size:
+            self._batches.append((batch, size))
+            self._size += size
+
+    def put_back(self, batches: Iterable[B]) -> None:
+        """Queue batches, in their order, at the head of the queue."""
+        for batch in reversed(list(batches)):
+            size = self._ops.size(batch)
+            self._batches.appendleft((batch, size))
+            self._size += size
+
+    def peek(self, count: int) -> B:
+        """The first ``count`` samples (at least 1, at most ``len``), which stay queued."""
+        pieces: list[B] = []
+        for batch, size in self._batches:
+            if size > count:
+                pieces.append(self._ops.slice(batch, 0, count))
+                break
+            pieces.append(batch)
+            count -= size
+            if count == 0:
+                break
+        return join(self._ops, pieces)
+
+    def drop(self, count: int) -> None:
+        """Remove the first ``count`` samples (at most ``len``)."""
+        self._size -= count
+        while count:
+            batch, size = self._batches.popleft()
+            if size > count:
+                self._batches.appendleft((self._ops.slice(batch, count, size), size - count))
+                return
+            count -= size
+
+
+Handler = Callable[[B], B | Awaitable[B]]
+"""Takes a batch and returns its replacement. Called again with the same batch after an error, not
+after a cancelled pull."""
+
+
+class Intake(Generic[B]):
+    """Receives batches until enough samples are queued."""
+
+    def __init__(
+        self,
+        receiver: Receiver[B],
+        ops: BatchOps[B],
+        on_batch: Handler[B] | None,
+        key: Key | None,
+    ) -> None:
+        self._receiver = receiver
+        self._ops = ops
+        self._on_batch = on_batch
+        self._key = key
+        self._inbox: deque[B] = deque()
+        """received batches that are not handled yet"""
+        self._received = 0
+        """number of handled batches"""
+        self.calls = Calls()
+        """of all handlers of the iterator"""
+        self.samples = SampleQueue(ops)
+        self.empty_batches = 0
+
+    async def fill(self, count: int, wait: Wait) -> None:
+        """Receive until ``count`` samples are queued; raises what the receiver raises."""
+        while len(self.samples) < count:
+            if not self._inbox:
+                await wait(self._get())
+            await self._handle(self._inbox[0], wait)
+            self._inbox.popleft()
+            self._received += 1
+
+    async def _get(self) -> None:
+        # One step on the loop: after a cancelled pull the batch is in the inbox.
+        self._inbox.append(await self._receiver.get(key=self._key))
+
+    async def _handle(self, batch: B, wait: Wait) -> None:
+        if self._ops.size(batch) == 0:
+            self.empty_batches += 1
+            return
+        if self._on_batch is not None:
+            batch = await call(self._on_batch, batch, "on_batch", self._received, self.calls, wait)
+        self.samples.append(batch)
+
+
+async def call(
+    handler: Handler[B],
+    batch: B,
+    kind: Literal["on_batch", "on_global_batch"],
+    index: int,
+    calls: Calls,
+    wait: Wait,
+) -> B:
+    """The handler's result for the batch; raises `HandlerFailed` with its error as the cause."""
+    try:
+        handled = await calls.result((kind, index), lambda: handler(batch), wait)
+    except PullCancelled:
+        raise
+    except Exception as error:
+        raise HandlerFailed(kind, index, f"{type(error).__name__}: {error}") from error
+    if handled is None:
+        raise HandlerFailed(kind, index, "it returned None; return the batch")
+    return handled
 
 
 class BatchResizingIterator(Generic[B]):

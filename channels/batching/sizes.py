@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import msgspec
 
-from rlinf_async.channels.batching.errors import BatchSizeError
+from rlinf_async.channels.errors import BatchSizeError
 
 
 class BatchSizes(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,26 +13,22 @@
     homes     queues that live with a worker, and not with the process that owns the cluster
 """
 
-from rlinf_async.channels.encoded import Encoded
-from rlinf_async.channels.wire.client import ChannelClient
-from rlinf_async.channels.wire.direct.direct import Direct
-from rlinf_async.channels.wire.homes.adopting import AdoptedEnd, Homes
-from rlinf_async.channels.wire.homes.home_protocol import ChannelSeen
-from rlinf_async.channels.wire.homes.homed_queues import HomedQueues
-from rlinf_async.channels.wire.homes.remote_queue import HomeMaker, RemoteChannel
-from rlinf_async.channels.wire.items.codec import Decoder, Encoder, encode
-from rlinf_async.channels.wire.items.shared_arrays import shared_bytes
-from rlinf_async.channels.wire.links.protocol import EndRef, Home
-from rlinf_async.channels.wire.links.remote_latest import RemoteLatestReceiver, RemoteLatestSender
-from rlinf_async.channels.wire.links.remote_receiver import RemoteReceiver
-from rlinf_async.channels.wire.links.remote_sender import RemoteSender
+from rlinf_async.channels.untyped import Encoded
+from rlinf_async.channels.wire.adopting import AdoptedEnd, ChannelClient, Homes
+from rlinf_async.channels.wire.codec import Decoder, Encoder, encode
+from rlinf_async.channels.wire.direct import Direct
+from rlinf_async.channels.wire.homes import HomedQueues, HomeMaker, RemoteChannel
+from rlinf_async.channels.wire.protocol import ChannelSeen, EndRef, Home
+from rlinf_async.channels.wire.remote_latest import RemoteLatestReceiver, RemoteLatestSender
+from rlinf_async.channels.wire.remote_receiver import RemoteReceiver
+from rlinf_async.channels.wire.remote_sender import RemoteSender
 from rlinf_async.channels.wire.server import ChannelServer
 from rlinf_async.channels.wire.session.answers import Request, Router
-from rlinf_async.channels.wire.session.connection import Connection
+from rlinf_async.channels.wire.session.connection import Connection, Traffic, traffic_of
 from rlinf_async.channels.wire.session.endpoint import Server, connect, serve
-from rlinf_async.channels.wire.session.failures import RemoteError
-from rlinf_async.channels.wire.session.secret import load_secret
-from rlinf_async.channels.wire.session.traffic import Traffic, traffic_of
+from rlinf_async.channels.wire.session.requests import RemoteError
+from rlinf_async.channels.wire.session.tls import load_secret
+from rlinf_async.channels.wire.shared_arrays import shared_bytes
 
 __all__ = [
     "AdoptedEnd",

@@ -3,9 +3,10 @@
 ::
 
     config.py       which ones, and their coefficients (no torch)
-    advantages.py   what goes in and out, the table     gae.py
-    losses.py       what goes in and out, the table, PPO's formulas
+    advantages.py   what goes in and out, the table, GAE, group-relative advantages
+    losses.py       what goes in and out, the table, the formulas of PPO and SAC
     registry.py     the table itself
+    language/       the same over tokens
 
 A new one is a function and a decorator::
 

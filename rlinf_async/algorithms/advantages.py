@@ -2,11 +2,17 @@
 
 An advantage function never normalises: the trainer does, over a batch or a minibatch, as
 configured.
+
+Advantages relative to a group of episodes from one initial state (Shao et al. 2024, 4.1).
+
+Generalised advantage estimation (Schulman et al. 2016, equations 11 to 16).
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from rlinf_async.algorithms.config import AdvantageConfig
 from rlinf_async.config.registry import Registry
@@ -46,7 +52,7 @@ class AdvantageFunction(Protocol):
 
 advantage_functions: Registry[AdvantageFunction] = Registry(
     "advantage",
-    built_in=("rlinf_async.algorithms.gae", "rlinf_async.algorithms.grpo"),
+    built_in=("rlinf_async.algorithms.advantages", "rlinf_async.algorithms.advantages"),
     group="rlinf_async.advantages",
     called_with=("inputs", "config"),
 )
@@ -74,3 +80,47 @@ def _check_shapes(inputs: AdvantageInputs) -> None:
         found = getattr(inputs, field).shape
         if found != shape:
             raise ValueError(f"{field} has shape {found}; with reward {steps} it must be {shape}")
+
+
+@register_advantage("grpo")
+def grpo(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
+    """Return (return of the episode - mean of its group) / deviation of its group, at every step.
+
+    Columns are episodes, and ``config.group_size`` of them in a row are a group. The value function
+    is not trained: returns are its own outputs. Raises `ValueError` unless there are whole groups.
+    """
+    length, episodes = inputs.reward.shape
+    size = config.group_size
+    if size < 2 or episodes % size:
+        raise ValueError(
+            f"advantage 'grpo' has {episodes} episodes in groups of {size}: env.group_size must be "
+            "at least 2, and divide them"
+        )
+    valid = np.ones_like(inputs.terminated) if inputs.valid is None else inputs.valid
+    groups = np.where(valid, inputs.reward, np.float32(0.0)).sum(0).reshape(-1, size)
+    centered = groups - groups.mean(1, keepdims=True)
+    relative = centered / (groups.std(1, keepdims=True) + np.float32(1e-6))
+    advantage = np.broadcast_to(relative.reshape(1, -1), (length, episodes)).astype(np.float32)
+    return Advantages(advantage, inputs.value[:-1].copy())
+
+
+@register_advantage("gae")
+def gae(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
+    """Return exponentially weighted temporal-difference errors, and returns = advantage + value.
+
+    A terminated step bootstraps with 0, a truncated one with ``final_value`` (the episode would
+    have gone on: Pardo et al. 2018); the sum over later steps stops at both. A step that is both
+    counts as terminated.
+    """
+    terminated = inputs.terminated
+    ended = terminated | inputs.truncated
+    next_value = np.where(inputs.truncated, inputs.final_value, inputs.value[1:])
+    next_value = np.where(terminated, np.float32(0.0), next_value)
+    delta = inputs.reward + np.float32(config.gamma) * next_value - inputs.value[:-1]
+    decay = np.where(ended, np.float32(0.0), np.float32(config.gamma * config.gae_lambda))
+    advantage = np.empty_like(delta, dtype=np.float32)
+    running = np.zeros(delta.shape[1:], dtype=np.float32)
+    for step in range(len(delta) - 1, -1, -1):
+        running = delta[step] + decay[step] * running
+        advantage[step] = running
+    return Advantages(advantage, advantage + inputs.value[:-1])

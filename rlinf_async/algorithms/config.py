@@ -1,11 +1,161 @@
-"""Which advantage and which loss, and their coefficients. Imports no torch."""
+"""Which advantage and which loss a language model is trained with. No torch: this is configuration.
+
+Comparisons are written so that NaN fails them.
+
+Which advantage and which loss, and their coefficients. Imports no torch.
+
+From the losses of tokens to the loss of a global batch.
+
+::
+
+    loss = sum over trained tokens of (weight x token loss)  /  sum over samples of units
+
+Weights and units are known sample by sample; only the denominator needs the whole global batch. So
+gradients are summed undivided, and divided once at the end: the result does not depend on how
+samples are divided into micro-batches or among ranks.
+
+================================  ====================  ==========================================
+``token-mean``                    weight 1, units R     every token counts alike (DAPO, Yu et al.
+                                                        2025, equation 8)
+``sequence-mean-token-mean``      weight 1/R, units 1   every sample counts alike (GRPO, Shao et al.
+                                                        2024, equation 3)
+``sequence-mean-token-sum``       weight 1, units 1     no bias by length (Dr. GRPO, Liu et al.
+                                                        2025, up to its constant)
+================================  ====================  ==========================================
+
+``R`` is the number of a sample's trained tokens; a sample without any counts nothing.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
 
 import msgspec
+
+KLEstimator = Literal["k1", "k2", "k3"]
+Aggregation = Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum"]
+
+LOG_RATIO_LIMIT = 20.0
+"""default limit of log-ratios, as in verl: ``exp(20)`` is 4.9e8"""
+LARGEST_LOG_RATIO = 80.0
+"""highest limit that can be set; ``exp(88.8)`` is infinite in float32"""
+K3_LIMIT = 10.0
+"""default limit of ``k3``, as in verl"""
+WHITENED = frozenset({"gae", "reinforce++", "reinforce++_baseline"})
+"""advantages that are normalised over the global batch by default"""
+
+
+class LanguageAdvantageConfig(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
+    """Which advantage, and the KL in its rewards."""
+
+    name: str = "grpo"
+    """``grpo``, ``rloo``, ``reinforce++``, ``reinforce++_baseline``, ``gae``, or a user's own"""
+    divide_by_std: bool = True
+    """grpo: divide by the standard deviation of the group; False is Dr. GRPO"""
+    gamma: float = 1.0
+    """discount per token: gae and reinforce++"""
+    gae_lambda: float = 1.0
+    normalize: Literal["auto", "none", "batch"] = "auto"
+    """over the tokens of the global batch, all ranks together; auto: where the named advantage is
+    defined that way (gae, reinforce++ and its baseline form)"""
+    kl_coefficient: float = 0.0
+    """of the KL to the reference that is subtracted from each token's reward; 0: none"""
+    kl_estimator: KLEstimator = "k1"
+    k3_limit: float = K3_LIMIT
+    """upper limit of ``k3`` of one token"""
+
+    def __post_init__(self) -> None:
+        for field in ("gamma", "gae_lambda"):
+            number = getattr(self, field)
+            if not 0.0 <= number <= 1.0:
+                raise ValueError(f"{field} is {number}; it must lie between 0 and 1")
+        _check_not_negative(kl_coefficient=self.kl_coefficient)
+        _check_above({"k3_limit": (self.k3_limit, 0.0)})
+
+    @property
+    def whitens(self) -> bool:
+        """Advantages are normalised over the global batch."""
+        return self.normalize == "batch" or (self.normalize == "auto" and self.name in WHITENED)
+
+
+class LanguageLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which loss, and its coefficients."""
+
+    name: str = "ppo"
+    """``ppo``, ``gspo``, ``reinforce``, ``supervised``, or a user's own"""
+    clip_low: float = 0.2
+    """the ratio is clipped at ``1 - clip_low`` from below"""
+    clip_high: float = 0.2
+    """the ratio is clipped at ``1 + clip_high`` from above; DAPO: larger than ``clip_low``"""
+    dual_clip: float | None = None
+    """with a negative advantage the loss is at most ``-dual_clip * advantage``; above 1"""
+    proximal: Literal["auto", "behaviour", "current", "step"] = "auto"
+    """denominator of the ratio. ``auto``: the recomputed log-probs if the sample has them, else
+    those of the engine; ``behaviour``: those of the engine; ``current``: those of the current
+    weights, which are the initial ones of the iteration if that is one optimizer step; ``step``:
+    those of the weights that the iteration begins with, computed by the trainer itself"""
+    off_policy: Literal["none", "truncated", "decoupled"] = "none"
+    """correction for tokens that another policy than the proximal one sampled; ``proximal`` is then
+    ``step`` or ``current``, or samples bring log-probs of the trainer's"""
+    off_policy_cap: float = 2.0
+    """``truncated``: upper limit of the weight; ``decoupled``: tokens above it are left out"""
+    kl_coefficient: float = 0.0
+    """of the KL to the reference that is added to the loss; 0: none"""
+    kl_estimator: KLEstimator = "k3"
+    k3_limit: float = K3_LIMIT
+    """upper limit of ``k3`` of one token; the KL has no gradient beyond"""
+    log_ratio_limit: float = LOG_RATIO_LIMIT
+    """log-ratios are clamped to plus or minus this before `exp`; the ratio has no gradient beyond.
+    At most 80: ratios stay finite in float32"""
+    entropy_coefficient: float = 0.0
+    """of the entropy bonus"""
+    aggregation: Aggregation = "token-mean"
+    early_stop_ratio: float | None = None
+    """the loss of a sample whose mean ratio is above it is multiplied by 0; every rank still takes
+    part in the same collectives"""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.clip_low < 1.0:
+            raise ValueError(f"clip_low is {self.clip_low}; it must lie between 0 and 1")
+        _check_above(
+            {
+                "clip_high": (self.clip_high, 0.0),
+                "off_policy_cap": (self.off_policy_cap, 0.0),
+                "dual_clip": (self.dual_clip, 1.0),
+                "early_stop_ratio": (self.early_stop_ratio, 0.0),
+                "k3_limit": (self.k3_limit, 0.0),
+                "log_ratio_limit": (self.log_ratio_limit, 0.0),
+            }
+        )
+        if self.log_ratio_limit > LARGEST_LOG_RATIO:
+            raise ValueError(
+                f"log_ratio_limit is {self.log_ratio_limit}; it must be at most "
+                f"{LARGEST_LOG_RATIO:g}, so that ratios stay finite"
+            )
+        _check_not_negative(
+            kl_coefficient=self.kl_coefficient, entropy_coefficient=self.entropy_coefficient
+        )
+        if self.off_policy != "none" and self.proximal == "behaviour":
+            raise ValueError(
+                f"off_policy is {self.off_policy!r}, which weights tokens by proximal / behaviour: "
+                "with proximal = 'behaviour' each weight is 1; set proximal to 'step'"
+            )
+
+
+def _check_above(limits: Mapping[str, tuple[float | None, float]]) -> None:
+    for name, (number, limit) in limits.items():
+        if number is not None and not number > limit:
+            raise ValueError(f"{name} is {number}; it must be above {limit:g}")
+
+
+def _check_not_negative(**numbers: float) -> None:
+    for name, number in numbers.items():
+        if not 0.0 <= number < float("inf"):
+            raise ValueError(f"{name} is {number}; it must be a finite number, at least 0")
 
 
 class AdvantageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,3 +210,23 @@ class LossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 f"value_coefficient is {self.value_coefficient}; it must be at least 0: the value "
                 "would learn to be wrong"
             )
+
+
+class Share(NamedTuple):
+    """The weight of one sample."""
+
+    weight: float
+    """of each of its trained tokens"""
+    units: float
+    """its part of the denominator"""
+
+
+def share_of(trained_tokens: int, aggregation: Aggregation) -> Share:
+    """Return the share of a sample of so many trained tokens."""
+    if trained_tokens == 0:
+        return Share(0.0, 0.0)
+    if aggregation == "token-mean":
+        return Share(1.0, float(trained_tokens))
+    if aggregation == "sequence-mean-token-mean":
+        return Share(1.0 / trained_tokens, 1.0)
+    return Share(1.0, 1.0)

@@ -6,19 +6,30 @@
     TrainerBackend   actor worker: trajectories -> a better policy, its weights, its checkpoints
     OffPolicyTrainer actor worker: batches of a replay worker -> the same
 
-A backend is loaded by name with `rlinf_async.backends.registry.load_policy_backend` and
+A backend is loaded by name with `rlinf_async.backends.base.load_policy_backend` and
 `load_trainer_backend`, so that only the worker that computes imports torch.
+
+Backends by name, imported only when one is asked for: nothing here needs torch.
+
+Settings of optimizers, and the learning rate, whichever library trains. No torch.
+
+Work that is not left half done when whoever waits for it is cancelled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import math
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
-from rlinf_async.messages.embodied import Floats, Ints, Trajectory
-from rlinf_async.messages.replay import ReplayBatch
+import msgspec
+
+from rlinf_async.backends.language import GenerationEngine, LanguageTrainer
+from rlinf_async.config.registry import Registry, UnknownName
+from rlinf_async.messages.embodied import Floats, Ints, ReplayBatch, Trajectory
 from rlinf_async.messages.spaces import Seen
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.parallel import Strategy
@@ -235,3 +246,247 @@ class Rescalable(Protocol):
     def skip_iteration(self) -> None:
         """Count an iteration that the active ranks train, on an idle one."""
         ...
+
+
+UnknownBackend = UnknownName
+
+
+class TrainerFactory(Protocol):
+    """Builds one rank's trainer from the backend's own configuration."""
+
+    def __call__(self, config: Any, world_size: int, rank: int, /) -> TrainerBackend: ...
+
+
+class OffPolicyTrainerFactory(Protocol):
+    """Builds one rank's trainer that learns from replay, for a policy of known spaces."""
+
+    def __call__(
+        self, config: Any, policy: Any, world_size: int, rank: int, /
+    ) -> OffPolicyTrainer: ...
+
+
+class PolicyFactory(Protocol):
+    """Builds a policy that acts, from the backend's own configuration."""
+
+    def __call__(self, config: Any, seed: int, device: str, /) -> PolicyBackend: ...
+
+
+class EngineFactory(Protocol):
+    """Makes an engine that generates, from the backend's own configuration. Cheap: `start` builds.
+
+    ``seed``: for random numbers that a request's own seed does not set; ``device``: torch's name.
+    """
+
+    def __call__(self, config: Any, seed: int, device: str, /) -> GenerationEngine: ...
+
+
+class LanguageTrainerFactory(Protocol):
+    """Builds one rank's trainer of a language model from the backend's own configuration."""
+
+    def __call__(self, config: Any, world_size: int, rank: int, /) -> LanguageTrainer: ...
+
+
+ONE_RANK = ("config", "world_size", "rank")
+"""arguments of a trainer"""
+
+_trainers: Registry[TrainerFactory] = Registry(
+    "trainer backend",
+    entries={"fsdp": "rlinf_async.backends.fsdp.embodied:EmbodiedTrainer"},
+    group="rlinf_async.trainers",
+    called_with=ONE_RANK,
+)
+TRAINERS = _trainers.paths
+"""name -> ``module:factory``; the factory's module documents its configuration"""
+
+_off_policy_trainers: Registry[OffPolicyTrainerFactory] = Registry(
+    "off-policy trainer backend",
+    entries={"sac": "rlinf_async.backends.fsdp.sac:SacTrainer"},
+    group="rlinf_async.off_policy_trainers",
+    called_with=("config", "policy", "world_size", "rank"),
+)
+
+OFF_POLICY_TRAINERS = _off_policy_trainers.paths
+
+_language_trainers: Registry[LanguageTrainerFactory] = Registry(
+    "language trainer backend",
+    group="rlinf_async.language_trainers",
+    called_with=ONE_RANK,
+)
+LANGUAGE_TRAINERS = _language_trainers.paths
+LANGUAGE_TRAINERS |= {
+    "toy": "rlinf_async.backends.toy.trainer:ToyTrainer",
+    "cost": "rlinf_async.backends.cost.trainer:CostTrainer",
+    "fsdp": "rlinf_async.backends.fsdp.language.trainer:PolicyTrainer",
+    "megatron": "rlinf_async.backends.megatron.trainer:MegatronTrainer",
+    "megatron_critic": "rlinf_async.backends.megatron.trainer:MegatronCriticTrainer",
+    "fsdp_critic": "rlinf_async.backends.fsdp.language.trainer:CriticTrainer",
+}
+
+WITHOUT_COLLECTIVES = frozenset({"toy", "cost"})
+"""language trainers whose ranks exchange nothing, and need no torch.distributed"""
+
+_LANGUAGE = (
+    "torch._dynamo",  # an optimizer's first step imports it
+    "torch.distributed.fsdp",
+    "transformers.modeling_utils",
+)
+SLOW_IMPORTS: Mapping[str, tuple[str, ...]] = {
+    "rlinf_async.backends.fsdp.embodied": ("torch._dynamo", "torch.distributed.fsdp"),
+    "rlinf_async.backends.fsdp.sac": ("torch._dynamo", "torch.distributed.fsdp"),
+    "rlinf_async.backends.fsdp.language.trainer": _LANGUAGE,
+    "rlinf_async.backends.megatron.trainer": (*_LANGUAGE, "megatron.core"),
+    "rlinf_async.backends.policies.serving": (),
+    "rlinf_async.backends.transformers.engine": _LANGUAGE,
+}
+"""A backend's module, and what it imports only when it is at work. One that is not here imports
+little, or starts threads meanwhile."""
+
+_policies: Registry[PolicyFactory] = Registry(
+    "policy backend",
+    entries={"torch": "rlinf_async.backends.policies.serving:serve_policy"},
+    group="rlinf_async.policy_backends",
+    called_with=("config", "seed", "device"),
+)
+POLICIES = _policies.paths
+
+_engines: Registry[EngineFactory] = Registry(
+    "generation backend",
+    group="rlinf_async.engines",
+    called_with=("config", "seed", "device"),
+)
+ENGINES = _engines.paths
+ENGINES |= {
+    "toy": "rlinf_async.backends.toy.engine:ToyEngine",
+    "cost": "rlinf_async.backends.cost.engine:CostEngine",
+    "transformers": "rlinf_async.backends.transformers.engine:TransformersEngine",
+    "vllm": "rlinf_async.backends.vllm.engine:VllmEngine",
+}
+
+
+def load_trainer_backend(name: str) -> TrainerFactory:
+    """Return the factory of the trainer ``name``; raises `UnknownBackend`."""
+    return _trainers.load(name)
+
+
+def load_off_policy_trainer(name: str) -> OffPolicyTrainerFactory:
+    """Return the factory of the off-policy trainer ``name``; raises `UnknownBackend`."""
+    return _off_policy_trainers.load(name)
+
+
+def load_language_trainer(name: str) -> LanguageTrainerFactory:
+    """Return the factory of the language trainer ``name``; raises `UnknownBackend`."""
+    return _language_trainers.load(name)
+
+
+def load_policy_backend(name: str) -> PolicyFactory:
+    """Return the factory of the policy backend ``name``; raises `UnknownBackend`."""
+    return _policies.load(name)
+
+
+def load_generation_engine(name: str) -> EngineFactory:
+    """Return the factory of the generation engine ``name``; raises `UnknownBackend`."""
+    return _engines.load(name)
+
+
+def slow_imports(table: Mapping[str, str], name: str | None) -> tuple[str, ...]:
+    """The modules that a backend takes seconds to import, see `Worker.slow_imports`."""
+    module = table.get(name or "", "").partition(":")[0]
+    return (*SLOW_IMPORTS[module], module) if module in SLOW_IMPORTS else ()
+
+
+class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """AdamW. Comparisons are written so that NaN fails them."""
+
+    lr: float = 3e-4
+    value_lr: float | None = None
+    """of the parameters that only the value uses; ``lr`` when left out"""
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-5
+    weight_decay: float = 0.0
+    max_grad_norm: float | None = 0.5
+    """over all parameters together; None measures but does not clip"""
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0.0:
+            raise ValueError(f"lr is {self.lr}; it must be above 0")
+        if self.value_lr is not None and not self.value_lr > 0.0:
+            raise ValueError(f"value_lr is {self.value_lr}; it must be above 0, or left out")
+        if not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ValueError(f"betas is {self.betas}; both must be at least 0 and below 1")
+        if not self.eps > 0.0:
+            raise ValueError(f"eps is {self.eps}; it must be above 0")
+        if not self.weight_decay >= 0.0:
+            raise ValueError(f"weight_decay is {self.weight_decay}; it must be at least 0")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0.0:
+            raise ValueError(
+                f"max_grad_norm is {self.max_grad_norm}; it must be above 0, or left out"
+            )
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The learning rate over optimizer steps, as a factor of its configured value."""
+
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+    """the factor rises in a line from near 0 to 1"""
+    total_steps: int = 0
+    """linear and cosine reach ``min_factor`` here, and stay"""
+    min_factor: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps is {self.warmup_steps}; it must be at least 0")
+        if self.kind != "constant" and self.total_steps <= self.warmup_steps:
+            raise ValueError(
+                f"total_steps is {self.total_steps}; a {self.kind} schedule with warmup_steps "
+                f"{self.warmup_steps} needs more steps than that"
+            )
+        if self.kind == "constant" and self.total_steps:
+            raise ValueError(
+                f"total_steps is {self.total_steps}, but a constant schedule has no end: set kind "
+                "to 'linear' or 'cosine', or leave it out"
+            )
+        if not 0.0 <= self.min_factor <= 1.0:
+            raise ValueError(f"min_factor is {self.min_factor}; it must lie between 0 and 1")
+
+
+def lr_factor(step: int, config: SchedulerConfig) -> float:
+    """Return the factor of the learning rate for optimizer step ``step``, counted from 0."""
+    if step < config.warmup_steps:
+        return (step + 1) / (config.warmup_steps + 1)
+    if config.kind == "constant":
+        return 1.0
+    done = (step - config.warmup_steps) / (config.total_steps - config.warmup_steps)
+    done = min(done, 1.0)
+    left = 1.0 - done if config.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return config.min_factor + (1.0 - config.min_factor) * left
+
+
+R = TypeVar("R")
+
+
+class Unbroken:
+    """Carries work to its end. An error that nobody waits for any more is dropped."""
+
+    def __init__(self) -> None:
+        self._under_way = set[asyncio.Task[Any]]()
+
+    async def run(self, work: Coroutine[Any, Any, R]) -> R:
+        """Wait for the work; a cancellation ends the wait only."""
+        task = asyncio.create_task(work)
+        self._under_way.add(task)
+        task.add_done_callback(self._ended)
+        try:
+            return await asyncio.shield(task)
+        finally:
+            del task  # or its error would hold this frame, and with it all that the work had
+
+    async def ended(self) -> None:
+        """Wait until nothing is under way."""
+        while self._under_way:
+            await asyncio.wait(self._under_way)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._under_way.discard(task)
+        if not task.cancelled():
+            task.exception()  # asyncio would report one that nobody has looked at

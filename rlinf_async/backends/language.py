@@ -5,22 +5,33 @@
     GenerationEngine   rollout worker: one prompt -> its response, many at a time (async)
     LanguageTrainer    actor and inference worker: samples -> a better model, log-probs, weights
 
-Backends are loaded by name (`rlinf_async.backends.registry`).
+Backends are loaded by name (`rlinf_async.backends.base`).
+
+Which families of language models can be trained, and which engines agree with the trainer.
+
+`FAMILIES` is the table of docs/language-training.md: each entry was tried with a tiny random model,
+whose published weights were loaded by the engine (``python -m tests.backends.families``). A family
+that is not in it is judged by its structure. No torch, except for such a family.
+
+What trainers of language models share: a version; of those without a model, its checkpoints.
 """
 
 from __future__ import annotations
 
+import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Final, NamedTuple, NoReturn, Protocol, runtime_checkable
+from typing import Any, ClassVar, Final, Literal, NamedTuple, NoReturn, Protocol, runtime_checkable
 
+import msgspec
 import numpy as np
 
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Generated, Request, Tokens, TrainingSample
 from rlinf_async.messages.weights import Allocate, WeightUpdate
-from rlinf_async.parallel import DataRank
+from rlinf_async.parallel import DataRank, Strategy
 
 
 class EngineDied(RuntimeError):
@@ -362,3 +373,213 @@ class ReadsForOthers(Protocol):
         """Raise `RankFailed` on all ranks of this one's model, in place of the log-probs or values
         that they compute next. On a rank that reads; also while offloaded."""
         ...
+
+
+ENGINES: Final = ("transformers", "vllm")
+LAYER_KINDS: Final = ("full_attention", "sliding_attention")
+"""layers that packed attention and the transformers engine compute"""
+
+
+class UnsupportedModel(ValueError):
+    """Models of this family cannot be trained, or not with this engine; the message says why."""
+
+
+class Family(NamedTuple):
+    """A family that can be trained, and served by the transformers engine."""
+
+    vllm: Literal["yes", "no", "not on a CPU", "untried"] = "yes"
+    """whether vLLM on a CPU computes the trainer's log-probs; only ``no`` is refused"""
+    note: str = ""
+    """why vLLM cannot serve it"""
+
+
+FAMILIES: Final[Mapping[str, Family]] = {
+    "arcee": Family("untried"),
+    "cohere": Family(),
+    "cohere2": Family(),
+    "deepseek_v2": Family("not on a CPU"),
+    "deepseek_v3": Family("not on a CPU"),
+    "dots1": Family("untried"),
+    "ernie4_5": Family("untried"),
+    "exaone4": Family(),
+    "gemma": Family(),
+    "gemma2": Family(),
+    "gemma3_text": Family(),
+    "glm": Family(),
+    "glm4": Family(),
+    "glm4_moe": Family(),
+    "gpt2": Family(),
+    "gpt_neox": Family("no", "its log-probs differ from the trainer's"),
+    "granite": Family(),
+    "granitemoe": Family(),
+    "helium": Family("untried"),
+    "llama": Family(),
+    "mistral": Family(),
+    "mixtral": Family(),
+    "olmo": Family(),
+    "olmo2": Family(),
+    "olmo3": Family(),
+    "olmoe": Family(),
+    "opt": Family(),
+    "phi": Family("untried"),
+    "phi3": Family(),
+    "qwen2": Family(),
+    "qwen2_moe": Family(),
+    "qwen3": Family(),
+    "qwen3_moe": Family(),
+    "seed_oss": Family("untried"),
+    "smollm3": Family(),
+    "starcoder2": Family("untried"),
+}
+"""by ``model_type``"""
+
+REFUSED: Final[Mapping[str, str]] = {
+    "gpt_oss": "its attention has sinks, which packed attention does not compute",
+    "nemotron": "its attention is not told where packed samples end",
+    "phimoe": "its router draws random numbers in training",
+}
+"""reasons that do not follow from a model's structure, by ``model_type``"""
+
+
+def check_family(config: Mapping[str, Any], engine: str | None = None) -> None:
+    """Refuse a model that would be trained wrongly, or that the engine would not serve.
+
+    Args:
+        config: the content of its ``config.json``.
+        engine: the rollout backend; None for the trainer alone.
+
+    Raises:
+        UnsupportedModel: names the family, the reason, and what is supported.
+    """
+    kind = str(config.get("model_type"))
+    family = FAMILIES.get(kind)
+    if family is None:
+        reason = REFUSED.get(kind) or _structural_fault(config)
+        if reason:
+            raise UnsupportedModel(
+                f"models of the family {kind!r} cannot be trained: {reason}. "
+                f"{supported_families(engine)}"
+            )
+    elif engine == "vllm" and family.vllm == "no":
+        raise UnsupportedModel(
+            f"models of the family {kind!r} cannot be served by the vllm engine: {family.note}; "
+            f"set rollout.backend to 'transformers'. {supported_families(engine)}"
+        )
+
+
+def supported_families(engine: str | None = None) -> str:
+    """Return a sentence with the families that were tried: with the engine, or with the trainer."""
+    names = [name for name, one in FAMILIES.items() if engine != "vllm" or one.vllm != "no"]
+    return f"Supported are {', '.join(names)}; see 'Model families' in docs/language-training.md"
+
+
+def _structural_fault(config: Mapping[str, Any]) -> str | None:
+    """Return why a family cannot be trained; None if nothing speaks against it, or if transformers
+    does not know it, which is reported where the model is built."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    try:
+        described: Any = AutoConfig.for_model(**config)
+        model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(described)]
+    except (KeyError, ValueError, TypeError):
+        return None
+    if getattr(model, "_is_stateful", False):
+        return "a recurrent state is carried from token to token, across packed samples"
+    text = described.get_text_config(decoder=True)
+    kinds = set(getattr(text, "layer_types", None) or ()) - set(LAYER_KINDS)
+    if kinds:
+        return f"layers of kind {', '.join(sorted(kinds))} are not known to packed attention"
+    if not getattr(model, "_supports_attention_backend", False):
+        return "its attention in transformers cannot be replaced by packed attention"
+    return None
+
+
+class VersionCounter(ABC):
+    """Counts versions."""
+
+    def __init__(self) -> None:
+        self._version = 0
+
+    @property
+    def version(self) -> int:
+        """Number of iterations that were trained, or the version that `load` took."""
+        return self._version
+
+    def end_iteration(self) -> None:
+        """Count the version up."""
+        self._version += 1
+
+    def skip_iteration(self) -> None:
+        """Count an iteration that other ranks train."""
+        self.end_iteration()
+
+    @abstractmethod
+    def log_probs(
+        self, samples: Sequence[TrainingSample], *, reference: bool = False
+    ) -> list[Floats]:
+        """Return log-probs ``[R]`` of each response. Collective."""
+
+
+class VersionTrainer(VersionCounter):
+    """A version without a model; a checkpoint is the version.
+
+    Args:
+        world_size: data ranks that were launched.
+        rank: of this one.
+        tp: tensor-parallel ranks of a copy of the model.
+    """
+
+    normalizes = False
+    recomputes = False
+    file: ClassVar[str]
+    """of a checkpoint"""
+
+    def __init__(self, world_size: int, rank: int, *, tp: int = 1) -> None:
+        super().__init__()
+        self._launched, self._rank = world_size, rank
+        self._strategy = Strategy(dp=world_size, tp=tp)
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that is in force."""
+        return self._strategy
+
+    def agree(self, count: int, /) -> int:
+        """Return the count: ranks do not wait for one another."""
+        return count
+
+    def first_log_probs(
+        self, samples: Sequence[TrainingSample], *, batch: int, batches: int
+    ) -> list[Floats]:
+        """Return the log-probs: within an iteration the version is the same."""
+        return self.log_probs(samples)
+
+    def load(self, update: WeightUpdate) -> None:
+        """Take the version of these weights."""
+        self._version = update.version
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write the version."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / self.file).write_bytes(msgspec.json.encode({"version": self._version}))
+
+    def save_checkpoint(self, path: Path, extra: Mapping[str, object] | None = None) -> None:
+        """Write the version, from rank 0; it replaces a checkpoint that was there."""
+        if self._rank == 0:
+            shutil.rmtree(path, ignore_errors=True)
+            self.save_pretrained(path)
+
+    def begin_checkpoint(
+        self, path: Path, extra: Mapping[str, object] | None = None
+    ) -> Future[Path]:
+        """Write the version, at once."""
+        self.save_checkpoint(path, extra)
+        done: Future[Path] = Future()
+        done.set_result(path)
+        return done
+
+    def load_checkpoint(self, path: Path) -> list[dict[str, object]]:
+        """Take the version that was written."""
+        self._version = msgspec.json.decode((path / self.file).read_bytes())["version"]
+        return [{}]

@@ -6,8 +6,8 @@ import math
 
 import msgspec
 
+from rlinf_async.backends.base import OptimizerConfig
 from rlinf_async.backends.fsdp.config import ShardingConfig
-from rlinf_async.backends.optimizer_config import OptimizerConfig
 from rlinf_async.messages.weights import DEFAULT_BUCKET_BYTES
 
 

@@ -11,9 +11,20 @@ commands that print one line of JSON with what they measured::
     )
 """
 
-from rlinf_async.bench.bars import best_of, bound, quotient, ratio
-from rlinf_async.bench.model import Bar, Bench, Case, Outcome, Peer, printed_json
-from rlinf_async.bench.results import Absence, Results
+from rlinf_async.bench.model import (
+    Absence,
+    Bar,
+    Bench,
+    Case,
+    Outcome,
+    Peer,
+    Results,
+    best_of,
+    bound,
+    printed_json,
+    quotient,
+    ratio,
+)
 
 __all__ = [
     "Absence",

@@ -1,13 +1,83 @@
-"""A bench: cases, the peers they need, and bars."""
+"""A bench: cases, the peers they need, and bars.
+
+Bars: bounds on medians and on quotients of medians, and the verdict on each.
+
+What was measured: each case's samples, or why there are none.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import json
 import pathlib
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 
-from rlinf_async.bench.results import Results, Sample
+import msgspec
+
+
+class Absence(enum.Enum):
+    """Why a case has no samples."""
+
+    NOT_ASKED = "needs --peers"
+    """Its peer was not asked for: its bars are not measured."""
+    MISSING = "peer missing"
+    """Its peer could not be installed: its bars fell short."""
+    SKIPPED = "skipped"
+    """It cannot run on this machine: its bars are not measured."""
+    FAILED = "failed"
+    """Its command failed or printed no measurement: its bars fell short."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Gap:
+    """A case without samples."""
+
+    absence: Absence
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (self.absence.value, self.detail) if part)
+
+
+Sample = dict[str, float]
+"""One run of one case: ``{"steps_per_second": 8287.0}``."""
+
+
+@dataclasses.dataclass
+class Results:
+    """The samples of each case, in the order in which they were taken."""
+
+    samples: dict[str, list[Sample]] = dataclasses.field(default_factory=dict)
+    gaps: dict[str, Gap] = dataclasses.field(default_factory=dict)
+
+    def add(self, case: str, sample: Sample) -> None:
+        """Record one run of a case."""
+        self.samples.setdefault(case, []).append(sample)
+
+    def drop(self, case: str, gap: Gap) -> None:
+        """Record why a case has no samples; those that it has are dropped."""
+        self.samples.pop(case, None)
+        self.gaps[case] = gap
+
+    def values(self, case: str, metric: str) -> list[float]:
+        """One metric of every run of a case; KeyError names a metric that a run did not print."""
+        found = []
+        for sample in self.samples[case]:
+            if metric not in sample:
+                raise KeyError(f"{case} printed no {metric!r}, only {', '.join(sorted(sample))}")
+            found.append(sample[metric])
+        return found
+
+    def median(self, case: str, metric: str) -> float:
+        """The median of one metric over the runs of a case."""
+        return statistics.median(self.values(case, metric))
+
+    def metrics(self, case: str) -> list[str]:
+        """The metrics that every run of a case printed."""
+        runs = self.samples[case]
+        return [name for name in runs[0] if all(name in run for run in runs)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,3 +195,122 @@ def selected(bench: Bench, parts: Sequence[str]) -> Bench:
 
 def _holds(name: str, part: str) -> bool:
     return part.casefold() in name.casefold()
+
+
+Metric = tuple[str, str]
+"""A case's name and the name of a number that it prints."""
+
+HELD = "held"
+FELL_SHORT = "fell short"
+NOT_MEASURED = "not measured"
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """The verdict on one bar."""
+
+    bar: str
+    outcome: str
+    """``held``, ``fell short`` or ``not measured``"""
+    value: float | None = None
+    target: float | None = None
+    unit: str = ""
+    at_most: bool = False
+    reason: str = ""
+    """Why there is no value."""
+
+
+def ratio(name: str, *, metric: str, ours: str, theirs: str, at_least: float) -> Bar:
+    """The bar "our median is at least so many times theirs"."""
+    return quotient(name, (ours, metric), (theirs, metric), at_least=at_least)
+
+
+def quotient(
+    name: str,
+    over: Metric,
+    under: Metric,
+    *,
+    at_least: float | None = None,
+    at_most: float | None = None,
+) -> Bar:
+    """The bar on one median by another. Exactly one of the two targets is given.
+
+    Raises:
+        ValueError: neither is given, or both are.
+    """
+    target = _the_one(name, at_least, at_most)
+    return Bar(
+        name=name,
+        cases=tuple(dict.fromkeys((over[0], under[0]))),
+        value=lambda results: results.median(*over) / results.median(*under),
+        target=lambda _: target,
+        unit="x",
+        at_most=at_most is not None,
+    )
+
+
+def best_of(name: str, *, metric: str, ours: str, theirs: Sequence[str], at_least: float) -> Bar:
+    """The bar "our median is at least so many times the best of theirs"."""
+
+    def value(results: Results) -> float:
+        return results.median(ours, metric) / max(results.median(one, metric) for one in theirs)
+
+    return Bar(name=name, cases=(ours, *theirs), value=value, target=lambda _: at_least, unit="x")
+
+
+def bound(
+    name: str,
+    metric: Metric,
+    *,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    unit: str = "",
+) -> Bar:
+    """The bar on one median by itself. Exactly one of the two targets is given.
+
+    Raises:
+        ValueError: neither is given, or both are.
+    """
+    target = _the_one(name, at_least, at_most)
+    return Bar(
+        name=name,
+        cases=(metric[0],),
+        value=lambda results: results.median(*metric),
+        target=lambda _: target,
+        unit=unit,
+        at_most=at_most is not None,
+    )
+
+
+def _the_one(name: str, at_least: float | None, at_most: float | None) -> float:
+    given = [target for target in (at_least, at_most) if target is not None]
+    if len(given) != 1:
+        raise ValueError(f"bar {name!r}: give at_least or at_most, not both")
+    return given[0]
+
+
+def judge(bar: Bar, results: Results) -> Verdict:
+    """The verdict on a bar. A case that should have run and did not makes it fall short."""
+    gaps = [(case, results.gaps[case]) for case in bar.cases if case in results.gaps]
+    harmless = (Absence.NOT_ASKED, Absence.SKIPPED)
+    broken = [(case, gap) for case, gap in gaps if gap.absence not in harmless]
+    if broken:
+        return _without_value(bar, FELL_SHORT, broken[0])
+    if gaps:
+        return _without_value(bar, NOT_MEASURED, gaps[0])
+    try:
+        value, target = bar.value(results), bar.target(results)
+    except (KeyError, ZeroDivisionError) as error:
+        return Verdict(bar=bar.name, outcome=FELL_SHORT, reason=str(error))
+    return Verdict(
+        bar=bar.name,
+        outcome=HELD if bar.held(value, target) else FELL_SHORT,
+        value=value,
+        target=target,
+        unit=bar.unit,
+        at_most=bar.at_most,
+    )
+
+
+def _without_value(bar: Bar, outcome: str, gap: tuple[str, object]) -> Verdict:
+    case, why = gap
+    return Verdict(bar=bar.name, outcome=outcome, reason=f"{case}: {why}")

@@ -15,14 +15,11 @@ from collections.abc import Sequence
 
 import click
 
-from rlinf_async.cli.bench import bench
-from rlinf_async.cli.checkpoints import export, reshard
-from rlinf_async.cli.demonstrations import demonstrations
+from rlinf_async.cli.checkpoints import bench, demonstrations, export, reshard
 from rlinf_async.cli.envs import envs
-from rlinf_async.cli.evaluate import evaluate
 from rlinf_async.cli.failures import guarded
 from rlinf_async.cli.jobs import FindJob, Session, registered_job
-from rlinf_async.cli.runs import status, stop
+from rlinf_async.cli.runs import evaluate, status, stop
 from rlinf_async.cli.simulate import calibrate, simulate
 from rlinf_async.cli.train import check, train
 from rlinf_async.runtime.signals import RunSignals

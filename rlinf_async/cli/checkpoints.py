@@ -1,4 +1,9 @@
-"""``rlinf-async export`` and ``rlinf-async reshard``: checkpoints on the disk, without a run."""
+"""``rlinf-async export`` and ``rlinf-async reshard``: checkpoints on the disk, without a run.
+
+``rlinf-async demonstrations``: record them from a scripted policy.
+
+``rlinf-async bench``: measure against the bars, and against others.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,9 @@ from typing import Literal
 
 import click
 
-from rlinf_async.config import UsageError
+from rlinf_async.cli.jobs import Session
+from rlinf_async.cli.train import config_of, job_of
+from rlinf_async.config import Document, UsageError
 from rlinf_async.config.counts import MOST_WORKERS
 
 UNITS = ("bytes", "KiB", "MiB", "GiB")
@@ -83,7 +90,7 @@ def reshard(checkpoint: pathlib.Path, out: pathlib.Path, dp: int, tp: int) -> No
     `train --resume` goes on from it.
     """
     with _as_usage(checkpoint, out):
-        from rlinf_async.backends.checkpoint.resharding import Resharding
+        from rlinf_async.backends.checkpoint.exporting import Resharding
 
         with _checking(checkpoint):
             made = Resharding(checkpoint, dp=dp, tp=tp)
@@ -100,8 +107,7 @@ def reshard(checkpoint: pathlib.Path, out: pathlib.Path, dp: int, tp: int) -> No
 @contextlib.contextmanager
 def _as_usage(source: pathlib.Path, out: pathlib.Path) -> Iterator[None]:
     """Report checkpoints and sizes that do not fit as wrong input, and a full disk, too."""
-    from rlinf_async.observe.errors import ObserveError
-    from rlinf_async.observe.files import explaining
+    from rlinf_async.observe.files import ObserveError, explaining
 
     try:
         from rlinf_async.backends.checkpoint.streaming import check_new
@@ -116,7 +122,7 @@ def _as_usage(source: pathlib.Path, out: pathlib.Path) -> Iterator[None]:
         except ObserveError as explained:
             raise UsageError(str(explained)) from error
     except Exception as error:
-        from rlinf_async.backends.checkpoint.errors import CheckpointError
+        from rlinf_async.backends.checkpoint.folders import CheckpointError
         from rlinf_async.parallel import ParallelError
 
         if isinstance(error, (CheckpointError, ParallelError)):
@@ -167,3 +173,104 @@ def _progress(doing: str, total: int) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task(doing, total=total)
         yield lambda count: progress.advance(task, count)
+
+
+@click.command(short_help="Record demonstrations from a scripted policy.")
+@click.argument("file", metavar="FILE.toml")
+@click.option(
+    "--policy",
+    required=True,
+    metavar="FILE.py:FUNCTION",
+    help="Called with the environment and a seed; returns a function: observation -> action.",
+)
+@click.option(
+    "--out",
+    required=True,
+    metavar="DIR",
+    type=click.Path(path_type=pathlib.Path, file_okay=False),
+    help="A new folder for the demonstrations.",
+)
+@click.option("--episodes", type=click.IntRange(min=1), default=100, show_default=True)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--keep-failures", is_flag=True, help="Keep episodes too that did not succeed.")
+@click.pass_obj
+def demonstrations(
+    session: Session,
+    file: str,
+    policy: str,
+    out: pathlib.Path,
+    episodes: int,
+    seed: int,
+    keep_failures: bool,
+) -> None:
+    """Let a scripted policy play in the environment of FILE.toml, and keep what it did.
+
+    `actor.cloning.demonstrations` names the folder for a run that learns from it.
+    """
+    from rlinf_async.runtime.jobs.embodied.playing import record_apart
+    from rlinf_async.runtime.jobs.embodied.settings import DemonstrationsConfig, EnvironmentSettings
+    from rlinf_async.workers.env import EnvError
+
+    document = Document.read(file)
+    job = job_of(session, document)
+    if not issubclass(job.config_type, EnvironmentSettings):
+        raise UsageError(
+            f"{file} is for {document.tables['job']!r}, which has no environment: demonstrations "
+            "are of an environment, as in a file for 'embodied_ppo'"
+        )
+    config = config_of(job, document, {})
+    try:
+        wanted = DemonstrationsConfig(policy=policy, episodes=episodes, seed=seed)
+        info = record_apart(config, wanted, out, keep_failures=keep_failures)
+    except EnvError as error:
+        raise UsageError(str(error)) from error
+    known = (
+        "; the environment does not say whether they succeeded"
+        if info.successes is None
+        else f", {info.successes} of them successful"
+    )
+    click.echo(f"{out}: {info.episodes} episodes of {info.env}{known}")
+
+
+@click.command(short_help="Measure, against bars and against others.")
+@click.argument("name", required=False)
+@click.option("--list", "listed", is_flag=True, help="Name the benches, one line each.")
+@click.option("--peers", is_flag=True, help="Measure the others too (installs them once).")
+@click.option(
+    "--case", "cases", multiple=True, help="Only cases whose name holds this; repeatable."
+)
+@click.option("--repetitions", type=click.IntRange(min=1), help="How often each case is run.")
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(dir_okay=False, path_type=pathlib.Path),
+    help="Write every measurement to this file.",
+)
+def bench(
+    name: str | None,
+    listed: bool,
+    peers: bool,
+    cases: tuple[str, ...],
+    repetitions: int | None,
+    json_file: pathlib.Path | None,
+) -> int:
+    """Run the bench NAME: ours and the others alternating, medians, and each bar's verdict."""
+    from rlinf_async.bench.run import all_benches, bench_named
+
+    if listed:
+        for one in all_benches():
+            click.echo(f"{one.name:12} {one.summary}")
+        return 0
+    if name is None:
+        raise click.UsageError("which bench? --list names them.")
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise UsageError(f"--json {json_file}: the folder {json_file.parent} does not exist")
+    from rlinf_async.bench.report import run_bench
+
+    return run_bench(
+        bench_named(name),
+        with_peers=peers,
+        cases=cases,
+        repetitions=repetitions,
+        json_file=json_file,
+    )

@@ -10,9 +10,9 @@ import msgspec
 from rlinf_async.cli.failures import FAILED, OK
 
 if TYPE_CHECKING:
-    from rlinf_async.runtime.jobs.embodied.simulators import Fit
+    from rlinf_async.runtime.jobs.embodied.choosing import Fit
     from rlinf_async.workers.env import EnvConfig
-    from rlinf_async.workers.env.simulators import Simulator
+    from rlinf_async.workers.env.known import Simulator
 
 
 @click.command(short_help="List simulators, their environments, and the policies that fit.")
@@ -36,8 +36,8 @@ def envs(env: str | None, simulator: str, kwargs: str, as_json: bool) -> int:
     """
     if env is not None:
         return _one(_config(env, simulator, kwargs), as_json)
-    from rlinf_async.runtime.jobs.embodied.simulators import asked_all
-    from rlinf_async.workers.env.simulators import SIMULATORS
+    from rlinf_async.runtime.jobs.embodied.choosing import asked_all
+    from rlinf_async.workers.env.known import SIMULATORS
 
     here = [one for one in SIMULATORS if one.version is not None]
     fits = iter(asked_all([config for one in here for config in one.examples]))
@@ -74,7 +74,7 @@ def _config(env: str, simulator: str, kwargs: str) -> EnvConfig:
 
 
 def _one(config: EnvConfig, as_json: bool) -> int:
-    from rlinf_async.runtime.jobs.embodied.simulators import asked
+    from rlinf_async.runtime.jobs.embodied.choosing import asked
 
     fit = asked(config)
     code = FAILED if fit.problem else OK

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, TypeGuard
 import click
 
 from rlinf_async.cli.jobs import Session
-from rlinf_async.config.errors import UsageError, raised
+from rlinf_async.config.registry import UsageError, raised
 from rlinf_async.runtime.signals import EXIT_CODE as TERMINATED
 from rlinf_async.runtime.signals import Terminated
 
 if TYPE_CHECKING:
-    from rlinf_async.workers.errors import WorkerError
+    from rlinf_async.workers.base import WorkerError
 
 OK = 0
 FAILED = 1
@@ -56,7 +56,7 @@ def _is_wrong_input(error: BaseException) -> bool:
     """Whether the error was found before anything started."""
     if isinstance(error, UsageError):
         return True
-    from rlinf_async.workers.errors import BuildError
+    from rlinf_async.workers.base import BuildError
 
     return isinstance(error, BuildError)
 
@@ -89,7 +89,7 @@ def _message(error: BaseException) -> str:
 
 def _is_explained(error: BaseException) -> TypeGuard[WorkerError]:
     """Whether the worker's traceback adds nothing to its message (as with a full disk)."""
-    from rlinf_async.workers.errors import WorkerError
+    from rlinf_async.workers.base import WorkerError
 
     return isinstance(error, WorkerError) and error.failure.explained
 

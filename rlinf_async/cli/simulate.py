@@ -77,14 +77,14 @@ def simulate(
         )
     if sweep:
         return _sweep(config, policies, json_file)
-    from rlinf_async.simulate.sweep import with_policy
+    from rlinf_async.simulate.run import with_policy
 
     records = _run([with_policy(config, one) for one in policies])
     _table(records, _limits(config, records[0], at_best=oracle) if knows_all else {})
     if oracle:
         _causes(records)
     if picture is not None:
-        from rlinf_async.simulate.picture import draw_devices
+        from rlinf_async.simulate.run import draw_devices
 
         draw_devices(records, picture, title=f"{config.name}: {config.hardware.devices} devices")
         click.echo(f"picture: {picture}")
@@ -149,9 +149,8 @@ def _run(configs: Sequence[SimulationConfig]) -> list[Record]:
 
 def _limits(config: SimulationConfig, record: Record, *, at_best: bool) -> dict[str, float]:
     """Return the samples per device-hour that could be had for the lengths of a record."""
-    from rlinf_async.simulate.alike import all_alike
-    from rlinf_async.simulate.bound import at_best as bound
-    from rlinf_async.simulate.oracle import oracle
+    from rlinf_async.simulate.bounds import all_alike, oracle
+    from rlinf_async.simulate.bounds import at_best as bound
 
     seconds = {ORACLE: oracle(config, record.lengths).seconds}
     if at_best:
@@ -212,7 +211,7 @@ def _table(records: Sequence[Record], limits: Mapping[str, float]) -> None:
 def _sweep(
     config: SimulationConfig, policies: Sequence[str], json_file: pathlib.Path | None
 ) -> int:
-    from rlinf_async.simulate.sweep import candidates, sweep
+    from rlinf_async.simulate.run import candidates, sweep
 
     configs = list(candidates(config, policies))
     if not configs:

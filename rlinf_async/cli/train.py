@@ -14,12 +14,12 @@ import msgspec
 from rlinf_async.cli.failures import FAILED, OK
 from rlinf_async.cli.jobs import Session
 from rlinf_async.config import ConfigError, Document, UsageError, to_toml
-from rlinf_async.config.overrides import Overrides
+from rlinf_async.config.load import Overrides
 
 if TYPE_CHECKING:
     from rlinf_async.runtime.jobs import Job
     from rlinf_async.runtime.jobs.placement import Plan
-    from rlinf_async.workers.context import Device
+    from rlinf_async.workers.base import Device
 
 JOB = "job"
 SHOWN_RANKS = 64
@@ -163,7 +163,7 @@ def _print_plan(plan: Plan) -> None:
 
 
 def _stated(text: str) -> tuple[Device, ...]:
-    from rlinf_async.runtime.devices import stated_devices
+    from rlinf_async.runtime.launching import stated_devices
 
     try:
         return stated_devices(text)

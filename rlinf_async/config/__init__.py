@@ -12,8 +12,8 @@ A Struct stands beside the code that it configures; nothing here knows any of th
 """
 
 from rlinf_async.config.dump import to_toml
-from rlinf_async.config.errors import ConfigError, MissingDevice, MissingExtra, UsageError
 from rlinf_async.config.load import Document, load
+from rlinf_async.config.registry import ConfigError, MissingDevice, MissingExtra, UsageError
 
 __all__ = [
     "ConfigError",

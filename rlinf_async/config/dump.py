@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from rlinf_async.config import schema
+from rlinf_async.config import convert as schema
 from rlinf_async.config.convert import NONE
-from rlinf_async.config.errors import Path
+from rlinf_async.config.registry import Path
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 

@@ -10,25 +10,159 @@ trainers, scaling policies and metrics sinks.
 
 What a process registers, its workers find as well: they are told where it stands
 (`names_for_workers`), in a variable of their environment, which their own children inherit.
+
+Wrong input: what ends a command with exit code 2 before any worker starts.
+
+::
+
+    UsageError            the user asked for something that cannot be done as asked
+    +-- ConfigError       one setting is wrong: names its path, its place, and what would be right
+    +-- MissingExtra      an optional dependency is not installed
+    +-- MissingDevice     a device that the configuration names is not there
+
+A user's function, named in a setting as ``"module:function"`` or ``"file.py:function"``.
 """
 
 from __future__ import annotations
 
 import ast
 import difflib
+import hashlib
 import importlib
+import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path as FilePath
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 
-from rlinf_async.config.entry_point import load_entry_point
-from rlinf_async.config.errors import ConfigError, Path, raised
+Path = tuple[str, ...]
+"""Where a setting is: ``("actor", "optimizer", "lr")``; list items go by their number."""
+
+
+class UsageError(Exception):
+    """The command was asked for something that cannot be done; the text says what and why."""
+
+
+class ConfigError(UsageError):
+    """One setting is wrong.
+
+    The text reads ``origin: path: problem``: for example
+    ``run.toml:7: actor.optimizer.lr: expected a number, found the string 'fast'``.
+    """
+
+    def __init__(self, problem: str, *, path: Path = (), origin: str = "") -> None:
+        super().__init__(": ".join(part for part in (origin, dotted(path), problem) if part))
+        self.problem = problem
+        self.path = path
+        self.origin = origin
+
+    def at(self, origin: str) -> Self:
+        """The same error, said to come from ``origin`` (a file and line, or a flag)."""
+        return type(self)(self.problem, path=self.path, origin=origin)
+
+
+class MissingExtra(UsageError):
+    """An optional dependency is not installed."""
+
+    def __init__(self, module: str, *, extra: str, needed_for: str) -> None:
+        super().__init__(
+            f"{needed_for} needs the module {module!r}, which is not installed: "
+            f"pip install 'rlinf-async[{extra}]'"
+        )
+        self.module = module
+        self.extra = extra
+
+
+class MissingDevice(UsageError):
+    """A device that the configuration names is not there."""
+
+
+def raised(error: BaseException) -> str:
+    """Type and text of what somebody else's code raised, whose text may be impossible to make."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return f"{type(error).__name__} (its text cannot be made)"
+
+
+def dotted(path: Path) -> str:
+    """``("envs", "0", "id")`` as a person writes it: ``envs[0].id``."""
+    text = ""
+    for part in path:
+        if part.isdigit():
+            text += f"[{part}]"
+        else:
+            text += f".{part}" if text else part
+    return text
+
+
+def nearest(word: str, candidates: Iterable[str]) -> str:
+    """`` (did you mean 'x'?)``, or nothing where no candidate is close."""
+    close = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.6)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+FOLDER = "RLINF_ASYNC_FOLDER"
+"""variable with the folder that the command runs in, for workers that run in another one"""
+
+
+def load_entry_point(entry_point: str, path: Path = ()) -> Callable[..., Any]:
+    """The function; a file runs once a process. ``path`` is the setting, for the error.
+
+    A file is looked for from this process's folder, and from that of the command.
+
+    Raises:
+        ConfigError: there is no such module, file or function, or it raises when it is imported.
+    """
+    where, _, name = entry_point.rpartition(":")
+    if not (where and name):
+        raise ConfigError(
+            f"{entry_point!r} must be 'module:function' or 'file.py:function'", path=path
+        )
+    try:
+        module = _from_file(where) if where.endswith(".py") else importlib.import_module(where)
+    except (ImportError, OSError) as error:
+        raise ConfigError(
+            f"{entry_point!r}: {where!r} cannot be imported: {error}", path=path
+        ) from error
+    except UsageError:
+        raise
+    except (Exception, SystemExit) as error:  # a user's own code may raise anything
+        raise ConfigError(
+            f"{entry_point!r}: {where!r} raised when it was imported: {raised(error)}",
+            path=path,
+        ) from error
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        raise ConfigError(f"{entry_point!r}: {where!r} has no function {name!r}", path=path)
+    return found  # type: ignore[no-any-return]
+
+
+def _from_file(where: str) -> Any:
+    place = FilePath(where).resolve()
+    if not place.exists() and FOLDER in os.environ:
+        place = FilePath(os.environ[FOLDER], where).resolve()
+    name = f"rlinf_async_file_{hashlib.sha256(str(place).encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, place)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{place} is no Python file")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
 
 T = TypeVar("T")
 

@@ -1,10 +1,22 @@
-"""The configuration of the data: which they are, and how they become prompts."""
+"""The configuration of the data: which they are, and how they become prompts.
+
+Errors about data.
+
+::
+
+    UsageError
+    +-- DataError            a file, a record, a template or a tokenizer: names the place
+        +-- DataChanged      a position was saved over other data
+        +-- PromptTooLong    prompts have more tokens than they may
+"""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
 import msgspec
+
+from rlinf_async.config import UsageError
 
 _RESERVED = {"add_generation_prompt", "chat_template", "continue_final_message", "tokenize"}
 
@@ -98,3 +110,15 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def name(self) -> str:
         """The name of the data in reports."""
         return self.path or ", ".join(self.tasks)
+
+
+class DataError(UsageError):
+    """The data cannot be used as asked; the text names file and line, or record."""
+
+
+class DataChanged(DataError):
+    """A saved position does not belong to these data."""
+
+
+class PromptTooLong(DataError):
+    """Prompts are longer than ``max_prompt_tokens``; the text names the first ones."""

@@ -8,30 +8,265 @@ restored run gets the prompts that it would have got without the interruption.
     record in the order of the epoch --> same prompt as a held-out one  --> left out, counted
                                      --> longer than max_prompt_tokens  --> DataError, or left out
                                      --> `Prompt`
+
+From a record to a prompt: columns, chat template, tokens.
+
+::
+
+    prompt column: text ---------> [system message,] user message ---+
+                   messages -----> [system message,] messages -------+--chat template--> text
+                   text, chat = false ---------------------------------------------------> text
+    text --tokenizer--> token ids     special tokens are the template's, or else the tokenizer's
+
+The tokenizer of a checkpoint folder.
+
+A tokenizer of single characters, for models that are trained from scratch.
+
+Every printable ASCII character is a token, each digit included, and so are the roles of a chat:
+102 tokens. A model of some hundred thousand parameters learns arithmetic with it. Saved to a
+folder, it is an ordinary Hugging Face tokenizer, which transformers and vLLM load.
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
+import string
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Final
+from pathlib import Path
+from typing import Any, Final, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rlinf_async.data.config import DataConfig
-from rlinf_async.data.errors import DataChanged, DataError, PromptTooLong
-from rlinf_async.data.files import TableRecords, open_file
-from rlinf_async.data.records import WHOLE, Records
-from rlinf_async.data.rendering import Renderer
-from rlinf_async.data.tasks import TaskRecords
-from rlinf_async.data.tokenizer import Tokenizer
+from rlinf_async.config import MissingExtra
+from rlinf_async.data.config import DataChanged, DataConfig, DataError, PromptTooLong
+from rlinf_async.data.records import (
+    REFERENCE_COLUMN,
+    WHOLE,
+    Record,
+    Records,
+    TableRecords,
+    TaskRecords,
+    as_text,
+    column,
+    open_file,
+)
 from rlinf_async.messages.language import Prompt
+
+FILES: Final = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+)
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that is used."""
+
+    chat_template: Any
+    eos_token_id: Any
+    pad_token_id: Any
+
+    def __call__(self, text: Any, /, **options: Any) -> Any: ...
+
+    def __len__(self) -> int: ...
+
+    def apply_chat_template(self, conversation: Any, /, **options: Any) -> Any: ...
+
+    def decode(self, token_ids: Any, /, **options: Any) -> Any: ...
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer of a folder on disk; nothing is downloaded, and no code of the folder runs.
+
+    Raises:
+        DataError: no such folder, no tokenizer in it, or one that cannot be read.
+        MissingExtra: transformers is not installed.
+    """
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        raise DataError(
+            f"there is no tokenizer folder {str(folder)!r}: it is read from disk, not downloaded"
+        )
+    if not any((path / name).is_file() for name in FILES):
+        raise DataError(
+            f"{path} holds no tokenizer: none of {', '.join(FILES)} is there; copy "
+            "tokenizer.json and tokenizer_config.json of the model into it"
+        )
+    try:
+        library = importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        missing = error.name or "transformers"
+        raise MissingExtra(missing, extra="llm", needed_for=f"tokenizer {path}") from error
+    try:
+        tokenizer: Tokenizer = library.AutoTokenizer.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # transformers and tokenizers raise errors of many types
+        raise DataError(f"the tokenizer in {path} cannot be loaded: {error}") from error
+    return tokenizer
+
+
+def decode(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+    """The text of a response: special tokens left out, spaces as they are."""
+    text: str = tokenizer.decode(
+        token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    return text
+
+
+Message = Mapping[str, Any]
+
+_AT_ENDS: Final = 16
+"""tokens that a tokenizer may add at both ends of a text"""
+
+
+class Renderer:
+    """Makes prompts from records, with one configuration and tokenizer."""
+
+    def __init__(self, config: DataConfig, tokenizer: Tokenizer) -> None:
+        """Raises `DataError` if a chat template is needed and there is none."""
+        self._config = config
+        self._tokenizer = tokenizer
+        self._template = _template(config, tokenizer) if config.chat else None
+        task = bool(config.tasks)
+        self._verifier = config.verifier or ("reasoning_gym" if task else "")
+        own = task and self._verifier == "reasoning_gym"
+        self._reference = REFERENCE_COLUMN if own else config.reference_column
+
+    def prompt(self, record: Record, index: int, where: str) -> Prompt:
+        """The prompt of a record, however long.
+
+        Raises:
+            DataError: a column is missing or of the wrong kind, or the template refuses it.
+        """
+        text = self.text(record, where)
+        ids = self._tokenizer(text, add_special_tokens=not self._config.chat, verbose=False)
+        token_ids = np.asarray(ids["input_ids"], np.int32)
+        if not len(token_ids):
+            raise DataError(f"{where}: the prompt is empty")
+        return Prompt(
+            index=index,
+            text=text,
+            token_ids=token_ids,
+            verifier=self.verifier(record, where),
+            reference=self.reference(record, where),
+        )
+
+    def verifier(self, record: Record, where: str) -> str:
+        """The name of the verifier that scores responses to this record."""
+        if self._verifier:
+            return self._verifier
+        name = column(record, self._config.verifier_column, where)
+        if not isinstance(name, str) or not name:
+            raise DataError(f"{where}: {self._config.verifier_column} is {name!r}, not a name")
+        return name
+
+    def reference(self, record: Record, where: str) -> str:
+        """The reference as text: `values` has the rule."""
+        value = column(record, self._reference, where)
+        try:
+            return as_text(value)
+        except ValueError as error:
+            raise DataError(f"{where}: column {self._reference!r}: {error}") from error
+
+    def not_between(self, least: int, most: int, texts: Sequence[str]) -> Iterator[tuple[int, int]]:
+        """Position and number of tokens of those texts that have fewer or more than this."""
+        # No tokenizer makes more tokens of ASCII than it has characters, but for a few at its ends.
+        unclear = [
+            at
+            for at, text in enumerate(texts)
+            if not text.strip() or not text.isascii() or len(text) + _AT_ENDS > most
+        ]
+        if not unclear:
+            return
+        ids = self._tokenizer(
+            [texts[at] for at in unclear],
+            add_special_tokens=not self._config.chat,
+            verbose=False,
+        )["input_ids"]
+        for at, one in zip(unclear, ids, strict=True):
+            if not least <= len(one) <= most:
+                yield at, len(one)
+
+    def text(self, record: Record, where: str) -> str:
+        """The text that the model reads.
+
+        Raises:
+            DataError: the column is missing or of the wrong kind, or the template refuses it.
+        """
+        given = column(record, self._config.prompt_column, where)
+        if not self._config.chat:
+            if not isinstance(given, str):
+                raise DataError(
+                    f"{where}: {self._config.prompt_column} is a {type(given).__name__}, and "
+                    "messages need a chat template: set chat to true"
+                )
+            return given
+        messages = self._messages(given, where)
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                messages,
+                chat_template=self._template,
+                add_generation_prompt=True,
+                tokenize=False,
+                **self._config.chat_options,
+            )
+        except Exception as error:  # templates raise errors of any type, as for an unknown role
+            raise DataError(f"{where}: the chat template refuses it: {error}") from error
+        return text
+
+    def _messages(self, given: object, where: str) -> list[Message]:
+        messages: list[Message] = []
+        for one in (
+            [{"role": "user", "content": given}]
+            if isinstance(given, str)
+            else _listed(given, self._config.prompt_column, where)
+        ):
+            if not (
+                isinstance(one, Mapping)
+                and isinstance(one.get("role"), str)
+                and isinstance(one.get("content"), str)
+            ):
+                raise DataError(
+                    f"{where}: a message must have the texts role and content, not {one!r:.200}"
+                )
+            messages.append(dict(one))
+        if self._config.system_prompt and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": self._config.system_prompt})
+        return messages
+
+
+def _listed(given: object, name: str, where: str) -> list[Any]:
+    if not isinstance(given, list) or not given:
+        raise DataError(f"{where}: {name} must be text or a list of messages, not {given!r:.200}")
+    return given
+
+
+def _template(config: DataConfig, tokenizer: Tokenizer) -> str | None:
+    """The given template; None: the tokenizer's own."""
+    if config.chat_template:
+        try:
+            return Path(config.chat_template).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"chat_template {config.chat_template!r}: {error}") from error
+    if not tokenizer.chat_template:
+        raise DataError(
+            "the tokenizer has no chat template: name a Jinja file in chat_template, or set chat "
+            "to false for a model that is no chat model"
+        )
+    return None
+
 
 BATCH: Final = 256
 """records that are checked together when the data are opened"""
@@ -307,3 +542,47 @@ def _too_long(places: list[str], count: int, limit: int) -> str:
         f"{count} prompt{'s are' if count > 1 else ' is'} longer than max_prompt_tokens = {limit}: "
         f"{', '.join(places)}{more}; raise the limit, or set too_long to 'skip'"
     )
+
+
+PAD, END, UNKNOWN = "<pad>", "<eos>", "<unk>"
+ROLES: Final = ("<system>", "<user>", "<assistant>")
+CHARACTERS: Final = "\n " + string.digits + string.punctuation + string.ascii_letters
+
+CHAT_TEMPLATE: Final = (
+    "{% for message in messages %}"
+    "{{ '<' + message['role'] + '>' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+"""``<user>12+30=<assistant>42<eos>``"""
+
+
+def arithmetic_tokenizer() -> Any:
+    """The tokenizer, as a `transformers.PreTrainedTokenizerFast`. Raises `MissingExtra`."""
+    try:
+        tokenizers = importlib.import_module("tokenizers")
+        transformers = importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        missing = error.name or "transformers"
+        raise MissingExtra(missing, extra="llm", needed_for="the arithmetic tokenizer") from error
+    special = (PAD, END, UNKNOWN, *ROLES)
+    words = {word: at for at, word in enumerate((*special, *CHARACTERS))}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token=UNKNOWN))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+    made.decoder = tokenizers.decoders.Fuse()
+    made.add_special_tokens(list(special))
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=UNKNOWN,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=1_000_000,
+    )
+
+
+def save_arithmetic_tokenizer(folder: str | Path) -> None:
+    """Save the tokenizer to a folder, beside a model's own files."""
+    arithmetic_tokenizer().save_pretrained(str(folder))

@@ -12,9 +12,30 @@ Shapes are written with ``E`` envs of one stage, ``T`` steps, ``D`` observation 
 columns of actions, and ``H`` numbers of a recurrent policy's memory. Arrays are float32 unless said
 otherwise. Observations with images or texts are structured, without the last dimension: see
 `rlinf_async.messages.spaces`. Discrete actions are int64 ``[T, E]``.
+
+Messages between a replay worker and an actor that learns off-policy.
+
+::
+
+    BatchRequest  actor  -> replay  "draw this batch"; priorities of earlier ones
+    ReplayBatch   replay -> actor   the answer
+    Collected     replay -> runtime what an iteration has added, and what is in the store
+
+Shapes are written with ``B`` transitions of an optimizer step, which ``R`` data ranks share, ``D``
+observation values and ``A`` columns of actions.
+A transition may span several steps: see `rlinf_async.workers.replay.store`.
+
+Whether an episode succeeded, as its environment says, and the share of those that did.
+
+An environment says so by ``is_success`` or ``success`` in the info of the last step: True or False,
+or 1 or 0. Anything else (nothing at all, None, NaN, 0.7) is no word. Where an environment reports
+success in some episodes, those of which it says nothing count as not succeeded.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -173,3 +194,108 @@ class TrainReport(msgspec.Struct, kw_only=True):
     episode_success: list[bool | None] = []
     ranks: int = 1
     """number of ranks that train the next iteration and share its data"""
+
+
+class BatchRequest(msgspec.Struct, kw_only=True):
+    """rank 0 of the actor -> replay: draw a batch for an optimizer step of all ranks."""
+
+    iteration: int
+    number: int
+    """of the batch in its iteration, from 0"""
+    index: Ints | None = None
+    """``[K]``: transitions of earlier batches whose priorities have changed"""
+    priority: Floats | None = None
+    """``[K]``: absolute temporal-difference errors"""
+
+
+class ReplayBatch(msgspec.Struct, kw_only=True):
+    """replay -> each data rank of the actor: its share of the transitions of an optimizer step."""
+
+    iteration: int
+    number: int
+    index: Ints
+    """``[B]``: numbers of the transitions, in the order in which the store has got them; the
+    shares of all ranks, one after the other"""
+    weight: Floats
+    """``[B / R]``: importance-sampling weights, at most 1; all 1 where sampling is uniform"""
+    observation: Seen
+    """``[B / R, D]``"""
+    action: Choice
+    """``[B / R, A]``"""
+    reward: Floats
+    """``[B / R]``: discounted sum over the steps of the transition"""
+    next_observation: Seen
+    """``[B / R, D]``"""
+    discount: Floats
+    """``[B / R]``: of the next observation's value; 0 where the episode terminated"""
+    version: Ints
+    """``[B / R]``: version of the weights that acted"""
+
+
+class Collected(msgspec.Struct, kw_only=True):
+    """replay -> runtime: an iteration's trajectories are in the store."""
+
+    iteration: int
+    env_steps: int
+    """environment steps of the iteration"""
+    size: int
+    """transitions in the store"""
+    age_mean: float
+    """versions since the stored transitions were collected, as a mean"""
+    age_max: int
+    lag_mean: float
+    """versions between the weights that acted in the iteration and those it is trained with"""
+    lag_max: int
+    duplicates: int
+    """trajectories left out since the last report because they had come before"""
+    episode_return: list[float] = []
+    episode_length: list[int] = []
+    episode_success: list[bool | None] = []
+
+
+SUCCESS: Final = ("is_success", "success")
+"""Keys of info; the first that says something counts."""
+
+
+def success_of(info: Any) -> bool | None:
+    """Return whether the episode succeeded of whose last step this is the info; None: no word."""
+    if not isinstance(info, Mapping):
+        return None
+    said = (_truth(info[name]) for name in SUCCESS if name in info)
+    return next((one for one in said if one is not None), None)
+
+
+def success_at(infos: Any, place: int) -> bool | None:
+    """`success_of` one of many environments that are stepped in one call.
+
+    ``infos`` are a dict of arrays, where ``_is_success`` says which of them mean something
+    (`gymnasium.vector.VectorEnv`), or a dict for each environment (Gymnasium before 1.0).
+    """
+    if not isinstance(infos, Mapping):
+        return success_of(infos[place])
+    known = {
+        name: infos[name][place]
+        for name in SUCCESS
+        if name in infos and (f"_{name}" not in infos or infos[f"_{name}"][place])
+    }
+    return success_of(known)
+
+
+def success_rate(said: Sequence[bool | None], *, reports: bool = False) -> float | None:
+    """Return the share of episodes that succeeded; None where there are none, or none of them says.
+
+    ``reports``: whether the environment has said it of others, so that silence is no success.
+    """
+    if not said or not (reports or any(one is not None for one in said)):
+        return None
+    return sum(one is True for one in said) / len(said)
+
+
+def _truth(value: Any) -> bool | None:
+    """The value as a bool: of a number, an array of one element, a tensor on any device."""
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+    array = np.asarray(value)
+    if array.size != 1 or array.dtype.kind not in "biuf":
+        return None
+    return bool(array.item()) if array.item() in (0, 1) else None

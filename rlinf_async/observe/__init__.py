@@ -10,12 +10,11 @@
     progress        the live view                       summary         the result of the run
 
 Light names are here; what draws is imported from its own module, because workers trace and never
-draw: ``from rlinf_async.observe.timeline import draw_timeline``.
+draw: ``from rlinf_async.observe.pictures import draw_timeline``.
 """
 
-from rlinf_async.observe.errors import MetricsError, ObserveError, RunFolderError, VideoError
+from rlinf_async.observe.files import MetricsError, ObserveError, RunFolderError, VideoError
 from rlinf_async.observe.metrics import MetricsSink, MetricsWriter
-from rlinf_async.observe.perfetto import read_perfetto, write_perfetto
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import (
     EmbodiedSummary,
@@ -26,7 +25,14 @@ from rlinf_async.observe.summary import (
     read_summary,
     write_summary,
 )
-from rlinf_async.observe.trace import WAIT, Span, SpanRecorder, is_waiting
+from rlinf_async.observe.trace import (
+    WAIT,
+    Span,
+    SpanRecorder,
+    is_waiting,
+    read_perfetto,
+    write_perfetto,
+)
 
 __all__ = [
     "WAIT",

@@ -3,6 +3,15 @@
 Invariant: a reader of a path written here never sees half a file. The bytes go to a hidden
 neighbour, are synced, and are renamed over the path. (Not synced where a file may be lost with the
 machine.)
+
+Errors in showing a run and writing its files, by what the caller can do about them.
+
+::
+
+    ObserveError
+     +-- RunFolderError     the run folder: taken, not ours, full, not writable
+     +-- MetricsError       a metric that is not a number, a sink that is unknown or broke
+     +-- VideoError         the env does not render, or renders nothing
 """
 
 from __future__ import annotations
@@ -13,7 +22,22 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlinf_async.observe.errors import RunFolderError
+
+class ObserveError(Exception):
+    """Root of everything that `rlinf_async.observe` raises."""
+
+
+class RunFolderError(ObserveError):
+    """The run folder cannot be used; says which path, why, and what to do."""
+
+
+class MetricsError(ObserveError):
+    """A metric or a metrics sink is at fault, and is named."""
+
+
+class VideoError(ObserveError):
+    """No video could be made of the env; says which step of it failed."""
+
 
 _PARTIAL = ".partial-"
 

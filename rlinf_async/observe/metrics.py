@@ -1,4 +1,10 @@
-"""Metrics of a run: one row of numbers per iteration, in a CSV and in named sinks.
+"""A CSV of numbers that only grows, and survives being killed at any byte.
+
+The first column is ``step``. A new name becomes a new last column: the file is then replaced by one
+with the longer header, at once. A row is one write to the end of the file, so a kill can tear only
+the last line; a torn line is dropped when the file is opened again.
+
+Metrics of a run: one row of numbers per iteration, in a CSV and in named sinks.
 
 The CSV is the record that everything else reads; a sink (TensorBoard, or one from the entry point
 group ``rlinf_async.metrics``) gets the same rows.
@@ -8,9 +14,12 @@ Invariant: however often a run is killed and resumed, each step stands in the CS
 
 from __future__ import annotations
 
+import csv
+import errno
+import io
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -18,10 +27,173 @@ from typing import Final, Protocol, Self, SupportsFloat
 
 from rlinf_async.config import ConfigError
 from rlinf_async.config.registry import Registry, UnknownName
-from rlinf_async.observe.csv_log import CsvLog
-from rlinf_async.observe.errors import MetricsError, ObserveError, RunFolderError
+from rlinf_async.observe.files import (
+    MetricsError,
+    ObserveError,
+    RunFolderError,
+    append_all,
+    atomic_write,
+    explaining,
+)
+
+STEP = "step"
+GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
+"""Errors that say that there is no such file any more."""
 
 log = logging.getLogger(__name__)
+
+
+class CsvLog:
+    """An open CSV log. ``keep_to`` is the last step of the old file to keep; None keeps nothing."""
+
+    def __init__(self, path: Path, *, keep_to: int | None) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+        header, rows = _read(path)
+        kept = [row for row in rows if keep_to is not None and _is_kept(row, header, keep_to)]
+        self.dropped_rows = len(rows) - len(kept)
+        self._columns: list[str] = []
+        self._unwritten: list[dict[str, float]] = []
+        self._replace(header if kept else [STEP], kept)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one row. Where the disk is full, or the like, rows wait for the next one, which is
+        logged once.
+
+        Raises:
+            MetricsError: a metric is named ``step``, or its name holds a line break.
+            RunFolderError: the file was closed, or is not in its place any more.
+        """
+        for name in (STEP, *metrics):
+            _check_name(name, metrics)
+        if self._descriptor is None:
+            raise RunFolderError(f"{self._path} was closed and then written to")
+        self._unwritten.append({STEP: step, **metrics})
+        self.check_in_place()
+        try:
+            self._write_all()
+        except RunFolderError as error:
+            if len(self._unwritten) == 1:
+                log.warning("%s. The run goes on, and rows wait until they can be written", error)
+
+    def _write_all(self) -> None:
+        new = [name for row in self._unwritten for name in row if name not in self._columns]
+        if new:
+            self._widen(list(dict.fromkeys(new)))
+        lines = [_line(_text(row.get(name)) for name in self._columns) for row in self._unwritten]
+        assert self._descriptor is not None
+        with explaining("write", self._path):
+            end = os.fstat(self._descriptor).st_size
+            try:
+                append_all(self._descriptor, "".join(lines).encode())
+            except OSError:
+                os.ftruncate(self._descriptor, end)
+                raise
+        self._unwritten.clear()
+
+    def check_in_place(self) -> None:
+        """Raise `RunFolderError` where the file is not at its path any more: what is written to it
+        reaches nobody."""
+        if self._descriptor is None:
+            return
+        try:
+            if os.path.samestat(os.fstat(self._descriptor), self._path.stat()):
+                return
+        except OSError as error:
+            if error.errno not in GONE:  # a disk or server that does not answer now may do so again
+                return
+        raise RunFolderError(
+            f"{self._path} was removed, moved or replaced while the run went on: what it writes "
+            "reaches nobody. Leave the folder of a run in its place until it has ended "
+            f"(rlinf-async stop {self._path.parent})"
+        )
+
+    def close(self) -> None:
+        """Write the rows that wait, and close the file.
+
+        Raises:
+            RunFolderError: they still cannot be written, or it is not in its place any more.
+        """
+        if self._descriptor is None:
+            return
+        try:
+            self.check_in_place()
+            self._write_all()
+        finally:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _widen(self, new: list[str]) -> None:
+        header, rows = _read(self._path)
+        self._replace([*header, *new], [row for row in rows if len(row) == len(header)])
+
+    def _replace(self, columns: list[str], rows: list[list[str]]) -> None:
+        """Write the whole file anew, and append to that one from here on."""
+        lines = [_line(columns)]
+        lines += [_line([*row, *[""] * (len(columns) - len(row))]) for row in rows]
+        atomic_write(self._path, "".join(lines))
+        with explaining("open", self._path):
+            opened = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        self._descriptor, self._columns = opened, columns
+
+
+def read_columns(path: Path) -> dict[str, list[float]]:
+    """The columns of a metrics file by name; NaN where a row has no value. Torn rows are left out.
+
+    Raises:
+        RunFolderError: the file cannot be read, or is not such a CSV.
+    """
+    header, rows = _read(path)
+    whole = [row for row in rows if len(row) == len(header)]
+    try:
+        numbers = [[float(cell) if cell else float("nan") for cell in row] for row in whole]
+    except ValueError as error:
+        raise RunFolderError(f"{path} holds something that is not a number: {error}") from error
+    return {name: [row[column] for row in numbers] for column, name in enumerate(header)}
+
+
+def _read(path: Path) -> tuple[list[str], list[list[str]]]:
+    """Header and rows, torn ones included; an absent or empty file has the header ``step``."""
+    with explaining("read", path):
+        content = path.read_bytes() if path.exists() else b""
+    whole, _, torn = content.decode(errors="replace").rpartition("\n")
+    rows = list(csv.reader(io.StringIO(whole, newline="")))
+    if torn and rows:
+        rows.append([])
+    if not rows:
+        return [STEP], []
+    if rows[0][:1] != [STEP]:
+        raise RunFolderError(
+            f"{path} does not start with a column {STEP!r}: it is not a metrics file of a run; "
+            "move it away"
+        )
+    return rows[0], rows[1:]
+
+
+def _is_kept(row: list[str], header: list[str], keep_to: int) -> bool:
+    return len(row) == len(header) and row[0].isdecimal() and int(row[0]) <= keep_to
+
+
+def _check_name(name: str, metrics: Mapping[str, float]) -> None:
+    if name == STEP and STEP in metrics:
+        raise MetricsError(f"a metric may not be named {STEP!r}: that column is the row's step")
+    if not name or "\n" in name or "\r" in name:
+        raise MetricsError(f"{name!r} cannot name a metric: it is empty or holds a line break")
+
+
+def _line(cells: Iterable[str]) -> str:
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\n").writerow(list(cells))
+    return buffer.getvalue()
+
+
+def _text(value: float | None) -> str:
+    if value is None:
+        return ""
+    return str(value) if isinstance(value, int) else f"{value:.12g}"
+
 
 SINK_GROUP: Final = "rlinf_async.metrics"
 sinks: Registry[SinkFactory] = Registry(

@@ -33,8 +33,7 @@ from typing import Self
 
 import msgspec
 
-from rlinf_async.observe.errors import RunFolderError
-from rlinf_async.observe.files import atomic_write, explaining, is_partial
+from rlinf_async.observe.files import RunFolderError, atomic_write, explaining, is_partial
 from rlinf_async.observe.run_lock import LOCK, release_lock, take_lock
 
 RUNS = Path("runs")

@@ -30,8 +30,7 @@ from typing import Final, NamedTuple, Self
 
 import msgspec
 
-from rlinf_async.observe.errors import RunFolderError
-from rlinf_async.observe.files import explaining
+from rlinf_async.observe.files import RunFolderError, explaining
 
 LOCK: Final = ".lock"
 _LAYOUT: Final = "hhqqi4x"

@@ -13,8 +13,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from rlinf_async.observe.errors import RunFolderError
-from rlinf_async.observe.files import atomic_write, explaining
+from rlinf_async.observe.files import RunFolderError, atomic_write, explaining
 from rlinf_async.observe.progress import ProgressState
 from rlinf_async.observe.run_folder import STATUS, check_is_run
 from rlinf_async.observe.run_lock import LockState, look_at_lock

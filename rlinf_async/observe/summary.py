@@ -8,8 +8,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from rlinf_async.observe.errors import RunFolderError
-from rlinf_async.observe.files import atomic_write, explaining
+from rlinf_async.observe.files import RunFolderError, atomic_write, explaining
 from rlinf_async.observe.run_folder import RunFolder
 
 Detail = str | int | float | bool | None

@@ -1,22 +1,59 @@
-"""Spans: what a worker did, from when, for how long; and the Perfetto file made of them.
+"""The trace file: Chrome's JSON trace format, compressed. https://ui.perfetto.dev opens it.
+
+One process per worker. Spans of a worker that overlap without one containing the other (tasks of
+one event loop do) cannot be in one row of that format; they get rows of their own, as few as
+possible, which the file calls threads.
+
+Numbers over time (`Counter`) are tracks of one more process, "channels".
+
+Format: "Trace Event Format", complete events (``ph: X``) and counters (``ph: C``), times in
+microseconds.
+
+Spans: what a worker did, from when, for how long; and the Perfetto file made of them.
 
 Every worker has its own `SpanRecorder` and hands its spans on with `take`; the run merges them by
 time alone. Times are of ``CLOCK_MONOTONIC`` in nanoseconds, which all processes of a host share;
-those of other hosts are aligned where they arrive (`rlinf_async.observe.clocks`).
+those of other hosts are aligned where they arrive (`rlinf_async.observe.trace`).
 
 Invariant: a span is either in what `take` returns, once, or counted in ``left_out``.
+
+How a worker's time was spent, from spans that may nest and overlap.
+
+At every moment one span is in the foreground: of those that are open the one that started last, and
+a wait only while nothing else is open. So the pieces below never overlap, and their times add up.
+
+Clocks of other hosts: measured offsets, so that a trace of several hosts has one time.
+
+::
+
+    this host   sent ----------------------- received        the true offset is between
+    other host            its time                           its time - received and its time - sent
+
+``CLOCK_MONOTONIC`` begins when a host starts and is the same for all of its processes, so nothing
+has to be aligned there: where zero is possible, the offset is zero.
+
+Numbers over time for the trace, and how fast counts grow.
 """
 
 from __future__ import annotations
 
+import collections
+import gzip
+import heapq
+import itertools
+import re
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
+
+from rlinf_async.observe.files import RunFolderError, atomic_write, explaining
 
 Argument = str | int | float | bool
 
@@ -77,7 +114,7 @@ class SpanRecorder:
         self._capacity = capacity
         self.clock = clock
         self._lock = threading.Lock()
-        self._open: Counter[str] = Counter()
+        self._open: collections.Counter[str] = collections.Counter()
 
     def span(self, name: str, /, **args: Argument) -> _Recording:
         """A context manager that records its block as one span, also when the block raises."""
@@ -137,3 +174,292 @@ class _Recording:
         start = self._start
         self._recorder.count(self._name, -1)
         self._recorder.add(self._name, start, self._recorder.clock() - start, self._args)
+
+
+class Piece(NamedTuple):
+    """A stretch of time in which one span was in the foreground. Nanoseconds."""
+
+    start: int
+    end: int
+    name: str
+    waiting: bool
+
+
+class Busy(msgspec.Struct, frozen=True):
+    """Where a worker's time went, over a window that is the same for all workers."""
+
+    worker: str
+    window: int
+    """Nanoseconds."""
+    seconds_by_name: dict[str, float]
+    """Foreground seconds of each span name, waits left out."""
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the window in which the worker waited or recorded nothing, 0 to 1."""
+        if self.window <= 0:
+            return 0.0
+        return max(0.0, 1.0 - sum(self.seconds_by_name.values()) * 1e9 / self.window)
+
+
+def foreground(spans: Sequence[Span]) -> list[Piece]:
+    """The pieces of one worker's spans, in order of time. O(n log n)."""
+    spans = sorted(spans, key=lambda span: span.start)
+    moments = sorted({moment for span in spans for moment in (span.start, span.end)})
+    pieces: list[Piece] = []
+    open_spans: list[tuple[bool, int, int]] = []  # (waiting, -order of start, end)
+    coming = 0
+    for moment, until in itertools.pairwise(moments):
+        while coming < len(spans) and spans[coming].start <= moment:
+            span = spans[coming]
+            heapq.heappush(open_spans, (span.waiting, -coming, span.end))
+            coming += 1
+        while open_spans and open_spans[0][2] <= moment:
+            heapq.heappop(open_spans)
+        if open_spans:
+            waiting, order, _ = open_spans[0]
+            _extend(pieces, Piece(moment, until, spans[-order].name, waiting))
+    return pieces
+
+
+def busy(worker: str, pieces: Sequence[Piece], window: int) -> Busy:
+    """Sum up a worker's pieces over a window of so many nanoseconds."""
+    seconds: dict[str, float] = {}
+    for piece in pieces:
+        if not piece.waiting:
+            seconds[piece.name] = seconds.get(piece.name, 0.0) + (piece.end - piece.start) / 1e9
+    return Busy(worker, window, seconds)
+
+
+def _extend(pieces: list[Piece], piece: Piece) -> None:
+    """Append, joined to the piece before where that one goes on."""
+    if pieces and pieces[-1].end == piece.start and pieces[-1].name == piece.name:
+        piece = piece._replace(start=pieces.pop().start)
+    pieces.append(piece)
+
+
+MEASUREMENTS_KEPT: Final = 16
+"""The best of so many counts: clocks drift apart by up to 0.1 ms a second."""
+
+
+class PeerClock:
+    """The monotonic clock of another process, in nanoseconds of this one's."""
+
+    def __init__(self) -> None:
+        self._bounds: deque[tuple[int, int]] = deque(maxlen=MEASUREMENTS_KEPT)
+        """least and greatest offset that each measurement allows"""
+
+    def measure(self, sent: int, there: int, received: int) -> None:
+        """Note that the peer's clock showed ``there`` between these two times of this clock."""
+        self._bounds.append((there - received, there - sent))
+
+    @property
+    def offset(self) -> int:
+        """The peer's time minus this one's, off by at most `uncertainty`; 0 where not measured."""
+        least, greatest = self._best
+        return 0 if least <= 0 <= greatest else (least + greatest) // 2
+
+    @property
+    def uncertainty(self) -> int:
+        """Half of the shortest round trip."""
+        least, greatest = self._best
+        return (greatest - least) // 2
+
+    def aligned(self, spans: Iterable[Span]) -> list[Span]:
+        """The peer's spans, in the time of this process."""
+        offset = self.offset
+        if offset == 0:
+            return list(spans)
+        return [msgspec.structs.replace(span, start=span.start - offset) for span in spans]
+
+    @property
+    def _best(self) -> tuple[int, int]:
+        return min(self._bounds, key=lambda bounds: bounds[1] - bounds[0], default=(0, 0))
+
+
+class Counter(msgspec.Struct, frozen=True, array_like=True):
+    """The values of a track of the trace from a moment on. Nanoseconds, on the clock of spans."""
+
+    track: str
+    at: int
+    values: dict[str, float]
+
+
+class Rates:
+    """How fast counts grow, between one look at them and the next."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[int, Mapping[str, float]]] = {}
+        self._at = self._before = 0
+
+    def per_second(self, name: str, at: int, counts: Mapping[str, float]) -> dict[str, float]:
+        """Growth per second since the last look; 0 at the first. A new count began at 0.
+
+        Args:
+            at: now, in nanoseconds; the same for all that are looked at together.
+        """
+        if at != self._at:
+            self._before, self._at = self._at or at, at
+        before, old = self._last.get(name, (self._before, {}))
+        self._last[name] = at, counts
+        seconds = (at - before) / 1e9
+        if seconds <= 0:
+            return dict.fromkeys(counts, 0.0)
+        return {key: (value - old.get(key, 0.0)) / seconds for key, value in counts.items()}
+
+
+_GZIP: Final = b"\x1f\x8b"
+_LEVEL: Final = 3  # of compression: a tenth of the size, at some 100 MB/s
+
+
+class _Event(msgspec.Struct, omit_defaults=True):
+    ph: str
+    name: str
+    pid: int
+    tid: int
+    ts: float | None = None
+    dur: float | None = None
+    cat: str | None = None
+    args: dict[str, Argument] | None = None
+
+
+class _Trace(msgspec.Struct):
+    traceEvents: list[_Event]
+    displayTimeUnit: str = "ms"
+    otherData: dict[str, Argument] = {}
+
+
+def write_perfetto(
+    spans: Iterable[Span],
+    path: Path,
+    *,
+    left_out: Mapping[str, int] | None = None,
+    counters: Iterable[Counter] = (),
+) -> None:
+    """Write the spans of all workers as one trace; time 0 is the start of the earliest.
+
+    Args:
+        path: with the suffix ``.gz`` it is compressed.
+        left_out: by worker, how many spans its recorder had to leave out; noted in the file.
+        counters: tracks of numbers, shown below the workers.
+
+    Raises:
+        RunFolderError: the file cannot be written.
+    """
+    rows = by_worker(spans)
+    numbers = sorted(counters, key=lambda one: (one.track, one.at))
+    starts = (span.start for row in rows.values() for span in row)
+    origin = min((*starts, *(one.at for one in numbers)), default=0)
+    events: list[_Event] = []
+    for pid, (worker, row) in enumerate(rows.items(), start=1):
+        events += _process(pid, worker, row, origin)
+    events += _tracks(len(rows) + 1, numbers, origin)
+    notes: dict[str, Argument] = {"monotonic_ns_at_0": origin}
+    notes |= {f"spans left out of {worker}": n for worker, n in (left_out or {}).items() if n}
+    content = msgspec.json.encode(_Trace(events, otherData=notes))
+    atomic_write(path, gzip.compress(content, _LEVEL) if path.suffix == ".gz" else content)
+
+
+def read_perfetto(path: Path) -> list[Span]:
+    """The spans of a trace that `write_perfetto` wrote, times relative to the earliest.
+
+    Raises:
+        RunFolderError: the file cannot be read, or is not such a trace.
+    """
+    with explaining("read", path):
+        content = path.read_bytes()
+    try:
+        text = gzip.decompress(content) if content.startswith(_GZIP) else content
+        events = msgspec.json.decode(text, type=_Trace).traceEvents
+    except (msgspec.DecodeError, EOFError, OSError, zlib.error) as error:
+        raise RunFolderError(f"{path} is not a trace of a run: {error}") from error
+    workers = {e.pid: str((e.args or {})["name"]) for e in events if e.name == "process_name"}
+    return [
+        Span(workers[e.pid], e.name, _nanoseconds(e.ts), _nanoseconds(e.dur), e.args)
+        for e in events
+        if e.ph == "X"
+    ]
+
+
+def by_worker(spans: Iterable[Span]) -> dict[str, list[Span]]:
+    """The spans of each worker by start, an enclosing one first; workers in natural order."""
+    rows: dict[str, list[Span]] = {}
+    for span in spans:
+        rows.setdefault(span.worker, []).append(span)
+    for row in rows.values():
+        row.sort(key=lambda span: (span.start, -span.duration))
+    return {worker: rows[worker] for worker in sorted(rows, key=_natural)}
+
+
+def _process(pid: int, worker: str, row: list[Span], origin: int) -> list[_Event]:
+    """The events of one worker: its name, its rows' names, its spans."""
+    events = [
+        _Event("M", "process_name", pid, 0, args={"name": worker}),
+        _Event("M", "process_sort_index", pid, 0, args={"sort_index": pid}),
+    ]
+    open_ends: list[list[int]] = []
+    for span in row:
+        lane = _lane(span, open_ends)
+        if lane == len(open_ends):
+            open_ends.append([])
+            name = worker if lane == 0 else f"{worker} ({lane + 1})"
+            events.append(_Event("M", "thread_name", pid, _tid(pid, lane), args={"name": name}))
+        open_ends[lane].append(span.end)
+        events.append(_complete(span, pid, _tid(pid, lane), origin))
+    return events
+
+
+def _tracks(pid: int, counters: Sequence[Counter], origin: int) -> list[_Event]:
+    """The numbers over time, as tracks of a process of their own."""
+    if not counters:
+        return []
+    return [
+        _Event("M", "process_name", pid, 0, args={"name": "channels"}),
+        _Event("M", "process_sort_index", pid, 0, args={"sort_index": pid}),
+        *(
+            _Event(
+                "C", f"{one.track} {name}", pid, 0, ts=(one.at - origin) / 1000, args={name: value}
+            )
+            for one in counters
+            for name, value in one.values.items()
+        ),
+    ]
+
+
+def _lane(span: Span, open_ends: list[list[int]]) -> int:
+    """The first lane in which the span stands alone or within the span that is still open."""
+    for lane, ends in enumerate(open_ends):
+        while ends and ends[-1] <= span.start:
+            ends.pop()
+        if not ends or span.end <= ends[-1]:
+            return lane
+    return len(open_ends)
+
+
+def _tid(pid: int, lane: int) -> int:
+    """A thread id that no other process of the trace uses: viewers take them as global."""
+    return pid * 1000 + lane
+
+
+def _complete(span: Span, pid: int, tid: int, origin: int) -> _Event:
+    return _Event(
+        "X",
+        span.name,
+        pid,
+        tid,
+        ts=(span.start - origin) / 1000,
+        dur=span.duration / 1000,
+        cat="wait" if span.waiting else "work",
+        args=span.args,
+    )
+
+
+def _nanoseconds(microseconds: float | None) -> int:
+    return round((microseconds or 0.0) * 1000)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Orders ``env 10`` after ``env 9``."""
+    return [
+        (int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)
+    ]

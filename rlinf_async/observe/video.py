@@ -4,28 +4,212 @@ Everything happens in the calling thread, on an env that is made here: an OpenGL
 the thread that made it, and rendering from another one gives black frames without an error. So do
 not call this by ``asyncio.to_thread``, nor after other rendering envs of this process were closed;
 the runtime gives it a process of its own. Black frames that come all the same are an error.
+
+An mp4 that grows by a frame at a time, through the ffmpeg that comes with imageio-ffmpeg.
+
+Pictures of an episode side by side, as a PNG: for a page, a paper or a pull request.
+
+What takes the frames of an episode: a video, or a strip of pictures.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
+import importlib
 import os
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol, SupportsFloat
+from typing import Any, ClassVar, Final, Protocol, Self, SupportsFloat
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
 
-from rlinf_async.config.errors import raised
-from rlinf_async.messages.success import success_of
-from rlinf_async.observe.errors import VideoError
-from rlinf_async.observe.files import replacing
-from rlinf_async.observe.frames import Frame, Frames
-from rlinf_async.observe.mp4 import Mp4
-from rlinf_async.observe.strip import Strip
+from rlinf_async.config.registry import raised
+from rlinf_async.messages.embodied import success_of
+from rlinf_async.observe.files import VideoError, replacing
+
+Frame = NDArray[np.uint8]
+
+
+class Frames(abc.ABC):
+    """Checks and counts frames; a subclass makes a file of them."""
+
+    one_size: ClassVar[str]
+    """in messages: that it has one size"""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.frames = 0
+        self.blank_frames = 0
+        """Frames of a single colour."""
+        self._shape: tuple[int, ...] = ()
+
+    def add(self, frame: Frame) -> None:
+        """Append a frame ``[height, width, rgb]``, of the size of the first.
+
+        Raises:
+            VideoError: the size is another, or the frame cannot be taken.
+        """
+        self._shape = self._shape or frame.shape
+        if frame.shape != self._shape:
+            raise VideoError(
+                f"frame {self.frames} is {frame.shape}, the first one was {self._shape}: "
+                f"{self.one_size}"
+            )
+        self.frames += 1
+        self.blank_frames += not frame.std() > 0
+        self._take(frame)
+
+    @abc.abstractmethod
+    def _take(self, frame: Frame) -> None:
+        """Take the newest frame. Its array may be drawn into again afterwards."""
+
+
+class Mp4(Frames):
+    """Writes H.264 that every player and browser shows. ffmpeg starts with the first frame.
+
+    Leaving the block ends the file; it is whole then, or a `VideoError` carries what ffmpeg said.
+    """
+
+    one_size = "a video has one size"
+
+    def __init__(self, path: Path, *, fps: float, shown_as: Path) -> None:
+        super().__init__(path)
+        self._shown_as = shown_as  # in messages: ``path`` may be a name that is not to stay
+        self.fps = fps
+        self._ffmpeg: subprocess.Popen[bytes] | None = None
+        # A file, because a pipe that nobody reads would stop an ffmpeg with much to say.
+        self._messages = tempfile.TemporaryFile()  # noqa: SIM115, closed when the block is left
+
+    def _take(self, frame: Frame) -> None:
+        """Raises `VideoError`: ffmpeg is missing or failed."""
+        if self._ffmpeg is None:
+            self._ffmpeg = self._start()
+        assert self._ffmpeg.stdin is not None
+        try:
+            self._ffmpeg.stdin.write(np.ascontiguousarray(frame).tobytes())
+        except OSError as error:
+            self._ffmpeg.wait()
+            raise VideoError(self._failure()) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._messages:
+            code = self._finish()
+            if kind is None and code != 0:
+                raise VideoError(self._failure())
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        try:
+            library = importlib.import_module("imageio_ffmpeg")
+        except ModuleNotFoundError as error:
+            raise VideoError(
+                "a video needs imageio-ffmpeg: pip install 'rlinf-async[embodied]'"
+            ) from error
+        try:
+            return subprocess.Popen(
+                [library.get_ffmpeg_exe(), *self._arguments()],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=self._messages,
+            )
+        except (OSError, RuntimeError) as error:
+            raise VideoError(f"ffmpeg did not start: {error}") from error
+
+    def _arguments(self) -> list[str]:
+        height, width = self._shape[:2]
+        frames = f"-f rawvideo -pix_fmt rgb24 -s {width}x{height} -r {self.fps:g} -i -"
+        # H.264 with the usual colours asks for even sides.
+        even = "pad=ceil(iw/2)*2:ceil(ih/2)*2"
+        coded = f"-vf {even} -c:v libx264 -pix_fmt yuv420p -crf 20 -movflags +faststart"
+        return ["-y", "-loglevel", "error", *frames.split(), *coded.split(), str(self.path)]
+
+    def _finish(self) -> int:
+        """End the file and ffmpeg, and say how it ended."""
+        if self._ffmpeg is None:
+            return 0
+        assert self._ffmpeg.stdin is not None
+        # It may have ended before it had read everything; its exit status says so then.
+        with contextlib.suppress(OSError):
+            self._ffmpeg.stdin.close()
+        return self._ffmpeg.wait()
+
+    def _failure(self) -> str:
+        self._messages.seek(0)
+        lines = self._messages.read().decode(errors="replace").splitlines() or ["no message"]
+        # The first line has the cause, behind the address of the part of ffmpeg that speaks.
+        cause = lines[0].rpartition("] ")[2].replace(str(self.path), str(self._shown_as))
+        return f"ffmpeg failed to write {self._shown_as} at frame {self.frames}: {cause}"
+
+
+HEIGHT: Final = 160
+"""pixels of a picture; frames that are higher are made smaller"""
+COLOURS: Final = 128
+"""of the whole strip: a rendered scene needs no more, and the file is a third as large"""
+GAP: Final = 4
+"""white pixels between two pictures"""
+
+
+class Strip(Frames):
+    """Takes the frames of an episode one by one, and writes ``pictures`` of them, evenly spaced,
+    with the first and the last.
+
+    Leaving the block writes the file. However long the episode is, at most four times as many
+    frames as pictures are kept.
+    """
+
+    one_size = "pictures of an episode have one size"
+
+    def __init__(self, path: Path, *, pictures: int = 6) -> None:
+        super().__init__(path)
+        self._pictures = pictures
+        self._kept: list[Frame] = []
+        self._stride = 1
+        """of how many frames one is kept"""
+        self._last: Frame | None = None
+
+    def _take(self, frame: Frame) -> None:
+        self._last = frame.copy()
+        if (self.frames - 1) % self._stride == 0:
+            self._kept.append(self._last)
+        if len(self._kept) > 4 * self._pictures:
+            self._kept, self._stride = self._kept[::2], 2 * self._stride
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None and self._last is not None:
+            self._write(self._last)
+
+    def _write(self, last: Frame) -> None:
+        frames = self._kept if self._kept[-1] is last else [*self._kept, last]
+        chosen = np.linspace(0, len(frames) - 1, min(self._pictures, len(frames))).round()
+        pictures = [_smaller(frames[int(place)]) for place in chosen]
+        width, height = pictures[0].size
+        strip = Image.new("RGB", (len(pictures) * (width + GAP) - GAP, height), "white")
+        for place, picture in enumerate(pictures):
+            strip.paste(picture, (place * (width + GAP), 0))
+        strip.quantize(COLOURS, dither=Image.Dither.NONE).save(
+            self.path, format="PNG", optimize=True
+        )
+
+
+def _smaller(frame: Frame) -> Image.Image:
+    image = Image.fromarray(frame)
+    if image.height <= HEIGHT:
+        return image
+    return image.resize((max(1, image.width * HEIGHT // image.height), HEIGHT))
+
 
 _DEFAULT_FPS: Final = 25.0
 _MOST_BLANK: Final = 0.5  # share of frames of one colour; above it the renderer is at fault

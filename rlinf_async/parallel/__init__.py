@@ -8,33 +8,36 @@
 See ``docs/resharding.md``.
 """
 
-from rlinf_async.parallel.data_rank import DataRank
-from rlinf_async.parallel.errors import (
-    ModelMismatch,
-    NotHeld,
-    ParallelError,
-    PlanTooLarge,
-    StrategyError,
-)
-from rlinf_async.parallel.layout import Buffer, Layout, Piece, check, layout
-from rlinf_async.parallel.nested import nested_order
-from rlinf_async.parallel.plan import Plan, RankPlan, Run, View
-from rlinf_async.parallel.planning import plan
-from rlinf_async.parallel.rounds import in_rounds
+from rlinf_async.parallel.groups import Buffer, Layout, Piece, check, layout
+from rlinf_async.parallel.plan import Plan, RankPlan, Run, View, in_rounds, plan
 from rlinf_async.parallel.sharding import FSDP1, FSDP2, DistributedOptimizer, Replicated, Sharding
 from rlinf_async.parallel.splits import (
     Column,
     GroupedHeads,
     Heads,
     Joined,
+    ModelMismatch,
+    NotHeld,
+    ParallelError,
+    PlanTooLarge,
     Row,
     Split,
     Stacked,
+    StrategyError,
     Vocabulary,
     Whole,
 )
-from rlinf_async.parallel.strategy import Strategy, check_batch, even_layers, valid_dp_sizes
-from rlinf_async.parallel.tensors import GlobalTensor, Model, Parameter
+from rlinf_async.parallel.strategy import (
+    DataRank,
+    GlobalTensor,
+    Model,
+    Parameter,
+    Strategy,
+    check_batch,
+    even_layers,
+    nested_order,
+    valid_dp_sizes,
+)
 
 __all__ = [
     "FSDP1",

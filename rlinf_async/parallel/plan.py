@@ -1,9 +1,35 @@
-"""A plan: moves between two layouts, and what each rank has to do for them.
+"""Making a plan from one layout to another: which rank sends which box to which rank.
+
+::
+
+    old pieces -> disjoint regions --+
+                                     +--> overlaps --> local copies, and items --levelled--> moves
+    new pieces -> distinct regions --+
+
+Invariants (``tests/parallel`` holds them for random models and strategies):
+
+- every element of every piece of the new layout is written by exactly one move;
+- a move's source holds what it sends;
+- what a rank has already is copied, never sent;
+- no rank sends more than 1.1 x the least possible maximum, but for the row at which a box is cut;
+- the same two layouts give the same plan on every rank, move for move.
+
+A plan: moves between two layouts, and what each rank has to do for them.
 
 A rank's part are *runs*: views of buffers that any array library can read and write. A run is a
 box on both sides; boxes that lie behind one another without gaps on both sides are one run. The
 order of the runs between two ranks is the same on both: by round, then by where the sender has
 them.
+
+Moves in rounds: in none of them does any rank send, or receive, more than a bucket.
+
+An executor needs memory for one round beside the new shards, and frees it before the next. Rounds
+are one order for all ranks, and a rank goes through its own in that order, so nobody waits in a
+circle; ranks that have nothing in a round skip it.
+
+All receivers advance alike: in each round every one gets about the same part of what it gets in
+all, tensor by tensor. Where one had its moves before another's, the second would wait for the
+first's rounds to end.
 """
 
 from __future__ import annotations
@@ -16,11 +42,33 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlinf_async.parallel.boxes import Boxes, strides
-from rlinf_async.parallel.columns import Flags, Ints
-from rlinf_async.parallel.layout import Layout
-from rlinf_async.parallel.regions import Pieces
-from rlinf_async.parallel.tensors import GlobalTensor
+from rlinf_async.parallel.groups import Layout, widened
+from rlinf_async.parallel.regions import (
+    Boxes,
+    Flags,
+    Ints,
+    Items,
+    Pieces,
+    Regions,
+    assign,
+    common,
+    disjoint,
+    distinct,
+    flat_tensors,
+    flattened,
+    in_order,
+    numbered,
+    ordered_by,
+    overlaps,
+    pools_of,
+    regions_of,
+    rows_of,
+    spread,
+    strides,
+    volume,
+)
+from rlinf_async.parallel.splits import ModelMismatch, NotHeld, PlanTooLarge, nearest_names
+from rlinf_async.parallel.strategy import GlobalTensor, describe
 
 
 class View(NamedTuple):
@@ -216,3 +264,272 @@ def _name(layout: Layout, row: int) -> str:
 def _tensors(moves: Plan, head: int, stop: int) -> tuple[str, ...]:
     found = dict.fromkeys(moves.boxes.tensor[head:stop].tolist())
     return tuple(moves.new.tensors[index].name for index in found)
+
+
+MOST_MOVES = 1 << 25
+
+
+def plan(old: Layout, new: Layout) -> Plan:
+    """Return the moves that make ``new`` out of ``old``.
+
+    Tensors that only ``old`` has are left behind; dtypes may differ (the sender converts). Raises
+    `ModelMismatch` for other shapes or unknown names, `NotHeld` when elements are on no rank, and
+    `PlanTooLarge` for more than 33 million moves.
+    """
+    source, target, shapes = _on_common_tensors(old, new)
+    flat = np.logical_and(flat_tensors(source.boxes, shapes), flat_tensors(target.boxes, shapes))
+    source, target = flattened(source, shapes, flat), flattened(target, shapes, flat)
+    regions = disjoint(regions_of(source), source, len(shapes)).one_per_rank(source.rank)
+    wanted = regions_of(target)
+    a, b = overlaps(regions.boxes, wanted.boxes, len(shapes))
+    copies = wanted.copies
+    _check_size(int(copies[b].sum()))
+    holder = wanted.first[b]
+    if int(copies.max(initial=1)) > 1:
+        overlap, number = spread(copies[b])
+        a, b, holder = a[overlap], b[overlap], holder[overlap] + number
+    start, size = common(regions.boxes, wanted.boxes, a, b)
+    _check_covered(new, wanted, target, b, volume(size))
+    demand = Demand(Boxes(wanted.boxes.tensor[b], start, size), a, wanted.holders[holder])
+    return _moves(old, new, source, target, regions, demand)
+
+
+class Demand(NamedTuple):
+    """The boxes of source regions that new pieces need, ordered by tensor and box."""
+
+    boxes: Boxes
+    region: Ints
+    target_piece: Ints
+
+    def take(self, rows: Ints) -> Demand:
+        """Return some of the rows."""
+        return Demand(self.boxes.take(rows), self.region[rows], self.target_piece[rows])
+
+
+def _moves(
+    old: Layout, new: Layout, source: Pieces, target: Pieces, regions: Regions, demand: Demand
+) -> Plan:
+    """Meet the demand: by copies where the rank has it, by levelled traffic otherwise."""
+    if len(regions.holders) == len(regions.boxes.tensor):
+        # Every region is on one rank: nothing to choose.
+        sender = regions.holders[demand.region]
+        return Plan(old, new, source, target, demand.boxes, sender, demand.target_piece)
+    sender = regions.at(demand.region, target.rank[demand.target_piece], source.rank)
+    # Of what only one rank holds, that rank is the sender: nothing to choose.
+    only = np.flatnonzero((sender < 0) & (regions.copies[demand.region] == 1))
+    sender[only] = regions.holders[regions.first[demand.region[only]]]
+    item_bytes = item_bytes_of(new.tensors)
+    forced = np.bincount(
+        source.rank[sender[only]],
+        volume(rows_of(demand.boxes.size, only)) * item_bytes[demand.boxes.tensor[only]],
+        int(source.rank.max(initial=0)) + 1,
+    ).astype(np.float64)
+    open_rows = np.flatnonzero(sender < 0)
+    if len(open_rows) == 0:
+        return Plan(old, new, source, target, demand.boxes, sender, demand.target_piece)
+    asked, region = numbered(demand.region[open_rows], len(regions.copies))
+    some = regions.take(asked)
+    pool, pools = pools_of(some.first, source.rank[some.holders])
+    chosen = demand.take(open_rows)
+    items = Items(
+        pool[region],
+        chosen.boxes.start,
+        chosen.boxes.size,
+        item_bytes[chosen.boxes.tensor],
+        target.rank[chosen.target_piece],
+    )
+    member, parts = assign(items, pools, forced)
+    holders = some.first[region]
+    sender[open_rows] = some.holders[holders + member]
+    rows, holders = open_rows[parts.item], some.holders[holders[parts.item] + parts.member]
+    head = np.diff(parts.item, prepend=-1) != 0
+    first, more = np.flatnonzero(head), np.flatnonzero(~head)
+    demand.boxes.start[rows[first]] = parts.start[first]
+    demand.boxes.size[rows[first]] = parts.size[first]
+    sender[rows[first]] = holders[first]
+    boxes = Boxes(
+        np.concatenate([demand.boxes.tensor, demand.boxes.tensor[rows[more]]]),
+        np.concatenate([demand.boxes.start, parts.start[more]]),
+        np.concatenate([demand.boxes.size, parts.size[more]]),
+    )
+    senders = np.concatenate([sender, holders[more]])
+    targets = np.concatenate([demand.target_piece, demand.target_piece[rows[more]]])
+    return Plan(old, new, source, target, boxes, senders, targets)
+
+
+def _on_common_tensors(old: Layout, new: Layout) -> tuple[Pieces, Pieces, Ints]:
+    """Number the tensors as the new layout does; return both sides' pieces and the shapes."""
+    number = {tensor.name: index for index, tensor in enumerate(new.tensors)}
+    known = {tensor.name: tensor for tensor in old.tensors}
+    faults = [
+        f"{tensor.name!r} is not in the old layout{nearest_names(tensor.name, known)}"
+        if tensor.name not in known
+        else f"{tensor.name!r} is {describe(known[tensor.name])} in the old layout, "
+        f"{describe(tensor)} in the new one"
+        for tensor in new.tensors
+        if tensor.name not in known or known[tensor.name].shape != tensor.shape
+    ]
+    if faults:
+        more = f"; and {len(faults) - 8} more" if len(faults) > 8 else ""
+        raise ModelMismatch("; ".join(faults[:8]) + more)
+    dims = max(1, *(len(tensor.shape) for tensor in new.tensors), 1)
+    shapes = np.ones((len(new.tensors), dims), np.int64)
+    for index, tensor in enumerate(new.tensors):
+        shapes[index, : len(tensor.shape)] = tensor.shape
+    renumber = np.array([number.get(tensor.name, -1) for tensor in old.tensors], np.int64)
+    return _pieces(old, renumber, dims), _pieces(new, np.arange(len(new.tensors)), dims), shapes
+
+
+def _pieces(layout: Layout, renumber: Ints, dims: int) -> Pieces:
+    tensor = renumber[layout.boxes.tensor]
+    rank, buffer, offset = layout.piece_rank, layout.piece_buffer, layout.piece_offset
+    start, size = layout.boxes.start, layout.boxes.size
+    if int(renumber.min(initial=0)) < 0:
+        kept = np.flatnonzero(tensor >= 0)
+        tensor, rank, buffer, offset = tensor[kept], rank[kept], buffer[kept], offset[kept]
+        start, size = rows_of(start, kept), rows_of(size, kept)
+    boxes = Boxes(tensor, widened(start, dims, 0)[:, :dims], widened(size, dims, 1)[:, :dims])
+    return Pieces(rank, buffer, offset, boxes)
+
+
+def _check_covered(new: Layout, wanted: Regions, target: Pieces, b: Ints, volumes: Ints) -> None:
+    found = np.bincount(b, volumes, len(wanted.boxes.tensor)) // wanted.copies
+    short = np.flatnonzero(found < wanted.boxes.volume)
+    if not len(short):
+        return
+    first = int(short[0])
+    tensor = new.tensors[int(wanted.boxes.tensor[first])]
+    rank = int(target.rank[wanted.holders[wanted.first[first]]])
+    raise NotHeld(
+        f"{len(short)} slices of the new layout are not whole on the old ranks: the first is "
+        f"of {tensor.name!r} {list(tensor.shape)} for rank {rank}, of whose "
+        f"{int(wanted.boxes.volume[first])} elements {int(found[first])} are there. Give "
+        "the old layout all ranks that hold the model"
+    )
+
+
+def _check_size(moves: int) -> None:
+    if moves > MOST_MOVES:
+        raise PlanTooLarge(
+            f"a plan of {moves:,} moves is over the limit of {MOST_MOVES:,}: plan to one copy of "
+            "the new layout, and from that to the others"
+        )
+
+
+PASSES = 4
+"""number of attempts to fit further moves into the same round"""
+STEPS = 1 << 15
+"""of a receiver's way, which the order of moves tells apart"""
+
+
+def in_rounds(plan: Plan, bucket_bytes: int) -> Plan:
+    """Return the same plan with `Plan.round`, moves cut where they are larger than a bucket.
+
+    A bucket smaller than a row of a box counts as one row. Raises `ValueError` below 1 byte.
+    """
+    if bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes is {bucket_bytes}; it must be at least 1")
+    cut = _cut(plan, bucket_bytes)
+    cut = cut.take(ordered_by([cut.boxes.tensor, cut.from_rank, cut.to_rank]))
+    cut = cut.take(in_order(_progress(cut)))
+    when = _rounds(cut, bucket_bytes)
+    made = dataclasses.replace(cut, round=when)
+    width = int(made.to_rank.max(initial=0)) + 1
+    return made.take(ordered_by([when, made.from_rank * width + made.to_rank]))
+
+
+def _cut(plan: Plan, bucket_bytes: int) -> Plan:
+    """Cut sent moves along their longest dimension into parts of at most a bucket."""
+    size, bytes_ = plan.boxes.size, plan.bytes
+    dim = np.argmax(size, axis=1)
+    rows = size[np.arange(len(dim)), dim]
+    per_part = np.maximum(1, bucket_bytes // np.maximum(bytes_ // np.maximum(rows, 1), 1))
+    parts = np.where(plan.is_local, 1, -(-rows // per_part))
+    owner, number = spread(parts)
+    made = plan.take(owner)
+    boxes = Boxes(made.boxes.tensor, made.boxes.start.copy(), made.boxes.size.copy())
+    each = np.arange(len(owner))
+    inside = np.where(parts[owner] > 1, number * per_part[owner], 0)
+    length = np.where(parts[owner] > 1, np.minimum(per_part, rows)[owner], rows[owner])
+    boxes.start[each, dim[owner]] += inside
+    boxes.size[each, dim[owner]] = np.minimum(length, rows[owner] - inside)
+    return dataclasses.replace(made, boxes=boxes)
+
+
+def _progress(plan: Plan) -> Ints:
+    """How far its receiver is with each move, of `STEPS`; what stays on a rank is in no round."""
+    amount = np.where(plan.is_local, 0, plan.bytes)
+    total = np.bincount(plan.to_rank, amount)[plan.to_rank]
+    before = _running(plan.to_rank, amount) - amount
+    progress: Ints = (before * (STEPS / np.maximum(total, 1))).astype(np.int64)
+    return progress
+
+
+class _Moves(NamedTuple):
+    """The moves of a plan, each column ``[moves]``."""
+
+    from_rank: Ints
+    to_rank: Ints
+    amount: Ints
+    """bytes"""
+
+    def take(self, rows: Ints) -> _Moves:
+        """Return some of the rows."""
+        return _Moves(*(column[rows] for column in self))
+
+
+def _rounds(plan: Plan, bucket_bytes: int) -> Ints:
+    """Number the rounds. Each looks only at so many of the moves as could fill all buckets."""
+    when = np.zeros(len(plan.bytes), np.int64)
+    away = np.flatnonzero(~plan.is_local)
+    if not len(away):
+        return when
+    moves = _Moves(plan.from_rank, plan.to_rank, plan.bytes)
+    least = min(len(distinct(moves.from_rank[away])), len(distinct(moves.to_rank[away])))
+    before = np.concatenate([[0], np.cumsum(moves.amount[away])])
+    waiting, at, now = away[:0], 0, 0
+    while at < len(away) or len(waiting):
+        room = least * bucket_bytes - int(moves.amount[waiting].sum())
+        stop = int(np.searchsorted(before, before[at] + max(0, room), "right")) - 1
+        stop = max(stop, at if len(waiting) else at + 1)
+        waiting, at = np.concatenate([waiting, away[at:stop]]), stop
+        taken = _filling(moves.take(waiting), bucket_bytes)
+        when[waiting[taken]] = now
+        waiting, now = waiting[~taken], now + 1
+    return when
+
+
+def _filling(moves: _Moves, bucket_bytes: int) -> Flags:
+    """Which moves go into one round: in order, as long as their ranks' buckets have room."""
+    ranks = max(int(moves.from_rank.max()), int(moves.to_rank.max())) + 1
+    filled = np.zeros((2, ranks), np.int64)
+    taken = np.zeros(len(moves.amount), bool)
+    rows = np.arange(len(taken))
+    for _ in range(PASSES):
+        some = moves.take(rows)
+        sent = _running(some.from_rank, some.amount) + filled[0][some.from_rank]
+        received = _running(some.to_rank, some.amount) + filled[1][some.to_rank]
+        fits = np.logical_and(sent <= bucket_bytes, received <= bucket_bytes)
+        if not fits.any():
+            break
+        taken[rows[fits]] = True
+        for side, rank in zip(filled, (some.from_rank, some.to_rank), strict=True):
+            side += np.bincount(rank[fits], some.amount[fits], ranks).astype(np.int64)
+        rows = rows[~fits]
+        if not len(rows):
+            break
+    if not taken.any():
+        taken[0] = True  # a row that is larger than a bucket goes alone
+    return taken
+
+
+def _running(rank: Ints, amount: Ints) -> Ints:
+    """Return for each row the sum of the amounts of its rank up to and with it."""
+    order = in_order(rank)
+    total = np.cumsum(amount[order])
+    ordered = rank[order]
+    heads = np.flatnonzero(np.diff(ordered, prepend=-1))
+    before = np.repeat(total[heads] - amount[order[heads]], np.diff(heads, append=len(rank)))
+    running = np.empty_like(amount)
+    running[order] = total - before
+    return running

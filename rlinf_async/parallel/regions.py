@@ -1,17 +1,477 @@
-"""Regions and their holders: pieces of the same box as one, and source regions made disjoint.
+"""The choice of the rank that sends a region, among its holders: traffic is levelled over ranks.
+
+A *pool* is a set of ranks that hold the same regions; what others need of them may come from any
+rank of the pool. Levelling pours each pool's bytes onto its least loaded ranks, again and again
+until nothing moves (block coordinate descent on the sum of squared loads, a convex problem whose
+minimum also has the least possible maximum). Then the pool's items are laid end to end on a line
+of bytes, the line is cut at the ranks' quotas, and an item that crosses a cut is cut there too
+when it is large enough to matter.
+
+Regions and their holders: pieces of the same box as one, and source regions made disjoint.
 
 Tensors that both layouts hold in flat ranges (all FSDP and distributed-optimizer shards,
 column-parallel slices) are treated as one-dimensional: ranges then need not be cut into boxes, and
-neighbours are one."""
+neighbours are one.
+
+Boxes of tensors as arrays of numbers: cutting flat ranges into boxes, and finding which boxes
+overlap.
+
+A table of boxes has ``tensor`` ``[n]``, ``start`` and ``size`` ``[n, D]``; tensors of fewer than D
+dimensions have trailing extents of 1. All of it is vectorised: tables have millions of rows.
+
+Columns of numbers, millions of rows long: operations that numpy lacks, or has slower.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
-from rlinf_async.parallel.boxes import Boxes, overlaps, strides
-from rlinf_async.parallel.columns import Flags, Ints, any_of, distinct, ordered_by, rows_of, spread
+Ints: TypeAlias = NDArray[np.int64]
+Floats: TypeAlias = NDArray[np.float64]
+Flags: TypeAlias = NDArray[np.bool_]
+
+
+def spread(counts: Ints) -> tuple[Ints, Ints]:
+    """Return for ``counts`` [2, 0, 3] the owners [0, 0, 2, 2, 2] and the numbers [0, 1, 0, 1,
+    2]."""
+    owner = np.repeat(np.arange(len(counts)), counts)
+    first = np.cumsum(counts) - counts
+    return owner, np.arange(len(owner)) - first[owner]
+
+
+def in_order(keys: Ints) -> Ints:
+    """Return the order of rows by non-negative numbers; rows of equal ones stay as they are.
+
+    Sorting key and row number as one word is several times as fast as a stable argsort."""
+    if _ascends(keys):
+        return np.arange(len(keys))
+    bits, most = len(keys).bit_length(), int(keys.max(initial=0))
+    if most < 1 << 32:
+        # numpy's stable argsort of 16 bits is a radix sort.
+        order: Ints = np.argsort(keys.astype(np.uint16), kind="stable")
+        if most >= 1 << 16:
+            order = order[np.argsort((keys >> 16).astype(np.uint16)[order], kind="stable")]
+        return order
+    if most >> (62 - bits):
+        wide: Ints = np.argsort(keys, kind="stable")
+        return wide
+    words = (keys << bits) | np.arange(len(keys))
+    words.sort()
+    words &= (1 << bits) - 1
+    return words
+
+
+def rows_of(table: Ints, rows: Ints) -> Ints:
+    """Return some rows of a table ``[n, D]`` (indexing takes four times as long)."""
+    found: Ints = np.take(table, rows, axis=0, mode="clip")
+    return found
+
+
+def any_of(table: Flags) -> Flags:
+    """Return for each row whether any of its few columns is set (`np.any` goes row by row)."""
+    found = np.zeros(len(table), bool)
+    for column in table.T:
+        found |= column
+    return found
+
+
+def distinct(values: Ints) -> Ints:
+    """Return the values in order, each once (faster than `np.unique` on millions)."""
+    ordered = values if _ascends(values) else np.sort(values)
+    new = np.ones(len(ordered), bool)
+    new[1:] = ordered[1:] != ordered[:-1]
+    kept: Ints = ordered[new]
+    return kept
+
+
+def numbered(values: Ints, below: int) -> tuple[Ints, Ints]:
+    """Return the distinct values in order, and for each value which of them it is.
+
+    Values are in ``0 .. below``; nothing is sorted."""
+    there = np.zeros(below, bool)
+    there[values] = True
+    number = np.cumsum(there) - 1
+    return np.flatnonzero(there), number[values]
+
+
+def ordered_by(keys: Sequence[Ints]) -> Ints:
+    """Return the order of rows by several columns of non-negative numbers, the first decides first.
+
+    `np.lexsort` sorts once for each column; columns that fit one word together are sorted as one,
+    and the words after the first only where they are not in order already.
+    """
+    words: list[Ints] = []
+    room, wide = 0, 1 << (62 - len(keys[0]).bit_length())
+    for key in keys:
+        extent = int(key.max(initial=0)) + 1
+        if words and room * extent <= wide:
+            if extent > 1:
+                words[-1] = words[-1] * extent + key
+            room *= extent
+        else:
+            words.append(key)
+            room = extent
+    if len(words) == 1:
+        return in_order(words[0])
+    for most in (keys, words):
+        order = in_order(most[0])
+        if _in_order_within(most, order):
+            return order
+    several: Ints = np.lexsort(words[::-1])
+    return several
+
+
+def _ascends(keys: Ints) -> bool:
+    """Whether no value is below the one before it."""
+    return bool((keys[1:] >= keys[:-1]).all())
+
+
+def _in_order_within(words: Sequence[Ints], order: Ints) -> bool:
+    """Whether rows in this order are ordered by all words, given that they are by the first."""
+    first = words[0][order]
+    ties = np.flatnonzero(first[1:] == first[:-1])
+    for word in words[1:]:
+        before, after = word[order[ties]], word[order[ties + 1]]
+        if (after < before).any():
+            return False
+        ties = ties[after == before]
+    return True
+
+
+class Boxes(NamedTuple):
+    """A table of boxes."""
+
+    tensor: Ints
+    start: Ints
+    size: Ints
+
+    def take(self, rows: Ints) -> Boxes:
+        """Return some of the rows."""
+        return Boxes(self.tensor[rows], rows_of(self.start, rows), rows_of(self.size, rows))
+
+    @property
+    def volume(self) -> Ints:
+        """``[n]``: elements of each box."""
+        return volume(self.size)
+
+
+def volume(size: Ints) -> Ints:
+    """Return the elements of boxes of these sizes ``[n, D]``."""
+    product = np.ones(len(size), np.int64)
+    for extent in size.T:
+        product *= extent
+    return product
+
+
+def strides(size: Ints) -> Ints:
+    """Return the row-major strides ``[n, D]`` of boxes that lie without gaps."""
+    inner = np.ones_like(size)
+    for dim in range(size.shape[1] - 2, -1, -1):
+        inner[:, dim] = inner[:, dim + 1] * size[:, dim + 1]
+    return inner
+
+
+def cut_ranges(size: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    """Cut elements ``start .. stop`` of boxes ``size [n, D]`` (row-major) into sub-boxes.
+
+    Returns ``(row, at, box start, box size)``: of which range it is, which element of the whole
+    box comes first, and the sub-box. In a rank's memory a sub-box follows the one before. At most
+    ``2 D - 1`` each; one where the range is of whole rows. Empty ranges give none."""
+    dims = size.shape[1]
+    inner = strides(size)
+    row = np.flatnonzero(stop > start)
+    low, high = start[row], stop[row]
+    prefix = np.zeros((len(row), dims), np.int64)
+    done: list[tuple[Ints, Ints, Ints, Ints]] = []
+    for dim in range(dims):
+        step = inner[row, dim]
+        first, last = low // step, -(-high // step)
+        # A range within one row goes down a dimension; others leave whole rows and two parts.
+        whole_low, whole_high = -(-low // step), high // step
+        in_one = (last - first == 1) & ~((low % step == 0) & (high % step == 0))
+        middle = np.flatnonzero(~in_one & (whole_high > whole_low))
+        box_start, box_size = prefix[middle].copy(), np.ones((len(middle), dims), np.int64)
+        box_start[:, dim] = whole_low[middle]
+        box_size[:, dim] = (whole_high - whole_low)[middle]
+        box_size[:, dim + 1 :] = size[row[middle], dim + 1 :]
+        at = (box_start * inner[row[middle]]).sum(axis=1)
+        done.append((row[middle], at, box_start, box_size))
+        one = np.flatnonzero(in_one)
+        head = np.flatnonzero(~in_one & (low % step != 0))
+        tail = np.flatnonzero(~in_one & (high % step != 0))
+        parts = np.concatenate([one, head, tail])
+        index = np.concatenate([first[one], first[head], whole_high[tail]])
+        base = index * step[parts]
+        prefix = prefix[parts]
+        prefix[:, dim] = index
+        low = np.concatenate([low[one], low[head], base[len(one) + len(head) :]]) - base
+        high = np.concatenate([high[one], (first[head] + 1) * step[head], high[tail]]) - base
+        row = row[parts]
+        if not len(row):
+            break
+    if len(done) == 1:
+        return done[0]
+    columns = [np.concatenate(column) for column in zip(*done, strict=True)]
+    order = ordered_by(columns[:2])
+    return columns[0][order], columns[1][order], columns[2][order], columns[3][order]
+
+
+def overlaps(old: Boxes, new: Boxes, tensors: int) -> tuple[Ints, Ints]:
+    """Return the pairs ``(row of old, row of new)`` whose boxes share elements, ordered by new,
+    then old.
+
+    Sweeps each tensor along the dimension in which it is cut into most slots, and compares only
+    boxes that meet in a slot."""
+    along = _busiest_dimension(old, new, tensors)
+    line_old, line_new = along[old.tensor], along[new.tensor]
+    rows_old, rows_new = np.arange(len(old.tensor)), np.arange(len(new.tensor))
+    extent = np.zeros(tensors, np.int64)
+    old_start, old_size = old.start[rows_old, line_old], old.size[rows_old, line_old]
+    new_start, new_size = new.start[rows_new, line_new], new.size[rows_new, line_new]
+    np.maximum.at(extent, old.tensor, old_start + old_size)
+    np.maximum.at(extent, new.tensor, new_start + new_size)
+    base = np.cumsum(extent) - extent
+    old_start, new_start = old_start + base[old.tensor], new_start + base[new.tensor]
+    points = distinct(np.stack([old_start, old_start + old_size], axis=1).ravel())
+    first_old = np.searchsorted(points, old_start)
+    slots_old = np.searchsorted(points, old_start + old_size) - first_old
+    owner, number = spread(slots_old)
+    slot = first_old[owner] + number
+    by_slot = in_order(slot)
+    members = owner[by_slot]
+    first_of = np.concatenate([[0], np.cumsum(np.bincount(slot, minlength=len(points)))])
+    first_new = np.maximum(np.searchsorted(points, new_start, "right") - 1, 0)
+    last_new = np.searchsorted(points, new_start + new_size)
+    wanted, number = spread(np.maximum(last_new - first_new, 0))
+    wanted_slot = first_new[wanted] + number
+    meeting, number = spread(first_of[wanted_slot + 1] - first_of[wanted_slot])
+    a, b = members[first_of[wanted_slot[meeting]] + number], wanted[meeting]
+    unwanted = _elsewhere_apart(old, new, a, b, along)
+    if int(slots_old.max(initial=1)) > 1:
+        # Two boxes that meet in several slots are counted in the first of them.
+        unwanted |= wanted_slot[meeting] != np.maximum(first_old[a], first_new[b])
+    if unwanted.any():
+        keep = np.flatnonzero(~unwanted)
+        a, b = a[keep], b[keep]
+    order = ordered_by([b, a])
+    return a[order], b[order]
+
+
+def _elsewhere_apart(old: Boxes, new: Boxes, a: Ints, b: Ints, along: Ints) -> Flags:
+    """Whether pairs that meet in the dimension ``along`` of their tensor do not meet in others."""
+    apart = np.zeros(len(a), bool)
+    for dim in range(old.start.shape[1]):
+        if (along == dim).all():
+            continue
+        apart |= old.start[:, dim][a] >= (new.start[:, dim] + new.size[:, dim])[b]
+        apart |= new.start[:, dim][b] >= (old.start[:, dim] + old.size[:, dim])[a]
+    return apart
+
+
+def common(old: Boxes, new: Boxes, a: Ints, b: Ints) -> tuple[Ints, Ints]:
+    """Return start and size of what pairs of boxes share."""
+    start = np.maximum(rows_of(old.start, a), rows_of(new.start, b))
+    stop = np.minimum(rows_of(old.start + old.size, a), rows_of(new.start + new.size, b))
+    return start, stop - start
+
+
+def _busiest_dimension(old: Boxes, new: Boxes, tensors: int) -> Ints:
+    dims = old.start.shape[1]
+    if dims == 1:
+        return np.zeros(tensors, np.int64)
+    slots = np.zeros((dims, tensors), np.int64)
+    if not old.start[:, 1:].any() and not new.start[:, 1:].any():
+        return np.zeros(tensors, np.int64)
+    for tensor, start, _ in (old, new):
+        for dim in range(dims):
+            if start[:, dim].any():
+                width = int(start[:, dim].max()) + 1
+                found = distinct(tensor * width + start[:, dim])
+                slots[dim] += np.bincount(found // width, minlength=tensors)
+    busiest: Ints = np.argmax(slots, axis=0)
+    return busiest
+
+
+SWEEPS = 50
+SETTLED = 1e-3
+"""a sweep that changes no load by more than this part of the highest is the last"""
+SLACK = 0.08
+"""excess over the level, as a share of it, up to which items are not cut"""
+FINE = 32
+"""number of rows from which on a box is cut along its first dimension"""
+
+
+class Items(NamedTuple):
+    """Sub-boxes to be sent, each from any rank of its pool."""
+
+    pool: Ints
+    start: Ints
+    size: Ints
+    item_bytes: Ints
+    to_rank: Ints
+
+    @property
+    def bytes(self) -> Ints:
+        """``[items]``"""
+        return volume(self.size) * self.item_bytes
+
+
+class Parts(NamedTuple):
+    """The parts into which items were cut, those of an item one behind another."""
+
+    item: Ints
+    member: Ints
+    """index into the pool's ranks"""
+    start: Ints
+    size: Ints
+
+
+def pools_of(first: Ints, ranks: Ints) -> tuple[Ints, list[Ints]]:
+    """Give every row of a ragged table ``ranks[first[i] : first[i + 1]]`` the number of its set.
+
+    Returns ``(pool of each row, ranks of each pool)``. Rows are ordered.
+    """
+    count = np.diff(first)
+    pool = np.zeros(len(count), np.int64)
+    members: list[Ints] = []
+    for length in np.unique(count):
+        rows = np.flatnonzero(count == length)
+        table = ranks[first[rows][:, None] + np.arange(length)]
+        number = np.zeros(len(rows), np.int64)
+        example = np.zeros(1, np.int64)
+        for column in table.T:
+            key = number * (int(ranks.max()) + 1) + column
+            _, example, number = np.unique(key, return_index=True, return_inverse=True)
+        pool[rows] = number + len(members)
+        members += list(table[example])
+    return pool, members
+
+
+def level(pools: list[Ints], demand: Ints, forced: Floats) -> list[Floats]:
+    """Return how many bytes each member of each pool should send.
+
+    ``forced`` is ``[ranks]``: the bytes that a rank sends in any case.
+    """
+    load = forced.copy()
+    shares = [np.zeros(len(members)) for members in pools]
+    order = sorted(range(len(pools)), key=lambda pool: len(pools[pool]))
+    for _ in range(SWEEPS):
+        before = load.copy()
+        for pool in order:
+            load[pools[pool]] -= shares[pool]
+            shares[pool] = _pour(load[pools[pool]], float(demand[pool]))
+            load[pools[pool]] += shares[pool]
+        if np.abs(load - before).max(initial=0) <= SETTLED * load.max(initial=0):
+            break
+    return shares
+
+
+def assign(items: Items, pools: list[Ints], forced: Floats) -> tuple[Ints, Parts]:
+    """Say which member of its pool sends each item, cutting items where that levels the traffic.
+
+    Every rank's bytes stay within 10 % of the least possible maximum, but for what one row of a
+    box weighs. Returns ``[items]`` members, and what goes instead of the items that are cut."""
+    bytes_ = items.bytes
+    demand = np.bincount(items.pool, bytes_, len(pools)).astype(np.int64)
+    shares = level(pools, demand, forced)
+    cuts, member = _cuts(shares, demand)
+    # Items lie on the line by pool and receiver; millions of rows are moved there only for this.
+    order = ordered_by([items.pool, items.to_rank])
+    size = bytes_[order]
+    stop = np.cumsum(size)
+    start = stop - size
+    busiest = _busiest(pools, shares, forced)
+    used = np.bincount(np.concatenate(pools)).max(initial=1)
+    whole = size <= busiest * SLACK / used
+    first = np.searchsorted(cuts, np.where(whole, (start + stop) // 2, start), "right") - 1
+    last = np.searchsorted(cuts, stop) - 1
+    segment = np.empty_like(first)
+    segment[order] = first
+    several = np.flatnonzero(~whole & (last > first))
+    parts = _parts(items, order[several], start[several], first[several], last[several], cuts)
+    return member[segment], parts._replace(member=member[parts.member])
+
+
+def _parts(items: Items, item: Ints, start: Ints, first: Ints, last: Ints, cuts: Ints) -> Parts:
+    """Cut items that lie from ``start`` on the line, in segments ``first`` to ``last``, there.
+
+    `Parts.member` of what is returned is the segment."""
+    boxes = rows_of(items.size, item)
+    size = volume(boxes) * items.item_bytes[item]
+    row_start, row_size, dim = _rows(rows_of(items.start, item), boxes)
+    owner, number = spread(last - first + 1)
+    segment = first[owner] + number
+    begin, end = np.zeros(len(owner), np.int64), row_size[owner]
+    for side, rows in ((begin, number > 0), (end, segment < last[owner])):
+        cut = np.flatnonzero(rows)
+        at = cuts[segment[cut] + (side is end)] - start[owner[cut]]
+        side[cut] = _row_at(at, size, row_size, owner[cut])
+    keep = np.flatnonzero(end > begin)
+    owner, segment, begin, end = owner[keep], segment[keep], begin[keep], end[keep]
+    box_start, box_size = rows_of(items.start, item[owner]), rows_of(items.size, item[owner])
+    each, along = np.arange(len(owner)), dim[owner]
+    box_start[each, along] = row_start[owner] + begin
+    box_size[each, along] = end - begin
+    return Parts(item[owner], segment, box_start, box_size)
+
+
+def _pour(load: Floats, amount: float) -> Floats:
+    """Spread ``amount`` so that the lowest loads become level."""
+    order = np.argsort(load, kind="stable")
+    ordered = load[order]
+    levels = (amount + np.cumsum(ordered)) / np.arange(1, len(load) + 1)
+    count = int(np.flatnonzero(levels > ordered)[-1]) + 1
+    poured: Floats = np.maximum(levels[count - 1] - load, 0.0)
+    poured[order[count:]] = 0.0
+    return poured
+
+
+def _cuts(shares: list[Floats], demand: Ints) -> tuple[Ints, Ints]:
+    """Where each member's part of the line of bytes starts, and which member of its pool it is."""
+    base = np.cumsum(demand) - demand
+    starts, members = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for pool, share in enumerate(shares):
+        ends = np.round(np.cumsum(share)).astype(np.int64)
+        starts.append(base[pool] + np.concatenate([[0], np.minimum(ends[:-1], demand[pool])]))
+        members.append(np.arange(len(share)))
+    return np.concatenate(starts), np.concatenate(members)
+
+
+def _busiest(pools: list[Ints], shares: list[Floats], forced: Floats) -> float:
+    load = forced.copy()
+    for members, share in zip(pools, shares, strict=True):
+        load[members] += share
+    return float(load.max(initial=0))
+
+
+def _rows(start: Ints, size: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return first row, rows, and the dimension along which each box can be cut."""
+    dim = _longest(size)
+    for place in reversed(range(size.shape[1])):
+        dim[size[:, place] >= FINE] = place
+    each = np.arange(len(size))
+    return start[each, dim], size[each, dim], dim
+
+
+def _longest(size: Ints) -> Ints:
+    """Return the first of the largest extents of each row."""
+    dim, most = np.zeros(len(size), np.int64), size[:, 0].copy()
+    for place in range(1, size.shape[1]):
+        longer = size[:, place] > most
+        dim[longer] = place
+        np.maximum(most, size[:, place], out=most)
+    return dim
+
+
+def _row_at(distance: Ints, size: Ints, rows: Ints, owner: Ints) -> Ints:
+    """Return the row boundary next to a distance in bytes from the item's start."""
+    at = np.round(distance / size[owner] * rows[owner]).astype(np.int64)
+    clipped: Ints = np.clip(at, 0, rows[owner])
+    return clipped
 
 
 class Pieces(NamedTuple):

@@ -23,7 +23,7 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 import numpy as np
 
-from rlinf_async.parallel.columns import Ints
+from rlinf_async.parallel.regions import Ints
 
 
 class Held(NamedTuple):

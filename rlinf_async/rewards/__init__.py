@@ -2,11 +2,10 @@
 
 ::
 
-    answer.py       the argument of a verifier, and `Reject`
-    registry.py     the table of names            matching.py  mathematics.py  reasoning.py
-    judging.py      one answer -> one typed outcome, whatever the verifier does
-    pool.py         many answers at a time, each in a process with a time and a memory limit
-    process.py      main of such a process        process_messages.py  what it and its owner say
+    judging.py       `Answer`, `Reject`, the table of names; one answer -> one typed outcome
+    matching.py  mathematics.py  reasoning.py      the built-in ones
+    pool.py          many answers at a time, each in a process with a time and a memory limit
+    process.py       main of such a process
 
 A verifier of your own is a function of one `Answer`, sync or async, named by its import path::
 
@@ -20,14 +19,16 @@ A verifier of your own is a function of one `Answer`, sync or async, named by it
 """
 
 from rlinf_async.messages.language import Scored
-from rlinf_async.rewards.answer import Answer, Reject, Verifier
-from rlinf_async.rewards.pool import ScoringPool
-from rlinf_async.rewards.registry import (
+from rlinf_async.rewards.judging import (
     VERIFIERS,
+    Answer,
+    Reject,
     UnknownVerifier,
+    Verifier,
     load_verifier,
     register_verifier,
 )
+from rlinf_async.rewards.pool import ScoringPool
 
 __all__ = [
     "VERIFIERS",

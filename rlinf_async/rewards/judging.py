@@ -5,6 +5,13 @@
     returns a finite number, or Scored   -> Scored
     raises Reject                        -> Rejected
     anything else                        -> Failed, with what was wrong; never a silent 0
+
+Verifiers by name. A name with a colon in it is the import path of a user's function.
+
+An entry of `VERIFIERS` is a function that returns the verifier: importing sympy for ``math`` takes
+a second, and is done only where ``math`` is used.
+
+The argument of a verifier, and how a verifier refuses.
 """
 
 from __future__ import annotations
@@ -14,11 +21,51 @@ import math
 import numbers
 import traceback
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from typing import Any, Final, Literal, Self
 
-from rlinf_async.config.errors import raised
-from rlinf_async.messages.language import Failed, Outcome, Rejected, Scored
-from rlinf_async.rewards.answer import Answer, Reject, Verifier
+import msgspec
+
+from rlinf_async.config.registry import Registry, UnknownName, raised
+from rlinf_async.messages.language import Failed, Outcome, Rejected, Sample, Scored
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """One response to be judged."""
+
+    prompt: str
+    """text that the model read, after the chat template"""
+    text: str
+    """text of the response, without special tokens"""
+    reference: str
+    """right answer, or JSON of the verifier's own"""
+    finish: Literal["stop", "length", "abort"] = "stop"
+    """reason of the end; ``length``: cut at max_tokens"""
+    tokens: int = 0
+    """number of tokens of the response"""
+
+    @classmethod
+    def of(cls, sample: Sample) -> Self:
+        """The part of a sample that a verifier sees."""
+        prompt = sample.request.prompt
+        return cls(
+            prompt=prompt.text,
+            text=sample.text,
+            reference=prompt.reference,
+            finish=sample.generated.finish,
+            tokens=len(sample.generated.token_ids),
+        )
+
+
+class Reject(Exception):
+    """Raised by a verifier that cannot judge: the sample is left out of training, and counted."""
+
+
+Verdict = float | Scored
+"""A reward, or one with its parts."""
+
+Verifier = Callable[[Answer], Verdict] | Callable[[Answer], Awaitable[Verdict]]
+"""Judges one answer. It runs in a process of its own, one answer at a time."""
+
 
 Finish = Callable[[Awaitable[Any]], Any]
 """Awaits the result of an asynchronous verifier."""
@@ -92,3 +139,40 @@ def _described(error: BaseException) -> str:
 def _cut(text: str, limit: int = MAX_TEXT) -> str:
     text = text if len(text) <= limit else f"{text[: limit - 3]}..."
     return text.encode(errors="backslashreplace").decode()  # lone surrogates cannot be sent
+
+
+UnknownVerifier = UnknownName
+
+VERIFIERS: Registry[Callable[[], Verifier]] = Registry(
+    "built-in verifier",
+    built_in=(
+        "rlinf_async.rewards.matching",
+        "rlinf_async.rewards.mathematics",
+        "rlinf_async.rewards.reasoning",
+    ),
+)
+
+verifiers: Registry[Verifier] = Registry(
+    "verifier of your own", group="rlinf_async.verifiers", called_with=("answer",)
+)
+"""those that are registered as they are"""
+register_verifier = verifiers.register
+
+INLINE: Final = frozenset({"exact", "numeric"})
+"""verifiers that take microseconds and cannot hang, so they run without a process of their own"""
+
+
+def load_verifier(name: str, path: tuple[str, ...] = ("verifier",)) -> Verifier:
+    """Return the verifier of this name, importing what it needs; ``path`` is the setting.
+
+    Raises:
+        UnknownVerifier: no such name; the message lists what there is.
+        ConfigError: an import path that leads to no function of one argument, an `Answer`.
+        MissingExtra: a library that it needs is not installed.
+    """
+    if name in VERIFIERS:
+        return VERIFIERS[name]()
+    try:
+        return verifiers.load(name, path)
+    except UnknownName as error:
+        raise UnknownName("verifier", name, sorted([*VERIFIERS.names(), *error.known])) from None

@@ -9,9 +9,8 @@ from functools import partial
 from typing import Any, Final
 
 from rlinf_async.config import MissingExtra
-from rlinf_async.rewards.answer import Answer, Reject, Verifier
-from rlinf_async.rewards.numbers import Number, last_number, with_plain_signs
-from rlinf_async.rewards.registry import VERIFIERS
+from rlinf_async.rewards.judging import VERIFIERS, Answer, Reject, Verifier
+from rlinf_async.rewards.matching import Number, last_number, with_plain_signs
 
 DECIMALS: Final = 12
 """decimal places to which math-verify compares what is not a plain number"""

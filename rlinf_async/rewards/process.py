@@ -17,11 +17,10 @@ from typing import Any
 
 import msgspec
 
+from rlinf_async.deadlines import signal_at_end_of_parent
 from rlinf_async.messages.language import Failed, Outcome
-from rlinf_async.parent import signal_at_end_of_parent
-from rlinf_async.rewards.answer import Verifier
-from rlinf_async.rewards.judging import judge
-from rlinf_async.rewards.process_messages import (
+from rlinf_async.rewards.judging import Verifier, judge, load_verifier
+from rlinf_async.rewards.pool import (
     HEADER,
     Begun,
     FromProcess,
@@ -33,7 +32,6 @@ from rlinf_async.rewards.process_messages import (
     ToProcess,
     frame,
 )
-from rlinf_async.rewards.registry import load_verifier
 
 
 def main() -> None:

@@ -17,9 +17,8 @@ from typing import Any
 import msgspec
 
 from rlinf_async.config import ConfigError, MissingExtra
-from rlinf_async.config.errors import nearest
-from rlinf_async.rewards.answer import Answer, Reject, Verifier
-from rlinf_async.rewards.registry import VERIFIERS
+from rlinf_async.config.registry import nearest
+from rlinf_async.rewards.judging import VERIFIERS, Answer, Reject, Verifier
 
 
 class TaskReference(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,9 +27,8 @@ import msgspec
 
 from rlinf_async.config import ConfigError, UsageError
 from rlinf_async.runtime.cluster import Cluster
-from rlinf_async.runtime.loop import run
-from rlinf_async.workers.base import Worker
-from rlinf_async.workers.errors import WorkerDied
+from rlinf_async.runtime.signals import run
+from rlinf_async.workers.base import Worker, WorkerDied
 
 T = TypeVar("T")
 Function = Callable[..., Any]

@@ -10,36 +10,373 @@
 
 The body of ``async with`` and everything it started end together: the first failure cancels the
 rest and is raised once, with the worker, rank, host, method and traceback of its cause.
+
+The worker groups of a cluster by name: how they come to be, and how they end.
+
+::
+
+    launch --place--> devices are reserved --start--> all ranks serve, or none is left
+                           |                              |
+                           +------- close ----------------+--> calls end, then workers
+
+The channels of a cluster by name: those whose queues live here, and those that live with
+workers.
+
+The body of ``async with Cluster``: what cancels it, and with which error it is left.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from types import TracebackType, UnionType
 from typing import Any, Self, TypeVar
 
-from rlinf_async.channels import Channel, Latest, Wait, render
-from rlinf_async.channels.wire import Traffic
+from rlinf_async.channels import Channel, Latest, Statistics, Wait, render
+from rlinf_async.channels.statistics import mark_cut_off
+from rlinf_async.channels.wire import ChannelSeen, HomeMaker, Traffic
 from rlinf_async.observe.trace import Span
-from rlinf_async.runtime.backend import Backend
-from rlinf_async.runtime.cluster_body import ClusterBody
-from rlinf_async.runtime.cluster_channels import ClusterChannels
-from rlinf_async.runtime.cluster_groups import ClusterGroups
+from rlinf_async.runtime.calls import FirstCause, GroupCall, WorkerGroup, WorkerRef
 from rlinf_async.runtime.deadlock import DeadlockWatch
-from rlinf_async.runtime.group import WorkerGroup, WorkerRef
 from rlinf_async.runtime.homes import HomedChannel
-from rlinf_async.runtime.launching import Launch, check_launch, check_limits, check_seconds, specs
-from rlinf_async.runtime.placement import Placement
-from rlinf_async.runtime.supervise import Never, Restart, log_failed_stops
-from rlinf_async.workers.base import Worker
-from rlinf_async.workers.context import Device
-from rlinf_async.workers.errors import BuildError
+from rlinf_async.runtime.launching import (
+    Launch,
+    Placement,
+    check_launch,
+    check_limits,
+    check_seconds,
+    specs,
+)
+from rlinf_async.runtime.signals import run_signals
+from rlinf_async.runtime.supervise import (
+    Backend,
+    Never,
+    Restart,
+    Supervisor,
+    WorkerSpec,
+    all_ended,
+    all_or_none,
+    log_failed_stops,
+    stop_all,
+    unless,
+)
+from rlinf_async.runtime.wakers import internal
+from rlinf_async.workers.base import BuildError, Device, Worker, is_secondary
+
+W = TypeVar("W", bound=Worker)
+log = logging.getLogger(__name__)
+
+
+class ClusterGroups:
+    """Starts groups on a backend, and ends them.
+
+    Args:
+        grace: seconds that workers get to finish when they are stopped.
+        on_failure: told of a call that failed.
+        on_idle_death: told of a worker that died while nobody called it, and stays dead.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        grace: float,
+        on_failure: Callable[[BaseException, GroupCall[Any]], None],
+        on_idle_death: Callable[[BaseException], None],
+    ) -> None:
+        self._backend = backend
+        self._grace = grace
+        self._on_failure = on_failure
+        self._on_idle_death = on_idle_death
+        self.by_name: dict[str, WorkerGroup[Any]] = {}
+        self.closing = False
+        """whether the cluster is being left: what starts is cancelled"""
+        self._starting: set[asyncio.Task[Any]] = set()
+        self._placing: set[str] = set()
+        """names of groups whose devices are being reserved"""
+        self._spans: list[Span] = []
+
+    def check_name(self, name: str) -> None:
+        """Raise `BuildError` where a name is taken."""
+        if name in self.by_name or name in self._placing:
+            raise BuildError(f"there is a group {name!r} already: pass another name=")
+
+    async def start(
+        self, worker: type[W], launch: Launch, ranks: list[WorkerSpec]
+    ) -> WorkerGroup[W]:
+        """Reserve what the ranks need, and start all of them, or none.
+
+        Raises:
+            BuildError: they cannot be had or started; the cluster was left meanwhile.
+            WorkerError: ``__init__`` or ``setup`` raised in a rank.
+        """
+        placed = await self._place(launch.group, ranks)
+        supervisors = [
+            Supervisor(self._backend, spec, launch.restart or Never(), self._on_idle_death)
+            for spec in placed
+        ]
+        made = WorkerGroup(worker, launch.group, supervisors, self._on_failure)
+        self.by_name[launch.group] = made
+        self._backend.check_load(len(self.supervisors()))
+        starts = [asyncio.create_task(one.start(), name=one.name) for one in supervisors]
+        self._starting.update(starts)
+        try:
+            await all_or_none(starts)
+        except BaseException as error:  # the ranks that did start are of no use alone
+            log_failed_stops(await stop_all(supervisors, self._grace))
+            del self.by_name[launch.group]
+            await self._backend.release(placed)
+            self._explain_end(launch.group, error)
+            raise
+        finally:
+            self._starting.difference_update(starts)
+        return made
+
+    async def _place(self, group: str, ranks: list[WorkerSpec]) -> Sequence[WorkerSpec]:
+        """Reserve what a launch needs; ended with the cluster."""
+        placing = asyncio.create_task(self._backend.place(ranks), name=f"place {group}")
+        self._placing.add(group)
+        self._starting.add(placing)
+        try:
+            return await placing
+        except BaseException as error:
+            placing.cancel()
+            [placed] = await asyncio.gather(placing, return_exceptions=True)
+            if not isinstance(placed, BaseException):  # just when this was cancelled
+                await self._backend.release(placed)
+            self._explain_end(group, error)
+            raise
+        finally:
+            self._placing.discard(group)
+            self._starting.discard(placing)
+
+    def _explain_end(self, group: str, error: BaseException) -> None:
+        """Raise `BuildError` for a launch whose starts were cancelled by `close`."""
+        task = asyncio.current_task()
+        by_others = task is None or not task.cancelling()
+        if self.closing and by_others and isinstance(error, asyncio.CancelledError):
+            raise BuildError(f"{group}: this cluster was left while it started") from None
+
+    def supervisors(self) -> list[Supervisor]:
+        """Those of all ranks."""
+        return [one for group in self.by_name.values() for one in group.supervisors]
+
+    async def spans(self) -> list[Span]:
+        """All spans that workers have recorded since the last time."""
+        for supervisor in self.supervisors():
+            handle = supervisor.handle_nowait()
+            if handle is not None:
+                self._spans += await handle.spans()
+        taken, self._spans = self._spans, []
+        return taken
+
+    async def close(self, hurry: asyncio.Event) -> list[Any]:
+        """End calls and starts, then the workers; without grace once ``hurry`` is set.
+
+        Returns what stopping each worker raised, or None, see `log_failed_stops`.
+        """
+        calls = [call for group in self.by_name.values() for call in group.calls]
+        for group in self.by_name.values():
+            group.ended = True
+        for call in calls:
+            call.cancel()
+        for start in self._starting:
+            start.cancel()
+        ending = (call.finished(self._grace) for call in calls)
+        await unless(hurry, *ending, all_ended(self._starting))
+        supervisors = self.supervisors()
+        results = await unless(hurry, *(one.stop(self._grace) for one in supervisors))
+        if results is None:
+            log.warning("interrupted again: workers are killed")
+            results = await stop_all(supervisors, 0.0)
+        return results
+
 
 T = TypeVar("T")
-W = TypeVar("W", bound=Worker)
+C = TypeVar("C", Channel[Any], Latest[Any])
+
+
+class ClusterChannels:
+    """Gives them to the backend, so that workers can have ends of them, and sees who waits."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.here: dict[str, Channel[Any] | Latest[Any]] = {}
+        """by name"""
+        self.homed: dict[str, HomedChannel[Any]] = {}
+        """those whose queues live with workers, by name"""
+        self._makers: dict[str, HomeMaker] = {}
+        self._seen: list[ChannelSeen] = []
+        """of the channels in ``homed``, when they were last looked at"""
+
+    def check_name(self, name: str) -> None:
+        """Raise `BuildError` where a name is taken."""
+        if name in self.here or name in self.homed:
+            raise BuildError(f"there is a channel {name!r} already: give each its own name")
+
+    def make(self, kind: type[C], item_type: Any, *, name: str, **options: Any) -> C:
+        """Make and add a `Channel` or `Latest` whose queue lives here.
+
+        Raises:
+            BuildError: its name is taken, or its type cannot cross to workers.
+        """
+        self.check_name(name)
+        try:
+            made = kind(item_type, name=name, **options)
+            self._backend.publish(made)
+        except TypeError as error:
+            raise _cannot_cross(name, error) from error
+        self.here[name] = made
+        return made
+
+    async def make_at(
+        self, home: str, item_type: type[T] | UnionType, *, name: str, **options: Any
+    ) -> HomedChannel[T]:
+        """Make and add one whose queue lives with a worker. ``options``: as of `Channel`.
+
+        Raises:
+            BuildError: the type cannot cross to workers.
+            WorkerDied, HomeLost: as `Cluster.channel_at`.
+        """
+        maker = await self._backend.home(home)
+        if maker is None:  # all are in one process
+            here: Channel[T] = self.make(Channel, item_type, name=name, **options)
+            made = HomedChannel[T](here, home)
+        else:
+            try:
+                there = await maker.create(item_type, name=name, **options)
+            except TypeError as error:
+                raise _cannot_cross(name, error) from error
+            made = HomedChannel[T](there, home)
+            self._makers[home] = maker
+        self.homed[name] = made
+        return made
+
+    async def look_at_homes(self) -> list[Statistics]:
+        """Look at those whose queues live with workers, for `waits` and `dead_letters`."""
+        if self._makers:
+            found = await asyncio.gather(*(maker.look() for maker in self._makers.values()))
+            self._seen = [one for of_home in found for one in of_home]
+        return [one.statistics for one in self._seen]
+
+    def waits(self) -> list[Wait]:
+        """Everybody who waits, the longest first."""
+        cut_off = tuple(f"{name}." for name in self._backend.cut_off())
+        here = [wait for channel in self.here.values() for wait in channel.waits()]
+        every = [*here, *(wait for one in self._seen for wait in one.waits)]
+        found = [mark_cut_off(wait, cut_off) for wait in every]
+        return sorted(found, key=lambda wait: -wait.seconds)
+
+    def dead_letters(self) -> list[str]:
+        """A line for each channel that gave items up, with the last one's error."""
+        return [
+            f"dead letters of channel {name!r}: {len(dead)}, the last after "
+            f"{dead[-1].deliveries} deliveries: {dead[-1].error}"
+            for name, channel in self.here.items()
+            if isinstance(channel, Channel) and (dead := channel.dead_letters)
+        ] + [
+            f"dead letters of channel {one.statistics.name!r}: {one.statistics.dead_letters}, the "
+            f"last after {one.dead_letter}"
+            for one in self._seen
+            if one.dead_letter
+        ]
+
+
+def _cannot_cross(name: str, error: TypeError) -> BuildError:
+    return BuildError(f"channel {name!r} cannot cross to workers: {error}")
+
+
+class ClusterBody:
+    """Ends with everything that it started: the first failure cancels it, and is raised once."""
+
+    def __init__(self) -> None:
+        self._task: asyncio.Task[Any] | None = None
+        """that entered the cluster"""
+        self._cause = FirstCause()
+        self._aborted = False
+        self._leaving = False
+        self._hurry = asyncio.Event()
+        """set once the task is cancelled while the cluster is closed"""
+
+    @property
+    def entered(self) -> bool:
+        """Whether it was, at any time."""
+        return self._task is not None
+
+    def enter(self) -> None:
+        """Note that this task runs the body.
+
+        Raises:
+            RuntimeError: it was entered before.
+        """
+        if self.entered:
+            raise RuntimeError("a Cluster can be entered once: make another one")
+        self._task = asyncio.current_task()
+
+    def abort(self, cause: BaseException) -> None:
+        """Cancel it, and raise ``cause`` when it is left; of several the first."""
+        self._cause.note(cause, None)
+        if self._aborted or self._leaving or self._task is None:
+            return
+        if self._task.done():  # entered by a cell of a notebook: nobody is there to be cancelled
+            log.error("the cluster failed: leave it, and make another one\n%s", cause)
+        else:
+            self._aborted = True
+            run_signals().note_failure()
+            self._task.cancel()
+
+    def call_failed(self, error: BaseException, call: GroupCall[Any]) -> None:
+        """Note the failure of a call; where nobody awaits it, it ends the cluster."""
+        self._cause.note(error, call)
+        if not call.awaited:
+            self.abort(error)
+
+    async def leave(
+        self,
+        error: BaseException | None,
+        close: Callable[[asyncio.Event], Coroutine[Any, Any, None]],
+    ) -> None:
+        """Close, and raise what the cluster ends with.
+
+        Args:
+            error: that the body ended with, which is raised anyway unless this raises another.
+            close: ends what the body started; without grace once its argument is set.
+        """
+        body_failed = isinstance(error, Exception) and not is_secondary(error)
+        if isinstance(error, Exception):
+            run_signals().note_failure()
+        interrupted = await self._close_shielded(close)
+        if self._aborted and self._task is not None:
+            self._task.uncancel()
+        cause = self._cause.error
+        if cause is None or not self._cause.outranks(error, aborted=self._aborted):
+            if error is None and interrupted is not None:
+                raise interrupted
+            return
+        if body_failed:
+            cause.add_note(f"the body of the cluster then raised {error!r}")
+        raise cause from cause.__cause__  # not from the errors that it led to
+
+    async def _close_shielded(
+        self, close: Callable[[asyncio.Event], Coroutine[Any, Any, None]]
+    ) -> asyncio.CancelledError | None:
+        """Close; without grace once the task is cancelled, and return that cancellation."""
+        self._leaving = True
+        interrupted = None
+        closing = internal(asyncio.create_task(close(self._hurry), name="close cluster"))
+        own = int(self._aborted)  # our own cancellation may arrive only now
+        while not closing.done():
+            try:
+                await asyncio.shield(closing)
+            except asyncio.CancelledError as error:
+                if self._task is not None and self._task.cancelling() > own:
+                    interrupted = error
+                    self._hurry.set()
+        closing.result()
+        return interrupted
 
 
 class Cluster:

@@ -15,13 +15,12 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlinf_async.channels import Channel, Latest, Statistics, Wait
-from rlinf_async.channels.wire.movement import movement
-from rlinf_async.runtime.backend import Standstill
-from rlinf_async.runtime.group import WorkerGroup
-from rlinf_async.runtime.stall import internal, what_can_go_on
-from rlinf_async.runtime.supervise import Supervisor
-from rlinf_async.workers.errors import Deadlock
-from rlinf_async.workers.watchdog import Watchdog
+from rlinf_async.channels.wire.session.movement import movement
+from rlinf_async.runtime.calls import WorkerGroup
+from rlinf_async.runtime.supervise import Standstill, Supervisor
+from rlinf_async.runtime.wakers import internal, what_can_go_on
+from rlinf_async.workers.base import Deadlock
+from rlinf_async.workers.host import Watchdog
 
 log = logging.getLogger(__name__)
 PERIOD = 1.0

@@ -43,8 +43,7 @@ from typing import Any, Final
 
 import msgspec
 
-from rlinf_async.config.entry_point import FOLDER
-from rlinf_async.config.registry import NAMES
+from rlinf_async.config.registry import FOLDER, NAMES
 from rlinf_async.runtime.fork_server import ASK_ANOTHER, HAS_THREADS
 from rlinf_async.runtime.wakers import mark_internal
 

@@ -29,8 +29,8 @@ from rlinf_async.channels.wire import (
     Server,
     serve,
 )
-from rlinf_async.channels.wire.direct.direct import host_id
-from rlinf_async.channels.wire.session.address import TcpAddress, parse
+from rlinf_async.channels.wire.direct import host_id
+from rlinf_async.channels.wire.session.endpoint import TcpAddress, parse
 
 T = TypeVar("T")
 

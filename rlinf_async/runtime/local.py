@@ -13,18 +13,17 @@ from typing import Any
 from rlinf_async.channels import Channel, Latest
 from rlinf_async.channels.wire import HomeMaker, Traffic
 from rlinf_async.observe.trace import Span, SpanRecorder
-from rlinf_async.runtime.backend import (
+from rlinf_async.runtime.launching import host_devices
+from rlinf_async.runtime.signals import make_temporary_folder, remove_temporary_folder
+from rlinf_async.runtime.supervise import (
     Cancel,
     Standstill,
     WorkerSpec,
     refuse_what_ray_has,
     with_rendezvous,
 )
-from rlinf_async.runtime.devices import host_devices
-from rlinf_async.runtime.forced_exit import make_temporary_folder, remove_temporary_folder
-from rlinf_async.runtime.stall import free_task
-from rlinf_async.workers.context import Device
-from rlinf_async.workers.errors import BuildError, WorkerDied
+from rlinf_async.runtime.wakers import free_task
+from rlinf_async.workers.base import BuildError, Device, WorkerDied
 from rlinf_async.workers.host import OnEnd, WorkerHost
 from rlinf_async.workers.methods import Method
 

@@ -1,4 +1,17 @@
-"""Workers as OS processes of this host, each with an event loop of its own.
+"""What workers print: their standard output and error, line by line, under the worker's name.
+
+::
+
+    worker's process: fd 1 and 2 ---pipe---> OutputPipe (this process) ---lines---> OutputLog
+                                                                               a file, or stderr
+
+What a worker prints last, before it is killed or crashes, is still in the pipe and is not lost. The
+pipe holds 1 MiB: a worker that prints more while this process stands still waits for it.
+
+A worker's process imports the main module before it has the pipe: what it prints until then, also
+an error of that import, goes to the standard error of this process.
+
+Workers as OS processes of this host, each with an event loop of its own.
 
 ::
 
@@ -11,40 +24,388 @@
 
 The socket lives in a folder of the run's own, which is removed at the end; if this process is
 killed, its workers see it, remove the folder and go.
+
+Starts the process of a worker, and gives a file by which its end is seen.
+
+A worker's process leads a session of its own. So the terminal's Ctrl-C is for the process that
+started it alone, and whatever the worker starts (simulators, loaders) can be ended with it. What a
+worker starts in yet another session is its own to end.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
+import inspect
 import logging
+import multiprocessing
 import os
+import signal
 import socket
-from collections.abc import Sequence
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnProcess
+from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any, Final
 
 from rlinf_async.channels import Channel, Latest
 from rlinf_async.channels.wire import HomeMaker, Traffic
-from rlinf_async.rewards.ended import how_it_ended
-from rlinf_async.runtime.backend import WorkerSpec, refuse_what_ray_has, with_rendezvous
-from rlinf_async.runtime.child import Boot
-from rlinf_async.runtime.devices import host_devices
-from rlinf_async.runtime.forced_exit import kill_tree
-from rlinf_async.runtime.forked import LOST, ForkedProcess
-from rlinf_async.runtime.listeners import LISTEN_VARIABLE, Listeners, shared_secret
-from rlinf_async.runtime.output import OutputLog, OutputPipe
-from rlinf_async.runtime.remote_worker import CONNECT_SECONDS, Ended, RemoteWorker, RemoteWorkers
-from rlinf_async.runtime.spawning import (
-    check_importable,
-    is_being_started,
-    open_death,
-    spawn_whole,
+from rlinf_async.rewards.pool import how_it_ended
+from rlinf_async.runtime.child import Boot, child_main
+from rlinf_async.runtime.forked import LOST, ForkedProcess, NotForked
+from rlinf_async.runtime.launching import device_environment, host_devices
+from rlinf_async.runtime.remote_worker import (
+    CONNECT_SECONDS,
+    LISTEN_VARIABLE,
+    Ended,
+    Listeners,
+    RemoteWorker,
+    RemoteWorkers,
+    shared_secret,
 )
-from rlinf_async.workers.context import Device
-from rlinf_async.workers.errors import BuildError
+from rlinf_async.runtime.signals import OF_THE_DRIVER, kill_tree
+from rlinf_async.runtime.supervise import WorkerSpec, refuse_what_ray_has, with_rendezvous
+from rlinf_async.workers.base import BuildError, Device
 
 log = logging.getLogger(__name__)
+
+PIPE_BYTES: Final = 1 << 20
+LONGEST_LINE: Final = 1 << 16
+"""bytes; what is longer is cut into several lines"""
+OPENED: Final = b"\0"
+"""first byte in the pipe: the worker's process prints there from now on"""
+LINES_AT_ONCE: Final = 50_000
+"""lines that a worker may print before it is limited"""
+LINES_PER_SECOND: Final = 200
+"""lines of a worker that are written, in the long run"""
+LAST_LINES: Final = 200
+"""of the lines that are left out, the last ones are written when the worker ends"""
+
+
+class LineLimit:
+    """Limits the lines of one worker, so that a flood fills neither disk nor terminal.
+
+    Lines are left out until a second's worth may be written again; then it is said how many.
+    """
+
+    def __init__(self) -> None:
+        self._room = float(LINES_AT_ONCE)
+        self._looked = 0.0
+        self._left_out = 0
+        self._last: deque[str] = deque(maxlen=LAST_LINES)
+
+    def allowed(self, lines: Sequence[str], now: float) -> list[str]:
+        """Those of the lines that are written.
+
+        Args:
+            now: seconds, by any clock that does not go back.
+        """
+        self._room += (now - self._looked) * LINES_PER_SECOND
+        self._room, self._looked = min(self._room, LINES_AT_ONCE), now
+        written: list[str] = []
+        if self._left_out and self._room >= LINES_PER_SECOND:
+            written += self._note(self._left_out)
+            self._left_out = 0
+            self._last.clear()
+        count = 0 if self._left_out else min(len(lines), int(self._room))
+        self._room -= count
+        self._left_out += len(lines) - count
+        self._last.extend(lines[count:])
+        return [*written, *lines[:count]]
+
+    def rest(self) -> list[str]:
+        """The last of the lines that were left out, once no more come."""
+        lines = [*self._note(self._left_out - len(self._last)), *self._last]
+        self._left_out = 0
+        self._last.clear()
+        return lines
+
+    @staticmethod
+    def _note(count: int) -> list[str]:
+        limit = f"more than {LINES_PER_SECOND} a second"
+        return [f"... {count} lines are left out: {limit} ..."] if count > 0 else []
+
+
+class OutputLog:
+    """Takes the lines of all workers of a cluster.
+
+    Args:
+        path: a file to append to, with the time of day; None for standard error.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._broken = False
+        self._limits: dict[str, LineLimit] = {}
+        """by worker"""
+
+    @property
+    def place(self) -> str:
+        """Where the lines are, for a message."""
+        return "on stderr" if self.path is None else f"in {self.path}"
+
+    def write(self, worker: str, lines: list[str]) -> None:
+        """Take lines of one worker. A disk that is full does not end the run."""
+        limit = self._limits.setdefault(worker, LineLimit())
+        self._write(worker, limit.allowed(lines, time.monotonic()))
+
+    def end(self, worker: str) -> None:
+        """Take note that a worker has printed its last line."""
+        limit = self._limits.pop(worker, None)
+        if limit is not None:
+            self._write(worker, limit.rest())
+
+    def close(self) -> None:
+        """Take note that no worker prints any more."""
+        for worker in list(self._limits):
+            self.end(worker)
+
+    def _write(self, worker: str, lines: list[str]) -> None:
+        if not lines:
+            return
+        try:
+            if self.path is None:
+                sys.stderr.write("".join(f"{worker}: {line}\n" for line in lines))
+                sys.stderr.flush()
+            else:
+                now = time.strftime("%H:%M:%S")
+                with self.path.open("a", encoding="utf-8") as file:
+                    file.write("".join(f"{now} {worker}: {line}\n" for line in lines))
+        except (OSError, ValueError) as error:  # ValueError: stderr is closed
+            if not self._broken:
+                log.warning("the output of workers cannot be written %s: %s", self.place, error)
+            self._broken = True
+
+
+class OutputPipe:
+    """The pipe from one worker's process. Where a process is given it, it prints there."""
+
+    def __init__(self, log: OutputLog, worker: str) -> None:
+        self._log, self._worker = log, worker
+        self._read_end, self._write_end = os.pipe()
+        os.set_blocking(self._read_end, False)
+        with suppress(OSError, AttributeError):  # where it may not be so large, it is smaller
+            fcntl.fcntl(self._read_end, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        self.opened = False
+        """whether the process has begun to print here; before, its output goes to stderr"""
+        self._line = b""
+        """the beginning of a line whose end has not come"""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._read_end, self._read)
+
+    def __reduce__(self) -> tuple[Callable[[Any], None], tuple[Any]]:
+        """In the process that is started: print into the pipe, from the moment it is unpickled."""
+        return _print_into, (DupFd(self._write_end),)
+
+    def started(self) -> None:
+        """Let go of the end that the process has now."""
+        if self._write_end >= 0:
+            os.close(self._write_end)
+            self._write_end = -1
+
+    def close(self) -> None:
+        """Write what the process has printed, and close the pipe."""
+        self.started()
+        left = PIPE_BYTES  # and no more: what the process has started may still print
+        while self._read_end >= 0 and left > 0 and (count := self._read()):
+            left -= count
+        self._end()
+
+    def _read(self) -> int:
+        """Take what is there, and return how many bytes it was."""
+        try:
+            data = os.read(self._read_end, LONGEST_LINE)
+        except BlockingIOError:
+            return 0
+        if not data:
+            self._end()
+            return 0
+        count = len(data)
+        if not self.opened:
+            self.opened = True
+            data = data.removeprefix(OPENED)
+        *whole, self._line = (self._line + data).split(b"\n")
+        if len(self._line) > LONGEST_LINE:
+            whole.append(self._line)
+            self._line = b""
+        if whole:
+            self._log.write(self._worker, [_text(line) for line in whole])
+        return count
+
+    def _end(self) -> None:
+        if self._read_end < 0:
+            return
+        self._loop.remove_reader(self._read_end)
+        os.close(self._read_end)
+        self._read_end = -1
+        if self._line:
+            self._log.write(self._worker, [_text(self._line)])
+            self._line = b""
+        self._log.end(self._worker)
+
+
+def _print_into(end: Any) -> None:
+    """Let this process print into the pipe with this end."""
+    descriptor = end.detach()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, ValueError):  # None or closed, where the user wants no output
+            stream.flush()
+    os.write(descriptor, OPENED)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    with suppress(AttributeError, ValueError):
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def _text(line: bytes) -> str:
+    """A line as a terminal would leave it: a carriage return begins it again."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
+
+
+_spawn_lock = threading.Lock()
+
+
+async def spawn_whole(boot: Boot, output: OutputPipe) -> SpawnProcess:
+    """Start the process in a thread. If this is cancelled meanwhile, no process is left."""
+    spawning = asyncio.create_task(asyncio.to_thread(_spawn, boot, output))
+    try:
+        return await asyncio.shield(spawning)
+    except asyncio.CancelledError:
+        while not spawning.done():  # cancelled once more, it still waits: nobody else would
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([spawning])
+        if spawning.exception() is None:
+            kill_tree(spawning.result())
+            spawning.result().join()
+            spawning.result().close()
+        raise
+
+
+def open_death(process: SpawnProcess) -> int:
+    """A file that becomes readable when the process has ended; the caller closes it.
+
+    Multiprocessing's own sentinel is a pipe, which what a spawned process has forked holds open;
+    of a forked one, its server alone has the other end.
+    """
+    if isinstance(process, ForkedProcess):
+        return os.dup(process.sentinel)
+    if hasattr(os, "pidfd_open") and process.pid is not None:
+        return os.pidfd_open(process.pid)
+    return os.dup(process.sentinel)
+
+
+def is_being_started() -> bool:
+    """Whether this process is a child that still imports its main module."""
+    return bool(getattr(multiprocessing.current_process(), "_inheriting", False))
+
+
+def _spawn(boot: Boot, output: OutputPipe) -> SpawnProcess:
+    """Start the process; forked, where modules that it imports take seconds."""
+    with _spawn_lock, _signals_blocked():
+        resource_tracker.ensure_running()  # by itself first: it unblocks signals in the end
+    process: dict[str, Any] = {
+        "target": child_main, "args": (output, boot), "name": boot.life, "daemon": False,
+    }  # fmt: skip
+    extra = device_environment(boot.spec.info.devices) | boot.spec.env_vars
+    imports = (
+        _slow_imports(boot.spec)
+        if may_be_forked(*(one.kind for one in boot.spec.info.devices))
+        else ()
+    )
+    if imports:
+        with _spawn_lock:  # while another is spawned, `os.environ` is its own
+            environment = dict(os.environ) | extra
+        try:
+            return _started(ForkedProcess(imports=imports, environment=environment, **process))
+        except NotForked as why:
+            log.warning("%s is not forked, and so starts more slowly: %s", boot.life, why)
+    # Its environment is set here, because its modules are imported first of all.
+    with _spawn_lock, _environment(extra):
+        return _started(multiprocessing.get_context("spawn").Process(**process))
+
+
+def _started(process: SpawnProcess) -> SpawnProcess:
+    try:
+        with _signals_blocked():
+            process.start()
+    except (OSError, NotForked):
+        raise
+    except Exception as error:  # pickle raises what the arguments' own methods raise
+        raise cannot_be_sent(process.name, error) from error
+    return process
+
+
+def may_be_forked(*devices: str) -> bool:
+    """A process that uses an accelerator begins with a new interpreter, as its libraries ask; so
+    does any where the end of a process cannot be watched."""
+    if sys.platform != "linux" or any(kind != "cpu" for kind in devices):
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):  # an old kernel, or one that forbids it
+        return False
+    return True
+
+
+def _slow_imports(spec: WorkerSpec) -> Sequence[str]:
+    """Modules that this worker says it takes seconds to import."""
+    signature = inspect.signature(spec.cls)
+    bound = signature.bind(*spec.args, **spec.kwargs)
+    bound.apply_defaults()
+    return spec.cls.slow_imports(bound.arguments)
+
+
+def check_importable(cls: type[Any]) -> None:
+    """Raise `BuildError` for a class that no other process can import."""
+    if cls.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+        raise BuildError(
+            f"{cls.__name__} is defined in a notebook or an interactive session, which a worker's "
+            "process cannot import: write the class to a file beside it, and import it from there"
+        )
+
+
+def cannot_be_sent(life: str, error: Exception) -> BuildError:
+    """The error for a worker that cannot be pickled."""
+    return BuildError(
+        f"{life}: the worker class or its arguments cannot be sent to another process "
+        f"({error}): define the class at the top level of an importable module, and pass "
+        "plain data"
+    )
+
+
+@contextlib.contextmanager
+def _environment(extra: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in extra}
+    os.environ.update(extra)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """The child inherits the signals of this process as blocked, until it ignores them: before it
+    leads a session of its own, what is sent to this process's group reaches it, too."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, OF_THE_DRIVER)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 MAIN_GUARD = (
     "a script must start its cluster under 'if __name__ == \"__main__\":', because its workers "
     "import it"

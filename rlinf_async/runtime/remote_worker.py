@@ -7,14 +7,31 @@
           +-- WorkerProcess   its process: how it is killed, and how its end is seen
 
 Only the `WorkerProcess` differs between backends: a child of this process, or an actor of Ray.
+
+A call to a worker in another process, until its reply arrives. No task waits for it.
+
+A call that is cancelled has ended once its method has: until then its channel ends stay open, so
+what the method had put by then is in its channels. A worker that does not report the end within
+`CANCEL_SECONDS`, because it is blocked or cut off, is not waited for. The request to report the end
+goes ahead of all data; its reply comes behind what the method has put.
+
+Where other processes reach the one that owns a cluster.
+
+::
+
+    workers of this host    a Unix socket in a folder of the run's own, owner only    always
+    other hosts             TCP, at the one address that was given                    with `listen`
+
+Both lead to the same channels, and both ask for proof of the cluster's secret.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
@@ -22,32 +39,322 @@ from typing import Any, Final, Protocol, TypeAlias
 import msgspec
 
 from rlinf_async import deadlines
-from rlinf_async.channels import Channel, ConnectionLost, Latest
+from rlinf_async.channels import Channel, ConnectionLost, Latest, MalformedFrame, WireError
 from rlinf_async.channels.wire import (
     ChannelServer,
     Connection,
     Home,
     HomeMaker,
     Router,
+    Server,
     Traffic,
+    serve,
     traffic_of,
 )
-from rlinf_async.channels.wire.links.protocol import Nothing
-from rlinf_async.observe.clocks import PeerClock
-from rlinf_async.observe.trace import Span
-from rlinf_async.runtime.backend import Cancel, Doing, Standstill, WorkerSpec
-from rlinf_async.runtime.child import Boot, calls_file
+from rlinf_async.channels.wire.frames import Message
+from rlinf_async.channels.wire.protocol import Nothing
+from rlinf_async.channels.wire.session.connection import Closed
+from rlinf_async.channels.wire.session.endpoint import Opened
+from rlinf_async.channels.wire.session.requests import UNREADABLE, head_of
+from rlinf_async.channels.wire.session.tls import HOW, load_secret
+from rlinf_async.deadlines import Timer
+from rlinf_async.observe.trace import PeerClock, Span
+from rlinf_async.runtime.child import (
+    CALL,
+    ENDED,
+    ArgumentsCodec,
+    Boot,
+    CallNumber,
+    ClockTime,
+    Outcome,
+    arguments_codec,
+    calls_file,
+    decode_spans,
+)
 from rlinf_async.runtime.launching import check_seconds
-from rlinf_async.runtime.listeners import Listeners
-from rlinf_async.runtime.protocol import ClockTime, Outcome, decode_spans
-from rlinf_async.runtime.remote_call import RemoteCall
-from rlinf_async.runtime.stall import result_of
-from rlinf_async.workers.errors import Failure, WorkerDied, WorkerError, WorkerUnresponsive
+from rlinf_async.runtime.signals import make_temporary_folder, remove_temporary_folder
+from rlinf_async.runtime.supervise import Cancel, Doing, Standstill, WorkerSpec
+from rlinf_async.runtime.wakers import result_of
+from rlinf_async.workers.base import (
+    BuildError,
+    Failure,
+    WorkerDied,
+    WorkerError,
+    WorkerUnresponsive,
+)
 from rlinf_async.workers.foreign_calls import last_words
 from rlinf_async.workers.host import OnEnd
 from rlinf_async.workers.methods import Method
 
+Death: TypeAlias = "asyncio.Future[WorkerDied]"
+
+CANCEL_SECONDS: Final = 2.0
 log = logging.getLogger(__name__)
+_decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
+_RETURNED = msgspec.msgpack.encode(Outcome())
+
+
+class RemoteCall:
+    """Receives the reply to one call, and passes it to ``on_end``.
+
+    Results are passed on at once, failures and cancellations with the next turn of the loop: what
+    they lead to must not happen while arrived messages are still being handled.
+    """
+
+    __slots__ = (
+        "_codec",
+        "_connection",
+        "_death",
+        "_ended",
+        "_lent",
+        "_method",
+        "_number",
+        "_on_end",
+        "_server",
+    )
+
+    def __init__(
+        self,
+        connection: Connection,
+        server: ChannelServer,
+        death: Death,
+        method: Method,
+        on_end: OnEnd,
+    ) -> None:
+        self._connection = connection
+        self._server = server
+        self._death = death
+        self._method = method
+        self._codec: ArgumentsCodec
+        self._on_end = on_end
+        self._lent: Sequence[int] = ()
+        self._number = 0
+        self._ended = False
+
+    def send(self, arguments: dict[str, Any]) -> None:
+        """Ask the worker to run the method.
+
+        Raises:
+            BuildError, ItemTooLarge: an argument or the result type cannot cross to another
+                process; nothing was sent.
+            ConnectionLost: the connection is lost for good.
+        """
+        self._codec = codec = arguments_codec(self._method, tuple(arguments))
+        try:
+            try:
+                body = codec.encode(arguments, self._server)
+            finally:
+                self._lent = codec.take_lent()
+            self._number = self._connection.post(self, CALL, codec.take_head(), body)
+        except ConnectionLost:
+            self._wait_for_death()
+        except BaseException:
+            self._take_back()
+            raise
+
+    def cancel(self) -> None:
+        """Cancel the method."""
+        if self._ended:
+            return
+        never_sent = self._connection.give_up(self._number)
+        self._death.remove_done_callback(self._died)
+        if never_sent:
+            self.cancelled()
+            return
+        cancelled = _Cancelled(self)
+        try:
+            head = head_of(ENDED, CallNumber(self._number))
+            self._connection.post(cancelled, ENDED, head, control=True)
+        except ConnectionLost as error:
+            cancelled.set_exception(error)
+
+    def cancelled(self) -> None:
+        """End as cancelled: the method has ended, or will not be waited for."""
+        self._fail(asyncio.CancelledError())
+
+    def cancel_timed_out(self) -> None:
+        """End as cancelled, though the worker has not reported that the method has ended."""
+        cut = self._connection.reconnecting
+        log.warning(
+            "%s was cancelled, and %s within %g s: what it puts now is refused",
+            self._method.label,
+            "its worker is cut off (reconnecting) and could not report that it ended"
+            if cut
+            else "did not end",
+            CANCEL_SECONDS,
+        )
+        self.cancelled()
+
+    # ---- for the connection
+
+    def done(self) -> bool:
+        return self._ended
+
+    def set_result(self, message: Message, /) -> None:
+        """Take the reply."""
+        if message.head != _RETURNED and self._failed(message.head):
+            return
+        try:
+            value = self._codec.decode_result(message.body)
+        except Exception as error:
+            self._fail(error)
+            return
+        self._ended = True
+        if self._lent:
+            self._take_back()
+        self._on_end(value, None)
+
+    def set_exception(self, error: BaseException, /) -> None:
+        """The call was refused; or the connection is lost, and then the worker will be, too."""
+        if isinstance(error, ConnectionLost):
+            self._wait_for_death()
+        else:
+            self._fail(error)
+
+    # ---- inside
+
+    def _failed(self, head: bytes) -> bool:
+        """Whether the reply says that the method failed; then the call fails."""
+        try:
+            outcome = _decode_outcome(head)
+        except UNREADABLE as error:
+            self._fail(MalformedFrame(f"the reply to a call of {self._method.label}: {error}"))
+            raise
+        if outcome.failure is not None:
+            self._fail(WorkerError(outcome.failure))
+        return outcome.failure is not None
+
+    def _wait_for_death(self) -> None:
+        self._death.add_done_callback(self._died)
+
+    def _died(self, death: Death) -> None:
+        self._fail(asyncio.CancelledError() if death.cancelled() else death.result())
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._ended:
+            self._ended = True
+            self._take_back()
+            asyncio.get_running_loop().call_soon(self._on_end, None, error)
+
+    def _take_back(self) -> None:
+        for number in self._lent:
+            self._server.take_back(number)
+        self._lent = ()
+
+
+class _Cancelled:
+    """Receives the reply that the method of a cancelled call has ended."""
+
+    def __init__(self, call: RemoteCall) -> None:
+        self._call = call
+        self._timer = Timer(CANCEL_SECONDS, call.cancel_timed_out)
+
+    def done(self) -> bool:
+        return self._call.done()
+
+    def set_result(self, message: Message, /) -> None:
+        self._timer.cancel()
+        self._call.cancelled()
+
+    def set_exception(self, error: BaseException, /) -> None:
+        self._timer.cancel()
+        self._call.cancelled()
+
+
+LISTEN_VARIABLE: Final = "RLINF_ASYNC_LISTEN"
+
+
+class Listeners:
+    """The listening sockets of one cluster.
+
+    Args:
+        listen: where other hosts reach it, ``tcp://host:port``; None for nowhere.
+        secret: that both sides prove; by default a new one.
+    """
+
+    def __init__(
+        self, listen: str | None, *, heartbeat_limit: float, secret: bytes | None = None
+    ) -> None:
+        self._listen = listen
+        self._heartbeat_limit = heartbeat_limit
+        self._folder: Path | None = None
+        self._inner: Server | None = None
+        self._outer: Server | None = None
+        self.secret = secret or secrets.token_bytes(32)
+
+    @property
+    def socket(self) -> Path:
+        """The Unix socket."""
+        if self._folder is None:
+            raise RuntimeError("the cluster was not entered")
+        return self._folder / "driver.sock"
+
+    @property
+    def address(self) -> str | None:
+        """Where other hosts reach the cluster; None where it does not listen for them."""
+        return None if self._outer is None else self._outer.address
+
+    async def open(self, router: Router, on_connect: Opened, on_disconnect: Closed) -> None:
+        """Listen for connections.
+
+        Raises:
+            BuildError: a socket cannot be made; none is left.
+        """
+        self._folder = make_temporary_folder()
+
+        async def listen_at(address: str | Path) -> Server:
+            return await serve(
+                address,
+                self.secret,
+                name="driver",
+                router=router,
+                on_connect=on_connect,
+                on_disconnect=on_disconnect,
+                heartbeat_limit=self._heartbeat_limit,
+            )
+
+        try:
+            self._inner = await listen_at(self.socket)
+            if self._listen is not None:
+                self._outer = await listen_at(self._listen)
+        except (OSError, WireError) as error:
+            raise BuildError(self._explain(error)) from error
+        finally:
+            if self._inner is None or (self._listen is not None and self._outer is None):
+                await self.close()
+
+    async def close(self) -> None:
+        """Close every connection, and leave no socket and no folder."""
+        for server in (self._outer, self._inner):
+            if server is not None:
+                await server.close()
+        if self._folder is not None:
+            remove_temporary_folder(self._folder)
+
+    def _explain(self, error: Exception) -> str:
+        if self._inner is not None:
+            return f"listen={self._listen!r}: {error}"
+        return (
+            f"the cluster's socket {self.socket} cannot be made ({error}): let TMPDIR name a "
+            "folder with a short path that can be written to"
+        )
+
+
+def shared_secret() -> bytes:
+    """The secret that processes of other hosts know too.
+
+    Raises:
+        BuildError: it is not set, or cannot be used.
+    """
+    try:
+        secret = load_secret()
+    except (OSError, ValueError) as error:
+        raise BuildError(f"the cluster's secret cannot be used: {error}") from error
+    if secret is None:
+        raise BuildError(f"a cluster that listens for other hosts needs a secret: {HOW}")
+    return secret
+
+
 CONNECT_SECONDS: Final = 120.0
 """time that a started process has to connect"""
 

@@ -25,23 +25,75 @@ In each case the exit code is 143. Where no coroutine runs (a configuration is r
 drawn), SIGTERM raises `Terminated` there, as Ctrl-C raises KeyboardInterrupt.
 
 Workers ignore all four signals while the process that started them is alive, and go with it.
+
+`run`: an event loop for the main coroutine of a script, and the signals that end it.
+
+Ends this process at once and leaves nothing of it: no worker, no temporary folder.
+
+For the moment when an orderly end takes too long. It may run in any thread, whatever the event loop
+is doing, so it takes no lock and waits for nobody.
 """
 
 from __future__ import annotations
 
 import _thread
 import asyncio
+import multiprocessing
 import os
+import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import FrameType
 from typing import Any, Final, NoReturn, TypeVar
 
-from rlinf_async.runtime.forced_exit import exit_at_once
-from rlinf_async.runtime.stall import WorkEvent, WorkFuture
+from rlinf_async.runtime.wakers import WorkEvent, WorkFuture
+
+_folders: set[Path] = set()
+
+
+def make_temporary_folder() -> Path:
+    """A new folder in the temporary folder, which `exit_at_once` removes."""
+    folder = Path(tempfile.mkdtemp(prefix="rlinf-async-"))
+    _folders.add(folder)
+    return folder
+
+
+def remove_temporary_folder(folder: Path) -> None:
+    """Remove a folder that `make_temporary_folder` made."""
+    shutil.rmtree(folder, ignore_errors=True)
+    _folders.discard(folder)
+
+
+def kill_tree(process: BaseProcess) -> None:
+    """Kill a process, and the processes of the group that it leads.
+
+    Also after it has ended, but not after it was joined: its number may be another's by then.
+    """
+    if process.pid is None:
+        return
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with suppress(ProcessLookupError):  # it may not lead its own group yet
+        os.kill(process.pid, signal.SIGKILL)
+
+
+def exit_at_once(code: int, reason: str) -> NoReturn:
+    """Kill the processes that this one started, remove its temporary folders, and exit."""
+    with suppress(OSError):
+        os.write(2, f"{reason}\n".encode())  # `sys.stderr` may be locked by another thread
+    for process in multiprocessing.active_children():
+        with suppress(Exception):  # one that is being closed meanwhile is gone
+            kill_tree(process)
+    for folder in list(_folders):
+        shutil.rmtree(folder, ignore_errors=True)
+    os._exit(code)
+
 
 T = TypeVar("T")
 
@@ -398,3 +450,70 @@ def _after_fork() -> None:
 os.register_at_fork(
     before=_before_fork, after_in_child=_in_forked_child, after_in_parent=_after_fork
 )
+
+
+def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
+    """Run a coroutine in a new event loop: uvloop's where it is installed, else asyncio's.
+
+    Ctrl-C and SIGTERM cancel the coroutine, so that everything it started is taken down; then
+    Ctrl-C raises `KeyboardInterrupt`, and SIGTERM `Terminated`, with which the process exits with
+    code 143: see `rlinf_async.runtime.signals`. An error that the coroutine raises on its way out
+    is its ``__cause__``; but where a cluster had failed before, the error of that is raised.
+    Outside the main thread, and where a signal has a handler already, the signal is left alone.
+    """
+    if _loop_runs():
+        main.close()
+        raise RuntimeError(
+            "run() starts an event loop, and one runs already in this thread (as in a notebook): "
+            "write `await main()` instead of `run(main())`"
+        )
+    with _signals() as seen:
+        try:
+            with (
+                seen.interrupts_handled(),
+                asyncio.Runner(debug=debug, loop_factory=loop_factory()) as runner,
+            ):
+                result = runner.run(seen.cancelling(main))
+        except asyncio.CancelledError as error:
+            if seen.terminating:
+                raise Terminated from error  # says where the coroutine was
+            if seen.interrupts:
+                raise KeyboardInterrupt from error
+            raise
+        except Exception as error:
+            # A worker whose channel's other end is closed on the way out fails: not the cause.
+            if seen.cancelled_by_sigterm and not seen.failed:
+                raise Terminated from error
+            if seen.interrupts and not seen.failed:
+                raise KeyboardInterrupt from error
+            raise
+        if seen.terminating:
+            raise Terminated
+        return result
+
+
+def _loop_runs() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+@contextmanager
+def _signals() -> Iterator[RunSignals]:
+    """Those of the run that this is a part of, else new ones."""
+    if is_handled():
+        yield run_signals()
+        return
+    with RunSignals().handled() as new:
+        yield new
+
+
+def loop_factory() -> Any:
+    """Makes a uvloop event loop where that is installed; None means asyncio's own."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop

@@ -8,17 +8,6 @@ channels, no workers.
 See ``docs/scheduling.md``.
 """
 
-from rlinf_async.scheduling.decision import (
-    InvalidDecision,
-    Migration,
-    Resume,
-    ScalingDecision,
-    actor_after,
-    check,
-    holdings_after,
-    validate,
-)
-from rlinf_async.scheduling.ledger import DeviceLedger, DeviceTaken, Holding, Loan
 from rlinf_async.scheduling.policy import (
     POLICIES,
     SafePolicy,
@@ -30,10 +19,22 @@ from rlinf_async.scheduling.state import (
     ACTOR,
     ActorState,
     ClusterState,
+    DeviceLedger,
+    DeviceTaken,
+    Holding,
     InstanceState,
+    InvalidDecision,
+    Loan,
+    Migration,
     Rates,
     RequestState,
+    Resume,
+    ScalingDecision,
+    actor_after,
+    check,
+    holdings_after,
     instance_name,
+    validate,
 )
 
 __all__ = [

@@ -3,20 +3,24 @@
 Packages add names by the entry point group ``rlinf_async.scaling_policies``; a setting may also
 name a class as ``"module:Class"`` or ``"file.py:Class"``. A policy keeps no memory of its own: what
 it has to know of the past is in the state, so a scheduler that was restarted goes on with it.
+
+`Predictor`: how many tokens of a response are still to come.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from rlinf_async.config import ConfigError
 from rlinf_async.config.registry import Registry
-from rlinf_async.scheduling.decision import ScalingDecision, check
-from rlinf_async.scheduling.state import ClusterState
+from rlinf_async.scheduling.state import ClusterState, ScalingDecision, check
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +44,9 @@ scaling_policies: Registry[Callable[[], ScalingPolicy]] = Registry(
 )
 POLICIES = scaling_policies.paths
 POLICIES |= {
-    "static": "rlinf_async.scheduling.policies.static:Static",
-    "turns": "rlinf_async.scheduling.policies.turns:Turns",
-    "tail": "rlinf_async.scheduling.policies.tail:Tail",
+    "static": "rlinf_async.scheduling.policies.simple:Static",
+    "turns": "rlinf_async.scheduling.policies.simple:Turns",
+    "tail": "rlinf_async.scheduling.policies.simple:Tail",
     "greedy": "rlinf_async.scheduling.policies.greedy:Greedy",
     "longest_first": "rlinf_async.scheduling.policies.longest_first:LongestFirst",
 }
@@ -114,3 +118,36 @@ def safe(
 ) -> SafePolicy:
     """Return a policy that is `Static` once this one fails, and says so once."""
     return SafePolicy(policy, name or type(policy).__name__, report)
+
+
+class Predictor:
+    """Expected tokens that are still to come, by the tokens so far: of the lengths that are longer
+    than that, their mean.
+
+    Args:
+        lengths: of samples of the past.
+    """
+
+    def __init__(self, lengths: Collection[float] | NDArray[np.float64]) -> None:
+        ordered = np.sort(np.fromiter(lengths, np.float64))
+        above = np.cumsum(ordered[::-1])[::-1]
+        # As lists: for one number at a time they are faster than arrays.
+        self._means: list[float] = (above / np.arange(len(ordered), 0, -1)).tolist()
+        self._ordered: list[float] = ordered.tolist()
+
+    @property
+    def longest(self) -> float:
+        """The longest of them."""
+        return self._ordered[-1]
+
+    @property
+    def mean(self) -> float:
+        """Their mean."""
+        return self._means[0]
+
+    def left(self, made: int) -> float:
+        """Return the expectation for one sample."""
+        at = bisect_right(self._ordered, made)
+        if at >= len(self._ordered):
+            return max(1.0, 0.05 * made)
+        return self._means[at] - made

@@ -11,24 +11,195 @@ iteration; the lengths are those of the run's samples. `load_seconds`, `move_sec
 `rescale_seconds` are means of the spans of their names. On-policy, `publish_seconds` is what lies
 between the end of training and the first token of the next iteration, without loading: publishing,
 dispatching, calls. Work and hardware are those of the run's configuration.
+
+What training takes, from the spans of a run.
+
+::
+
+    one rank     train |micro-batch|micro-batch|..| wait samples | train |micro-batch|  rest |
+    another      train   |     micro-batch     |..|
+                             ^ until here it waited: both compute a micro-batch together
+
+    micro-batch = token_seconds x tokens + sample_seconds x samples     (of the last rank to come)
+    rest        = seconds of the optimizer steps
+
+Ranks meet within each micro-batch, where weights are gathered, so the shortest of those with the
+same number shows what it takes. Micro-batches beside which somebody generates are told apart:
+where all compute on the same cores they take longer, by `TrainingCosts.beside_generation`.
+
+Once everything is generated, no rank waits for samples; what is still recorded as such waits is the
+handing over of micro-batches to the compute thread, and part of what a sample takes.
+
+Least squares with two costs that are not negative.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from rlinf_async.config import Document, UsageError
-from rlinf_async.observe.csv_log import read_columns
-from rlinf_async.observe.perfetto import by_worker, read_perfetto
-from rlinf_async.observe.trace import Span
+from rlinf_async.observe.metrics import read_columns
+from rlinf_async.observe.trace import Span, by_worker, is_waiting, read_perfetto
 from rlinf_async.simulate.config import SimulationConfig
-from rlinf_async.simulate.fit import Fit, Floats, fit
-from rlinf_async.simulate.training_costs import training_costs
+
+Floats = NDArray[np.float64]
+
+
+class Fit(msgspec.Struct, frozen=True, kw_only=True):
+    """Costs that were fitted to measured times."""
+
+    name: str
+    costs: tuple[float, float]
+    measured: float
+    """mean of a time, in seconds"""
+    error: float
+    """mean of |fitted - measured| / measured"""
+
+    def seconds(self, first: Floats, second: Floats) -> Floats:
+        """Return the fitted times."""
+        fitted: Floats = self.costs[0] * first + self.costs[1] * second
+        return fitted
+
+
+def fit(name: str, seconds: Floats, first: Floats, second: Floats) -> Fit:
+    """Return non-negative ``a, b`` with ``seconds = a x first + b x second``.
+
+    By least squares of the relative errors, then scaled so that the sum of all times is right: a
+    simulation adds them up.
+    """
+    weights = 1.0 / np.maximum(seconds, 1e-9)
+    columns = np.stack([first, second], axis=1) * weights[:, None]
+    ones = np.ones(len(seconds))
+    candidates = [np.linalg.lstsq(columns, ones, rcond=None)[0]]
+    for only in (0, 1):
+        column = columns[:, only]
+        alone = np.zeros(2)
+        alone[only] = max(0.0, float(column @ ones) / max(float(column @ column), 1e-300))
+        candidates.append(alone)
+    allowed = [one for one in candidates if (one >= 0.0).all()]
+    best = min(allowed, key=lambda one: float(np.square(columns @ one - 1.0).sum()))
+    best = best * float(seconds.sum()) / max(float((columns @ best) @ seconds), 1e-300)
+    return Fit(
+        name=name,
+        costs=(float(best[0]), float(best[1])),
+        measured=float(seconds.mean()),
+        error=float(np.abs(columns @ best - 1.0).mean()),
+    )
+
+
+TRAIN, MICRO_BATCH, GENERATE = "train", "micro-batch", "generate"
+ENOUGH = 8
+"""micro-batches while nobody generates, of which their costs are found; if fewer, of all"""
+
+
+class TrainingCosts(msgspec.Struct, frozen=True, kw_only=True):
+    """See `CostTrainerConfig`."""
+
+    token_seconds: float
+    sample_seconds: float
+    beside_generation: float
+    iteration_seconds: float
+    """of the optimizer steps of an iteration"""
+    fit: Fit
+
+
+def training_costs(
+    spans: Mapping[str, Sequence[Span]], iterations: Iterable[int]
+) -> TrainingCosts | None:
+    """Return what training took in these iterations; None: there are no micro-batches of them.
+
+    Args:
+        spans: by worker, in order of their start.
+        iterations: which are looked at.
+    """
+    wanted = set(iterations)
+    last = []
+    for number in sorted(wanted):
+        ranks = [mine for row in spans.values() if (mine := _of(row, number, MICRO_BATCH))]
+        last += [min(same, key=_duration) for same in zip(*ranks, strict=False)]
+    if not last:
+        return None
+    generated = [one for row in spans.values() for one in row if one.name == GENERATE]
+    beside = _overlap(last, generated)
+    alone = ~beside if np.count_nonzero(~beside) >= ENOUGH else np.ones(len(last), np.bool_)
+    seconds = np.array([one.duration / 1e9 for one in last])
+    tokens, samples = (np.array([_number(o, key) for o in last]) for key in ("tokens", "samples"))
+    found = fit("micro-batch", seconds[alone], tokens[alone], samples[alone])
+    slower = 1.0
+    if beside.any() and not alone.all():
+        slower = float(seconds[beside].sum() / found.seconds(tokens, samples)[beside].sum())
+    handing = _handing_over(spans, wanted, generated)
+    return TrainingCosts(
+        token_seconds=found.costs[0],
+        sample_seconds=found.costs[1] + handing,
+        beside_generation=max(1.0, slower),
+        iteration_seconds=_rest(spans, sorted(wanted)),
+        fit=found,
+    )
+
+
+def _rest(spans: Mapping[str, Sequence[Span]], iterations: Sequence[int]) -> float:
+    """Return the mean seconds of an iteration that a rank trains outside of micro-batches: of the
+    rank that has the least, since the others wait for it there."""
+    least = []
+    for number in iterations:
+        rest = []
+        for row in spans.values():
+            inside = sum(map(_duration, _of(row, number, MICRO_BATCH)))
+            if inside:
+                rest.append(sum(map(_duration, _of(row, number, TRAIN))) - inside)
+        least.append(max(0, min(rest, default=0)) / 1e9)
+    return float(np.mean(least))
+
+
+def _handing_over(
+    spans: Mapping[str, Sequence[Span]], iterations: set[int], generated: Sequence[Span]
+) -> float:
+    """Return the seconds between two micro-batches while nobody generates, for each of their
+    samples."""
+    found = [one for row in spans.values() for one in row if _iteration(one) in iterations]
+    made = _alone([one for one in found if one.name == MICRO_BATCH], generated)
+    ranks = {one.worker for one in made}
+    waits = [one for one in found if is_waiting(one.name) and one.worker in ranks]
+    samples = sum(_number(one, "samples") for one in made)
+    return sum(map(_duration, _alone(waits, generated))) / 1e9 / max(samples, 1.0)
+
+
+def _alone(spans: Sequence[Span], generated: Sequence[Span]) -> list[Span]:
+    """Return those during which nobody generates."""
+    beside = _overlap(spans, generated)
+    return [one for one, other in zip(spans, beside, strict=True) if not other]
+
+
+def _overlap(spans: Sequence[Span], others: Sequence[Span]) -> NDArray[np.bool_]:
+    """Return whether each span has a moment that lies in any of the others."""
+    begun = np.searchsorted(np.sort([o.start for o in others]), [o.end for o in spans])
+    ended = np.searchsorted(np.sort([o.end for o in others]), [o.start for o in spans], "right")
+    overlap: NDArray[np.bool_] = begun > ended
+    return overlap
+
+
+def _of(row: Sequence[Span], iteration: int, name: str) -> list[Span]:
+    return [one for one in row if one.name == name and _iteration(one) == iteration]
+
+
+def _iteration(span: Span) -> int:
+    return int((span.args or {}).get("iteration", -1))
+
+
+def _number(span: Span, key: str) -> float:
+    return float((span.args or {}).get(key, 0))
+
+
+def _duration(span: Span) -> int:
+    return span.duration
+
 
 CRITIC = "critic"
 """what the names of critics begin with; there are none in a simulation, so their spans are left
@@ -72,7 +243,7 @@ def calibrate(run: Path) -> Calibration:
     every = [span for row in spans.values() for span in row]
     trained = _train_seconds(spans, rows["iteration"], run)
     generated, workers = _generate_seconds(spans, trained, run)
-    ranks = len({worker for worker, row in spans.items() if _of(row, "train")})
+    ranks = len({worker for worker, row in spans.items() if _named(row, "train")})
     training = training_costs(spans, map(int, rows["iteration"][1:]))
     lengths = _lengths(every)
     if training is None or not lengths:
@@ -219,7 +390,7 @@ def _train_seconds(spans: dict[str, list[Span]], iterations: Floats, run: Path) 
     """The `train` spans of each iteration, of all ranks."""
     found: dict[int, list[Span]] = defaultdict(list)
     for row in spans.values():
-        for span in _of(row, "train"):
+        for span in _named(row, "train"):
             found[int((span.args or {}).get("iteration", -1))].append(span)
     lacking = [int(one) for one in iterations if not found[int(one)]]
     if lacking:
@@ -237,7 +408,7 @@ def _generate_seconds(
 
     What is generated between the end of one iteration and that of the next counts to the next.
     """
-    rows = [found for row in spans.values() if (found := _of(row, "generate"))]
+    rows = [found for row in spans.values() if (found := _named(row, "generate"))]
     if not rows:
         raise UsageError(f"{run}/trace.json.gz: has no span 'generate' of a rollout worker")
     ends = np.array([max(span.end for span in one) for one in trained])
@@ -251,7 +422,7 @@ def _generate_seconds(
     return busiest, len(rows)
 
 
-def _of(row: Sequence[Span], name: str) -> list[Span]:
+def _named(row: Sequence[Span], name: str) -> list[Span]:
     return [span for span in row if span.name == name]
 
 

@@ -9,6 +9,12 @@
                          +-- Orders -- SimulatedScheduler +    +----SampleGroup-----+
 
 The scheduler's own channels are those of a job with a scheduler: see ``runtime/jobs/language``.
+
+Faults at times and places that follow from the seed.
+
+Which placement and policy is best: every one that fits, simulated.
+
+Who held which devices when: one panel for each policy, over the same time.
 """
 
 from __future__ import annotations
@@ -16,8 +22,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -35,16 +42,14 @@ from rlinf_async.messages.language import (
     WeightsTaken,
 )
 from rlinf_async.messages.weights import WeightUpdate
+from rlinf_async.observe.pictures import COLOURS, FAINT, INK, headline, new_figure, quiet, save
 from rlinf_async.observe.trace import Span
 from rlinf_async.runtime.cluster import Cluster
-from rlinf_async.runtime.jobs.language.dispatch import Dispatcher
-from rlinf_async.runtime.jobs.language.samples import Collector, Ledger, Source
-from rlinf_async.scheduling import ScalingDecision
-from rlinf_async.simulate.bound import by_cause
-from rlinf_async.simulate.config import SimulationConfig
-from rlinf_async.simulate.faults import Faults
-from rlinf_async.simulate.site import Site
-from rlinf_async.simulate.usage import Moment
+from rlinf_async.runtime.jobs.language.samples import Collector, Dispatcher, Ledger, Source
+from rlinf_async.scheduling import ACTOR, ScalingDecision, instance_name
+from rlinf_async.simulate.bounds import by_cause
+from rlinf_async.simulate.config import PolicyConfig, SimulationConfig, placements
+from rlinf_async.simulate.site import Moment, Site
 from rlinf_async.simulate.workers import (
     Scorer,
     SimulatedActor,
@@ -53,8 +58,8 @@ from rlinf_async.simulate.workers import (
     SimulatedScheduler,
 )
 from rlinf_async.testing import VirtualLoop, run_on
-from rlinf_async.workers.actor.config import LanguageBatches
-from rlinf_async.workers.rollout.language.config import LanguageRolloutConfig
+from rlinf_async.workers.actor.language import LanguageBatches
+from rlinf_async.workers.rollout.language import LanguageRolloutConfig
 from rlinf_async.workers.scheduler import (
     DataShare,
     DevicesReport,
@@ -63,6 +68,102 @@ from rlinf_async.workers.scheduler import (
     Verdict,
     first_orders,
 )
+
+
+class Faults:
+    """Makes engines crash and become slow, and hosts go away for a while.
+
+    Args:
+        config: of the simulation.
+        site: of the engines.
+        tell: tells the scheduler of hosts, as whoever watches them does.
+    """
+
+    def __init__(
+        self,
+        config: SimulationConfig,
+        site: Site,
+        tell: Callable[[DevicesReport], Awaitable[None]],
+    ) -> None:
+        self._config, self._site, self._tell = config.faults, site, tell
+        self._instances = config.shared_devices // config.hardware.instance_devices
+        self._rng = np.random.default_rng((config.seed, 7))
+        self.crashes = self.lost_hosts = self.slowed = 0
+        self._returning: list[asyncio.Task[None]] = []
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        try:
+            await self._all()
+        finally:
+            for one in self._returning:
+                one.cancel()
+
+    async def _all(self) -> None:
+        config = self._config
+        kinds = [
+            (config.crash_every, self._crash),
+            (config.slow_every, self._slow),
+            (config.host_lost_every, self._lose_host),
+        ]
+        async with asyncio.TaskGroup() as group:
+            for every, fault in kinds:
+                if every > 0.0:
+                    group.create_task(self._repeat(every, fault))
+
+    async def _repeat(self, every: float, fault: object) -> None:
+        while True:
+            await asyncio.sleep(float(self._rng.exponential(every)))
+            await fault()  # type: ignore[operator]
+
+    async def _crash(self) -> None:
+        """A serving engine dies; its worker builds it again."""
+        serving = self._serving()
+        if serving:
+            number = serving[int(self._rng.integers(len(serving)))]
+            engine = self._site.rollouts[number].engine
+            self._site.usage.spent_by(engine)
+            engine.die()
+            self.crashes += 1
+
+    async def _slow(self) -> None:
+        serving = self._serving()
+        if not serving:
+            return
+        engine = self._site.rollouts[serving[int(self._rng.integers(len(serving)))]].engine
+        engine.change(slowness=self._config.slow_factor)
+        self.slowed += 1
+        loop = asyncio.get_running_loop()
+        loop.call_later(self._config.slow_seconds, lambda: engine.change(slowness=1.0))
+
+    async def _lose_host(self) -> None:
+        """Instances of a host stop, and what they have made is lost; the host comes back later.
+        Not one with devices of the actor, and not the last."""
+        ledger, homes = self._site.ledger, self._site.topology.instances
+        actors = {ledger.hosts[one] for one in ledger.held_by(ACTOR)}
+        there = sorted(set(ledger.hosts.values()) - actors)
+        if len(there) < 2:
+            return
+        host = there[int(self._rng.integers(len(there)))]
+        devices = tuple(one for one, where in ledger.hosts.items() if where == host)
+        serving = self._serving()
+        lost = [n for n in serving if not set(devices).isdisjoint(homes[n])]
+        if set(devices) & set(ledger.lost) or len(lost) == len(serving):
+            return
+        for number in lost:
+            self._site.rollouts[number].engine.forget()
+        self.lost_hosts += 1
+        await self._tell(DevicesReport(lost=devices))
+        self._returning.append(asyncio.create_task(self._back(devices)))
+
+    async def _back(self, devices: tuple[int, ...]) -> None:
+        await asyncio.sleep(self._config.host_seconds)
+        await self._tell(DevicesReport(found=devices))
+
+    def _serving(self) -> list[int]:
+        held = {one.holder for one in self._site.ledger.holdings()}
+        return [n for n in range(self._instances) if instance_name(n) in held]
+
 
 OnStep = Callable[[int, float], None]
 """called after each iteration, with its number and virtual time"""
@@ -475,3 +576,125 @@ class SimulatedRun:
             fault=fault,
             spent=by_cause(config, self.lengths, site.usage.spent, sum(self._step_seconds)),
         )
+
+
+def with_policy(config: SimulationConfig, policy: str) -> SimulationConfig:
+    """The same run under another policy."""
+    scheduler = PolicyConfig(policy=policy, every=config.scheduler.every)
+    return msgspec.structs.replace(config, scheduler=scheduler)
+
+
+def candidates(config: SimulationConfig, policies: Sequence[str]) -> Iterator[SimulationConfig]:
+    """Yield every number of actor devices, size of rollout instances and policy that fits."""
+    hardware = config.hardware
+    devices = hardware.devices
+    for size in sorted({1, 2, 4, 8, hardware.instance_devices}):
+        if size < hardware.instance_devices or size > hardware.devices_per_host:
+            continue  # fewer devices would not hold the model
+        try:
+            resized = resize(config, size)
+        except ValueError:  # the devices are no multiple of it
+            continue
+        for placed in placements(resized, devices):
+            for policy in policies:
+                yield with_policy(placed, policy)
+
+
+def resize(config: SimulationConfig, size: int) -> SimulationConfig:
+    """The same with instances of ``size`` devices: faster, and fewer. Raises `ValueError`."""
+    hardware, generation = config.hardware, config.generation
+    factor = size / hardware.instance_devices
+    widths = tuple(
+        sorted({int(width / factor) for width in hardware.instance_widths if width >= factor} | {1})
+    )
+    faster = factor**generation.wider
+    return msgspec.structs.replace(
+        config,
+        hardware=msgspec.structs.replace(
+            hardware,
+            instance_devices=size,
+            instance_widths=widths,
+            actor_devices=max(size, hardware.actor_devices // size * size),
+        ),
+        generation=msgspec.structs.replace(
+            generation,
+            decode_seconds=generation.decode_seconds / faster,
+            sequence_seconds=generation.sequence_seconds / faster,
+            prefill_seconds=generation.prefill_seconds / faster,
+            slots=max(1, round(generation.slots * factor)),
+        ),
+    )
+
+
+def sweep(
+    configs: Sequence[SimulationConfig], on_result: Callable[[SimulationConfig, Record], None]
+) -> tuple[SimulationConfig, Record]:
+    """Simulate all, and return the best by samples per device-hour. Raises `ValueError` if there
+    are none."""
+    best: tuple[SimulationConfig, Record] | None = None
+    for config in configs:
+        record = simulate(config)
+        on_result(config, record)
+        rate = record.result.samples_per_device_hour
+        if best is None or rate > best[1].result.samples_per_device_hour:
+            best = config, record
+    if best is None:
+        raise ValueError("no placement fits")
+    return best
+
+
+ROLES = ("rollout", "actor")
+IDLE = "#eceff3"
+
+
+def draw_devices(records: Sequence[Record], path: Path, *, title: str) -> None:
+    """Draw the devices that each role holds and has busy, and what is left to generate.
+
+    Raises `RunFolderError` where the file cannot be written.
+    """
+    figure = new_figure(11.0, 1.0 + 2.2 * len(records))
+    headline(figure, title)
+    end = max(record.history[-1].time for record in records)
+    panels = [figure.add_subplot(len(records), 1, place + 1) for place in range(len(records))]
+    for place, (axes, record) in enumerate(zip(panels, records, strict=True)):
+        times = np.array([one.time for one in record.history])
+        below = np.zeros(len(times))
+        for colour, role in zip(COLOURS, ROLES, strict=False):
+            held = np.array([one.held.get(role, 0) for one in record.history], float)
+            busy = np.array([one.busy.get(role, 0) for one in record.history], float)
+            axes.fill_between(
+                times, below, below + busy, step="post", color=colour, label=f"{role}, busy", lw=0
+            )
+            axes.fill_between(
+                times,
+                below + busy,
+                below + held,
+                step="post",
+                color=colour,
+                alpha=0.25,
+                label=f"{role}, waiting",
+                lw=0,
+            )
+            below = below + held
+        devices = record.result.devices
+        axes.fill_between(times, below, devices, step="post", color=IDLE, label="nobody", lw=0)
+        axes.set_xlim(0, end)
+        axes.set_ylim(0, devices)
+        axes.set_ylabel("devices", color=INK, fontsize=9)
+        left = axes.twinx()
+        left.plot(times, [one.left for one in record.history], color=INK, lw=1.0)
+        left.set_ylabel("samples to generate", color=FAINT, fontsize=8)
+        left.set_ylim(0, None)
+        left.tick_params(colors=FAINT, labelsize=8)
+        rate = record.result.samples_per_device_hour
+        axes.set_title(
+            f"{record.result.policy}: {rate:,.0f} samples per device-hour",
+            loc="left",
+            fontsize=10,
+            color=INK,
+        )
+        quiet(axes)
+        if place == 0:
+            axes.legend(loc="upper right", fontsize=7, ncols=5, framealpha=0.9, edgecolor="none")
+    panels[-1].set_xlabel("seconds of virtual time", color=INK, fontsize=9)
+    save(figure, path)

@@ -27,11 +27,10 @@ from rlinf_async.channels import Receiver, Sender
 from rlinf_async.messages.language import Sample, Scored, ScoredSample, TrainingSample
 from rlinf_async.scheduling import ClusterState, ScalingDecision, safe
 from rlinf_async.simulate.site import Site, scheduling
-from rlinf_async.workers.actor.iteration import Iteration
+from rlinf_async.workers.actor.iteration import Batches, Iteration, Waiting
 from rlinf_async.workers.actor.language import LanguageActor
-from rlinf_async.workers.actor.micro_batches import Batches, Waiting
 from rlinf_async.workers.base import Worker
-from rlinf_async.workers.rollout.language.worker import LanguageRolloutWorker
+from rlinf_async.workers.rollout.language import LanguageRolloutWorker
 from rlinf_async.workers.scheduler import SchedulerWorker
 
 

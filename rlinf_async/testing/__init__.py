@@ -1,15 +1,5 @@
 """Tools to test concurrent code: virtual time, many orders of events, checks of invariants."""
 
-from rlinf_async.testing.blocked import wait_all_blocked
-from rlinf_async.testing.blocking import LoopWatch, forbid_blocking
-from rlinf_async.testing.errors import (
-    Deadlock,
-    InvariantBroken,
-    Livelock,
-    LoopBlocked,
-    SequenceBroken,
-    Unhandled,
-)
 from rlinf_async.testing.explore import SEED_VARIABLE, explore, replay_command, run, run_on
 from rlinf_async.testing.invariants import (
     Bounds,
@@ -18,8 +8,16 @@ from rlinf_async.testing.invariants import (
     no_tasks_left,
     nothing_left_waiting,
 )
-from rlinf_async.testing.sequencer import Sequencer
-from rlinf_async.testing.virtual_loop import VirtualLoop
+from rlinf_async.testing.sequencer import LoopWatch, Sequencer, forbid_blocking, wait_all_blocked
+from rlinf_async.testing.virtual_loop import (
+    Deadlock,
+    InvariantBroken,
+    Livelock,
+    LoopBlocked,
+    SequenceBroken,
+    Unhandled,
+    VirtualLoop,
+)
 
 __all__ = [
     "SEED_VARIABLE",

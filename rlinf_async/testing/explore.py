@@ -9,8 +9,7 @@ import sys
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
-from rlinf_async.testing.errors import Unhandled
-from rlinf_async.testing.virtual_loop import VirtualLoop
+from rlinf_async.testing.virtual_loop import Unhandled, VirtualLoop
 
 T = TypeVar("T")
 

@@ -11,9 +11,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from rlinf_async.channels.waitfor import Wait, render
-from rlinf_async.testing.errors import InvariantBroken
-from rlinf_async.testing.report import describe_tasks, unfinished
+from rlinf_async.channels.statistics import Wait, render
+from rlinf_async.testing.virtual_loop import InvariantBroken, describe_tasks, unfinished
 
 T = TypeVar("T")
 

@@ -13,8 +13,8 @@ from typing import Any, Protocol, TypeVar
 
 import pytest
 
-from rlinf_async.testing.blocking import forbid_blocking
 from rlinf_async.testing.explore import SEED_VARIABLE, run_on
+from rlinf_async.testing.sequencer import forbid_blocking
 
 T = TypeVar("T")
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]

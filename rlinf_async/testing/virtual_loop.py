@@ -8,6 +8,34 @@ gives the same run, byte for byte, and another seed another run that asyncio cou
 There are no sockets, processes or signals, and no thread but the loop's own: a function given to an
 executor runs inline, as a callback of its own. Seconds that it lets pass (`let_pass`) go by before
 its result is there; two functions of one executor do so side by side.
+
+Which ready callback runs next.
+
+A *lane* keeps what asyncio promises: a task's own steps and the callbacks that it scheduled run in
+the order in which they were scheduled. Between lanes nothing is promised, so `SeededQueue` takes
+any of them; that is where races show.
+
+    a step of a task                  lane of that task
+    a callback, by call_soon          lane of whoever scheduled it
+    a timer, an executor's function   a lane of its own
+
+One promise holds across lanes: a task that awaits a future goes on after the callbacks that were
+added to that future.
+
+Where every task of a loop stands, in words that are the same in every run.
+
+Errors of the test kit.
+
+    AssertionError
+    ├── Deadlock          every task waits and nothing is left that could wake one
+    ├── Livelock          the step limit was reached: tasks run, but the work does not end
+    ├── LoopBlocked       something kept a real event loop from answering
+    ├── SequenceBroken    a step of a `Sequencer` was repeated or given up
+    └── InvariantBroken   items lost, doubled or reordered, a bound passed, something left behind
+    ExceptionGroup
+    └── Unhandled         errors that reached only the loop's exception handler
+
+The first five are findings about the code under test, so a test runner shows them as failures.
 """
 
 from __future__ import annotations
@@ -16,17 +44,239 @@ import asyncio
 import contextvars
 import heapq
 import itertools
+import linecache
 import math
+import os
+import random
 import threading
+from asyncio import Future, Handle
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Generator, Hashable
+from collections.abc import Callable, Coroutine, Generator, Hashable, Iterable
 from functools import partial
-from typing import Any, Final, TypeVar, TypeVarTuple
+from types import CodeType, FrameType
+from typing import Any, Final, Protocol, TypeVar, TypeVarTuple
 
-from rlinf_async.elapse import taking_time
-from rlinf_async.testing.errors import Deadlock, Livelock
-from rlinf_async.testing.ready import Entry, FifoQueue, ReadyQueue, SeededQueue
-from rlinf_async.testing.report import describe_callback, describe_tasks, short_name, unfinished
+from rlinf_async.deadlines import taking_time
+from rlinf_async.workers.base import Deadlock as NobodyCanGoOn
+
+
+class Entry:
+    """One scheduled callback, its lane, and the entries that must wait for it."""
+
+    __slots__ = ("done", "followers", "future", "handle", "is_step", "label", "lane", "waits_for")
+
+    def __init__(
+        self,
+        handle: Handle,
+        *,
+        label: str = "",
+        lane: Hashable = "main",
+        is_step: bool = False,
+        future: Future[Any] | None = None,
+    ) -> None:
+        self.handle = handle
+        self.label = label
+        self.lane = lane
+        self.is_step = is_step
+        """it runs a task, and is not a plain callback"""
+        self.future = future
+        """the future that it was called for, if any"""
+        self.followers: list[Entry] = []
+        self.waits_for = 0
+        self.done = False
+
+
+class ReadyQueue(Protocol):
+    """Takes entries that are ready and hands out one at a time, in a legal order."""
+
+    def push(self, entry: Entry) -> None:
+        """Add an entry behind all others of its lane."""
+
+    def pop(self) -> Entry | None:
+        """Take an entry that may run now; None if there is none."""
+
+    def finished(self, entry: Entry) -> None:
+        """Say that an entry has run: those that waited for it may run now."""
+
+
+class FifoQueue:
+    """The order of a stock asyncio loop."""
+
+    def __init__(self) -> None:
+        self._entries: deque[Entry] = deque()
+
+    def push(self, entry: Entry) -> None:
+        """Add an entry behind all others."""
+        self._entries.append(entry)
+
+    def pop(self) -> Entry | None:
+        """Take the oldest entry."""
+        return self._entries.popleft() if self._entries else None
+
+    def finished(self, entry: Entry) -> None:
+        """Nothing to release: the order is total."""
+
+
+class SeededQueue:
+    """Any legal order; the same seed and the same pushes give the same one."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed).random
+        self._runnable: list[Entry] = []
+        self._last_in_lane: dict[Hashable, Entry] = {}
+        self._last_callback_of: dict[Future[Any], Entry] = {}
+
+    def push(self, entry: Entry) -> None:
+        """Add an entry behind the others of its lane and behind the callbacks of its future."""
+        self._follow(entry, self._last_in_lane.get(entry.lane))
+        self._last_in_lane[entry.lane] = entry
+        if entry.future is not None:
+            self._follow(entry, self._last_callback_of.get(entry.future))
+            if not entry.is_step:
+                self._last_callback_of[entry.future] = entry
+        if not entry.waits_for:
+            self._runnable.append(entry)
+
+    def pop(self) -> Entry | None:
+        """Take any entry whose predecessors have run."""
+        runnable = self._runnable
+        if not runnable:
+            return None
+        index = int(self._random() * len(runnable))
+        runnable[index], runnable[-1] = runnable[-1], runnable[index]
+        return runnable.pop()
+
+    def finished(self, entry: Entry) -> None:
+        """Release the entries that waited for this one."""
+        entry.done = True
+        if self._last_in_lane.get(entry.lane) is entry:
+            del self._last_in_lane[entry.lane]
+        future = entry.future
+        if future is not None and self._last_callback_of.get(future) is entry:
+            del self._last_callback_of[future]
+        for follower in entry.followers:
+            follower.waits_for -= 1
+            if not follower.waits_for:
+                self._runnable.append(follower)
+
+    @staticmethod
+    def _follow(entry: Entry, before: Entry | None) -> None:
+        if before is not None and not before.done:
+            before.followers.append(entry)
+            entry.waits_for += 1
+
+
+_LIBRARIES = (
+    os.path.dirname(asyncio.__file__) + os.sep,
+    os.path.dirname(os.path.dirname(__file__)) + os.sep,  # rlinf_async itself
+)
+
+
+def is_waiting(task: asyncio.Task[Any]) -> bool:
+    """Whether a task waits for a future that is not done: it cannot run now."""
+    waiter = _waiter(task)
+    return waiter is not None and not waiter.done()
+
+
+def unfinished(loop: asyncio.AbstractEventLoop) -> list[asyncio.Task[Any]]:
+    """The tasks of a loop that have not finished, by name."""
+    return sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name())
+
+
+def describe_tasks(tasks: Iterable[asyncio.Task[Any]]) -> str:
+    """One line a task: its name, where it stands, and what it waits for."""
+    return "\n".join(f"  {task.get_name()} {_where(task)}{_awaited(task)}" for task in tasks)
+
+
+def describe_callback(callback: Callable[..., object]) -> str:
+    """A callback's name, without addresses."""
+    inner: Any = callback
+    while hasattr(inner, "func"):  # functools.partial
+        inner = inner.func
+    return short_name(getattr(inner, "__qualname__", None) or type(inner).__qualname__)
+
+
+def short_name(qualname: str) -> str:
+    """``test_it.<locals>.producer`` as ``producer``."""
+    return qualname.rpartition("<locals>.")[2]
+
+
+def _waiter(task: asyncio.Task[Any]) -> asyncio.Future[Any] | None:
+    # Not public, but the same attribute in every CPython since 3.4, and uvloop runs the same tasks.
+    waiter: asyncio.Future[Any] | None = getattr(task, "_fut_waiter", None)
+    return waiter
+
+
+def _where(task: asyncio.Task[Any]) -> str:
+    stack = _await_stack(task.get_coro())
+    if not stack:
+        return "has not started"
+    own = [place for place in stack if not place[0].co_filename.startswith(_LIBRARIES)]
+    code, line = (own or stack)[-1]
+    text = linecache.getline(code.co_filename, line).strip()
+    inside = "" if code is stack[-1][0] else f" [in {short_name(stack[-1][0].co_qualname)}]"
+    place = f"{_shown(code.co_filename)}:{line}"
+    return f"stands in {short_name(code.co_qualname)} ({place}): {text}{inside}"
+
+
+def _await_stack(awaitable: Any) -> list[tuple[CodeType, int]]:
+    """Code and line of each suspended coroutine or generator, from the outermost in."""
+    places: list[tuple[CodeType, int]] = []
+    while awaitable is not None:
+        frame: FrameType | None = _attribute(awaitable, "frame")
+        if frame is not None and frame.f_lasti >= 0:
+            places.append((frame.f_code, frame.f_lineno))
+        awaitable = _attribute(awaitable, "await") or _attribute(awaitable, "yieldfrom")
+    return places
+
+
+def _attribute(awaitable: Any, name: str) -> Any:
+    for prefix in ("cr_", "ag_", "gi_"):
+        found = getattr(awaitable, prefix + name, None)
+        if found is not None:
+            return found
+    return None
+
+
+def _awaited(task: asyncio.Task[Any]) -> str:
+    waiter = _waiter(task)
+    if isinstance(waiter, asyncio.Task):
+        return f" [waits for task {waiter.get_name()}]"
+    return ""
+
+
+def _shown(path: str) -> str:
+    """A path as seen from the working directory, or its last two parts."""
+    inside = os.path.relpath(path)
+    return inside if not inside.startswith("..") else os.sep.join(path.split(os.sep)[-2:])
+
+
+class Deadlock(NobodyCanGoOn, AssertionError):
+    """Every task waits, no timer is set, and the main task has not finished.
+
+    Also what a cluster raises on a real loop, so that one ``except`` serves both.
+    """
+
+
+class Livelock(AssertionError):
+    """The step limit was reached before the main task finished."""
+
+
+class LoopBlocked(AssertionError):
+    """Something kept the event loop from answering for longer than the limit."""
+
+
+class SequenceBroken(AssertionError):
+    """A step of a sequence was repeated, or given up while it waited for its turn."""
+
+
+class InvariantBroken(AssertionError):
+    """An invariant that was watched does not hold; the message names the items."""
+
+
+class Unhandled(ExceptionGroup[Exception]):
+    """Errors in callbacks and in forgotten tasks, which asyncio only logs."""
+
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

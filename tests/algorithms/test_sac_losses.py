@@ -10,7 +10,7 @@ from torch import Tensor, tensor
 from torch.autograd import grad
 from torch.distributions import Normal, TanhTransform, TransformedDistribution
 
-from rlinf_async.algorithms.sac import (
+from rlinf_async.algorithms.losses import (
     critic_loss,
     entropy_coefficient_loss,
     policy_loss,

@@ -53,11 +53,11 @@ def test_every_circle_of_a_graph_is_found() -> None:
 
 def test_the_graph_knows_submodules_packages_and_hidden_imports() -> None:
     graph = import_graph()
-    assert "rlinf_async.data.files" in graph["rlinf_async.data.prompts"]
+    assert "rlinf_async.data.records" in graph["rlinf_async.data.prompts"]
     assert "rlinf_async.data" not in graph["rlinf_async.data.prompts"]
     assert "rlinf_async.channels.local" in graph["rlinf_async.channels"]
-    assert "rlinf_async.channels" in graph["rlinf_async.workers.reward.worker"]
-    lazy = graph["rlinf_async.workers.rollout.worker"]
-    assert "rlinf_async.backends.registry" in lazy
-    for_type_checkers = graph["rlinf_async.workers.inference.worker"]
+    assert "rlinf_async.channels" in graph["rlinf_async.workers.reward"]
+    lazy = graph["rlinf_async.workers.rollout.policy"]
+    assert "rlinf_async.backends.base" in lazy
+    for_type_checkers = graph["rlinf_async.workers.inference"]
     assert "rlinf_async.backends.language" in for_type_checkers

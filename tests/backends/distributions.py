@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from rlinf_async.algorithms.language.config import LanguageLossConfig
+from rlinf_async.algorithms.config import LanguageLossConfig
+from rlinf_async.backends.base import OptimizerConfig
 from rlinf_async.backends.language import MicroBatch
 from rlinf_async.backends.language_training.config import LanguageModelConfig
-from rlinf_async.backends.optimizer_config import OptimizerConfig
 from rlinf_async.messages.language import (
     Generated,
     Request,
@@ -26,7 +26,7 @@ from rlinf_async.messages.language import (
     TrainingSample,
 )
 from rlinf_async.runtime.jobs.language.samples import to_train
-from rlinf_async.workers.inference.answers import with_log_probs
+from rlinf_async.workers.inference import with_log_probs
 from tests.backends.models import VOCABULARY, endless, make_model, qwen3, save_folder
 from tests.backends.requests import request
 

@@ -10,8 +10,7 @@ import pytest
 
 from rlinf_async.backends.language import GenerationEngine
 from rlinf_async.messages.language import Generated
-from rlinf_async.messages.weight_errors import WeightsOutdated
-from rlinf_async.messages.weights import WeightUpdate
+from rlinf_async.messages.weights import WeightsOutdated, WeightUpdate
 from tests.backends.requests import request
 
 

@@ -19,10 +19,9 @@ import msgspec
 import numpy as np
 import torch
 
-from rlinf_async.backends.families import ENGINES, FAMILIES
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
-from rlinf_async.backends.language import GenerationEngine
-from rlinf_async.backends.language_training.describing import add_missing_files
+from rlinf_async.backends.language import ENGINES, FAMILIES, GenerationEngine
+from rlinf_async.backends.language_training.model import add_missing_files
 from rlinf_async.backends.transformers.config import TransformersEngineConfig
 from rlinf_async.backends.transformers.engine import TransformersEngine
 from rlinf_async.messages.embodied import Floats

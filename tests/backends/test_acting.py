@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from rlinf_async.backends.base import PolicyOutputError
-from rlinf_async.backends.policies.acting import ArrayGaussian
 from rlinf_async.backends.policies.config import PolicyConfig
-from rlinf_async.backends.policies.mlp import MlpGaussianPolicy
+from rlinf_async.backends.policies.mlp import ArrayGaussian, MlpGaussianPolicy
 from rlinf_async.backends.policies.serving import PolicyServer
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.weights import pack

@@ -8,12 +8,13 @@ import msgspec
 import pytest
 import torch
 
-from rlinf_async.backends.checkpoint import folders, metadata, reading, tensor_file
+from rlinf_async.backends.base import SchedulerConfig
+from rlinf_async.backends.checkpoint import folders, reading, tensor_file
+from rlinf_async.backends.checkpoint import folders as metadata
+from rlinf_async.backends.checkpoint.folders import CheckpointError
 from rlinf_async.backends.fsdp.config import FSDPConfig
-from rlinf_async.backends.fsdp.errors import CheckpointError
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.fsdp.state import check_fits
-from rlinf_async.backends.optimizer_config import SchedulerConfig
 from tests.backends.checkpoint.damage import sign
 from tests.backends.fsdp_helpers import POLICY, set_up, train_steps
 

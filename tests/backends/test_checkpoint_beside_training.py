@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from rlinf_async.backends.checkpoint import folders, snapshot
+from rlinf_async.backends.checkpoint import folders
+from rlinf_async.backends.checkpoint import writing as snapshot
+from rlinf_async.backends.checkpoint.folders import CheckpointError
 from rlinf_async.backends.fsdp.config import FSDPConfig
-from rlinf_async.backends.fsdp.errors import CheckpointError
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from tests.backends.fsdp_helpers import POLICY, set_up, train_steps
 

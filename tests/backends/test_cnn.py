@@ -9,8 +9,8 @@ from torch import Tensor
 
 from rlinf_async.backends.building import building
 from rlinf_async.backends.policies.base import find_policy
-from rlinf_async.backends.policies.cnn import CnnPolicy
 from rlinf_async.backends.policies.config import PolicyConfig, cnn_misfit, policy_for
+from rlinf_async.backends.policies.images import CnnPolicy
 from rlinf_async.backends.policies.mlp import MlpGaussianPolicy
 from rlinf_async.messages.spaces import (
     ActionSpec,

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlinf_async.backends.policies.base import policies
+from rlinf_async.backends.policies.base import ActionDistribution, policies
 from rlinf_async.backends.policies.config import PolicyConfig
-from rlinf_async.backends.policies.distribution import ActionDistribution
-from rlinf_async.backends.policies.factored import MlpFactoredPolicy
+from rlinf_async.backends.policies.mlp import MlpFactoredPolicy
 from rlinf_async.messages.spaces import ActionSpec, Factor, choices, continuous
 
 MIXED = ActionSpec((Factor("choice", 3), Factor("continuous", 2), Factor("choice", 2)))

@@ -12,18 +12,18 @@ import pytest
 import torch
 
 from rlinf_async.algorithms.config import AdvantageConfig
-from rlinf_async.backends.base import PolicyOutputError
-from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig, FSDPConfig, PPOConfig
-from rlinf_async.backends.fsdp.embodied import EmbodiedTrainer
-from rlinf_async.backends.optimizer_config import OptimizerConfig
-from rlinf_async.backends.policies.base import Policy
-from rlinf_async.backends.policies.config import PolicyConfig
-from rlinf_async.backends.policies.serving import PolicyServer
-from rlinf_async.backends.registry import (
+from rlinf_async.backends.base import (
+    OptimizerConfig,
+    PolicyOutputError,
     UnknownBackend,
     load_policy_backend,
     load_trainer_backend,
 )
+from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig, FSDPConfig, PPOConfig
+from rlinf_async.backends.fsdp.embodied import EmbodiedTrainer
+from rlinf_async.backends.policies.base import Policy
+from rlinf_async.backends.policies.config import PolicyConfig
+from rlinf_async.backends.policies.serving import PolicyServer
 from rlinf_async.messages.embodied import Trajectory
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.weights import WeightsError, unpack
@@ -283,7 +283,7 @@ def test_an_unknown_backend_is_answered_with_the_nearest() -> None:
 
 
 def test_configuration_and_registry_do_not_import_torch() -> None:
-    modules = "rlinf_async.backends.registry, rlinf_async.backends.fsdp.config"
+    modules = "rlinf_async.backends.base, rlinf_async.backends.fsdp.config"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

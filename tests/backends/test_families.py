@@ -9,13 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlinf_async.backends.families import (
-    FAMILIES,
-    REFUSED,
-    UnsupportedModel,
-    check_family,
-)
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
+from rlinf_async.backends.language import FAMILIES, REFUSED, UnsupportedModel, check_family
 from rlinf_async.backends.transformers.tensors import ModelTensors, model_without_memory
 from rlinf_async.weights import unpack
 from tests.backends.families import TIED, TINY, TOLERANCE, published_difference, tiny

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 import torch
 
+from rlinf_async.backends.base import OptimizerConfig, SchedulerConfig, lr_factor
+from rlinf_async.backends.fsdp.checkpoint import LossScaler
 from rlinf_async.backends.fsdp.config import FSDPConfig
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
-from rlinf_async.backends.fsdp.optim import LossScaler
-from rlinf_async.backends.optimizer_config import OptimizerConfig, SchedulerConfig, lr_factor
 from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.backends.policies.mlp import MlpGaussianPolicy
 from rlinf_async.config.registry import UnknownName

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from rlinf_async.backends.base import OptimizerConfig
+from rlinf_async.backends.checkpoint.folders import CheckpointError
 from rlinf_async.backends.fsdp.config import FSDPConfig
-from rlinf_async.backends.fsdp.errors import CheckpointError
-from rlinf_async.backends.fsdp.release import break_cycles
-from rlinf_async.backends.fsdp.sharding import first_row, local_shard
-from rlinf_async.backends.optimizer_config import OptimizerConfig
+from rlinf_async.backends.fsdp.sharding import break_cycles
+from rlinf_async.backends.fsdp.state import first_row, local_shard
 from tests.backends.fsdp_helpers import (
     POLICY,
     in_processes,

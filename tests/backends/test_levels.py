@@ -12,7 +12,7 @@ import torch
 
 from rlinf_async.algorithms.advantages import AdvantageInputs, compute_advantages
 from rlinf_async.algorithms.config import AdvantageConfig
-from rlinf_async.backends.fsdp import levels
+from rlinf_async.backends.fsdp import ppo as levels
 from rlinf_async.backends.fsdp.embodied import EmbodiedTrainer
 from rlinf_async.backends.fsdp.rollout_batch import flat_batch
 from tests.backends.vision_language.kit import EXECUTED, NUMBERS, trainer_config, trajectory

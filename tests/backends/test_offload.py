@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlinf_async.backends.fsdp.errors import OffloadedError
+from rlinf_async.backends.fsdp.config import OffloadedError
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
-from rlinf_async.backends.fsdp.offload import pinned_like
+from rlinf_async.backends.fsdp.sharding import pinned_like
 from tests.backends.fsdp_helpers import (
     backward,
     changed,

@@ -10,18 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlinf_async.algorithms.config import LossConfig
-from rlinf_async.backends.base import TrainingDiverged
+from rlinf_async.backends.base import OptimizerConfig, TrainingDiverged
 from rlinf_async.backends.fsdp.config import FSDPConfig, PPOConfig
-from rlinf_async.backends.fsdp.fused_ppo import FusedPpo
+from rlinf_async.backends.fsdp.fused_ppo import FlatBatch, FusedPpo
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
-from rlinf_async.backends.fsdp.minibatch import FlatBatch
-from rlinf_async.backends.fsdp.ppo_update import (
-    AutogradLoss,
-    choose_gradient,
-    ppo_epochs,
-    standardized,
-)
-from rlinf_async.backends.optimizer_config import OptimizerConfig
+from rlinf_async.backends.fsdp.ppo import AutogradLoss, choose_gradient, ppo_epochs, standardized
 from rlinf_async.backends.policies.config import PolicyConfig
 from tests.backends.fsdp_helpers import POLICY, samples, set_up
 
@@ -143,7 +136,7 @@ def test_every_sample_is_used_once_an_epoch() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "rlinf_async.backends.fsdp.ppo_update.choose_gradient",
+            "rlinf_async.backends.fsdp.ppo.choose_gradient",
             lambda manager, config, masked: Recorder(manager, config.loss),
         )
         batch = samples(0, 10)

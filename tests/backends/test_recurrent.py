@@ -12,16 +12,15 @@ from torch import Tensor
 
 from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig, FSDPConfig, PPOConfig
 from rlinf_async.backends.fsdp.embodied import EmbodiedTrainer
-from rlinf_async.backends.fsdp.rollout_batch import flat_batch
-from rlinf_async.backends.fsdp.sequences import of_sequences
+from rlinf_async.backends.fsdp.rollout_batch import flat_batch, of_sequences
 from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.backends.policies.recurrent import MEMORY, STARTS, GruPolicy
 from rlinf_async.backends.policies.serving import RecurrentPolicyServer, serve_policy
 from rlinf_async.messages.embodied import Actions, Observations, Trajectory
 from rlinf_async.messages.spaces import STATE, ActionSpec, choices, continuous, flat_spec
-from rlinf_async.workers.env.memory import after_step
+from rlinf_async.workers.env.evaluation import after_step
 from rlinf_async.workers.env.stage import Outcome
-from rlinf_async.workers.rollout.batch import answer_all
+from rlinf_async.workers.rollout.policy import answer_all
 from tests.backends.fsdp_helpers import in_processes, load_result, save_result
 
 STEPS, ENVS, MEMORY_SIZE = 12, 4, 6

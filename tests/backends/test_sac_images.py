@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf_async.backends.fsdp.sac import SacTrainer
-from rlinf_async.backends.fsdp.sac_model import SacModel
+from rlinf_async.backends.fsdp.sac import SacModel, SacTrainer
 from rlinf_async.backends.policies.config import PolicyConfig
-from rlinf_async.backends.policies.encoder import random_shift
+from rlinf_async.backends.policies.images import random_shift
 from rlinf_async.backends.policies.serving import PolicyServer
 from rlinf_async.backends.sac_config import SacLossConfig, SacTrainerConfig
-from rlinf_async.messages.replay import ReplayBatch
+from rlinf_async.messages.embodied import ReplayBatch
 from rlinf_async.messages.spaces import ObservationSpec, Part, Seen, continuous
 from tests.backends.test_sac_trainer import SIZE, batch, parameters
 

@@ -16,7 +16,7 @@ from rlinf_async.backends.sac_config import (
     SacShardingConfig,
     SacTrainerConfig,
 )
-from rlinf_async.messages.replay import ReplayBatch
+from rlinf_async.messages.embodied import ReplayBatch
 from tests.backends.fsdp_helpers import in_processes, load_result, save_result
 from tests.backends.test_sac_images import IMAGES, image_batch
 from tests.backends.test_sac_trainer import POLICY, batch

@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf_async.algorithms.sac import squashed_log_prob
-from rlinf_async.backends.fsdp.sac import SacTrainer
-from rlinf_async.backends.fsdp.sac_model import SacModel
+from rlinf_async.algorithms.losses import squashed_log_prob
+from rlinf_async.backends.fsdp.sac import SacModel, SacTrainer
 from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.backends.policies.serving import PolicyServer
 from rlinf_async.backends.policies.squashed import MlpSquashedGaussianPolicy
 from rlinf_async.backends.sac_config import SacLossConfig, SacTrainerConfig
-from rlinf_async.messages.replay import ReplayBatch
+from rlinf_async.messages.embodied import ReplayBatch
 
 POLICY = PolicyConfig(
     name="mlp_squashed_gaussian", observation_size=3, action_size=2, hidden_sizes=(8, 8)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rlinf_async.backends.unbroken import Unbroken
+from rlinf_async.backends.base import Unbroken
 
 
 async def fails(when: asyncio.Event) -> None:

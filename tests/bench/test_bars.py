@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlinf_async.bench import Bar, Results, best_of, bound, quotient
-from rlinf_async.bench.bars import judge
-from rlinf_async.bench.model import selected
+from rlinf_async.bench.model import judge, selected
 from tests.bench.conftest import printing, versus
 
 

@@ -7,7 +7,7 @@ import pathlib
 import pytest
 
 from rlinf_async.bench import Bench
-from rlinf_async.bench.discover import BENCHMARKS, all_benches, bench_named
+from rlinf_async.bench.run import BENCHMARKS, all_benches, bench_named
 from rlinf_async.cli import main
 from rlinf_async.config import UsageError
 from tests.bench.conftest import Write

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.overlap import toys
-from rlinf_async.bench.discover import BENCHMARKS
+from rlinf_async.bench.run import BENCHMARKS
 from rlinf_async.messages.language import Prompt, Request, Sampling
 
 

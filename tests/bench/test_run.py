@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from rlinf_async.bench import Bench, Case, Peer
-from rlinf_async.bench.command import run_bench
 from rlinf_async.bench.peers import PeerStore
+from rlinf_async.bench.report import run_bench
 from tests.bench.conftest import printing, versus
 
 FAST = "print('warming up'); print('{{\"rate\": 30}}')"

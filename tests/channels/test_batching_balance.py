@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlinf_async.channels.batching import CountsDisagree, SampleTooLong
-from rlinf_async.channels.batching.balance import balance, fewest_micro_batches
+from rlinf_async.channels.batching.iterator import balance, fewest_micro_batches
 
 lengths = st.lists(st.integers(0, 50), min_size=1, max_size=40)
 

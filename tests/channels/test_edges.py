@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlinf_async.channels import Channel, Edge, current_party
-from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.statistics import MAX_EDGES, OTHER_PARTIES, Edges
+from rlinf_async.channels.untyped import Encoded
 from rlinf_async.channels.wire import traffic_of
 from tests.channels.wire.harness import remote_pair, until, wired
 

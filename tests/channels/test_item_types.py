@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from rlinf_async.channels import Channel, WrongItemType
-from rlinf_async.channels.itemtypes import runtime_class
+from rlinf_async.channels.untyped import runtime_class
 from tests.channels.transport import Transport
 
 T = TypeVar("T")

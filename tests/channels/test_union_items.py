@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from rlinf_async.channels import Channel, Latest, MalformedFrame, WrongItemType
 from rlinf_async.channels.wire import ChannelClient
-from rlinf_async.channels.wire.items.item_codec import ItemCodec
+from rlinf_async.channels.wire.codec import ItemCodec
 from tests.channels.transport import Transport
 from tests.channels.wire.harness import until, wired
 

@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from rlinf_async.channels import Channel, Latest, WrongItemType
-from rlinf_async.channels.itemtypes import item_class
-from rlinf_async.channels.untyped import Untyped, packer
+from rlinf_async.channels.untyped import Untyped, item_class, packer
 from tests.channels.transport import Transport
 
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from rlinf_async.channels import Channel, Fresh, TooStale
-from rlinf_async.channels.versions import oldest_version
+from rlinf_async.channels.ends import oldest_version
 from tests.channels.transport import Transport
 
 

@@ -10,8 +10,8 @@ import msgspec
 from rlinf_async.config import ConfigError, MissingDevice, UsageError
 from rlinf_async.observe.summary import Summary
 from rlinf_async.runtime.signals import Terminated
-from rlinf_async.workers import errors
-from rlinf_async.workers.errors import BuildError
+from rlinf_async.workers import base as errors
+from rlinf_async.workers.base import BuildError
 
 
 class Settings(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -29,7 +29,7 @@ class FakeConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
 class WorkerError(Exception):
     """Stands for an error of ours: its text is all that is shown."""
 
-    __module__ = "rlinf_async.workers.errors"
+    __module__ = "rlinf_async.workers.base"
 
 
 ENDINGS: dict[str, BaseException] = {

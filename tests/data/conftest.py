@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlinf_async.data import Tokenizer
-from rlinf_async.data.arithmetic import arithmetic_tokenizer
+from rlinf_async.data.prompts import arithmetic_tokenizer
 
 Write = Callable[..., str]
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlinf_async.data.config import DataError
 from rlinf_async.data.demonstrations import (
     DemonstrationsInfo,
     Episode,
@@ -16,7 +17,6 @@ from rlinf_async.data.demonstrations import (
     write_episode,
     write_info,
 )
-from rlinf_async.data.errors import DataError
 from rlinf_async.messages.spaces import ObservationSpec, Part
 
 SPEC = ObservationSpec(

@@ -44,7 +44,7 @@ def widening(tokenizer: Tokenizer) -> Any:
     """A tokenizer whose normaliser makes several characters of one."""
     from tokenizers import normalizers
 
-    from rlinf_async.data.arithmetic import arithmetic_tokenizer
+    from rlinf_async.data.prompts import arithmetic_tokenizer
 
     made = arithmetic_tokenizer()
     made.backend_tokenizer.normalizer = normalizers.NFKC()

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from rlinf_async.data.config import DataError
 from rlinf_async.data.demonstrations import check_demonstrations, chunks_of, read_episodes
-from rlinf_async.data.errors import DataError
 from rlinf_async.messages.spaces import ObservationSpec, Part
 
 pyarrow: Any = importlib.import_module("pyarrow")

@@ -129,7 +129,7 @@ def test_a_wrong_task_is_an_error_that_says_what_is_wrong(
 
 FINGERPRINT = """
 import sys
-from rlinf_async.data.tasks import TaskRecords
+from rlinf_async.data.records import TaskRecords
 print(TaskRecords([sys.argv[1]], {}, 0, 50).fingerprint)
 """
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlinf_async.data import DataError, Tokenizer, load_tokenizer
-from rlinf_async.data.arithmetic import save_arithmetic_tokenizer
-from rlinf_async.data.tokenizer import decode
+from rlinf_async.data.prompts import decode, save_arithmetic_tokenizer
 
 TEXT = "12 + (3*4) =\n24, or  <two> Dozen"
 

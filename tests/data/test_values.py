@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlinf_async.data import DataConfig, DataError, Prompts
-from rlinf_async.data.arithmetic import arithmetic_tokenizer
-from rlinf_async.data.values import as_text
+from rlinf_async.data.prompts import arithmetic_tokenizer
+from rlinf_async.data.records import as_text
 
 NOON = dt.datetime(2024, 1, 5, 12, tzinfo=dt.UTC)
 

@@ -16,10 +16,9 @@ import pytest
 
 from rlinf_async.cli import commands
 from rlinf_async.config import Document
-from rlinf_async.runtime.jobs.embodied.config import EmbodiedConfig
+from rlinf_async.runtime.jobs.embodied.settings import EmbodiedConfig
 from rlinf_async.runtime.jobs.embodied_sac.config import SacConfig
-from rlinf_async.runtime.jobs.language.config import LanguageConfig
-from rlinf_async.runtime.jobs.language.sections import ClusterConfig
+from rlinf_async.runtime.jobs.language.config import ClusterConfig, LanguageConfig
 from tests.docs.pages import PAGES, ROOT, Block, Script, anchors, blocks, links, scripts, settings
 
 EVERY_BLOCK = [block for page in PAGES for block in blocks(page)]

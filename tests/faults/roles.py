@@ -33,7 +33,7 @@ from rlinf_async.channels.wire import (
     connect,
     serve,
 )
-from rlinf_async.channels.wire.session.endpoint_options import Timeouts
+from rlinf_async.channels.wire.session.endpoint import Timeouts
 from tests.faults.journal import Did, Page
 from tests.faults.plan import HEARTBEAT, LEAST, PATIENCE, Plan, Role
 

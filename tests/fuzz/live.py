@@ -17,11 +17,10 @@ from typing import Any, Final
 import msgspec
 
 from rlinf_async.channels import Channel, Latest
-from rlinf_async.channels.wire import ChannelClient, ChannelServer, Connection, Router
-from rlinf_async.channels.wire.frames.framing import LAST_TYPE, pack_header
-from rlinf_async.channels.wire.links import protocol
-from rlinf_async.channels.wire.session.auth import Handshake
+from rlinf_async.channels.wire import ChannelClient, ChannelServer, Connection, Router, protocol
+from rlinf_async.channels.wire.frames import LAST_TYPE, pack_header
 from rlinf_async.channels.wire.session.endpoint import Server, connect, serve
+from rlinf_async.channels.wire.session.link import Handshake
 from tests.fuzz.pieces import Pieces
 from tests.fuzz.pure import SECRET, Broken
 

@@ -17,16 +17,14 @@ import torch
 from numpy.typing import NDArray
 
 from rlinf_async.channels import HandshakeFailed, MalformedFrame, WrongItemType
-from rlinf_async.channels.wire import Decoder, Encoded, encode
-from rlinf_async.channels.wire.frames.framing import HEADER, MAX_FRAME_BYTES
-from rlinf_async.channels.wire.frames.reader import MessageReader
-from rlinf_async.channels.wire.items.codec import split
-from rlinf_async.channels.wire.links import protocol
-from rlinf_async.channels.wire.memory.borrowing import Borrowing
-from rlinf_async.channels.wire.memory.memory_protocol import Announce, decode_notice
-from rlinf_async.channels.wire.memory.slab import PAGE, Slab, make_slab
-from rlinf_async.channels.wire.session.auth import MAX_MESSAGE, Handshake
-from rlinf_async.channels.wire.session.failures import UNREADABLE
+from rlinf_async.channels.wire import Decoder, Encoded, encode, protocol
+from rlinf_async.channels.wire.codec import split
+from rlinf_async.channels.wire.frames import HEADER, MAX_FRAME_BYTES, MessageReader
+from rlinf_async.channels.wire.protocol import Announce, decode_notice
+from rlinf_async.channels.wire.session.link import MAX_MESSAGE, Handshake
+from rlinf_async.channels.wire.session.requests import UNREADABLE
+from rlinf_async.channels.wire.sharing import Borrowing
+from rlinf_async.channels.wire.slab import PAGE, Slab, make_slab
 from tests.fuzz.pieces import Pieces
 
 SECRET: Final = bytes(range(32))

@@ -15,21 +15,12 @@ import msgspec
 import numpy as np
 import torch
 
-from rlinf_async.channels.wire import Encoded, encode
-from rlinf_async.channels.wire.frames.framing import LAST_TYPE, Flag, FrameType
-from rlinf_async.channels.wire.frames.messages import DATA, outgoing
-from rlinf_async.channels.wire.links import protocol
-from rlinf_async.channels.wire.memory.memory_protocol import (
-    Announce,
-    Opened,
-    Place,
-    Refused,
-    Released,
-    Retired,
-)
-from rlinf_async.channels.wire.memory.slab import PAGE
+from rlinf_async.channels.wire import Encoded, encode, protocol
+from rlinf_async.channels.wire.frames import DATA, LAST_TYPE, Flag, FrameType, outgoing
+from rlinf_async.channels.wire.protocol import Announce, NotOpened, Opened, Place, Released, Retired
 from rlinf_async.channels.wire.server import ChannelServer
 from rlinf_async.channels.wire.session.answers import Router
+from rlinf_async.channels.wire.slab import PAGE
 from tests.fuzz.pieces import piece
 from tests.fuzz.pure import TYPES, Other, Plain, Sample
 
@@ -95,7 +86,7 @@ def handshake() -> Iterator[bytes]:
 
 def memory() -> Iterator[bytes]:
     notices = (
-        Announce(2, 3, bytes(32)), Opened(1), Refused(1, "no"), Released([1], [2]), Retired(1),
+        Announce(2, 3, bytes(32)), Opened(1), NotOpened(1, "no"), Released([1], [2]), Retired(1),
     )  # fmt: skip
     for notice in notices:
         yield b"\x01" + msgspec.msgpack.encode(notice)

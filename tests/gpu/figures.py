@@ -28,7 +28,7 @@ from rlinf_async.backends.transformers.config import TransformersEngineConfig
 from rlinf_async.backends.transformers.engine import TransformersEngine
 from rlinf_async.cli import main as command
 from rlinf_async.messages.language import TrainingSample
-from rlinf_async.observe.perfetto import read_perfetto
+from rlinf_async.observe.trace import read_perfetto
 from tests.backends.language.kit import micro_batches, trainer_config
 from tests.backends.models import endless, make_model, publish, qwen3, save_folder
 from tests.backends.requests import request

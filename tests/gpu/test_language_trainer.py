@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf_async.algorithms.language.config import LanguageLossConfig
-from rlinf_async.backends.fsdp.language.critic import CriticTrainer
-from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
-from rlinf_async.backends.optimizer_config import OptimizerConfig
+from rlinf_async.algorithms.config import LanguageLossConfig
+from rlinf_async.backends.base import OptimizerConfig
+from rlinf_async.backends.fsdp.language.trainer import CriticTrainer, PolicyTrainer
 from rlinf_async.messages.language import TrainingSample
 from rlinf_async.weights import unpack
 from tests.backends.language.kit import (

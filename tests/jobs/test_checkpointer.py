@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import rlinf_async as ra
-from rlinf_async.observe.errors import RunFolderError
+from rlinf_async.observe.files import RunFolderError
 from rlinf_async.runtime.jobs.checkpoints import Checkpointer, RunProgress, load_progress
 from rlinf_async.testing import run
 

@@ -6,7 +6,7 @@ import pytest
 
 import rlinf_async as ra
 from rlinf_async.messages.embodied import Collect
-from rlinf_async.runtime.jobs.failures import ItemLost, abort_on_lost_items, max_deliveries
+from rlinf_async.runtime.jobs.checkpoints import ItemLost, abort_on_lost_items, max_deliveries
 
 TICKET = Collect(iteration=0, steps=1, min_version=0)
 

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from rlinf_async.config import ConfigError, MissingDevice
 from rlinf_async.config.counts import MOST_WORKERS
-from rlinf_async.runtime.devices import stated_devices
 from rlinf_async.runtime.jobs.embodied.settings import ClusterConfig, EmbodiedPlacement
-from rlinf_async.runtime.jobs.placement import Plan, Preset, Role, RolePlacement
-from rlinf_async.runtime.jobs.planning import make_plan
+from rlinf_async.runtime.jobs.placement import Plan, Preset, Role, RolePlacement, make_plan
+from rlinf_async.runtime.launching import stated_devices
 
 PRESETS: list[Preset] = ["auto", "disaggregated", "collocated", "hybrid"]
 HYBRID = (("actor", "critic"), ("rollout",))

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from rlinf_async.channels import Channel
 from rlinf_async.channels.wire import Connection, Router, connect
-from rlinf_async.channels.wire.session.endpoint_options import Timeouts
+from rlinf_async.channels.wire.session.endpoint import Timeouts
 from tests.channels.wire.harness import PATIENCE, SECRET, Wired, until, wired
 from tests.net.cutter import Cut, Cutter, Way, cutter
 

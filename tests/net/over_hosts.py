@@ -10,7 +10,7 @@ import socket
 import threading
 
 from rlinf_async.channels.wire.session import endpoint
-from rlinf_async.channels.wire.session.address import TcpAddress, bind_tcp
+from rlinf_async.channels.wire.session.endpoint import TcpAddress, bind_tcp
 from tests.channels import transport
 from tests.net.hosts import OWNER, enter
 

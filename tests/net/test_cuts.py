@@ -6,8 +6,8 @@ import pytest
 
 from rlinf_async.channels import ConnectionLost
 from rlinf_async.channels.wire import Connection, Router, connect
+from rlinf_async.channels.wire.session import outbox as kept
 from rlinf_async.channels.wire.session import streams
-from rlinf_async.channels.wire.session import unacknowledged as kept
 from tests.channels.wire.harness import SECRET, until, wired
 from tests.net.cutter import Cut, Way, cutter
 from tests.net.kit import arrays_both_ways, far, said, small_talk

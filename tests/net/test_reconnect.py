@@ -10,7 +10,7 @@ import pytest
 
 from rlinf_async.channels import Channel, ChannelFailed, ConnectionLost, HandshakeFailed, Receiver
 from rlinf_async.channels.wire import Router, connect
-from rlinf_async.channels.wire.session.auth import Handshake, Terms
+from rlinf_async.channels.wire.session.link import Handshake, Terms
 from rlinf_async.testing import wait_all_blocked
 from tests.channels.wire.harness import PATIENCE, SECRET, until, wired
 from tests.net.cutter import cutter
@@ -21,7 +21,7 @@ from tests.net.kit import Far, far, small_talk
 def long_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who closes while it is cut, or is to see an end, has the time of a busy machine for it."""
     monkeypatch.setattr("rlinf_async.channels.wire.session.streams.GRACE_SECONDS", PATIENCE)
-    monkeypatch.setattr("rlinf_async.channels.wire.session.linger.GRACE_SECONDS", PATIENCE)
+    monkeypatch.setattr("rlinf_async.channels.wire.session.connection.GRACE_SECONDS", PATIENCE)
 
 
 async def cut(one: Far) -> None:

@@ -7,11 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlinf_async.channels import MalformedFrame
-from rlinf_async.channels.wire.frames.framing import Bytes
-from rlinf_async.channels.wire.session.unacknowledged import (
-    MAX_UNACKNOWLEDGED_BYTES,
-    Unacknowledged,
-)
+from rlinf_async.channels.wire.frames import Bytes
+from rlinf_async.channels.wire.session.outbox import MAX_UNACKNOWLEDGED_BYTES, Unacknowledged
 
 batches = st.lists(st.lists(st.binary(max_size=9), min_size=1, max_size=4), max_size=8)
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlinf_async.observe import Span
-from rlinf_async.observe.busy import Piece, busy, foreground
+from rlinf_async.observe.trace import Piece, busy, foreground
 
 
 def test_an_inner_span_covers_the_outer_one_while_it_lasts() -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf_async.observe.clocks import MEASUREMENTS_KEPT, PeerClock
-from rlinf_async.observe.trace import Span
+from rlinf_async.observe.trace import MEASUREMENTS_KEPT, PeerClock, Span
 
 SECOND = 1_000_000_000
 DELAYS = st.lists(

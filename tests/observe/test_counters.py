@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from rlinf_async.observe import Span, read_perfetto, write_perfetto
-from rlinf_async.observe.counters import Counter, Rates
+from rlinf_async.observe.trace import Counter, Rates
 from tests.observe.test_trace import events
 
 

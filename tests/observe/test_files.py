@@ -9,8 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from rlinf_async.observe.errors import RunFolderError
-from rlinf_async.observe.files import append_all, atomic_write, explaining, is_partial, replacing
+from rlinf_async.observe.files import (
+    RunFolderError,
+    append_all,
+    atomic_write,
+    explaining,
+    is_partial,
+    replacing,
+)
 
 
 def full_disk_after(free: int) -> Callable[[int, memoryview], int]:

@@ -19,7 +19,7 @@ def test_the_package_is_imported_without(heavy: str) -> None:
 def test_nothing_of_it_brings_in_torch() -> None:
     program = (
         "import sys\n"
-        "from rlinf_async.observe import learning_curve, progress, tensorboard_sink, timeline\n"
+        "from rlinf_async.observe import pictures, progress, tensorboard_sink\n"
         "from rlinf_async.observe import video\n"
         "sys.exit('torch' in sys.modules)"
     )

@@ -11,9 +11,7 @@ from matplotlib.colors import to_rgb
 from numpy.typing import NDArray
 
 from rlinf_async.observe import MetricsWriter, RunFolderError, Span
-from rlinf_async.observe.figures import COLOURS
-from rlinf_async.observe.learning_curve import draw_learning_curve
-from rlinf_async.observe.timeline import draw_timeline
+from rlinf_async.observe.pictures import COLOURS, draw_learning_curve, draw_timeline
 
 SECOND = 10**9
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from rlinf_async.observe import VideoError
-from rlinf_async.observe.strip import GAP, HEIGHT, Strip
+from rlinf_async.observe.video import GAP, HEIGHT, Strip
 
 
 def frame(shade: int, height: int = 10, width: int = 20) -> NDArray[np.uint8]:

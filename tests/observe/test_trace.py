@@ -23,7 +23,7 @@ from rlinf_async.observe import (
     read_perfetto,
     write_perfetto,
 )
-from rlinf_async.observe.perfetto import by_worker
+from rlinf_async.observe.trace import by_worker
 
 
 def events(path: Path, phase: str) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf_async.parallel.columns import Ints, distinct, in_order, ordered_by
+from rlinf_async.parallel.regions import Ints, distinct, in_order, ordered_by
 from tests.parallel.models import examples
 
 EXTENTS = st.sampled_from([1, 2, 5, 1 << 15, 1 << 20, 1 << 40, 1 << 61])

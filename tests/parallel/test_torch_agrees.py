@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rlinf_async.backends.fsdp.groups import Groups, order_of
+from rlinf_async.backends.fsdp.sharding import Groups, order_of
 from rlinf_async.parallel import FSDP1, FSDP2, Layout, Model, Strategy, layout
 from tests.parallel.arrays import Array, scatter
 

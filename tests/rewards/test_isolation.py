@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from examples.program_output import SANDBOX, prints_the_answer
-from rlinf_async.channels.wire.session.secret import FILE_VARIABLE, VARIABLE
+from rlinf_async.channels.wire.session.tls import FILE_VARIABLE, VARIABLE
 from rlinf_async.messages.language import Scored
 from rlinf_async.rewards import Answer
 from rlinf_async.rewards.pool import ScoringPool

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rlinf_async.messages.language import Rejected, Scored
 from rlinf_async.rewards import Answer, load_verifier
 from rlinf_async.rewards.judging import judge
-from rlinf_async.rewards.numbers import last_number
+from rlinf_async.rewards.matching import last_number
 
 MINUS = "-\u2212\u2010\u2011\u2012\u2013\u2014\u2015\ufe58\ufe63\uff0d\u207b\u2796"
 STYLES = {

@@ -18,8 +18,8 @@ import pytest
 from rlinf_async.config import ConfigError
 from rlinf_async.messages.language import Failed, Outcome, Rejected, Scored
 from rlinf_async.rewards import Answer, register_verifier
+from rlinf_async.rewards.judging import verifiers
 from rlinf_async.rewards.pool import ScoringPool
-from rlinf_async.rewards.registry import verifiers
 from rlinf_async.testing import wait_all_blocked
 from tests.jobs.processes import processes, until
 from tests.rewards.verifiers import length

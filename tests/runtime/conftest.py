@@ -12,7 +12,7 @@ from multiprocessing import resource_tracker
 import pytest
 
 import rlinf_async as ra
-from rlinf_async.channels.wire.memory.written import was_written
+from rlinf_async.channels.wire.slab import was_written
 from rlinf_async.runtime.forked import close_servers
 from rlinf_async.workers import Device
 from tests.loops import FACTORIES, VIRTUAL

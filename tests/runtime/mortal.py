@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from rlinf_async.runtime.backend import Cancel, WorkerSpec
 from rlinf_async.runtime.local import LocalBackend, LocalWorker
-from rlinf_async.workers.errors import Failure, WorkerDied
+from rlinf_async.runtime.supervise import Cancel, WorkerSpec
+from rlinf_async.workers.base import Failure, WorkerDied
 from rlinf_async.workers.host import OnEnd
 from rlinf_async.workers.methods import Method
 

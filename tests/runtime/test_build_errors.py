@@ -13,9 +13,9 @@ import pytest
 
 import rlinf_async as ra
 from rlinf_async.channels import MalformedFrame
-from rlinf_async.channels.encoded import Encoded
+from rlinf_async.channels.untyped import Encoded
 from rlinf_async.runtime import Restart
-from rlinf_async.runtime.protocol import ArgumentsCodec
+from rlinf_async.runtime.child import ArgumentsCodec
 from rlinf_async.workers.methods import method_of
 from tests.runtime.kit import Broken, Doubler, Number, Reading, Teller, Waiter, Word
 

@@ -242,7 +242,7 @@ class Streamer(ra.Worker):
 async def test_what_a_cancelled_call_had_put_is_in_its_channel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rlinf_async.runtime.remote_call.CANCEL_SECONDS", PATIENCE)
+    monkeypatch.setattr("rlinf_async.runtime.remote_worker.CANCEL_SECONDS", PATIENCE)
     async with ra.Cluster.process() as cluster:
         streamer = (await cluster.launch(Streamer))[0]
         numbers = cluster.channel(int, name="numbers", capacity=64)
@@ -276,7 +276,7 @@ class Deaf(ra.Worker):
 async def test_a_method_that_does_not_end_when_it_is_cancelled_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rlinf_async.runtime.remote_call.CANCEL_SECONDS", 0.1)
+    monkeypatch.setattr("rlinf_async.runtime.remote_worker.CANCEL_SECONDS", 0.1)
     async with ra.Cluster.process(grace=0.3) as cluster:
         started = cluster.channel(str, name="started")
         running = (await cluster.launch(Deaf)).call(Deaf.run, started.sender)
@@ -304,7 +304,7 @@ async def test_a_cancelled_call_that_was_never_sent_ends_at_once() -> None:
 async def test_the_end_of_a_cancelled_call_does_not_wait_behind_data(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rlinf_async.runtime.remote_call.CANCEL_SECONDS", PATIENCE)
+    monkeypatch.setattr("rlinf_async.runtime.remote_worker.CANCEL_SECONDS", PATIENCE)
     async with ra.Cluster.process() as cluster:
         waiters, running, _ = await waiting(cluster)
         unacknowledged = connection_to(waiters).outbox._unacknowledged
@@ -320,7 +320,7 @@ async def test_the_end_of_a_cancelled_call_does_not_wait_behind_data(
 async def test_a_cancelled_call_of_a_worker_that_is_cut_off_is_logged_as_such(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rlinf_async.runtime.remote_call.CANCEL_SECONDS", 0.1)
+    monkeypatch.setattr("rlinf_async.runtime.remote_worker.CANCEL_SECONDS", 0.1)
     async with ra.Cluster.process() as cluster:
         waiters, running, _ = await waiting(cluster)
         pid = kill(cluster, "Waiter[0]", signal.SIGSTOP)  # it does not connect again

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import rlinf_async as ra
-from rlinf_async.runtime import devices
-from rlinf_async.runtime.devices import (
+from rlinf_async.runtime import launching as devices
+from rlinf_async.runtime.launching import (
     device_environment,
     host_devices,
     pinned_cores,

@@ -24,7 +24,8 @@ import torch
 
 import rlinf_async as ra
 from rlinf_async.config.registry import names_for_workers
-from rlinf_async.runtime import forked, spawning
+from rlinf_async.runtime import forked
+from rlinf_async.runtime import process as spawning
 from rlinf_async.workers import WorkerDied
 from tests.jobs.processes import until
 from tests.runtime.kit import NewCluster, kill

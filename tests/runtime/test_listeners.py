@@ -12,7 +12,7 @@ import pytest
 import rlinf_async as ra
 from rlinf_async.channels import ConnectionLost, HandshakeFailed
 from rlinf_async.channels.wire import Router, connect
-from rlinf_async.channels.wire.session.secret import FILE_VARIABLE, VARIABLE
+from rlinf_async.channels.wire.session.tls import FILE_VARIABLE, VARIABLE
 from rlinf_async.runtime.process import ProcessBackend
 from rlinf_async.workers import BuildError
 from tests.channels.wire.harness import until

@@ -16,12 +16,12 @@ from rlinf_async.algorithms.advantages import advantage_functions
 from rlinf_async.algorithms.language.advantages import group_advantages
 from rlinf_async.algorithms.language.losses import language_losses
 from rlinf_async.algorithms.losses import loss_functions
-from rlinf_async.backends import registry as backends
+from rlinf_async.backends import base as backends
 from rlinf_async.backends.policies.base import policies
 from rlinf_async.config import ConfigError
 from rlinf_async.config.registry import NAMES, Registry
 from rlinf_async.observe.metrics import sinks
-from rlinf_async.rewards.registry import verifiers
+from rlinf_async.rewards.judging import verifiers
 from rlinf_async.runtime.jobs import jobs
 from rlinf_async.scheduling.policy import scaling_policies
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import rlinf_async as ra
-from rlinf_async.runtime.output import (
+from rlinf_async.runtime.process import (
     LAST_LINES,
     LINES_AT_ONCE,
     LINES_PER_SECOND,

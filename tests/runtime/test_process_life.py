@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 import rlinf_async as ra
-from rlinf_async.channels.wire.session.heartbeat import Heartbeat
+from rlinf_async.channels.wire.session.streams import Heartbeat
 from rlinf_async.deadlines import Patience
 from rlinf_async.runtime.process import ProcessBackend
 from rlinf_async.workers import WorkerUnresponsive

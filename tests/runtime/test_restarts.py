@@ -12,9 +12,9 @@ import pytest
 
 import rlinf_async as ra
 from rlinf_async.runtime import Restart
-from rlinf_async.runtime.backend import WorkerSpec
+from rlinf_async.runtime.supervise import WorkerSpec
 from rlinf_async.testing import ExactlyOnce, explore, wait_all_blocked
-from rlinf_async.workers.errors import BuildError
+from rlinf_async.workers.base import BuildError
 from tests.runtime.kit import Broken, Doubler, NewCluster, Number, Teller, Waiter, kill, waiting
 from tests.runtime.mortal import Mortal, MortalBackend
 

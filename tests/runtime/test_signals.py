@@ -15,7 +15,7 @@ import pytest
 import rlinf_async as ra
 from rlinf_async.runtime import signals
 from rlinf_async.runtime.signals import RunSignals, Terminated, run_signals
-from rlinf_async.runtime.stall import free_task
+from rlinf_async.runtime.wakers import free_task
 from tests.runtime.kit import NewCluster, Parent, Waiter, kill, waiting
 from tests.runtime.scripts import PATIENCE, ROOT, process_runs, running
 

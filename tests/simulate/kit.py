@@ -6,8 +6,7 @@ from typing import Any
 
 import msgspec
 
-from rlinf_async.backends.cost.config import CostEngineConfig, CostTrainerConfig
-from rlinf_async.backends.cost.lengths import LogNormal
+from rlinf_async.backends.cost.config import CostEngineConfig, CostTrainerConfig, LogNormal
 from rlinf_async.simulate import SimulationConfig
 from rlinf_async.simulate.config import FaultConfig, HardwareConfig, PolicyConfig, WorkConfig
 

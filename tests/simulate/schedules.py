@@ -21,10 +21,9 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 
-from rlinf_async.backends.cost.config import CostEngineConfig, CostTrainerConfig
-from rlinf_async.backends.cost.lengths import LogNormal
+from rlinf_async.backends.cost.config import CostEngineConfig, CostTrainerConfig, LogNormal
 from rlinf_async.simulate import Record, SimulationConfig, simulate
-from rlinf_async.simulate.bound import at_best
+from rlinf_async.simulate.bounds import at_best
 from rlinf_async.simulate.config import FaultConfig, HardwareConfig, PolicyConfig, WorkConfig
 
 POLICIES = ("static", "turns", "tail", "greedy", "longest_first")

@@ -8,8 +8,7 @@ import msgspec
 import pytest
 
 from rlinf_async.simulate import SimulationConfig, simulate
-from rlinf_async.simulate.alike import all_alike
-from rlinf_async.simulate.oracle import TOLERANCE, oracle
+from rlinf_async.simulate.bounds import TOLERANCE, all_alike, oracle
 from tests.simulate.kit import small
 
 

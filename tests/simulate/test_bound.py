@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf_async.backends.cost.lengths import Empirical, LogNormal
+from rlinf_async.backends.cost.config import Empirical, LogNormal
 from rlinf_async.scheduling import POLICIES
 from rlinf_async.simulate import SimulationConfig, simulate
-from rlinf_async.simulate.bound import at_best, token_costs
+from rlinf_async.simulate.bounds import at_best, token_costs
 from tests.simulate.kit import SMALL, small
 
 SECONDS = st.sampled_from([0.0, 0.1, 2.0])

@@ -8,11 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from rlinf_async.backends.cost.lengths import LogNormal
+from rlinf_async.backends.cost.config import LogNormal
 from rlinf_async.cli import main
 from rlinf_async.config import Document, UsageError
-from rlinf_async.observe.perfetto import read_perfetto, write_perfetto
-from rlinf_async.observe.trace import Span
+from rlinf_async.observe.trace import Span, read_perfetto, write_perfetto
 from rlinf_async.simulate import SimulationConfig
 from rlinf_async.simulate.calibrate import LENGTHS, calibrate
 from tests.jobs.language.kit import TOY

@@ -8,13 +8,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from rlinf_async.backends.cost.config import CostEngineConfig
+from rlinf_async.backends.cost.config import CostEngineConfig, Empirical, LogNormal
 from rlinf_async.backends.cost.engine import CostEngine
-from rlinf_async.backends.cost.lengths import Empirical, LogNormal
 from rlinf_async.backends.language import EngineDied
 from rlinf_async.messages.language import Prompt, Request, Sampling
 from rlinf_async.messages.weights import WeightUpdate
-from rlinf_async.scheduling.predictor import Predictor
+from rlinf_async.scheduling.policy import Predictor
 from rlinf_async.testing import VirtualLoop, run_on
 
 

@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from rlinf_async.simulate import simulate
-from rlinf_async.simulate.bound import at_best
-from rlinf_async.simulate.oracle import TOLERANCE, oracle
+from rlinf_async.simulate.bounds import TOLERANCE, at_best, oracle
 from tests.simulate.kit import small
 
 

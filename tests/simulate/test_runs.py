@@ -96,7 +96,7 @@ class Failing:
     """Lends the actor's devices, and then raises."""
 
     def decide(self, state: ClusterState, /) -> ScalingDecision:
-        from rlinf_async.scheduling.policies.tail import Tail
+        from rlinf_async.scheduling.policies.simple import Tail
 
         if state.phase == "step":
             raise RuntimeError("in the middle")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlinf_async.observe.perfetto import by_worker
-from rlinf_async.observe.trace import Span
-from rlinf_async.simulate.training_costs import ENOUGH, training_costs
+from rlinf_async.observe.trace import Span, by_worker
+from rlinf_async.simulate.calibrate import ENOUGH, training_costs
 
 SAMPLES, TOKEN, SAMPLE, STEP = 4, 1e-3, 0.02, 0.3
 NUMBER = 2 * ENOUGH

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from rlinf_async.elapse import let_pass
+from rlinf_async.deadlines import let_pass
 from rlinf_async.testing import Deadlock, Livelock, Unhandled, VirtualLoop, explore, run, run_on
 
 SEEDS = range(200)

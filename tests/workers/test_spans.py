@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlinf_async.workers.spans import MergedSpan
+from rlinf_async.workers.base import MergedSpan
 
 
 class Recorded:

@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 
 import rlinf_async as ra
-from rlinf_async.workers.base import make
-from rlinf_async.workers.context import Device, WorkerContext, WorkerInfo
-from rlinf_async.workers.host import State, WorkerHost
-from rlinf_async.workers.watchdog import Watchdog
+from rlinf_async.workers.base import Device, WorkerContext, WorkerInfo, make
+from rlinf_async.workers.host import State, Watchdog, WorkerHost
 
 setting: ContextVar[str] = ContextVar("setting", default="none")
 

@@ -1,13 +1,15 @@
 """Actors: the workers that train a policy."""
 
-from rlinf_async.workers.actor.config import LanguageBatches
-from rlinf_async.workers.actor.embodied import EmbodiedFSDPActor, TrainingPlan
-from rlinf_async.workers.actor.errors import IncompleteShare, WeightsDisagree
-from rlinf_async.workers.actor.fsdp import FSDPActor
-from rlinf_async.workers.actor.language import LanguageActor
+from rlinf_async.workers.actor.embodied import (
+    EmbodiedFSDPActor,
+    GradientPlan,
+    SacActor,
+    SacReport,
+    TrainingPlan,
+)
+from rlinf_async.workers.actor.language import FSDPActor, LanguageActor, LanguageBatches
 from rlinf_async.workers.actor.megatron import MegatronActor
-from rlinf_async.workers.actor.sac import GradientPlan, SacActor, SacReport
-from rlinf_async.workers.actor.strategy import AppliedStrategy
+from rlinf_async.workers.actor.training import AppliedStrategy, IncompleteShare, WeightsDisagree
 
 __all__ = [
     "AppliedStrategy",

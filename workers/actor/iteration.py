@@ -22,13 +22,25 @@ batch, and computes their log-probs first.
 Exactly once: a group that was taken is trained or its iteration fails. With several epochs the
 same samples come again, shuffled, under the advantages and the log-probs that they had: how stale
 they are is counted where they arrive.
+
+Sample groups as batches, statistics of those that arrive, and their advantages.
+
+Micro-batches of a global batch, and what becomes of their metrics.
+
+::
+
+                            waits for                           unblocked by
+    all_micro_batches       a whole global batch, on the loop   the collector
+    arriving_micro_batches  the next one, in the compute        the collector
+                            thread
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import NoReturn, Protocol
 
@@ -36,22 +48,177 @@ import msgspec
 import numpy as np
 
 from rlinf_async.backends.base import TrainingDiverged
-from rlinf_async.backends.language import LanguageTrainer, MicroBatch, ReadsForOthers
-from rlinf_async.channels import BatchResizingIterator, Receiver
-from rlinf_async.channels.batching import BatchSizes
-from rlinf_async.messages.language import LanguageTrainReport, SampleGroup
-from rlinf_async.workers.actor.groups import ArrivalStatistics, GroupOps, with_advantages
-from rlinf_async.workers.actor.micro_batches import (
-    Batches,
-    Waiting,
-    all_micro_batches,
-    arriving_micro_batches,
-    channel_of,
-    is_spent,
-    means,
+from rlinf_async.backends.language import (
+    LanguageTrainer,
+    MicroBatch,
+    ReadsForOthers,
+    require_finite,
 )
-from rlinf_async.workers.base import Worker
-from rlinf_async.workers.spans import MergedSpan
+from rlinf_async.channels import BatchResizingIterator, Channel, Receiver
+from rlinf_async.channels.batching import BatchSizes, BlockingBatches, HandlerFailed
+from rlinf_async.messages.language import LanguageTrainReport, SampleGroup, TrainingSample
+from rlinf_async.workers.base import MergedSpan, Worker
+
+SEVERAL = -1
+"""the group number of a batch with samples of several"""
+
+
+class GroupOps:
+    """`BatchOps` of sample groups: a batch is a `SampleGroup` of any samples."""
+
+    def size(self, batch: SampleGroup, /) -> int:
+        return len(batch.samples)
+
+    def slice(self, batch: SampleGroup, start: int, stop: int, /) -> SampleGroup:
+        return msgspec.structs.replace(batch, samples=batch.samples[start:stop])
+
+    def concat(self, batches: Sequence[SampleGroup], /) -> SampleGroup:
+        samples = [sample for batch in batches for sample in batch.samples]
+        return SampleGroup(iteration=batches[0].iteration, group=SEVERAL, samples=samples)
+
+    def lengths(self, batch: SampleGroup, /) -> Sequence[int]:
+        return [sample.tokens for sample in batch.samples]
+
+
+class ArrivalStatistics:
+    """Statistics of the samples of one iteration that arrived on one rank.
+
+    Raises from `add` `RuntimeError` for a token that is older than ``max_staleness`` versions
+    (None: any may be) or newer than the weights that are trained, and `ModelOutputError` for a
+    log-prob that is not finite.
+    """
+
+    def __init__(self, version: int, max_staleness: int | None) -> None:
+        self._version = version
+        self._limit = max_staleness
+        self.groups = self.without_signal = self.samples = self.unscored = 0
+        self.prompt_tokens = self.response_tokens = 0
+        self.lag_max = self._lag_total = 0
+        self.wait_seconds = 0.0
+        """seconds that the trainer was idle until they arrived"""
+        self._rewards: list[float] = []
+
+    @property
+    def lag_mean(self) -> float:
+        """Mean over response tokens, in versions."""
+        return self._lag_total / max(self.response_tokens, 1)
+
+    @property
+    def reward_mean(self) -> float:
+        """Mean over scored samples; NaN without any."""
+        return float(np.mean(self._rewards)) if self._rewards else float("nan")
+
+    def add(self, group: SampleGroup) -> None:
+        """Add a group."""
+        rewards = [sample.reward for sample in group.samples if sample.scored]
+        for sample in group.samples:
+            _check_log_probs(sample)
+            lags = self._version - sample.version
+            if len(lags):
+                self._check(group, int(lags.min()), int(lags.max()))
+                self.lag_max = max(self.lag_max, int(lags.max()))
+                self._lag_total += int(lags.sum())
+            self.prompt_tokens += len(sample.prompt_ids)
+            self.response_tokens += len(sample.response_ids)
+        self._rewards += rewards
+        self.groups += 1
+        self.without_signal += len(set(rewards)) <= 1
+        self.samples += len(group.samples)
+        self.unscored += len(group.samples) - len(rewards)
+
+    def _check(self, group: SampleGroup, newest: int, oldest: int) -> None:
+        if newest < 0 or (self._limit is not None and oldest > self._limit):
+            allowed = "any" if self._limit is None else str(self._limit)
+            raise RuntimeError(
+                f"group {group.group}, trained at version {self._version}, holds tokens that are "
+                f"{newest} to {oldest} versions old, but max_staleness is {allowed}: its requests "
+                "were admitted too early, or weights came from elsewhere"
+            )
+
+
+def _check_log_probs(sample: TrainingSample) -> None:
+    """Raise `ModelOutputError` for a log-prob in the loss that is not finite."""
+    if not sample.scored:
+        return
+    name, mask = f"sample {sample.group}/{sample.index}", sample.loss_mask
+    for log_prob, whose in (
+        (sample.log_prob, "the engine that generated it"),
+        (sample.prev_log_prob, "the forward pass that recomputed it"),
+        (sample.ref_log_prob, "the reference's forward pass"),
+    ):
+        if log_prob is not None:
+            trained = np.where(mask, log_prob, np.float32(0.0))
+            require_finite(trained, sample.response_ids, whose, name)
+
+
+def with_advantages(trainer: LanguageTrainer, group: SampleGroup) -> SampleGroup:
+    """Return the same samples with advantages and returns; existing ones are kept."""
+    samples = trainer.compute_advantages(group.samples)
+    return msgspec.structs.replace(group, samples=samples)
+
+
+Batches = BatchResizingIterator[SampleGroup]
+Waiting = Callable[[], AbstractContextManager[None]]
+"""around each wait for a micro-batch"""
+
+
+def is_spent(steps: Sequence[Mapping[str, float]]) -> bool:
+    """Whether the early stop (``early_stop_ratio``) stopped every sample of an epoch.
+
+    Another epoch would then have no gradient.
+    """
+    return all(step.get("early_stopped", 0.0) >= 1.0 for step in steps)
+
+
+def means(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return means over the steps that measured it: one without any gradient has fewer metrics.
+
+    Of the gradient norm only over those where it is finite, if there are any.
+    """
+    found = {}
+    for name in dict.fromkeys(name for step in steps for name in step):
+        numbers = [step[name] for step in steps if name in step]
+        if name == "grad_norm":
+            numbers = [number for number in numbers if math.isfinite(number)] or numbers
+        found[name] = sum(numbers) / len(numbers)
+    return found
+
+
+def channel_of(groups: Sequence[SampleGroup], name: str) -> Channel[SampleGroup]:
+    """Return a channel of this process with these groups in it."""
+    channel = Channel(SampleGroup, name=name, capacity=len(groups))
+    for group in groups:
+        channel.sender.put_nowait(group)
+    return channel
+
+
+async def all_micro_batches(batches: Batches, waiting: Waiting) -> list[MicroBatch]:
+    """Wait for a whole global batch on the loop."""
+    with waiting():
+        try:
+            parts = [one.samples async for one in batches.global_batch()]
+        except HandlerFailed as failed:
+            raise (failed.__cause__ or failed) from None
+    last = len(parts) - 1
+    return [MicroBatch(one, at == last, len(parts)) for at, one in enumerate(parts)]
+
+
+def arriving_micro_batches(
+    batches: Batches, view: BlockingBatches[SampleGroup], waiting: Waiting, sizes: BatchSizes
+) -> Iterator[MicroBatch]:
+    size = sizes.micro_batch_size
+    count = None if size is None else sizes.global_batch_size // size
+    last = False
+    micro_batches = view.global_batch()
+    while not last:
+        with waiting():
+            try:
+                micro_batch = next(micro_batches)
+            except HandlerFailed as failed:
+                raise (failed.__cause__ or failed) from None
+        last = batches.finished_global_batch
+        yield MicroBatch(micro_batch.samples, last, count)
+
 
 Step = Callable[[Iterable[MicroBatch]], Mapping[str, float]]
 """what is done with the micro-batches of a global batch"""

@@ -1,4 +1,18 @@
-"""`LanguageActor`: trains a language model on sample groups and publishes every version of it.
+"""`LanguageTrainingWorker`: one rank that trains a language model, of an actor or a critic.
+
+::
+
+                            waits for                          unblocked by
+    run_training            all groups of its share            the collector; the rank that reads
+                            the compute thread                 itself
+    run_training_pipeline   one micro-batch (in that thread)   the collector
+    offload, onload         the compute thread                 itself
+    pass_through            a sample                           its sender: rollout workers
+                            room for it                        its receiver: reward workers
+
+One call trains one iteration: `Iteration`.
+
+`LanguageActor`: trains a language model on sample groups and publishes every version of it.
 
 ::
 
@@ -8,23 +22,573 @@
     Sample --> [ previous, reference log-probs ] --> Sample
 
 What it waits for: see `LanguageTrainingWorker`; publishing waits for nothing.
+
+`SupervisedWorker`: trains a model on given responses, and writes it as a Hugging Face folder.
+
+Batch sizes of one iteration of a language actor. No torch.
+
+`FSDPActor`: a `LanguageActor` whose model FSDP shards.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 
-from rlinf_async.channels import LatestSender, Receiver, Sender
+from rlinf_async.backends.language import LanguageTrainer, ReadsForOthers
+from rlinf_async.channels import (
+    ChannelError,
+    EndOfChannel,
+    LatestReceiver,
+    LatestSender,
+    Receiver,
+    Sender,
+)
+from rlinf_async.channels.batching import BatchSizes, rank_share
 from rlinf_async.channels.wire import shared_bytes
 from rlinf_async.messages.embodied import Floats
-from rlinf_async.messages.language import Sample, Tokens
+from rlinf_async.messages.language import LanguageTrainReport, Sample, SampleGroup, Tokens
 from rlinf_async.messages.weights import WeightUpdate
-from rlinf_async.workers.actor.errors import WeightsDisagree
-from rlinf_async.workers.actor.language_worker import LanguageTrainingWorker
-from rlinf_async.workers.inference.answers import bare_sample, with_log_probs
+from rlinf_async.parallel import check_batch
+from rlinf_async.workers.actor.iteration import Iteration, with_advantages
+from rlinf_async.workers.actor.scheduled import SchedulerLink
+from rlinf_async.workers.actor.training import (
+    LONGEST_POLL,
+    IncompleteShare,
+    TrainingWorker,
+    WeightsDisagree,
+)
+from rlinf_async.workers.base import BuildError, GroupStore, Worker
+from rlinf_async.workers.inference import bare_sample, with_log_probs
+from rlinf_async.workers.scheduler.messages import (
+    ActorReady,
+    Boundary,
+    DataShare,
+    Orders,
+    SchedulerReport,
+    Verdict,
+)
+from rlinf_async.workers.scheduler.seen import same_sizes
+
+
+class SupervisedWorker(Worker):
+    """One rank of a short supervised phase.
+
+    Args:
+        trainer: configuration of the language trainer.
+        phase: its `SupervisedConfig`.
+        backend: the trainer's registered name.
+    """
+
+    def __init__(self, trainer: Any, phase: Any, backend: str = "fsdp") -> None:
+        self._backend_name = backend
+        self._config = trainer
+        self._phase = phase
+
+    @classmethod
+    def slow_imports(cls, arguments: Mapping[str, Any]) -> Sequence[str]:
+        from rlinf_async.backends.base import LANGUAGE_TRAINERS, slow_imports
+
+        return slow_imports(LANGUAGE_TRAINERS, arguments.get("backend"))
+
+    async def setup(self) -> None:
+        if self.world_size > 1:
+            await self.join_collective()
+
+    async def fit(
+        self, examples: list[tuple[Tokens, Tokens]], folder: str, losses: Sender[float]
+    ) -> None:
+        """Train on ``(prompt [P], response [R])`` and write the model.
+
+        Args:
+            examples: the same on every rank.
+            folder: where the model is written.
+            losses: the loss of every step is put here, by rank 0.
+        """
+        with self.span("supervised"):
+            trainer, steps = await self.compute(self._begin, examples)
+            while (loss := await self.compute(next, steps, None)) is not None:
+                if self.rank == 0:
+                    await losses.put(loss)
+            await self.compute(trainer.save_pretrained, Path(folder))
+
+    def _begin(self, examples: list[tuple[Tokens, Tokens]]) -> tuple[Any, Iterator[float]]:
+        """The trainer, and its steps, which are taken one by one."""
+        from rlinf_async.backends.base import load_language_trainer
+        from rlinf_async.backends.language_training.supervised import Example, supervised_steps
+
+        make: Any = load_language_trainer(self._backend_name)
+        trainer = make(self._config, self.world_size, self.rank)
+        return trainer, supervised_steps(trainer, [Example(*one) for one in examples], self._phase)
+
+
+DEFAULT_MICRO_BATCH_TOKENS = 16_384
+
+
+class LanguageBatches(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sizes of one iteration; ``docs/batching.md`` explains the terms."""
+
+    samples: int
+    """samples of one iteration, over all ranks"""
+    group_size: int = 1
+    """samples of one prompt, which stay on one rank"""
+    optimizer_steps: int = 1
+    """global batches of one epoch"""
+    epochs: int = 1
+    """passes over the samples of an iteration"""
+    micro_batch_size: int | None = None
+    """samples of one forward and backward pass"""
+    max_tokens_per_micro_batch: int | None = None
+    """tokens of one forward and backward pass, instead; 16384 where neither is given"""
+    balance_window: int | None = None
+    """samples over which token-limited micro-batches are balanced: the global batch where left out,
+    which must then be complete before training begins"""
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1:
+            raise ValueError(f"epochs is {self.epochs}; it must be at least 1")
+
+    def of_rank(self, world_size: int) -> BatchSizes:
+        """Return the sizes of one rank; raises `BatchSizeError` where they do not divide."""
+        tokens = self.max_tokens_per_micro_batch
+        if tokens is None and self.micro_batch_size is None:
+            tokens = DEFAULT_MICRO_BATCH_TOKENS
+        return BatchSizes(
+            total_batch_size=rank_share(self.samples, world_size, group_size=self.group_size),
+            num_global_batches=self.optimizer_steps,
+            micro_batch_size=self.micro_batch_size,
+            max_tokens_per_micro_batch=tokens,
+            balance_window=self.balance_window,
+        )
+
+
+class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
+    """One rank of an actor or critic group.
+
+    Args:
+        trainer: configuration of the trainer backend, as its own Struct.
+        batches: sizes of an iteration, over all ranks.
+        backend: its registered name; that of the class when left out.
+        resume: folder of the checkpoint to go on from.
+        max_staleness: versions that a token's weights may be behind those that are trained; None:
+            any number.
+        scheduled: the strategy changes between two mini-batches, as a scheduler decides: see
+            `follow_scheduler`, which has to be called, too. Samples are then dispatched for one
+            global batch after the other.
+    """
+
+    backend: ClassVar[str] = "fsdp"
+    """registered name of the trainer"""
+    collects: ClassVar[bool] = False
+    """it trains a mini-batch only once all of it is there, so it may change while it waits"""
+
+    def __init__(
+        self,
+        trainer: Any,
+        batches: LanguageBatches,
+        *,
+        backend: str | None = None,
+        resume: str | None = None,
+        max_staleness: int | None = None,
+        scheduled: bool = False,
+    ) -> None:
+        super().__init__(trainer, backend=backend or self.backend, resume=resume)
+        self._scheduled = scheduled
+        self._linked = asyncio.Event()
+        self._link: SchedulerLink | None = None
+        self._boundary = Boundary(0, 0)
+        self._counted = True
+        """the iteration was counted, trained or not"""
+        self._iterations = 0
+        """that were begun, on all launched ranks"""
+        self._max_staleness = max_staleness
+        self._batches = batches
+        self._sizes = batches.of_rank(1)  # until the trainer knows its data ranks
+        self._offloaded = False
+        self._holds = True
+        """its devices are not lent"""
+
+    @classmethod
+    def slow_imports(cls, arguments: Mapping[str, Any]) -> Sequence[str]:
+        from rlinf_async.backends.base import LANGUAGE_TRAINERS, slow_imports
+
+        return slow_imports(LANGUAGE_TRAINERS, arguments.get("backend") or cls.backend)
+
+    def make_trainer(self) -> LanguageTrainer:
+        """Build the trainer. Runs in the compute thread; override it to bring your own."""
+        from rlinf_async.backends.base import load_language_trainer
+
+        return load_language_trainer(self._backend_name)(self._config, self.world_size, self.rank)
+
+    async def setup(self) -> None:
+        """Build the model; then it is known which ranks train on the same samples."""
+        await super().setup()
+        self.take_share(self._trainer.data_rank.size)
+
+    # -- training -----------------------------------------------------------------------------
+
+    async def run_training(self, input_channel: Receiver[SampleGroup]) -> LanguageTrainReport:
+        """Collect this rank's whole share of one iteration, then train on it.
+
+        The model is onloaded only after the data has arrived, on ranks that read none for others of
+        the same model too; an idle rank takes none. Raises:
+
+            TrainingDiverged: the loss was not finite, or no step's gradient was.
+            RuntimeError: a token is older than ``max_staleness``.
+            BatchingError: groups do not make up the share.
+            RankFailed: one of these, or an error of the channel, on a rank that reads for others;
+                on all ranks.
+        """
+
+        if self._scheduled:
+            return await self._train_dispatched(input_channel)
+
+        async def train(iteration: Iteration) -> LanguageTrainReport:
+            collected = await self._collected(iteration, input_channel)
+            await self.onload()
+            return await iteration.train(collected)
+
+        return await self.trained(train)
+
+    async def run_training_pipeline(
+        self, input_channel: Receiver[SampleGroup]
+    ) -> LanguageTrainReport:
+        """Train on one iteration while it arrives: micro-batch after micro-batch.
+
+        The compute thread waits for each next one, so nothing else is computed here meanwhile: ask
+        an inference worker for log-probs. Raises what `run_training` does.
+        """
+
+        if self._scheduled:
+            return await self._train_dispatched(input_channel)
+
+        async def train(iteration: Iteration) -> LanguageTrainReport:
+            await self.onload()
+            return await iteration.train_arriving(input_channel)
+
+        return await self.trained(train)
+
+    async def _collected(
+        self, iteration: Iteration, groups: Receiver[SampleGroup]
+    ) -> list[SampleGroup]:
+        """Return this rank's share; on a rank that reads nothing, wait for the one that does: until
+        then others use the device, where the model is offloaded.
+
+        If it cannot be read, the others are not left waiting: `Iteration.cannot_train`.
+        """
+        data = self._trainer.data_rank
+        waited_for = self._offloaded and self.active_world_size != data.size
+        store = GroupStore("read") if waited_for else None
+        key = f"{self._iterations}/{data.rank}"
+        if not data.is_io:
+            if store is not None:
+                await self._until_set(store, key)
+            return []
+        try:
+            return await iteration.collect(groups)
+        except Exception as error:
+            failed = error
+        finally:
+            if store is not None:
+                await self.compute(store.set, key, b"all, or failed")
+        await iteration.cannot_train(failed)
+
+    async def _until_set(self, store: GroupStore, key: str) -> None:
+        seconds = 0.001
+        while await self.compute(store.get, key) is None:
+            await asyncio.sleep(seconds)
+            seconds = min(seconds * 1.5, LONGEST_POLL)
+
+    async def _train_dispatched(self, groups: Receiver[SampleGroup]) -> LanguageTrainReport:
+        """Train on one iteration while its global batches are dispatched, on all launched ranks."""
+        await self._linked.wait()
+        async with self.training():
+            await self.onload()
+            iteration, number = self._iteration(), self._trainer.version
+            self._boundary, self._counted = Boundary(number, 0), False
+            await self.scheduler_pre_process()
+            report = await iteration.train_dispatched(groups, self)
+            if self.done < self._mini_batches:
+                await self.boundary(self._mini_batches)
+            report.ranks = self._trainer.data_rank.size
+            return report
+
+    def _iteration(self) -> Iteration:
+        return Iteration(
+            self,
+            self._trainer,
+            self._sizes,
+            epochs=self._batches.epochs,
+            max_staleness=self._max_staleness,
+        )
+
+    async def skip_training(self, input_channel: Receiver[SampleGroup]) -> LanguageTrainReport:
+        """Take this rank's share of one iteration and count the version up, without training.
+
+        For an actor whose critic is still warming up.
+        """
+
+        async def skip(iteration: Iteration) -> LanguageTrainReport:
+            return await iteration.skip(await iteration.collect(input_channel))
+
+        if not self._scheduled:
+            return await self.trained(skip)
+        await self._linked.wait()
+        iteration = self._iteration()
+        for done in range(self._sizes.num_global_batches):  # nobody is asked who trains them
+            await self._share(Boundary(self._trainer.version, done))
+        if self.active:
+            report = await skip(iteration)
+        else:
+            await self.compute(self.rescalable().skip_iteration)
+            report = iteration.report([], seconds=0.0)
+        report.ranks = self._trainer.data_rank.size
+        return report
+
+    async def trained(
+        self, train: Callable[[Iteration], Awaitable[LanguageTrainReport]]
+    ) -> LanguageTrainReport:
+        """Train one iteration, or count it on an idle rank; then apply the strategies due."""
+        async with self.training():
+            self._iterations += 1
+            iteration = self._iteration()
+            if self.active:
+                report = await train(iteration)
+            else:
+                await self.compute(self.rescalable().skip_iteration)
+                report = iteration.report([], seconds=0.0)
+            await self.scheduler_scale_sync()
+            report.ranks = self._trainer.data_rank.size
+            return report
+
+    # -- the scheduler ------------------------------------------------------------------------
+
+    async def follow_scheduler(
+        self,
+        orders: LatestReceiver[Orders],
+        reports: Sender[SchedulerReport],
+        verdicts: LatestSender[Verdict],
+        followed: LatestReceiver[Verdict],
+        shares: Sender[DataShare],
+        patience: float,
+        again: Sender[SampleGroup] | None = None,
+    ) -> None:
+        """Follow a scheduler until its orders end, beside the calls that train. On all ranks.
+
+        Args:
+            orders: the scheduler's.
+            reports: to the scheduler.
+            verdicts: of rank 0, on what all ranks do at a boundary.
+            followed: the same, for the other ranks.
+            shares: to whoever dispatches samples: who trains the next global batch.
+            patience: seconds that rank 0 waits for orders at a boundary; then nothing changes.
+            again: to whoever dispatches samples: those that another epoch trains, too. Needed where
+                there are several.
+        """
+        link = SchedulerLink(self, orders, reports, verdicts, followed, shares, patience, again)
+        self._link = link
+        self._linked.set()
+        await link.listen()
+
+    async def scheduler_pre_process(self) -> None:
+        """Say that an iteration begins, and wait for the scheduler's go. On all launched ranks."""
+        await self.scheduler_scale_sync()
+
+    async def scheduler_scale_sync(self) -> None:
+        """Change to the strategy that is due at this boundary, if one is. On all launched ranks.
+
+        With a scheduler, after every mini-batch: it is told that the actor is ready, and decides.
+        Without one, at the end of an iteration: see `apply_parallel_strategy`. Raises
+        `StrategyUnknown` where this rank cannot train on.
+        """
+        if self._link is None:
+            await super().scheduler_scale_sync()
+            return
+        await self._at_boundary(self._link, tokens=0, seconds=0.0)
+
+    async def scheduler_offload_sync(self) -> None:
+        """Free the devices for others; the scheduler hears of it from every launched rank, and
+        gives them away once all have done so."""
+        if self.active:
+            await self.offload()
+        self._holds = False
+
+    async def _at_boundary(self, link: SchedulerLink, tokens: int, seconds: float) -> None:
+        """Do what is decided here, until it is to go on."""
+        goes_on = False
+        while not goes_on:
+            verdict = await link.decided(self._ready(tokens, seconds))
+            tokens, seconds, goes_on = 0, 0.0, verdict.goes_on
+            self._boundary = verdict.boundary
+            if self.done == self._mini_batches:  # rank 0 may have ended it early
+                await self.compute(self.end_iteration)
+            await self._follow(link, verdict)
+        if self.done < self._mini_batches:
+            await self._share(self._boundary)
+
+    def _ready(self, tokens: int, seconds: float) -> ActorReady:
+        return ActorReady(
+            boundary=self._boundary,
+            mini_batches=self._mini_batches,
+            epochs=self._batches.epochs,
+            strategy=self._changes.strategy,
+            tokens=tokens,
+            seconds=seconds,
+            holds=self._holds,
+            collects=self.collects,
+        )
+
+    async def _follow(self, link: SchedulerLink, verdict: Verdict) -> None:
+        error, held, before = "", self._holds, self._changes.strategy
+        if not verdict.holds:
+            await self.scheduler_offload_sync()
+        elif not self._holds:
+            self._holds = True
+            if self.active:
+                await self.onload()
+        wanted = verdict.strategy
+        if verdict.holds and wanted is not None and not same_sizes(wanted, before):
+            error = await self._changes.at_boundary(wanted)
+        now = self._changes.strategy
+        # A rank that missed a verdict follows it with the next one.
+        if verdict.changes or self._holds != held or not same_sizes(now, before):
+            await link.changed(verdict, now, holds=self._holds, error=error)
+
+    async def _share(self, boundary: Boundary) -> None:
+        assert self._link is not None  # it is scheduled
+        await self._link.share(boundary, self._trainer.data_rank.size)
+
+    async def boundary(self, done: int, tokens: int = 0, seconds: float = 0.0) -> None:
+        """Go on after so many mini-batches of the iteration, once it is known how."""
+        assert self._link is not None
+        self._boundary = Boundary(self._boundary.iteration, done)
+        await self._at_boundary(self._link, tokens, seconds)
+
+    async def again(self, samples: SampleGroup) -> None:
+        """Send trained samples on, which another epoch may give to other ranks."""
+        assert self._link is not None
+        if self._link.again is None:
+            raise BuildError(
+                f"{self.name} goes {self._batches.epochs} times through its samples: "
+                "follow_scheduler() needs a channel `again` to give them out anew"
+            )
+        await self._link.again.put(samples)
+
+    @property
+    def leads(self) -> bool:
+        """Whether the other ranks do at a boundary what this one does."""
+        return self.rank == 0
+
+    @property
+    def done(self) -> int:
+        """Mini-batches of the iteration that are trained, over all epochs."""
+        return self._boundary.done
+
+    @property
+    def _mini_batches(self) -> int:
+        return self._sizes.num_global_batches * self._batches.epochs
+
+    @property
+    def sizes(self) -> BatchSizes:
+        """Batch sizes of this rank, while it trains."""
+        return self._sizes
+
+    def end_iteration(self) -> None:
+        """Count the iteration, once. Runs in the compute thread."""
+        if self._counted:
+            return
+        self._counted = True
+        if self.active:
+            self._trainer.end_iteration()
+        else:
+            self.rescalable().skip_iteration()
+
+    async def compute_advantages_and_returns(self, batch: SampleGroup) -> SampleGroup:
+        """Return the same samples with advantages and returns; existing ones are kept."""
+        return await self.compute(with_advantages, self._trainer, batch)
+
+    # -- inference ----------------------------------------------------------------------------
+
+    async def pass_through(
+        self,
+        input_channel: Receiver[Sample],
+        output_channel: Sender[Sample],
+        answer: Callable[[list[Sample]], list[Sample]],
+    ) -> int:
+        """Send this rank's share of one iteration on, with answers; return its number of samples.
+
+        One rank alone takes the samples that are ready. The ranks of a sharded model compute
+        together: each takes equally many, and waits for the others; of the ranks with the same
+        samples one takes them. Samples are leased until they are sent on. Raises `IncompleteShare`
+        when the channel ends before.
+        """
+        await self.onload()
+        left = self._sizes.total_batch_size
+        size = self._sizes.micro_batch_size or self._sizes.global_batch_size
+        least = 1 if self.active_world_size == 1 else None
+        if not self._trainer.data_rank.is_io:
+            for _ in range(0, left, size):
+                await self.compute(answer, [])
+            return left
+        try:
+            while left > 0:
+                async with input_channel.lease(weight=min(size, left), at_least=least) as batch:
+                    with self.span("inference", samples=len(batch)):
+                        left -= len(batch)
+                        done = await self.compute(answer, list(batch))
+                    for sample in done:
+                        await output_channel.put(sample)
+        except ChannelError as error:
+            failed = (
+                error
+                if not isinstance(error, EndOfChannel)
+                else IncompleteShare(
+                    f"the channel {input_channel.channel_name!r} ended {left} samples before the "
+                    f"{self._sizes.total_batch_size} of this iteration on {self.name}"
+                )
+            )
+            if left > 0 and isinstance(self._trainer, ReadsForOthers):
+                await self.compute(self._trainer.cannot_infer, failed)
+            raise failed from error
+        return self._sizes.total_batch_size
+
+    # -- the device's memory ------------------------------------------------------------------
+
+    async def offload(self) -> None:
+        """Free the device's memory."""
+        if not self._offloaded:
+            with self.span("offload"):
+                await self.compute(self._trainer.offload)
+            self._offloaded = True
+
+    async def onload(self) -> None:
+        """Move weights and optimizer back to the device, where they were offloaded."""
+        if self._offloaded:
+            with self.span("onload"):
+                await self.compute(self._trainer.onload)
+            self._offloaded = False
+
+    # -- the number of ranks that train -------------------------------------------------------
+
+    def check_share(self, dp: int) -> None:
+        """Raise `ValueError` unless ``dp`` ranks can share a global batch in whole groups."""
+        shares = self._batches
+        check_batch(shares.samples // shares.optimizer_steps, dp, group_size=shares.group_size)
+        shares.of_rank(dp)
+
+    def take_share(self, dp: int) -> None:
+        """Use the batch sizes of one of ``dp`` ranks."""
+        self._sizes = self._batches.of_rank(dp)
+
+    async def make_ready(self) -> None:
+        """Move the model back to the device."""
+        await self.onload()
 
 
 class LanguageActor(LanguageTrainingWorker):
@@ -128,3 +692,9 @@ class LanguageActor(LanguageTrainingWorker):
                 "training.check_weights_tolerance)"
             )
         return float(worst)
+
+
+class FSDPActor(LanguageActor):
+    """One rank of the actor group; its ``trainer`` is a `LanguageTrainerConfig`."""
+
+    backend = "fsdp"

@@ -22,7 +22,7 @@ import msgspec
 from rlinf_async.backends.language import MicroBatch, StagedTrainer
 from rlinf_async.channels import Receiver
 from rlinf_async.channels.batching import BatchResizingIterator, BatchSizes
-from rlinf_async.channels.batching.balance import balance, fewest_micro_batches
+from rlinf_async.channels.batching.iterator import balance, fewest_micro_batches
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import SampleGroup, TrainingSample
 from rlinf_async.workers.actor.iteration import Iteration, Step

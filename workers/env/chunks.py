@@ -12,7 +12,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from rlinf_async.workers.env.slot import ACTION_REWARDS
+from rlinf_async.workers.env.stage import ACTION_REWARDS
 
 
 class ActionChunks(gymnasium.Wrapper[Any, Any, Any, Any]):

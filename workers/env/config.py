@@ -1,13 +1,30 @@
-"""The configuration of environments."""
+"""The configuration of environments.
+
+Errors of environments.
+
+::
+
+    EnvError                 an environment cannot be used, or failed while it ran
+    +-- EnvFailed            it raised, or returned what cannot be trained on: names env, step, seed
+    RolloutGone              no rollout worker is left that could answer (a ChannelError)
+
+A wrong configuration raises `rlinf_async.config.UsageError` before any environment is made.
+
+Seeds of environments and of evaluation episodes, different for any two.
+"""
 
 from __future__ import annotations
 
 import math
+import signal
 from typing import Any, Final, Literal
 
 import msgspec
+import numpy as np
 
+from rlinf_async.channels import ChannelError
 from rlinf_async.config import ConfigError
+from rlinf_async.config.registry import raised
 from rlinf_async.workers.foreign_calls import Limits
 
 Autoreset = Literal["same_step", "next_step", "disabled"]
@@ -193,3 +210,53 @@ class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def rendering(self) -> bool:
         """Whether the environment has a renderer, which must stay in the thread that made it."""
         return self.kwargs.get("render_mode") is not None
+
+
+class EnvError(RuntimeError):
+    """The environment cannot be used: its spaces, or what was answered for them, do not fit."""
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether it is the user's Ctrl-C, which nobody handles: the environment has not raised it.
+
+    Everything else that comes out of a call of an environment is its error: SystemExit too, and
+    what a library in Rust raises where it panics.
+    """
+    return (
+        isinstance(error, KeyboardInterrupt)
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+
+
+def not_made(what: str, error: BaseException, hint: str = "") -> EnvError:
+    """The error where the making of an environment raised; a Ctrl-C is raised as it is."""
+    if is_interrupt(error):
+        raise error
+    return EnvError(f"{what} raised {raised(error)}{hint}")
+
+
+class EnvFailed(EnvError):
+    """One environment raised, or returned what cannot be trained on: NaN, infinity, a reward beyond
+    `MAX_REWARD`."""
+
+
+class RolloutGone(ChannelError):
+    """The channel of answers has ended while a question was open."""
+
+
+_TRAINING: Final = 0
+_EVALUATION: Final = 1
+
+
+def env_seed(seed: int, *, rank: int, stage: int, env: int, incarnation: int) -> int:
+    """The seed of one environment; it differs after each restart of its worker."""
+    return _mix(seed, _TRAINING, rank, stage, env, incarnation)
+
+
+def episode_seed(seed: int, episode: int) -> int:
+    """The seed of one episode of an evaluation, in whichever worker it runs."""
+    return _mix(seed, _EVALUATION, episode)
+
+
+def _mix(*parts: int) -> int:
+    return int(np.random.SeedSequence(parts).generate_state(1)[0])

@@ -4,22 +4,54 @@ An episode starts from its own seed, in whichever environment is free, and each 
 long it takes: short episodes are not favoured. The same weights give the same result if
 ``reset(seed)`` clears all state of the episode before. Which episodes share a forward pass depends
 on timing and on the number of workers, and can change the last bits of an action.
+
+How long the environments that are ready wait for others, before the policy answers them.
+
+A forward pass costs nearly the same for one environment and for many, so it pays to wait for those
+that will be ready soon, and not for a slow one. Which it is, nobody knows beforehand. Two rules::
+
+    count     wait until so many are ready; with all of a stage: lock-step
+    adaptive  wait while those that are ready have waited, on average, less than an answer takes
+
+Adaptive costs at most twice as much as the best there could be. Let an answer take ``f`` seconds,
+however many environments it is for, and a step ``t``. Whatever the rule, a step and its answer
+cost an environment ``t + f``. Adaptive adds the wait, whose mean over a batch is at most ``f``: so
+it is when the batch is answered, and of those that got ready while another batch was answered,
+none has waited longer than that answer took. So a step costs ``t + 2 f`` on average, at most twice
+``t + f``. Lock-step has no such bound where one environment is slow. One alone waits at most
+``f (1 + 1/2 + ... + 1/E)``: each that comes postpones the answer by less than the one before.
+
+(For the cost of acknowledgments in TCP such a rule is known as 2-competitive: Dooly, Goldman and
+Scott, "On-line analysis of the TCP acknowledgment delay problem", JACM 2001.)
+
+Episodes of the deterministic policy in a simulator that steps many environments in one call.
+
+Every environment plays the same number of episodes (or one less), one after the other, and each
+counts, however long it takes: short episodes are not favoured. The simulator is seeded once.
+
+What a recurrent policy remembers of a stage's episodes: it travels with questions and answers.
+
+A rollout worker keeps nothing between two questions, so any of them can answer the next one, and
+none is missed when it dies. Invariant: an episode begins with a memory of zeros.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Final
+from statistics import fmean, median
+from typing import Final, Literal
 
 import msgspec
 import numpy as np
 
-from rlinf_async.messages.embodied import Choice, Floats
+from rlinf_async.messages.embodied import Bools, Choice, Floats, Ints
 from rlinf_async.messages.spaces import ObservationSpec, Seen
-from rlinf_async.workers.env.actions import ActionReader
-from rlinf_async.workers.env.seeds import episode_seed
-from rlinf_async.workers.env.slot import Episode, Slot
+from rlinf_async.workers.env.config import episode_seed
+from rlinf_async.workers.env.spaces import ActionReader
+from rlinf_async.workers.env.stage import EnvStage, Episode, Outcome, Slot
 
 log = logging.getLogger(__name__)
 
@@ -131,3 +163,120 @@ def _evaluated(number: int, ended: Episode, version: int) -> EvaluatedEpisode:
         success=ended.success,
         version=version,
     )
+
+
+ANSWERS: Final = 15
+"""answers over whose median time is taken: one that waited for weights does not count"""
+
+
+class Readiness:
+    """The rule of one stage."""
+
+    def __init__(self, ready: int | Literal["adaptive"]) -> None:
+        self._count = None if ready == "adaptive" else ready
+        self._answers: deque[float] = deque(maxlen=ANSWERS)
+        self._seconds = 0.0
+
+    def answered(self, seconds: float) -> None:
+        """Count the time from a batch of observations to its actions."""
+        if self._count is None:
+            self._answers.append(seconds)
+            self._seconds = median(self._answers)
+
+    def wait_until(self, ready_at: Sequence[float], in_flight: int) -> float:
+        """When those that got ready at these times are answered, unless others come before.
+
+        ``inf``: others have to come. A time that has passed: now. ``in_flight`` environments are
+        not ready yet.
+        """
+        if not in_flight:
+            return -math.inf
+        if self._count is not None:
+            return math.inf if len(ready_at) < self._count else -math.inf
+        return fmean(ready_at) + self._seconds if ready_at else math.inf
+
+
+def after_answer(
+    memory: Floats | None, answered: Floats | None, rows: Ints | None, envs: int
+) -> Floats | None:
+    """The memory ``[envs, H]`` of a stage, once ``rows`` of it (None: all) were answered."""
+    if answered is None or rows is None:
+        return answered
+    after = np.zeros((envs, answered.shape[1]), np.float32) if memory is None else memory.copy()
+    after[rows] = answered
+    return after
+
+
+def after_step(memory: Floats | None, outcome: Outcome) -> tuple[Floats | None, Floats | None]:
+    """Return the memory ``[E, H]`` before the next observations, and that ``[K, H]`` of the
+    episodes that were cut, before their last observations.
+
+    A step that only began an episode, in simulators that do so, showed the policy what is left of
+    the old one: that is forgotten, too.
+    """
+    if memory is None:
+        return None, None
+    begun = outcome.terminated | outcome.truncated
+    if outcome.valid is not None:
+        begun = begun | ~outcome.valid
+    final = None
+    if outcome.final_observation is not None:
+        final = memory[_of(outcome, outcome.truncated)]
+    if begun.any():
+        memory = memory.copy()
+        memory[_of(outcome, begun)] = 0.0
+    return memory, final
+
+
+def _of(outcome: Outcome, chosen: Bools) -> Bools | Ints:
+    """The chosen ones among the environments of an outcome, as an index of the stage's."""
+    return chosen if outcome.rows is None else outcome.rows[chosen]
+
+
+class BatchedEvaluation:
+    """This worker's episodes of one evaluation; an `Evaluation`."""
+
+    def __init__(self, stage: EnvStage, episodes: Sequence[int]) -> None:
+        self._stage = stage
+        count = len(stage.observation)
+        self._waiting = [list(episodes[place::count]) for place in range(count)]
+        self._oldest = np.full(count, np.iinfo(np.int64).max)
+        self.memory: Floats | None = None
+        """``[E, H]``: what a recurrent policy remembers of the episodes"""
+        self.done: list[EvaluatedEpisode] = []
+
+    @property
+    def observation(self) -> Seen:
+        """``[E, D]`` of all environments."""
+        return self._stage.observation
+
+    def begin(self) -> bool:
+        """Begin episodes where the simulator does not; return whether any is left."""
+        if not any(self._waiting):
+            return False
+        if self._stage.needs_reset:
+            self._stage.reset()
+        return True
+
+    def close(self) -> None:
+        """Close the simulator, which is seeded only when it is made."""
+        self._stage.close()
+
+    def step(self, answer: Choice | None, version: int) -> None:
+        """Take one step in every environment."""
+        self._oldest = np.minimum(self._oldest, version)
+        outcome = self._stage.step(answer)
+        self.memory, _ = after_step(self.memory, outcome)
+        ended = np.flatnonzero(outcome.terminated | outcome.truncated)
+        for place, episode in zip(ended, outcome.episodes, strict=True):
+            if self._waiting[place]:
+                self.done.append(
+                    EvaluatedEpisode(
+                        episode=self._waiting[place].pop(0),
+                        episode_return=episode.episode_return,
+                        length=episode.length,
+                        success=episode.success,
+                        version=int(self._oldest[place]),
+                    )
+                )
+            self._oldest[place] = np.iinfo(np.int64).max

@@ -1,17 +1,21 @@
-"""One environment from its configuration, and clear errors where it cannot be made."""
+"""One environment from its configuration, and clear errors where it cannot be made.
+
+One environment whose calls are noted, and whose errors name it, its seed and its step.
+
+A simulator's package, or the command that installs it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlinf_async.config import ConfigError, MissingExtra, UsageError
-from rlinf_async.config.errors import raised
+from rlinf_async.config.registry import raised
 from rlinf_async.messages.spaces import EnvSpec
-from rlinf_async.workers.env.actions import ActionReader
-from rlinf_async.workers.env.config import EnvConfig
-from rlinf_async.workers.env.errors import EnvFailed, is_interrupt, not_made
+from rlinf_async.workers.env.config import EnvConfig, EnvFailed, is_interrupt, not_made
 from rlinf_async.workers.env.known import gymnasium_for, known_gymnasium
 from rlinf_async.workers.env.make_batched import (
     autoreset_of,
@@ -20,9 +24,18 @@ from rlinf_async.workers.env.make_batched import (
     make_batched,
     refuse_batched,
 )
-from rlinf_async.workers.env.observations import ObservationWriter
 from rlinf_async.workers.env.probing import check_seed, probe_many, probe_one
-from rlinf_async.workers.foreign_calls import CLOSE, Call, making, place_for
+from rlinf_async.workers.env.spaces import ActionReader, ObservationWriter
+from rlinf_async.workers.foreign_calls import (
+    CLOSE,
+    RENDER,
+    RESET,
+    STEP,
+    Call,
+    in_words,
+    making,
+    place_for,
+)
 
 if TYPE_CHECKING:
     import gymnasium
@@ -174,3 +187,67 @@ def _call(config: EnvConfig, kwargs: dict[str, Any]) -> Env:
     refuse_batched(config, env)
     made: Env = env
     return made
+
+
+T = TypeVar("T")
+
+
+class NamedEnv:
+    """A Gymnasium environment for who plays and films it by hand: see `Slot` for training.
+
+    Every call raises `EnvFailed` for what the environment raises.
+    """
+
+    def __init__(self, config: EnvConfig, *, render_mode: str | None = None) -> None:
+        """Make it; raises as `make_env`."""
+
+        self._label = f"env {config.name}"
+        self._call = place_for(self._label, config.limits)
+        with making(self._call):
+            self.env = make_env(config, render_mode=render_mode)
+        self._seed = self._steps = self._length = 0
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """As the environment has them."""
+        return self.env.metadata
+
+    def reset(self, *, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
+        """Begin an episode."""
+        self._seed, self._length = self._seed if seed is None else seed, 0
+        return self._noted(RESET, "reset", lambda: self.env.reset(seed=seed))
+
+    def step(self, action: Any, /) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """Take a step."""
+        self._steps += 1
+        self._length += 1
+        return self._noted(STEP, "step", lambda: self.env.step(action))
+
+    def render(self) -> Any:
+        """A picture."""
+        return self._noted(RENDER, "render", self.env.render)
+
+    def close(self) -> None:
+        """Close it."""
+        self._noted(CLOSE, "close", self.env.close)
+
+    def _noted(self, what: int, doing: str, call: Callable[[], T]) -> T:
+        self._call.begin(what, self._seed, self._steps, self._length)
+        try:
+            return call()
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
+            where = in_words(self._label, doing, self._seed, self._steps, self._length)
+            raise EnvFailed(f"{where}, raised {raised(error)}") from error
+        finally:
+            self._call.end()
+
+
+def needed(module: str, *, extra: str) -> Any:
+    """Import a module; raise `MissingExtra` where its package is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        missing = error.name or module
+        raise MissingExtra(missing, extra=extra, needed_for=f"the simulator {extra}") from None

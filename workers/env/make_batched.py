@@ -12,12 +12,10 @@ import warnings
 from typing import Any, cast
 
 from rlinf_async.config import ConfigError, MissingExtra, UsageError
-from rlinf_async.config.entry_point import load_entry_point
-from rlinf_async.workers.env.async_simulator import AsyncEnv
-from rlinf_async.workers.env.batched import BatchedEnv
-from rlinf_async.workers.env.config import Autoreset, EnvConfig
-from rlinf_async.workers.env.errors import not_made
+from rlinf_async.config.registry import load_entry_point
+from rlinf_async.workers.env.config import Autoreset, EnvConfig, not_made
 from rlinf_async.workers.env.known import known_gymnasium
+from rlinf_async.workers.env.many import AsyncEnv, BatchedEnv
 
 SINGLE = (
     "is a single environment, but env.simulator = {given!r} needs one that steps many in a call "

@@ -8,6 +8,19 @@
 
 A socket for each environment: what it shows comes when it is ready, whatever the others do.
 `rlinf_async.workers.env.pool_process` is the other side.
+
+Messages between an env worker and the processes of its pool.
+
+::
+
+    Begin   worker -> env process    begin an episode
+    Act     worker -> env process    take a step
+    Made    env process -> worker    the environment is made
+    Shown   env process -> worker    the episode has begun, or the step is taken
+    Broken  env process -> worker    the environment cannot be made, or it raised
+    Ended   pool process -> worker   an env process has ended
+
+Observations and actions are the bytes of one row of their arrays.
 """
 
 from __future__ import annotations
@@ -17,6 +30,7 @@ import os
 import selectors
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -30,24 +44,73 @@ import numpy as np
 from rlinf_async.config import ConfigError
 from rlinf_async.messages.embodied import Choice, Ints
 from rlinf_async.messages.spaces import ObservationSpec
-from rlinf_async.rewards.ended import how_it_ended
+from rlinf_async.rewards.pool import how_it_ended
 from rlinf_async.workers import foreign_calls
-from rlinf_async.workers.env.async_stage import Ready
-from rlinf_async.workers.env.config import EnvConfig
-from rlinf_async.workers.env.errors import EnvError, EnvFailed
-from rlinf_async.workers.env.pool_messages import (
-    HEADER,
-    Act,
-    Begin,
-    Broken,
-    Ended,
-    FromEnv,
-    Made,
-    Shown,
-    ToEnv,
-    frame,
-)
+from rlinf_async.workers.env.config import EnvConfig, EnvError, EnvFailed
+from rlinf_async.workers.env.many import Ready
+from rlinf_async.workers.env.stage import Episode
 from rlinf_async.workers.foreign_calls import ForeignCalls, UnderWay
+
+HEADER: Final = struct.Struct("<I")
+"""before each message: its size in bytes"""
+
+
+class Begin(msgspec.Struct, frozen=True, tag=True):
+    """worker -> env process: begin an episode; with a seed, seed the environment too."""
+
+    seed: int | None
+
+
+class Act(msgspec.Struct, frozen=True, tag=True):
+    """worker -> env process: take a step."""
+
+    action: bytes
+    dtype: str
+    """of numpy"""
+
+
+class Made(msgspec.Struct, frozen=True, tag=True):
+    """env process -> worker: the environment is made."""
+
+
+class Shown(msgspec.Struct, frozen=True, tag=True):
+    """env process -> worker: what it shows, and what the step gave. See `Ready`."""
+
+    ready_at: float
+    observation: bytes
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+    final_observation: bytes | None = None
+    episode: Episode | None = None
+    action_rewards: tuple[float, ...] = ()
+
+
+class Broken(msgspec.Struct, frozen=True, tag=True):
+    """env process -> worker: the text of the `EnvFailed` that it raised."""
+
+    error: str
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """pool process -> worker: this env process has ended."""
+
+    env: int
+    status: int
+    """exit code; of a signal its number, negative"""
+
+
+ToEnv = Begin | Act
+FromEnv = Made | Shown | Broken
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def frame(message: ToEnv | FromEnv | Ended) -> bytes:
+    """The bytes of a message: header and body."""
+    body = _encoder.encode(message)
+    return HEADER.pack(len(body)) + body
+
 
 MODULE: Final = "rlinf_async.workers.env.pool_process"
 LIMIT: Final = 10.0

@@ -23,15 +23,11 @@ import msgspec
 import numpy as np
 
 from rlinf_async.config import UsageError
-from rlinf_async.parent import signal_at_end_of_parent
+from rlinf_async.deadlines import signal_at_end_of_parent
 from rlinf_async.workers import foreign_calls
-from rlinf_async.workers.env.actions import ActionReader
-from rlinf_async.workers.env.config import EnvConfig
-from rlinf_async.workers.env.errors import EnvError
+from rlinf_async.workers.env.config import EnvConfig, EnvError
 from rlinf_async.workers.env.make import make_env
-from rlinf_async.workers.env.observations import ObservationWriter
-from rlinf_async.workers.env.pool import PoolStart
-from rlinf_async.workers.env.pool_messages import (
+from rlinf_async.workers.env.pool import (
     HEADER,
     Act,
     Begin,
@@ -39,11 +35,13 @@ from rlinf_async.workers.env.pool_messages import (
     Ended,
     FromEnv,
     Made,
+    PoolStart,
     Shown,
     ToEnv,
     frame,
 )
-from rlinf_async.workers.env.slot import Slot
+from rlinf_async.workers.env.spaces import ActionReader, ObservationWriter
+from rlinf_async.workers.env.stage import Slot
 
 GRACE: Final = 5.0
 """seconds for a step that is under way when the worker has left"""

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from rlinf_async.messages.spaces import Seen, numbers_of
-from rlinf_async.workers.env.batched import BatchedEnv, batch_of, last_name
-from rlinf_async.workers.env.errors import EnvError, is_interrupt
-from rlinf_async.workers.env.observations import ObservationWriter, array_of
-from rlinf_async.workers.env.slot import reward_problem
+from rlinf_async.workers.env.config import EnvError, is_interrupt
+from rlinf_async.workers.env.many import BatchedEnv, batch_of, last_name
+from rlinf_async.workers.env.spaces import ObservationWriter, array_of
+from rlinf_async.workers.env.stage import reward_problem
 from rlinf_async.workers.foreign_calls import NOT_NOTED, RESET, STEP, STEP_AND_RESET, Call
 
 if TYPE_CHECKING:

@@ -9,9 +9,8 @@ from numpy.typing import NDArray
 
 from rlinf_async.messages.embodied import Actions, Collect, Floats, Ints, Trajectory
 from rlinf_async.messages.spaces import Seen
-from rlinf_async.workers.env.errors import EnvError
-from rlinf_async.workers.env.slot import Episode
-from rlinf_async.workers.env.stage import Outcome
+from rlinf_async.workers.env.config import EnvError
+from rlinf_async.workers.env.stage import Episode, Outcome
 
 Place = int | tuple[Ints, Ints]
 """The samples of an answer or outcome in arrays ``[T, E, ...]``: one step of all environments, or

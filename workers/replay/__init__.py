@@ -2,15 +2,11 @@
 
 ::
 
-    worker.py       the worker: takes trajectories, answers requests for batches
-    transitions.py  trajectories -> transitions of up to n steps
-    store.py        the store, in memory or in memory-mapped files
-    sum_tree.py     drawing in proportion to priorities
-    config.py       settings
+    worker.py   the worker: takes trajectories, answers requests for batches; settings
+    store.py    trajectories -> transitions of up to n steps, in memory or in memory-mapped files
 """
 
-from rlinf_async.workers.replay.config import ReplayConfig
-from rlinf_async.workers.replay.errors import ReplayError
-from rlinf_async.workers.replay.worker import ReplayReport, ReplayWorker
+from rlinf_async.workers.replay.store import ReplayError
+from rlinf_async.workers.replay.worker import ReplayConfig, ReplayReport, ReplayWorker
 
 __all__ = ["ReplayConfig", "ReplayError", "ReplayReport", "ReplayWorker"]

@@ -12,22 +12,151 @@ Files are written through a shared mapping: what was written is there after a SI
 process, because the pages belong to the system. ``spare`` slots beyond the capacity keep what a
 checkpoint's window holds from being overwritten until the next checkpoint, so that a checkpoint is
 two numbers and no copy.
+
+Priorities of the transitions of a store, and drawing in proportion to them.
+
+Source: Schaul et al. 2016, "Prioritized Experience Replay", sections 3.3 and 3.4: probabilities
+``p^alpha / sum``, weights ``(N P)^-beta`` divided by the largest of the batch; a new transition has
+the largest priority that there is.
+
+Trajectories -> transitions: n-step returns, and the right next observation of each.
+
+A transition of step ``t`` has the rewards of up to ``n`` steps (Sutton and Barto 2018, section
+7.1)::
+
+    reward    r[t] + gamma r[t+1] + ... + gamma^(m-1) r[t+m-1]
+    next      the observation after step t+m-1
+    discount  gamma^m; 0 where the episode terminated at step t+m-1
+
+``m`` is ``n``, or less where the episode ends (terminated or truncated) or the trajectory does. The
+next observation of an episode that was truncated is its own last one, and its value counts: it
+would have gone on (Pardo et al. 2018). Every step of a trajectory becomes one transition, whatever
+comes after the trajectory, so each is in the store exactly once.
+
+A sum tree: numbers are drawn in proportion to their values, in logarithmic time.
+
+Source: Schaul et al. 2016, "Prioritized Experience Replay", appendix B.2.1.
+
+Errors of a replay worker.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rlinf_async.messages.embodied import Ints
-from rlinf_async.messages.spaces import ActionSpec, ObservationSpec
+from rlinf_async.messages.embodied import Choice, Floats, Ints, Trajectory
+from rlinf_async.messages.spaces import ActionSpec, ObservationSpec, Seen
 from rlinf_async.observe.files import atomic_write
-from rlinf_async.workers.replay.errors import ReplayError
+
+
+class Transitions(NamedTuple):
+    """``N`` transitions, in the order of steps, then envs."""
+
+    observation: Seen
+    """``[N, D]``"""
+    action: Choice
+    """``[N, A]``"""
+    reward: Floats
+    """``[N]``"""
+    next_observation: Seen
+    """``[N, D]``"""
+    discount: Floats
+    """``[N]``"""
+    version: Ints
+    """``[N]``"""
+
+
+def transitions_of(trajectory: Trajectory, *, n_step: int, gamma: float) -> Transitions:
+    """Return the transitions of all samples of a trajectory.
+
+    Raises `ValueError` for a trajectory without next observations.
+    """
+    if trajectory.last_observation is None:
+        raise ValueError(
+            "a trajectory came without next observations: its ticket has to ask for transitions"
+        )
+    steps, envs = trajectory.reward.shape
+    following = np.concatenate([trajectory.observation[1:], trajectory.last_observation[None]])
+    if trajectory.final_observation is not None:
+        following[trajectory.truncated] = trajectory.final_observation
+    ended = trajectory.terminated | trajectory.truncated
+    columns = np.arange(envs)
+    last = np.broadcast_to(np.arange(steps)[:, None], (steps, envs)).copy()
+    reward = trajectory.reward.astype(np.float32, copy=True)
+    discount = np.full((steps, envs), gamma, np.float32)
+    for _ in range(1, n_step):
+        goes_on = (last + 1 < steps) & ~ended[last, columns]
+        last += goes_on
+        reward += np.where(goes_on, discount * trajectory.reward[last, columns], np.float32(0.0))
+        discount = np.where(goes_on, discount * np.float32(gamma), discount)
+    discount = np.where(trajectory.terminated[last, columns], np.float32(0.0), discount)
+    version = np.broadcast_to(trajectory.version[:, None], (steps, envs))
+    samples = np.ones((steps, envs), np.bool_) if trajectory.valid is None else trajectory.valid
+    return Transitions(
+        trajectory.observation[samples],
+        trajectory.action[samples],
+        reward[samples],
+        following[last, columns][samples],
+        discount[samples],
+        version[samples],
+    )
+
+
+Values = NDArray[np.float64]
+
+
+class SumTree:
+    """Values of the numbers ``0 .. size - 1``, all 0 at first.
+
+    A parent is the sum of its children, computed anew whenever one of them changes: errors of
+    rounding do not add up.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._leaves = 1 << max(size - 1, 1).bit_length()
+        self._nodes = np.zeros(2 * self._leaves)  # node k has the children 2k and 2k + 1
+
+    @property
+    def total(self) -> float:
+        """The sum of all values."""
+        return float(self._nodes[1])
+
+    def set(self, numbers: Ints, values: Values) -> None:
+        """Give these numbers these values; of a number that stands there twice, the last counts."""
+        nodes = numbers + self._leaves
+        self._nodes[nodes] = values
+        while len(nodes) and nodes[0] > 1:
+            nodes = np.unique(nodes >> 1)
+            self._nodes[nodes] = self._nodes[2 * nodes] + self._nodes[2 * nodes + 1]
+
+    def get(self, numbers: Ints) -> Values:
+        """Return the values of these numbers."""
+        found: Values = self._nodes[numbers + self._leaves]
+        return found
+
+    def find(self, sums: Values) -> Ints:
+        """Return the numbers at these cumulative sums, each at least 0 and below `total`."""
+        left = sums.copy()
+        nodes = np.ones(len(sums), np.int64)
+        while nodes[0] < self._leaves:
+            children = 2 * nodes
+            values = self._nodes[children]
+            # Rounding may leave as much as the whole: then a child without any value is avoided.
+            right = (left >= values) & (self._nodes[children + 1] > 0.0)
+            left -= np.where(right, values, 0.0)
+            nodes = children + right
+        return nodes - self._leaves
+
+
+class ReplayError(Exception):
+    """The files of a store are missing, damaged, or of another run."""
+
 
 LAYOUT = "layout.json"
 
@@ -173,3 +302,55 @@ def _mapped(
     if fresh:
         atomic_write(path, msgspec.json.encode(layout))
     return arrays
+
+
+LEAST: Final = 1e-6
+"""added to errors: no transition is never drawn again"""
+
+
+class Priorities:
+    """The column ``priority`` of a store, and a sum tree of its powers over the slots."""
+
+    def __init__(self, store: ReplayStore, alpha: float) -> None:
+        self._store, self._alpha = store, alpha
+        self._tree = SumTree(store.slots)
+        if len(store):
+            slots = store.slots_of(store.numbers)
+            self._tree.set(slots, self._powers(store.arrays["priority"][slots]))
+
+    def added(self, numbers: Ints, left: Ints) -> None:
+        """Take in new transitions, which have entered the window; ``left`` have left it."""
+        store = self._store
+        self._tree.set(store.slots_of(left), np.zeros(len(left)))
+        slots = store.slots_of(numbers)
+        others = store.slots_of(np.arange(store.first, numbers[0] if len(numbers) else store.first))
+        largest = float(store.arrays["priority"][others].max()) if len(others) else 1.0
+        store.arrays["priority"][slots] = largest
+        self._tree.set(slots, np.full(len(slots), self._powers(np.array(largest))))
+
+    def update(self, numbers: Ints, errors: Floats) -> None:
+        """Give transitions the priorities of their last errors, unless they have left."""
+        there = (numbers >= self._store.first) & (numbers < self._store.count)
+        slots = self._store.slots_of(numbers[there])
+        priority = np.abs(errors[there]) + np.float32(LEAST)
+        self._store.arrays["priority"][slots] = priority
+        self._tree.set(slots, self._powers(priority))
+
+    def draw(self, random: np.random.Generator, size: int, beta: float) -> tuple[Ints, Floats]:
+        """Draw ``size`` transitions; return their numbers and weights.
+
+        One from each of so many equal ranges of the cumulative probability.
+        """
+        store, total = self._store, self._tree.total
+        slots = self._tree.find((np.arange(size) + random.random(size)) * (total / size))
+        probability = self._tree.get(slots) / total
+        weight = (len(store) * probability) ** -beta
+        newest = store.count - 1
+        numbers = newest - (newest - slots) % store.slots
+        return numbers, (weight / weight.max()).astype(np.float32)
+
+    def _powers(self, priority: Floats) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+        powers: np.ndarray[tuple[int, ...], np.dtype[np.float64]] = (
+            priority.astype(np.float64) ** self._alpha
+        )
+        return powers

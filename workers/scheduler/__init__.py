@@ -1,7 +1,6 @@
 """The scheduler role: devices follow the work while the run goes on."""
 
 from rlinf_async.workers.scheduler.changes import SchedulerSummary
-from rlinf_async.workers.scheduler.config import SchedulingConfig, Topology
 from rlinf_async.workers.scheduler.holdings import first_orders
 from rlinf_async.workers.scheduler.messages import (
     ActorChanged,
@@ -13,6 +12,8 @@ from rlinf_async.workers.scheduler.messages import (
     InstanceReport,
     Orders,
     SchedulerReport,
+    SchedulingConfig,
+    Topology,
     Verdict,
 )
 from rlinf_async.workers.scheduler.worker import SchedulerWorker

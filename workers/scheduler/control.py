@@ -23,7 +23,6 @@ from rlinf_async.channels import (
 )
 from rlinf_async.parallel import Strategy
 from rlinf_async.scheduling import Resume, instance_name
-from rlinf_async.workers.scheduler.config import SchedulingConfig, Topology
 from rlinf_async.workers.scheduler.holdings import Holdings
 from rlinf_async.workers.scheduler.messages import (
     ActorChanged,
@@ -35,9 +34,10 @@ from rlinf_async.workers.scheduler.messages import (
     InstanceReport,
     Orders,
     SchedulerReport,
+    SchedulingConfig,
+    Topology,
 )
-from rlinf_async.workers.scheduler.rates import MeasuredRates
-from rlinf_async.workers.scheduler.seen import Seen
+from rlinf_async.workers.scheduler.seen import MeasuredRates, Seen
 
 
 class Control:

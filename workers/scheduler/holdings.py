@@ -15,8 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from rlinf_async.scheduling import ACTOR, DeviceLedger, Holding, instance_name
-from rlinf_async.workers.scheduler.config import Topology
-from rlinf_async.workers.scheduler.messages import ActorChanged, ActorReady, InstanceReport, Orders
+from rlinf_async.workers.scheduler.messages import (
+    ActorChanged,
+    ActorReady,
+    InstanceReport,
+    Orders,
+    Topology,
+)
 
 
 def first_orders(topology: Topology) -> Orders:

@@ -1,9 +1,29 @@
-"""What the scheduler has seen of a run, as the `ClusterState` that a policy decides by."""
+"""What the scheduler has seen of a run, as the `ClusterState` that a policy decides by.
+
+`Responses`: those that are finished, and how long others are expected to be.
+
+Within an iteration the short ones are finished first. So the lengths by which others are expected
+are those of whole iterations: of the newest so many responses, once there are more of them in an
+iteration, all would be long ones at its end.
+
+`MeasuredRates`: what work takes in this run, for policies that predict.
+
+::
+
+    decoding   each finished response: its tokens, and the seconds in which its engine made them
+    training   the actor, at each boundary: tokens of its last mini-batch, and their seconds
+    changes    from the orders until everyone has carried them out
+
+A time is fitted as ``a + b x load``, with neither below 0, over the newest measurements.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import Literal, TypeAlias
+
+import msgspec
 
 from rlinf_async.parallel import Strategy
 from rlinf_async.scheduling import (
@@ -15,15 +35,123 @@ from rlinf_async.scheduling import (
     RequestState,
     instance_name,
 )
-from rlinf_async.workers.scheduler.config import Topology
+from rlinf_async.scheduling.policy import Predictor
 from rlinf_async.workers.scheduler.messages import (
     ActorReady,
     EndedCount,
     InstanceReport,
     Orders,
     RequestCount,
+    Topology,
 )
-from rlinf_async.workers.scheduler.responses import UNKNOWN_TOKENS, Responses
+
+UNKNOWN_TOKENS = 256.0
+"""mean length of a response before one is finished"""
+KNOWN_LENGTHS = 8192
+"""lengths that are remembered at least, where there were so many: as many whole iterations"""
+
+
+class Finished:
+    """The responses of one iteration that are finished."""
+
+    def __init__(self) -> None:
+        self.lengths: dict[str, int] = {}
+        """tokens of each, by the name of its request"""
+        self.tokens = 0
+        """of all"""
+        self.groups: dict[int, list[int]] = {}
+        """tokens of each, by group"""
+        self.whole = 0
+        """groups of which all are finished"""
+
+    def add(self, one: EndedCount, group_size: int) -> None:
+        """Take a response; one that is finished twice counts once."""
+        if one.name in self.lengths:
+            return
+        self.lengths[one.name] = one.tokens
+        self.tokens += one.tokens
+        group = self.groups.setdefault(one.group, [])
+        group.append(one.tokens)
+        self.whole += len(group) == group_size
+
+
+class Responses:
+    """See the module.
+
+    Args:
+        samples: of an iteration.
+        group: samples of a prompt.
+        lengths: of responses of an earlier run, in tokens.
+    """
+
+    def __init__(self, samples: int, group: int, lengths: Sequence[float] = ()) -> None:
+        self._samples = samples
+        self._group = group
+        self._past: list[Sequence[float]] = [lengths] if len(lengths) else []
+        """lengths by which others are expected, by iteration"""
+        self._predictor = Predictor(lengths) if len(lengths) else None
+        self._finished: dict[int, Finished] = {}
+        """by iteration: the present one, and those ahead of it"""
+        self.longest = float(max(lengths, default=0.0))
+        """tokens of the longest that was seen; 0: none was"""
+
+    def note(self, ended: Iterable[EndedCount]) -> None:
+        """Take responses that are finished; an evaluation's tell nothing of an iteration."""
+        for one in ended:
+            self.longest = max(self.longest, float(one.tokens))
+            if one.iteration >= 0:
+                self._finished.setdefault(one.iteration, Finished()).add(one, self._group)
+
+    def begin(self, iteration: int) -> None:
+        """An iteration begins: lengths are expected by those of the iterations before.
+
+        One of which less than half was seen, since nobody listened, has told of its long ones only:
+        it counts where nothing better is known.
+        """
+        past = self._past
+        for older in sorted(one for one in self._finished if one < iteration):
+            lengths = list(self._finished.pop(older).lengths.values())
+            if not past or 2 * len(lengths) >= self._samples:
+                past.append(lengths)
+        while sum(len(one) for one in past[1:]) >= KNOWN_LENGTHS:
+            del past[0]
+        if past:
+            self._predictor = Predictor([tokens for one in past for tokens in one])
+
+    def finished(self, iteration: int) -> int:
+        """Return the samples of an iteration that are generated, as far as is known."""
+        here = self._finished.get(iteration)
+        return 0 if here is None else len(here.lengths)
+
+    def in_whole_groups(self, iteration: int) -> int:
+        """Return those of them whose groups are finished."""
+        here = self._finished.get(iteration)
+        return 0 if here is None else here.whole * self._group
+
+    @property
+    def mean(self) -> float:
+        """Mean tokens of a response: of the iterations before, or, while there is none, of those
+        that are finished; 0: there is none."""
+        if self._predictor is not None:
+            return self._predictor.mean
+        count = sum(len(one.lengths) for one in self._finished.values())
+        return sum(one.tokens for one in self._finished.values()) / count if count else 0.0
+
+    def expected(self, request: RequestCount) -> float:
+        """Guess the tokens that are still to come.
+
+        Of a request that has none yet and others of its group are finished: their mean, for prompts
+        differ. Else by the lengths of earlier iterations, of those that are longer than it. While
+        there are none, the rest of the mean; of a request that is longer already, half as many
+        again as it has: lengths have a long tail.
+        """
+        known = (one.groups.get(request.group) for one in self._finished.values())
+        group = next((one for one in known if one), None)
+        if self._predictor is not None and not (group and not request.made):
+            return min(float(request.most), self._predictor.left(request.made))
+        mean = sum(group) / len(group) if group else self.mean or UNKNOWN_TOKENS
+        return min(float(request.most), max(mean - request.made, request.made / 2, 1.0))
+
 
 Phase: TypeAlias = Literal["begin", "step", "end"]
 
@@ -243,3 +371,90 @@ class Seen:
     def expected(self, request: RequestCount) -> float:
         """Guess the tokens that are still to come; see `Responses`."""
         return self._responses.expected(request)
+
+
+KEPT = 64
+"""measurements of each kind"""
+LEAST_TOKENS = 4
+"""of a response: what a shorter one takes is mostly its beginning and its end"""
+
+
+class MeasuredRates:
+    """The newest measurements of a run, and the rates that follow from them.
+
+    Args:
+        known: rates from elsewhere, which are not measured again; those that are 0 are.
+    """
+
+    def __init__(self, known: Rates | None = None) -> None:
+        self._known = known or Rates()
+        self._steps: deque[tuple[float, float]] = deque(maxlen=KEPT)
+        """requests decoded together, seconds of a decoding step"""
+        self._batches: deque[tuple[float, float]] = deque(maxlen=KEPT)
+        """tokens of a rank, times one over the ranks of its model; seconds of a mini-batch"""
+        self._changes: deque[float] = deque(maxlen=KEPT)
+        self._moves: deque[float] = deque(maxlen=KEPT)
+
+    def decoded(self, responses: Iterable[EndedCount]) -> None:
+        """Note responses that an instance has finished."""
+        self._steps.extend(
+            (one.running, one.seconds / one.made) for one in responses if one.made >= LEAST_TOKENS
+        )
+
+    def trained(self, tokens: int, seconds: float, strategy: Strategy) -> None:
+        """Note a mini-batch: tokens of one data rank."""
+        if tokens:
+            together = strategy.world_size // strategy.dp
+            self._batches.append((tokens / together, seconds))
+
+    def changed(self, seconds: float) -> None:
+        """Note how long a change of the actor's strategy took."""
+        self._changes.append(seconds)
+
+    def moved(self, seconds: float) -> None:
+        """Note how long instances took to stop."""
+        self._moves.append(seconds)
+
+    def rates(self) -> Rates:
+        """Return what is known by now."""
+        known = self._known
+        decode, sequence = _line(self._steps, alike_is_constant=True)
+        batch, token = _line(self._batches, alike_is_constant=False)
+        if known.decode_seconds:
+            decode, sequence = known.decode_seconds, known.sequence_seconds
+        if known.train_seconds:
+            batch, token = known.mini_batch_seconds, known.train_seconds
+        return msgspec.structs.replace(
+            known,
+            decode_seconds=decode,
+            sequence_seconds=sequence,
+            train_seconds=token,
+            mini_batch_seconds=batch,
+            rescale_seconds=known.rescale_seconds or _mean(self._changes),
+            move_seconds=known.move_seconds or _mean(self._moves),
+        )
+
+
+def _mean(seconds: Sequence[float]) -> float:
+    return sum(seconds) / len(seconds) if seconds else 0.0
+
+
+def _line(points: Sequence[tuple[float, float]], *, alike_is_constant: bool) -> tuple[float, float]:
+    """Fit ``seconds = a + b x load`` by least squares, with neither below 0; zeros without points.
+
+    Where the loads are too much alike to tell the two apart, all of it is ``a`` (a decoding step is
+    mostly the reading of weights) or ``b`` (training is mostly arithmetic).
+    """
+    if not points:
+        return 0.0, 0.0
+    load, seconds = _mean([one for one, _ in points]), _mean([one for _, one in points])
+    spread = sum((one - load) ** 2 for one, _ in points)
+    through = sum(x * y for x, y in points) / max(sum(x * x for x, _ in points), 1e-12)
+    if spread < 0.01 * len(points) * load**2:
+        return (seconds, 0.0) if alike_is_constant else (0.0, through)
+    slope = sum((x - load) * (y - seconds) for x, y in points) / spread
+    if slope <= 0.0:
+        return seconds, 0.0
+    if seconds < slope * load:
+        return 0.0, through
+    return seconds - slope * load, slope

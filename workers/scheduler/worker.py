@@ -46,7 +46,6 @@ from rlinf_async.scheduling import (
 )
 from rlinf_async.workers.base import Worker
 from rlinf_async.workers.scheduler.changes import Changes, SchedulerSummary
-from rlinf_async.workers.scheduler.config import SchedulingConfig, Topology
 from rlinf_async.workers.scheduler.control import Control
 from rlinf_async.workers.scheduler.holdings import Holdings
 from rlinf_async.workers.scheduler.messages import (
@@ -55,6 +54,8 @@ from rlinf_async.workers.scheduler.messages import (
     Orders,
     RequestCount,
     SchedulerReport,
+    SchedulingConfig,
+    Topology,
 )
 from rlinf_async.workers.scheduler.seen import Phase
 

@@ -12,13 +12,12 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import msgspec
 
-from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.errors import ChannelError, ItemTooLarge, MalformedFrame, error_text
-from rlinf_async.channels.wire.frames.framing import Flag, FrameType
-from rlinf_async.channels.wire.frames.messages import Message
-from rlinf_async.channels.wire.memory.slab import is_private
+from rlinf_async.channels.untyped import Encoded
+from rlinf_async.channels.wire.frames import Flag, FrameType, Message
 from rlinf_async.channels.wire.session.connection import Connection
-from rlinf_async.channels.wire.session.failures import UNREADABLE, report
+from rlinf_async.channels.wire.session.requests import UNREADABLE, report
+from rlinf_async.channels.wire.slab import is_private
 
 M = TypeVar("M")
 

@@ -16,6 +16,10 @@ Invariants, on both sides:
 
     open <--cut, resumed--> reconnecting
       \\--close(), abort()----------/--patience over, peer gone--> closed
+
+Closing a connection only once the peer has confirmed what was said last.
+
+What went over one connection, between two processes.
 """
 
 from __future__ import annotations
@@ -26,28 +30,98 @@ from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from rlinf_async.channels.encoded import Encoded
+import msgspec
+
 from rlinf_async.channels.errors import ConnectionLost, MalformedFrame, fit
-from rlinf_async.channels.waitfor import WaitFuture
-from rlinf_async.channels.wire.frames.framing import Flag, FrameType, pack_small
-from rlinf_async.channels.wire.frames.messages import CONTROL, DATA, Message
-from rlinf_async.channels.wire.frames.reader import MessageReader
-from rlinf_async.channels.wire.memory.pool import process_pool
-from rlinf_async.channels.wire.memory.shared_memory import MemoryUse, Sharing
-from rlinf_async.channels.wire.session import distance
-from rlinf_async.channels.wire.session.failures import UNREADABLE
-from rlinf_async.channels.wire.session.heartbeat import Heartbeat
-from rlinf_async.channels.wire.session.linger import Linger
+from rlinf_async.channels.statistics import WaitFuture
+from rlinf_async.channels.untyped import Encoded
+from rlinf_async.channels.wire.frames import (
+    CONTROL,
+    DATA,
+    Flag,
+    FrameType,
+    Message,
+    MessageReader,
+    pack_small,
+)
+from rlinf_async.channels.wire.pool import process_pool
+from rlinf_async.channels.wire.session import link as distance
+from rlinf_async.channels.wire.session.busy_poll import PROGRESS_BYTES, ProgressTimer
+from rlinf_async.channels.wire.session.link import GRACE_SECONDS
 from rlinf_async.channels.wire.session.outbox import Outbox
-from rlinf_async.channels.wire.session.reconnect import Reconnection
 from rlinf_async.channels.wire.session.requests import (
+    UNREADABLE,
     Answer,
     OwnRequests,
     ReplyTarget,
     head_of,
     reply_decoder,
 )
-from rlinf_async.channels.wire.session.streams import Streams
+from rlinf_async.channels.wire.session.streams import Heartbeat, Reconnection, Streams
+from rlinf_async.channels.wire.sharing import MemoryUse, Sharing
+
+
+class Closing(Protocol):
+    """The connection that is to be closed."""
+
+    @property
+    def sent_bytes(self) -> int: ...
+
+    def abort(self, reason: str) -> None: ...
+
+
+class Linger:
+    """Lets closing a connection wait until nothing is open; a peer that makes no progress with it
+    for `GRACE_SECONDS` is given up. See `Connection.add_linger`.
+
+    Args:
+        open_count: how much is open. Once it is 0, `settled` is to be called.
+        begin: called once when closing waits for it.
+        lost: what the count is of, and what became of it, for the reason: "items were not taken".
+    """
+
+    def __init__(
+        self,
+        connection: Closing,
+        open_count: Callable[[], int],
+        begin: Callable[[], object],
+        lost: str,
+    ) -> None:
+        self._connection = connection
+        self._open_count = open_count
+        self._begin = begin
+        self._lost = lost
+        self._then: Callable[[], None] | None = None
+        self._timer: ProgressTimer | None = None
+
+    def must_wait(self, then: Callable[[], None]) -> bool:
+        """Whether closing must wait; if so, ``then`` is called as soon as it need not."""
+        if not self._open_count():
+            return False
+        if self._then is None:
+            self._then = then
+            self._timer = ProgressTimer(GRACE_SECONDS, self._progress, self._give_up)
+            self._begin()
+        return True
+
+    def settled(self) -> None:
+        """Nothing is open any more."""
+        then, self._then = self._then, None
+        self.stop()
+        if then is not None:
+            asyncio.get_running_loop().call_soon(then)
+
+    def stop(self) -> None:
+        """The connection is lost."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _progress(self) -> tuple[int, int]:
+        return self._open_count(), self._connection.sent_bytes // PROGRESS_BYTES
+
+    def _give_up(self, progress: tuple[int, int]) -> None:
+        self._connection.abort(f"{progress[0]} {self._lost} when it was closed")
+
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -468,3 +542,40 @@ class Connection:
             callback(self, self._reason)
         except Exception:  # the others must hear of it all the same
             log.exception("a callback for the end of the connection to %s", self.peer)
+
+
+class Traffic(msgspec.Struct, frozen=True, kw_only=True):
+    """One connection's counts since it was made. Large arrays are counted in messages."""
+
+    peer: str
+    sent_bytes: int
+    """through the socket: what lies in shared memory is not sent"""
+    received_bytes: int
+    sent_shared: int
+    """messages whose large arrays went by shared memory, without a copy in the socket"""
+    sent_copied: int
+    """messages whose large arrays went through the socket"""
+    received_shared: int
+    received_copied: int
+    unsent: int
+    """messages that wait because the peer does not read"""
+    cuts: int
+    """how often its socket was lost and replaced"""
+    reconnecting: bool
+
+
+def traffic_of(connection: Connection) -> Traffic:
+    """The counts up to now."""
+    memory = connection.memory
+    return Traffic(
+        peer=connection.peer,
+        sent_bytes=connection.sent_bytes,
+        received_bytes=connection.received_bytes,
+        sent_shared=memory.sent_shared,
+        sent_copied=memory.sent_copied,
+        received_shared=memory.received_shared,
+        received_copied=memory.received_copied,
+        unsent=connection.unsent,
+        cuts=connection.reconnection.cuts,
+        reconnecting=connection.reconnecting,
+    )

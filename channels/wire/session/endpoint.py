@@ -2,40 +2,559 @@
 
 A server distinguishes three kinds of sockets: those that have not proved the secret, which have
 some seconds and one kilobyte to do it; those of new peers; and those on which a connection resumes.
+
+Connecting to an address, and connecting again after a cut.
+
+Where a process can be reached: a Unix socket on one host, TCP between hosts.
+
+An address is a path, ``tcp://host:port``, or ``tls://host:port`` for TCP under TLS. A path
+``@name`` is a name in the abstract namespace of Linux: it has no file and ends with its process.
+
+Options of every connection that a process makes or accepts.
+
+Sockets whose other side has not proved the secret yet: at most `MAX_PENDING`.
+
+One more evicts another:
+
+1. one of the origin that has the most: an IPv4 address, an IPv6 network (the first 64 bits), or a
+   process at the other end of a Unix socket. So a flood evicts its own sockets;
+2. of these, one that has not sent a valid greeting;
+3. of these, the oldest.
+
+An evicted client is not refused: an honest one tries again.
+
+What is logged of sockets whose other side did not prove the secret: the first few of a while,
+and how many more there were. So whoever can reach the address cannot fill the log.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
+import logging
 import os
 import socket
 import ssl
-from collections.abc import Callable
+import stat
+from collections import Counter
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self, Unpack
+from typing import Any, Final, NamedTuple, Self, TypedDict, Unpack
+from urllib.parse import urlsplit
 
-from rlinf_async.channels.errors import ConnectionLost, WireError
-from rlinf_async.channels.wire.session.address import (
-    Address,
-    TcpAddress,
-    UnixAddress,
-    bind_tcp,
-    bind_unix,
-    parse,
-)
+from rlinf_async import deadlines
+from rlinf_async.channels.errors import ConnectionLost, HandshakeFailed, WireError
 from rlinf_async.channels.wire.session.answers import Router
-from rlinf_async.channels.wire.session.auth import NEW, Handshake, Terms
-from rlinf_async.channels.wire.session.connection import Closed, Connection
-from rlinf_async.channels.wire.session.dialing import Dialer
-from rlinf_async.channels.wire.session.endpoint_options import EndpointOptions, Timeouts
-from rlinf_async.channels.wire.session.pending_handshakes import PendingHandshakes
-from rlinf_async.channels.wire.session.rejections import Rejections
-from rlinf_async.channels.wire.session.socket_link import Link
-from rlinf_async.channels.wire.session.tls import server_context
-from rlinf_async.channels.wire.session.tls_accept import TlsAccept
+from rlinf_async.channels.wire.session.connection import Closed, Connection, Redial
+from rlinf_async.channels.wire.session.link import (
+    GRACE_SECONDS,
+    NEW,
+    Handshake,
+    HandshakeTimeout,
+    Link,
+    Terms,
+    check_secret,
+)
+from rlinf_async.channels.wire.session.streams import (
+    HEARTBEAT_LIMIT,
+    PATIENCE,
+    Heartbeat,
+    Streams,
+    check_patience,
+    is_local,
+    peer_pid,
+)
+from rlinf_async.channels.wire.session.tls import TlsAccept, client_context, server_context
+
+MAX_PATH_BYTES: Final = 107
+BACKLOG: Final = 128
+
+
+class UnixAddress(NamedTuple):
+    """A socket in a folder of this host, or a name in its abstract namespace."""
+
+    path: Path
+
+    @property
+    def abstract(self) -> bool:
+        """Whether it is a name, and no file: any user of this host can connect."""
+        return str(self.path).startswith("@")
+
+    @property
+    def name(self) -> str:
+        """The address as the system call takes it."""
+        return f"\0{str(self.path)[1:]}" if self.abstract else str(self.path)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
+class TcpAddress(NamedTuple):
+    """A port of a host."""
+
+    host: str
+    port: int
+    tls: bool = False
+    """whether its connections are encrypted"""
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'tls' if self.tls else 'tcp'}://{host}:{self.port}"
+
+
+Address = UnixAddress | TcpAddress
+
+
+def parse(address: str | os.PathLike[str]) -> Address:
+    """The address that this text or path stands for.
+
+    Raises:
+        WireError: it is invalid.
+    """
+    text = os.fspath(address)
+    if not text.startswith(("tcp://", "tls://")):
+        check_path(address)
+        return UnixAddress(Path(address))
+    parts = urlsplit(text)
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host or port is None or parts.username or parts.path or parts.query or parts.fragment:
+        raise WireError(
+            f"{text!r} is not an address: write tcp://host:port, or tls://host:port for an "
+            "encrypted connection, with the name or number of one of this host's addresses where "
+            "it is to listen (port 0 takes a free one)"
+        )
+    return TcpAddress(host, port, parts.scheme == "tls")
+
+
+def check_path(path: str | os.PathLike[str]) -> None:
+    """Refuse a path that the system would refuse, or cut.
+
+    Raises:
+        WireError: it is too long.
+    """
+    size = len(os.fsencode(path))
+    if size > MAX_PATH_BYTES:
+        raise WireError(
+            f"the socket path has {size} bytes, the system allows {MAX_PATH_BYTES}: choose a "
+            f"shorter folder than that of {os.fspath(path)!r}"
+        )
+
+
+def bind_unix(address: UnixAddress) -> socket.socket:
+    """A socket to listen on: a name, or owner-only in an owner-only folder, which is made too.
+
+    Raises:
+        WireError: it cannot be made, or its folder can be used by others.
+    """
+    if not address.abstract:
+        make_own_folder(address.path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(address.name)
+        if not address.abstract:
+            address.path.chmod(0o600)
+    except OSError as error:
+        listener.close()
+        raise WireError(f"cannot make the socket {str(address)!r}: {error.strerror}") from error
+    return listener
+
+
+def make_own_folder(path: Path) -> None:
+    """Make the folder of this socket, for this user alone.
+
+    Raises:
+        WireError: it cannot be made, or can be used by others.
+    """
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.parent.stat()
+    except OSError as error:
+        raise WireError(f"cannot make the folder {str(path.parent)!r}: {error.strerror}") from error
+    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise WireError(
+            f"the folder {str(path.parent)!r} of the socket can be used by others: give it to this "
+            "user and make it mode 700"
+        )
+
+
+def bind_tcp(address: TcpAddress) -> socket.socket:
+    """A socket to listen on, at this one address of this host and no other. Looks the name up.
+
+    Raises:
+        WireError: the address is not this host's, or in use.
+    """
+    listener: socket.socket | None = None
+    try:
+        found = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        family, kind, protocol, _, where = found[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(where)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        raise WireError(
+            f"cannot listen on {address}: {error.strerror or error}: is it an address of this "
+            "host, and the port free?"
+        ) from error
+    return listener
+
+
+HANDSHAKE_SECONDS: Final = 10.0
+
+
+class Timeouts(TypedDict, total=False):
+    """Time limits, in seconds, each with a default."""
+
+    heartbeat_interval: float | None
+    """between heartbeats; by default an eighth of the limit, at most 1"""
+    heartbeat_limit: float
+    """silence after which the peer counts as lost; 15 by default"""
+    handshake_timeout: float
+    """time that the other side has to prove the secret; 10 by default"""
+    patience: float
+    """for which a cut connection may resume, the lower value of both sides; 0: a cut ends it. 10 by
+    default"""
+
+
+class EndpointOptions(NamedTuple):
+    """The name, secret, request handlers and time limits of one side of connections."""
+
+    secret: bytes
+    name: str
+    router: Router
+    heartbeat: Heartbeat
+    handshake_timeout: float
+    patience: float
+
+    @classmethod
+    def of(
+        cls,
+        secret: bytes,
+        name: str,
+        router: Router,
+        *,
+        heartbeat_interval: float | None = None,
+        heartbeat_limit: float = HEARTBEAT_LIMIT,
+        handshake_timeout: float = HANDSHAKE_SECONDS,
+        patience: float = PATIENCE,
+    ) -> Self:
+        """The options with these `Timeouts`.
+
+        Raises:
+            ValueError: the secret is too short, or a time limit is invalid.
+        """
+        check_secret(secret)
+        check_patience(patience)
+        heartbeat = Heartbeat.of(heartbeat_limit, heartbeat_interval)
+        return cls(secret, name, router, heartbeat, handshake_timeout, patience)
+
+    def connection(
+        self, peer: str, number: bytes, patience: float, redial: Redial | None = None
+    ) -> Connection:
+        """A new connection to this peer, with the lower patience of both sides."""
+        return Connection(
+            self.router.answering,
+            self.heartbeat,
+            peer=peer,
+            number=number,
+            patience=lower(self.patience, patience),
+            redial=redial,
+        )
+
+
+def lower(ours: float, theirs: float) -> float:
+    """The lower patience of both sides; 0 where the other's is invalid."""
+    return min(ours, theirs) if theirs > 0 else 0.0
+
+
+ATTEMPT_BYTES: Final = 16
+FIRST_PAUSE: Final = 0.02
+LONGEST_PAUSE: Final = 1.0
+"""Seconds between two tries to connect again."""
+
+
+class NotListening(ConnectionLost):
+    """Nothing listens at this address (any more): trying again is of no use."""
+
+
+class HandshakeCut(ConnectionLost):
+    """The socket was closed in the handshake: another one may succeed."""
+
+
+class Dialer:
+    """Makes a connection to one address, and resumes it after a cut."""
+
+    def __init__(self, address: Address, side: EndpointOptions) -> None:
+        self._address = address
+        self._side = side
+
+    async def connect(self) -> Connection:
+        """A new connection. A socket that is closed in the handshake, as where the server is busy
+        with many unauthenticated sockets, is replaced by others for as long as the side has
+        patience.
+
+        Raises:
+            ConnectionLost: nothing listens there, or it was cut.
+            HandshakeFailed: the secret, or the protocol's version, differs.
+        """
+        attempt, patience = os.urandom(ATTEMPT_BYTES), self._side.patience
+        try:
+            return await self._connect(attempt)
+        except HandshakeCut as error:
+            if not patience:
+                raise
+            why: HandshakeCut = error
+        pause = FIRST_PAUSE
+        try:
+            async with deadlines.timeout(patience):
+                while True:
+                    await asyncio.sleep(pause)
+                    try:
+                        return await self._connect(attempt)
+                    except HandshakeCut as error:
+                        why = error
+                    pause = min(2 * pause, LONGEST_PAUSE)
+        except TimeoutError:
+            raise HandshakeCut(f"{why}; it was tried again for {patience:g} s") from why
+
+    async def _connect(self, attempt: bytes) -> Connection:
+        """Try it once. What is cancelled leaves nothing, here and at the server."""
+        side, made = self._side, list[Connection]()
+
+        def greeted(link: Link) -> Streams:
+            terms = link.handshake.terms
+            made.append(side.connection(link.peer, terms.number, terms.patience, self._redial))
+            return made[0].streams
+
+        terms = Terms(patience=side.patience, attempt=attempt)
+        link = self._link(terms, greeted, side.handshake_timeout)
+        try:
+            await self._dial(link, side.handshake_timeout)
+        except asyncio.CancelledError:
+            await _take_back(link, made)
+            raise
+        finally:
+            if link.user is None:
+                link.drop()
+        return made[0]
+
+    async def _redial(self, connection: Connection) -> None:
+        pause = FIRST_PAUSE
+        while connection.reconnecting:
+            terms = Terms(
+                connection.number, connection.received_bytes, connection.reconnection.patience
+            )
+            timeout = max(
+                min(self._side.handshake_timeout, connection.reconnection.left), FIRST_PAUSE
+            )
+            try:
+                link = self._link(terms, partial(_as_before, connection), timeout)
+                try:
+                    await self._dial(link, timeout)
+                finally:
+                    if link.user is None:
+                        link.drop()
+            except HandshakeTimeout:
+                continue
+            except (NotListening, HandshakeFailed) as error:
+                connection.reconnection.give_up(str(error))
+            except ConnectionLost:
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _link(self, terms: Terms, greeted: Callable[[Link], Streams], timeout: float) -> Link:
+        handshake = Handshake("client", self._side.secret, self._side.name, terms=terms)
+        return Link(handshake, timeout, greeted)
+
+    async def _dial(self, link: Link, timeout: float) -> None:
+        try:
+            async with deadlines.timeout(timeout):
+                await self._open(link)
+        except (ConnectionRefusedError, FileNotFoundError) as error:
+            raise NotListening(self._say(error)) from error
+        except ConnectionResetError as error:
+            raise HandshakeCut(self._say(error)) from error
+        except ssl.SSLError as error:
+            raise HandshakeFailed(
+                f"no TLS session with {str(self._address)!r}: {error.reason or error}: does the "
+                "process there use TLS, with the same secret?"
+            ) from error
+        except OSError as error:
+            raise ConnectionLost(self._say(error)) from error
+        try:
+            await asyncio.shield(link.opened)  # it goes on if this is cancelled, see `_take_back`
+        except ConnectionLost as error:
+            plain = isinstance(self._address, TcpAddress) and not self._address.tls
+            unknown = plain and not link.handshake.introduced
+            hint = ", or expects TLS (tls:// instead of tcp://)" if unknown else ""
+            raise HandshakeCut(f"{error}{hint}") from error
+
+    async def _open(self, link: Link) -> None:
+        loop = asyncio.get_running_loop()
+        if isinstance(self._address, UnixAddress):
+            connected = await _unix_socket(self._address)
+            try:
+                transport, _ = await loop.create_unix_connection(lambda: link, sock=connected)
+            except BaseException:
+                connected.close()
+                raise
+            if not isinstance(transport, asyncio.Transport):
+                connected.detach()  # uvloop's own the descriptor, see `_unix_socket`
+        else:
+            options: dict[str, Any] = {}
+            if self._address.tls:
+                options["ssl"] = client_context(self._side.secret)
+                options["ssl_handshake_timeout"] = self._side.handshake_timeout
+            host, port = self._address.host, self._address.port
+            await loop.create_connection(lambda: link, host, port, **options)
+
+    def _say(self, error: OSError) -> str:
+        why = error.strerror or str(error) or "no answer in time"
+        return (
+            f"cannot connect to {str(self._address)!r}: {why}: is the process that serves it "
+            "running?"
+        )
+
+
+async def _unix_socket(address: UnixAddress) -> socket.socket:
+    """A socket that is connected to this address. (uvloop cannot connect to an abstract name.)
+
+    A transport of uvloop closes its descriptor, and forgets to tell the socket if it does so before
+    ``create_unix_connection`` has returned: later that would close what has the same number then.
+    """
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    made.setblocking(False)
+    try:
+        while True:
+            try:
+                made.connect(address.name)
+            except BlockingIOError:  # many connect just now: there is nothing to wait for
+                await asyncio.sleep(FIRST_PAUSE)
+            else:
+                return made
+    except BaseException:
+        made.close()
+        raise
+
+
+async def _take_back(link: Link, made: list[Connection]) -> None:
+    """The connection is not wanted any more: notify the server, which may have accepted it."""
+    if not made and link.handshake.introduced:  # the server may be about to make it
+        with contextlib.suppress(TimeoutError, WireError):
+            async with deadlines.timeout(GRACE_SECONDS):
+                await asyncio.shield(link.opened)
+    for connection in made:
+        connection.abort("whoever connected gave up")
+        try:
+            await connection.wait_closed()  # soon: the server closes the socket, or it is cut off
+        except asyncio.CancelledError:
+            link.drop()
+            raise
+
+
+def _as_before(connection: Connection, link: Link) -> Streams:
+    return connection.streams
+
+
+MAX_PENDING: Final = 128
+
+
+class PendingHandshakes:
+    """The sockets whose other side has not proved the secret yet."""
+
+    def __init__(self) -> None:
+        self._origins: dict[Link, str | None] = {}
+
+    def __iter__(self) -> Iterator[Link]:
+        return iter(tuple(self._origins))
+
+    def __len__(self) -> int:
+        return len(self._origins)
+
+    def add(self, link: Link) -> None:
+        """This socket is being accepted."""
+        self._origins[link] = None
+
+    def remove(self, link: Link) -> None:
+        """Its other side is known now, or gone."""
+        self._origins.pop(link, None)
+
+    def arrived(self, link: Link, transport: asyncio.BaseTransport) -> None:
+        """It is connected by this: if there are too many, evict another one."""
+        if link not in self._origins:
+            return
+        before = {one: origin for one, origin in self._origins.items() if origin is not None}
+        self._origins[link] = origin_of(transport)
+        if len(before) < MAX_PENDING:
+            return
+        counts = Counter(before.values())
+        evicted = min(before, key=lambda one: (-counts[before[one]], one.handshake.introduced))
+        self.remove(evicted)
+        evicted.evict(f"evicted by {MAX_PENDING} others, before it had proved the secret")
+
+
+def origin_of(transport: asyncio.BaseTransport) -> str:
+    """Where this socket comes from, as far as an attacker cannot choose it."""
+    if is_local(transport):
+        return f"process {peer_pid(transport)}"
+    peer = transport.get_extra_info("peername")
+    try:
+        address = ipaddress.ip_address(str(peer[0]).partition("%")[0])
+    except (TypeError, IndexError, ValueError):  # it has left already
+        return ""
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
+    return str(address.ipv4_mapped or ipaddress.ip_network((address, 64), strict=False))
+
+
+log = logging.getLogger(__name__)
+
+LINES: Final = 5
+"""So many are logged one by one,"""
+SECONDS: Final = 60.0
+"""and in this time only the number of the others."""
+
+
+class Rejections:
+    """Those of one server."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._address = ""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, address: str, error: WireError) -> None:
+        """One more connection to this address was not made."""
+        self._address = address
+        self._count += 1
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(SECONDS, self.count)
+        if self._count <= LINES:
+            level = logging.WARNING if isinstance(error, HandshakeFailed) else logging.INFO
+            log.log(level, "a connection to %s was not made: %s", address, error)
+
+    def count(self) -> None:
+        """Say how many were left out; those from now on are logged again."""
+        more, self._count = self._count - LINES, 0
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if more > 0:
+            log.warning(
+                "%d more connections to %s were not made within %g s: their other sides did not "
+                "prove the secret, or left before", more, self._address, SECONDS,
+            )  # fmt: skip
+
 
 NUMBER_BYTES: Final = len(NEW)
 CLOSED: Final = "the server was closed"

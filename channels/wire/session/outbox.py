@@ -11,26 +11,176 @@ frame is never more than one batch and what the transport holds already.
 What was written is kept until the peer has acknowledged it: after a cut, the next transport sends
 the rest of it first. Too much of it holds data back, but never control frames, which carry the
 acknowledgements.
+
+What was written and may have to be written again. Pure: no socket, no clock.
+
+A connection is one stream of bytes in each direction, whichever sockets carry it. Both sides count
+what arrived; what is not acknowledged is kept, and goes out again on the next socket, from the very
+byte at which the last one was cut. So nothing is lost or doubled, wherever the cut
+was, and no frame needs a number.
+
+::
+
+    0 ------------- arrived ----------------- written ----> bytes of the stream
+                       |<------ unacknowledged ---------->|
+
+Messages that were not given to the transport yet, lane by lane. Pure: no socket, no clock.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable
+from typing import Final
 
-from rlinf_async.channels.encoded import Encoded
-from rlinf_async.channels.wire.frames.framing import (
+from rlinf_async.channels.errors import MalformedFrame
+from rlinf_async.channels.untyped import Encoded
+from rlinf_async.channels.wire.frames import (
     CHUNK_BYTES,
+    CONTROL,
+    DATA,
     MAX_HEAD_BYTES,
     Bytes,
     FrameType,
+    Outgoing,
+    Share,
+    is_request,
+    outgoing,
     pack_message,
 )
-from rlinf_async.channels.wire.frames.messages import CONTROL, DATA, Share, outgoing
-from rlinf_async.channels.wire.movement import movement
-from rlinf_async.channels.wire.session.backlog import Backlog
-from rlinf_async.channels.wire.session.unacknowledged import Unacknowledged
+from rlinf_async.channels.wire.session.movement import movement
+
+MAX_UNACKNOWLEDGED_BYTES: Final = 16 * 1024**2
+"""More is not written before some of it arrived: data waits then, control goes on."""
+
+
+class Unacknowledged:
+    """The end of a stream that may not have arrived."""
+
+    def __init__(self) -> None:
+        self._limit = MAX_UNACKNOWLEDGED_BYTES
+        self._batches: deque[list[Bytes] | bytes] = deque()
+        self._ends: deque[int] = deque()  # where each of them ends
+        self.written = 0
+        """bytes, since the connection began"""
+        self.arrived = 0
+        """of them, as far as is known"""
+
+    @property
+    def pending(self) -> bool:
+        """Whether anything may have to be written again."""
+        return self.written > self.arrived
+
+    @property
+    def full(self) -> bool:
+        """Whether no more data should be written."""
+        return self.written - self.arrived >= self._limit
+
+    def add(self, batch: list[Bytes], size: int) -> None:
+        """This was written. Its parts must not change until they are acknowledged."""
+        self.written += size
+        self._batches.append(batch)
+        self._ends.append(self.written)
+
+    def add_frame(self, frame: bytes) -> None:
+        """As `add`, for what is most: one whole, small frame. The garbage collector sees nothing of
+        it."""
+        self.written += len(frame)
+        self._batches.append(frame)
+        self._ends.append(self.written)
+
+    def forget(self, arrived: int) -> None:
+        """The other side has so many bytes of the stream.
+
+        Raises:
+            MalformedFrame: it cannot have them.
+        """
+        if arrived > self.written:
+            raise MalformedFrame(f"{arrived} bytes arrived, though {self.written} were sent")
+        self.arrived = max(self.arrived, arrived)
+        ends, batches = self._ends, self._batches
+        while ends and ends[0] <= arrived:
+            ends.popleft()
+            batches.popleft()
+
+    def after(self, arrived: int) -> list[Bytes]:
+        """What is to be written again, if so much arrived.
+
+        Raises:
+            MalformedFrame: it cannot be so.
+        """
+        if arrived < self.arrived:
+            raise MalformedFrame(f"{arrived} bytes arrived, though it was said to be more before")
+        self.forget(arrived)
+        rest: list[Bytes] = []
+        for batch in self._batches:
+            rest += [batch] if isinstance(batch, bytes) else batch
+        skipped = arrived - (self.written - sum(map(len, rest)))
+        for index, part in enumerate(rest):
+            if skipped < len(part):
+                return [memoryview(part)[skipped:], *rest[index + 1 :]]
+            skipped -= len(part)
+        return []
+
+    def clear(self) -> None:
+        """Nothing will be written again."""
+        self._batches.clear()
+        self._ends.clear()
+
+
+BATCH_BYTES = CHUNK_BYTES
+
+
+class Backlog:
+    """Two lanes; what is in ``control`` goes before what is in ``data``."""
+
+    __slots__ = ("control", "data")
+
+    def __init__(self) -> None:
+        self.control: deque[Bytes] = deque()
+        """whole frames"""
+        self.data: deque[Outgoing | bytes] = deque()
+        """messages: small ones as the frame that they are"""
+
+    def withdraw(self, number: int) -> bool:
+        """Forget what was not taken of this request; whether none of it was."""
+        for message in self.data:
+            if isinstance(message, bytes):
+                if is_request(message, number):
+                    self.data.remove(message)
+                    return True
+            elif message.number == number and message.request:
+                self.data.remove(message)
+                return not message.begun
+        return False
+
+    def take(self, worked: Callable[[], int], *, only_control: bool) -> tuple[list[Bytes], int]:
+        """The next frames and their bytes: all of control, and data of about `BATCH_BYTES`, with
+        what was ``worked`` for it beside."""
+        batch: list[Bytes] = list(self.control)
+        self.control.clear()
+        size = sum(map(len, batch))
+        control = size  # however much it is, data goes on too
+        data = self.data
+        while data and not only_control and (full := control - worked() + BATCH_BYTES) > size:
+            while size < full and data and isinstance(first := data[0], bytes):
+                batch.append(first)
+                size += len(first)
+                data.popleft()
+            if size >= full or not data or isinstance(first := data[0], bytes):
+                break
+            frame = first.next_frame()
+            if frame is None:
+                data.popleft()
+                continue
+            if not frame:  # it waits for a word of the peer; its turn comes when that is read
+                break
+            batch += frame
+            size += sum(map(len, frame))
+        return batch, size
+
 
 HIGH_WATER = 256 * 1024
 LOW_WATER = 64 * 1024

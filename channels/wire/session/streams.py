@@ -8,27 +8,282 @@ when.
 
     carried by a link <--cut, resumed--> reconnecting
               \\----------- lost -------------/
+
+What happens between a cut and the next socket.
+
+The side that connected connects again; the other waits for it. This ends when the connection
+resumes on a new socket, when the patience has run out, or when the peer is known to be gone:
+nothing listens at its address, another process does, or the system says that it has died.
+
+Whether the other side still answers: a stopped process keeps its sockets open.
+
+Silence counts only while this process listens, see `deadlines`: not while it is stopped or blocked
+itself.
+
+Whether a process of this host still lives: what tells a cut from a death.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import os
+import socket
+import struct
+from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Final, Protocol
+from typing import Any, Final, Protocol, Self
+
+import msgspec
 
 from rlinf_async.channels.errors import MalformedFrame
-from rlinf_async.channels.wire.frames.framing import FrameType, pack_small
-from rlinf_async.channels.wire.movement import movement
-from rlinf_async.channels.wire.session.hangup import GRACE_SECONDS
-from rlinf_async.channels.wire.session.heartbeat import Heartbeat, HeartbeatMonitor
+from rlinf_async.channels.wire.frames import FrameType, pack_small
+from rlinf_async.channels.wire.session.busy_poll import ProgressTimer
+from rlinf_async.channels.wire.session.link import GRACE_SECONDS, Link
+from rlinf_async.channels.wire.session.movement import movement
 from rlinf_async.channels.wire.session.outbox import Outbox
-from rlinf_async.channels.wire.session.peer_process import can_watch, is_local, is_stopped, peer_pid
-from rlinf_async.channels.wire.session.progress import ProgressTimer
-from rlinf_async.channels.wire.session.reconnect import ENDED, Again, Reconnection
-from rlinf_async.channels.wire.session.socket_link import Link
-from rlinf_async.deadlines import Timer
+from rlinf_async.deadlines import Patience, Timer
+
+HEARTBEAT_LIMIT: Final = 15.0
+
+
+class Heartbeat(msgspec.Struct, frozen=True):
+    """Interval between heartbeats, and limit on silence. In seconds."""
+
+    interval: float
+    limit: float
+
+    @classmethod
+    def of(cls, limit: float, interval: float | None = None) -> Self:
+        """With an eighth of the limit as interval, at most 1 s, if none is given."""
+        return cls(min(1.0, limit / 8) if interval is None else interval, limit)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.interval < self.limit:
+            raise ValueError(
+                f"a heartbeat needs 0 < interval < limit, got interval={self.interval}, "
+                f"limit={self.limit}"
+            )
+
+
+class HeartbeatMonitor:
+    """Sends heartbeats where nothing else is sent, and watches for the peer's.
+
+    Args:
+        beat: called once for each interval.
+        silent: called when the peer was silent for so long, with the seconds; says whether to wait
+            for it once more.
+    """
+
+    def __init__(
+        self, heartbeat: Heartbeat, beat: Callable[[], None], silent: Callable[[float], bool]
+    ) -> None:
+        self._heartbeat = heartbeat
+        self._beat = beat
+        self._silent = silent
+        self._loop = asyncio.get_running_loop()
+        self._patience = Patience(heartbeat.limit, heartbeat.interval)
+        self._timer: asyncio.TimerHandle | None = None
+        self.heard = False
+        """whether anything arrived since the last beat"""
+
+    @property
+    def interval(self) -> float:
+        return self._heartbeat.interval
+
+    def start(self) -> None:
+        """Beat from now on."""
+        self.stop()
+        self._patience.renew()
+        self._timer = self._loop.call_at(self._patience.due, self._tick)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _tick(self) -> None:
+        patience = self._patience
+        if self.heard:
+            self.heard = False
+            patience.renew()
+        elif patience.look():
+            if not self._silent(self._heartbeat.limit):
+                return
+            patience.renew()
+        self._beat()
+        self._timer = self._loop.call_at(patience.due, self._tick)
+
+
+def peer_pid(transport: asyncio.BaseTransport) -> int:
+    """Which process is at the other side of a Unix socket; 0 where that cannot be known.
+
+    Its word is not needed: the kernel knows.
+    """
+    found: socket.socket | None = transport.get_extra_info("socket")
+    if found is None or not is_local(transport) or not hasattr(socket, "SO_PEERCRED"):
+        return 0
+    pid: int = struct.unpack("3i", found.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+    return pid
+
+
+def is_local(transport: asyncio.BaseTransport) -> bool:
+    """Whether this is a Unix socket: no network can cut it, only one of its two processes."""
+    found: socket.socket | None = transport.get_extra_info("socket")
+    return found is not None and found.family == socket.AF_UNIX
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether this process was stopped, as by Ctrl-Z; False where that cannot be known."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except (OSError, IndexError):
+        return False
+
+
+def can_watch(pid: int) -> bool:
+    """Whether the end of this process would be seen."""
+    return pid > 0 and hasattr(os, "pidfd_open")
+
+
+class DeathWatch:
+    """Calls back when a process has ended."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._file = -1
+
+    def start(self, pid: int, died: Callable[[], None]) -> None:
+        """Watch it from now on; of one that is gone already this is said at the loop's next turn.
+
+        Does nothing for a ``pid`` of 0, or where the system cannot tell.
+        """
+        self.stop()
+        if not can_watch(pid):
+            return
+        try:
+            self._file = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._loop.call_soon(died)
+        except OSError:
+            return
+        else:
+            self._loop.add_reader(self._file, died)
+
+    def stop(self) -> None:
+        if self._file >= 0:
+            self._loop.remove_reader(self._file)
+            os.close(self._file)
+            self._file = -1
+
+
+PATIENCE: Final = 10.0
+"""Seconds for which a cut connection is kept, unless said otherwise."""
+ENDED: Final = "its process has ended"
+
+Again = Callable[[], Coroutine[Any, Any, None]]
+
+
+def check_patience(seconds: float) -> None:
+    """Refuse an invalid time limit.
+
+    Raises:
+        ValueError: it is negative, infinite or not a number.
+    """
+    if not 0 <= seconds < float("inf"):
+        raise ValueError(
+            f"patience is a number of seconds, 0 or more, got {seconds}: 0 gives a cut connection "
+            "up at once"
+        )
+
+
+class Reconnection:
+    """Holds a cut connection until it resumes or is given up.
+
+    Args:
+        patience: seconds for which it may resume; 0: a cut ends it.
+        redial: connects again, until it works; None on the side that waits.
+        lose: called with the reason once the connection is to be given up.
+    """
+
+    def __init__(
+        self,
+        patience: float,
+        redial: Again | None,
+        lose: Callable[[str], None],
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._redial = redial
+        self._lose = lose
+        self._death = DeathWatch(self._loop)
+        self._timer: Timer | None = None
+        self._since = 0.0
+        self._reason = ""
+        self._task: asyncio.Task[None] | None = None
+        self.patience = patience
+        self.cut = False
+        self.cuts = 0
+        """how often it was cut so far"""
+
+    @property
+    def seconds(self) -> float:
+        """For how long the connection has been cut; 0 while it is not."""
+        return self._loop.time() - self._since if self.cut else 0.0
+
+    @property
+    def left(self) -> float:
+        """Seconds of patience that are left."""
+        return self.patience if self._timer is None else self._timer.left
+
+    def was_cut(self, reason: str, pid: int) -> None:
+        """Try to reach the peer, whose process is ``pid`` if that is known."""
+        self.cuts += 1
+        self._reason = reason
+        if not self.cut:  # else it was cut again while it resumed
+            self.cut = True
+            self._since = self._loop.time()
+            self._timer = Timer(self.patience, self._over)
+        self._death.start(pid, self._died)
+        if self._redial is not None and (self._task is None or self._task.done()):
+            self._task = self._loop.create_task(self._redial(), name="connecting again")
+
+    def found(self) -> None:
+        """The connection has resumed."""
+        self.cut = False
+        self._stop_watching()
+
+    def stop(self) -> None:
+        """The connection is closed or lost."""
+        self.cut = False
+        self._stop_watching()
+        if self._task is not None and self._task is not asyncio.current_task():
+            self._task.cancel()
+
+    def give_up(self, why: str) -> None:
+        """The peer cannot be reached any more."""
+        if self.cut:
+            self._lose(f"{self._reason}; {why}")
+
+    async def wait_stopped(self) -> None:
+        """Wait until connecting again has stopped."""
+        if self._task is not None and self._task is not asyncio.current_task():
+            await asyncio.wait([self._task])
+
+    # ---- inside
+
+    def _over(self) -> None:
+        self.give_up(f"it was not resumed within {self.patience:g} s")
+
+    def _died(self) -> None:
+        self._death.stop()
+        self.give_up(ENDED)
+
+    def _stop_watching(self) -> None:
+        self._death.stop()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
 
 MAX_UNSENT_MESSAGES: Final = 65_536
 """A peer that does not read its answers is not read any more from here on."""

@@ -7,6 +7,14 @@
 
 A function gets one group: all samples of one prompt that were *scored*. Samples that were not
 scored have no reward and get no advantage; they train no token and are in no baseline.
+
+Advantages without a critic: a sample is compared with the others of its group.
+
+``r_i`` is the reward of sample ``i`` of a group of ``G`` scored samples, less the KL of its tokens.
+Every token of a sample gets the sample's advantage, except with ``reinforce++``. In a group of one
+the advantage is 0, as nothing is left to compare with (verl: the raw reward).
+
+Generalised advantage estimation over the tokens of a response.
 """
 
 from __future__ import annotations
@@ -18,9 +26,11 @@ from typing import NamedTuple, Protocol
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from rlinf_async.algorithms.language.config import LanguageAdvantageConfig
-from rlinf_async.algorithms.language.kl import kl_estimate
+from rlinf_async.algorithms.advantages import AdvantageInputs, gae
+from rlinf_async.algorithms.config import AdvantageConfig, LanguageAdvantageConfig
+from rlinf_async.algorithms.language.losses import kl_estimate
 from rlinf_async.config.registry import Registry
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import TrainingSample
@@ -55,8 +65,8 @@ class GroupAdvantage(Protocol):
 group_advantages: Registry[GroupAdvantage] = Registry(
     "advantage of a language model",
     built_in=(
-        "rlinf_async.algorithms.language.group_relative",
-        "rlinf_async.algorithms.language.token_gae",
+        "rlinf_async.algorithms.language.advantages",
+        "rlinf_async.algorithms.language.advantages",
     ),
     group="rlinf_async.language_advantages",
     called_with=("group", "config"),
@@ -183,3 +193,115 @@ def _with_advantage(sample: TrainingSample, found: TokenAdvantages | None) -> Tr
     advantage[sample.loss_mask] = found.advantage
     returns[sample.loss_mask] = found.returns
     return msgspec.structs.replace(sample, advantage=advantage, returns=returns)
+
+
+Rewards = NDArray[np.float64]
+
+EPS = 1e-6
+
+
+@register_group_advantage("grpo")
+def grpo(group: Sequence[ScoredTokens], config: LanguageAdvantageConfig) -> list[TokenAdvantages]:
+    """``(r_i - mean(r)) / (std(r) + 1e-6)``, std unbiased (Shao et al. 2024, equation 4.1.1).
+
+    Without ``divide_by_std`` only the mean is subtracted (Liu et al. 2025, Dr. GRPO). Equal rewards
+    give exactly 0.
+    """
+    centred = _centred(_totals(group))
+    if config.divide_by_std and len(group) > 1:
+        centred = centred / (np.linalg.norm(centred) / np.sqrt(len(group) - 1) + EPS)
+    return _spread(group, centred)
+
+
+@register_group_advantage("rloo")
+def rloo(group: Sequence[ScoredTokens], config: LanguageAdvantageConfig) -> list[TokenAdvantages]:
+    """``r_i`` less the mean of the *others* (Ahmadian et al. 2024, equation 7).
+
+    A sample without others has no baseline and gets 0.
+    """
+    size = len(group)
+    centred = _centred(_totals(group))
+    return _spread(group, centred * (size / (size - 1)) if size > 1 else centred)
+
+
+@register_group_advantage("reinforce++_baseline")
+def reinforce_plus_plus_baseline(
+    group: Sequence[ScoredTokens], config: LanguageAdvantageConfig
+) -> list[TokenAdvantages]:
+    """``r_i - mean(r)``, whitened over the global batch afterwards (Hu et al. 2025, 3.2)."""
+    return _spread(group, _centred(_totals(group)))
+
+
+@register_group_advantage("reinforce++")
+def reinforce_plus_plus(
+    group: Sequence[ScoredTokens], config: LanguageAdvantageConfig
+) -> list[TokenAdvantages]:
+    """Reward to go ``sum_{s >= t} gamma^(s - t) r_s``, no baseline; whitened over the global batch
+    afterwards (Hu et al. 2025, equations 7 and 8)."""
+    answers = []
+    for one in group:
+        to_go = _to_go(one.reward, config.gamma)
+        answers.append(TokenAdvantages(to_go, to_go))
+    return answers
+
+
+def _totals(group: Sequence[ScoredTokens]) -> Rewards:
+    return np.array([one.total for one in group], np.float64)
+
+
+def _centred(rewards: Rewards) -> Rewards:
+    # The mean of equal numbers may differ from them in the last bit; their advantage is 0.
+    if rewards.max() == rewards.min():
+        return np.zeros_like(rewards)
+    centred: Rewards = rewards - rewards.mean()
+    return centred
+
+
+def _spread(group: Sequence[ScoredTokens], advantages: Rewards) -> list[TokenAdvantages]:
+    answers = []
+    for one, advantage in zip(group, advantages, strict=True):
+        tokens = np.full(len(one.reward), advantage, np.float32)
+        answers.append(TokenAdvantages(tokens, tokens))
+    return answers
+
+
+def _to_go(reward: Floats, gamma: float) -> Floats:
+    if gamma == 1.0:
+        return np.cumsum(reward[::-1], dtype=np.float64)[::-1].astype(np.float32)
+    to_go = np.zeros(len(reward), np.float32)
+    running = 0.0
+    for at in range(len(reward) - 1, -1, -1):
+        running = float(reward[at]) + gamma * running
+        to_go[at] = running
+    return to_go
+
+
+@register_group_advantage("gae")
+def token_gae(
+    group: Sequence[ScoredTokens], config: LanguageAdvantageConfig
+) -> list[TokenAdvantages]:
+    """Return `algorithms.gae` over tokens: a token is a step, and the last one is terminal.
+
+    Schulman et al. 2016, equation 16. Raises `ValueError` if a sample has no values.
+    """
+    if any(one.value is None for one in group):
+        raise ValueError(
+            "advantage 'gae' needs values, and a sample has none: run a critic, or choose an "
+            "advantage without one (grpo, rloo, reinforce++)"
+        )
+    lengths = [len(one.reward) for one in group]
+    # Samples are columns; elements below the last token of a shorter one are never read.
+    shape = (max(lengths), len(group))
+    reward, value = np.zeros(shape, np.float32), np.zeros((shape[0] + 1, shape[1]), np.float32)
+    ended = np.zeros(shape, np.bool_)
+    for column, (one, length) in enumerate(zip(group, lengths, strict=True)):
+        reward[:length, column] = one.reward
+        value[:length, column] = one.value
+        ended[length - 1 : length, column] = True
+    nothing = np.zeros(shape, np.float32)
+    inputs = AdvantageInputs(reward, value, ended, np.zeros_like(ended), nothing)
+    found = gae(inputs, AdvantageConfig(gamma=config.gamma, gae_lambda=config.gae_lambda))
+    return [
+        TokenAdvantages(found.advantage[:length, column], found.returns[:length, column])
+        for column, length in enumerate(lengths)
+    ]

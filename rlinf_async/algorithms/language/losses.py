@@ -6,6 +6,21 @@
 
 A named loss is defined token by token (`aggregation` reduces it), so that samples can be divided
 into micro-batches anywhere; means over a whole sample are taken through ``sample``.
+
+Weights for tokens that were sampled by another policy than the denominator of the ratio.
+
+The ratio's denominator is the *proximal* policy; with ``proximal = "step"`` the weights that the
+iteration begins with. Tokens were sampled by the *behaviour* policy: an engine with its own
+kernels, or older weights. Each token's loss is multiplied by ``w = exp(proximal - behaviour)``, a
+constant to the gradient.
+
+- ``truncated``: ``min(w, cap)`` (truncated importance sampling, Ionides 2008; for engine and
+  trainer that disagree: Yao et al. 2025).
+- ``decoupled``: ``w``, and 0 where it is above the cap (decoupled PPO, Hilton et al. 2022,
+  equation 5; leaving tokens out: Fu et al. 2025, AReaL).
+
+Estimates of KL(policy, reference) from one sampled token (Schulman 2020, "Approximating KL
+divergence").
 """
 
 from __future__ import annotations
@@ -15,10 +30,53 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from rlinf_async.algorithms.language.config import LanguageLossConfig
-from rlinf_async.algorithms.language.kl import kl_estimate
-from rlinf_async.algorithms.language.off_policy import off_policy_weights
+from rlinf_async.algorithms.config import K3_LIMIT, LOG_RATIO_LIMIT, KLEstimator, LanguageLossConfig
 from rlinf_async.config.registry import Registry
+
+
+class OffPolicyWeights(NamedTuple):
+    """Both ``[N]``."""
+
+    weight: Tensor
+    capped: Tensor
+    """1 where the cap was reached, else 0"""
+
+
+def off_policy_weights(
+    proximal_log_prob: Tensor, behaviour_log_prob: Tensor, config: LanguageLossConfig
+) -> OffPolicyWeights | None:
+    """Return the weights of ``[N]`` tokens, without gradients; None for ``off_policy = "none"``."""
+    if config.off_policy == "none":
+        return None
+    with torch.no_grad():
+        weight = (proximal_log_prob - behaviour_log_prob).exp()
+        capped = weight > config.off_policy_cap
+        left = config.off_policy_cap if config.off_policy == "truncated" else 0.0
+        return OffPolicyWeights(weight.masked_fill(capped, left), capped.to(weight.dtype))
+
+
+def kl_estimate(
+    log_prob: Tensor,
+    ref_log_prob: Tensor,
+    estimator: KLEstimator,
+    k3_limit: float = K3_LIMIT,
+) -> Tensor:
+    """Return the estimate of each token, shaped like ``log_prob``; ``d = log_prob - ref_log_prob``.
+
+    - ``k1``: ``d``. Unbiased; negative for half of the tokens or more.
+    - ``k2``: ``d^2 / 2``. Biased; its gradient is that of the true KL when the token was sampled
+      from the policy.
+    - ``k3``: ``exp(-d) - 1 + d``, at most ``k3_limit``. Never negative; unbiased where the limit is
+      not reached. As in verl, ``d`` is clamped to plus or minus 20 first, so that value and
+      gradient are finite.
+    """
+    difference = log_prob - ref_log_prob
+    if estimator == "k1":
+        return difference
+    if estimator == "k2":
+        return 0.5 * difference.square()
+    difference = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return (torch.expm1(-difference) + difference).clamp(max=k3_limit)
 
 
 class TokenLossInputs(NamedTuple):

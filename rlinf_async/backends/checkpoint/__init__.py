@@ -2,14 +2,13 @@
 
 ::
 
-    metadata.py      the contents of metadata.json
-    tensor_file.py   one file of tensors: safetensors, written in one pass with its checksum
-    folders.py       complete or absent: staging, commit, locks, retention, cleaning
-    reading.py       any checkpoint folder as global tensors
-    name_map.py      how tensor-parallel ranks split a language model's tensors
-    cutting.py       a trainer's folder, resharded for other ranks
-    resharding.py    the same with the other files of a checkpoint or a run, to resume from
-    exporting.py     a folder that transformers and vLLM load
+    folders.py      metadata.json; complete or absent: staging, commit, locks, retention, cleaning
+    tensor_file.py  one file of tensors: safetensors, written in one pass with its checksum
+    reading.py      any checkpoint folder as global tensors
+    writing.py      a snapshot of a trainer's tensors, and its writer
+    exporting.py    a folder for other ranks, to resume from; one for transformers or vLLM
+    streaming.py    copies of files and tensors in bounded memory
+    together.py     ranks that succeed or fail together
 
 Models and process groups are the concern of `rlinf_async.backends.fsdp`.
 """

@@ -7,6 +7,8 @@
 The safetensors library reads and checks it, but would write it from copies in memory and without a
 checksum, so it is written here. The header's ``__metadata__`` has the global shapes and, for each
 tensor of the file, the boxes of global tensors that it is made of.
+
+What one rank writes into a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from typing import Any, NamedTuple, Self
 
 import msgspec
 import torch
+from torch import Tensor
 
-from rlinf_async.backends.checkpoint.metadata import FileRecord
+from rlinf_async.backends.checkpoint.folders import FileRecord
 
 CHUNK_BYTES = 16 * 1024 * 1024
 LAYOUT = "rlinf_async.layout"
@@ -178,3 +181,14 @@ def checksum(path: Path) -> int:
         while chunk := file.read(CHUNK_BYTES):
             found = zlib.crc32(chunk, found)
     return found
+
+
+class Part(NamedTuple):
+    """A rank's part of the state."""
+
+    entries: list[Entry]
+    """in the order of the file"""
+    shapes: dict[str, tuple[int, ...]]
+    """of the global tensors"""
+    live: dict[str, Tensor]
+    """the tensors themselves, which training changes"""

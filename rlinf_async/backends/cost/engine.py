@@ -24,8 +24,7 @@ from rlinf_async.backends.cost.config import CostEngineConfig
 from rlinf_async.backends.language import EngineDied
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Generated, Request, Tokens
-from rlinf_async.messages.weight_errors import refuse_older
-from rlinf_async.messages.weights import WeightUpdate
+from rlinf_async.messages.weights import WeightUpdate, refuse_older
 
 TOKEN = np.ones(1, np.int32)
 LOG_PROB = np.full(1, -1.0, np.float32)

@@ -13,9 +13,8 @@ import numpy as np
 
 from rlinf_async.backends.base import RescaleReport
 from rlinf_async.backends.cost.config import CostTrainerConfig
-from rlinf_async.backends.language import MicroBatch
-from rlinf_async.backends.version_trainer import VersionTrainer
-from rlinf_async.elapse import let_pass
+from rlinf_async.backends.language import MicroBatch, VersionTrainer
+from rlinf_async.deadlines import let_pass
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import TrainingSample
 from rlinf_async.messages.weights import Allocate, WeightUpdate

@@ -1,4 +1,16 @@
-"""Settings of the FSDP backend, checked once, here. No torch."""
+"""Settings of the FSDP backend, checked once, here. No torch.
+
+What can go wrong in the FSDP backend.
+
+::
+
+    FSDPError
+    ├── OffloadedError      computation with a model that is offloaded
+    └── IdleRank            training on a rank outside the active world size
+
+`CheckpointError` is that of `rlinf_async.backends.checkpoint`, `RescaleError` that of
+`rlinf_async.backends.rescale`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +19,7 @@ from typing import Literal
 import msgspec
 
 from rlinf_async.algorithms.config import AdvantageConfig, LossConfig
-from rlinf_async.backends.optimizer_config import OptimizerConfig, SchedulerConfig
+from rlinf_async.backends.base import OptimizerConfig, SchedulerConfig
 from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.messages.weights import DEFAULT_BUCKET_BYTES
 
@@ -114,3 +126,15 @@ class EmbodiedTrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_un
             raise ValueError(f"bucket_bytes is {self.bucket_bytes}; it must be at least 1")
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}; it must be at least 0")
+
+
+class FSDPError(Exception):
+    """Base of the errors of this backend."""
+
+
+class OffloadedError(FSDPError):
+    """Call `load_param_and_grad` and `load_optimizer` first."""
+
+
+class IdleRank(FSDPError):
+    """The rank holds no part of the model: only the active ranks train."""

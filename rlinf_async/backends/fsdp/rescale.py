@@ -20,16 +20,21 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from rlinf_async.backends.base import RescaleReport
-from rlinf_async.backends.fsdp.errors import FSDPError, OffloadedError
+from rlinf_async.backends.fsdp.checkpoint import Counters
+from rlinf_async.backends.fsdp.config import FSDPError, OffloadedError
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
-from rlinf_async.backends.fsdp.meta_model import build_from_shards, shards_of
-from rlinf_async.backends.fsdp.optim import Counters
-from rlinf_async.backends.fsdp.release import break_cycles, storages_of
-from rlinf_async.backends.fsdp.sharding import Shards, reshard
-from rlinf_async.backends.fsdp.shards import NewShards, RankShards, ShardMemory
-from rlinf_async.backends.fsdp.state import MOMENTS, moment_shards, set_moments
+from rlinf_async.backends.fsdp.sharding import (
+    NewShards,
+    RankShards,
+    ShardMemory,
+    break_cycles,
+    build_from_shards,
+    shards_of,
+    storages_of,
+)
+from rlinf_async.backends.fsdp.state import MOMENTS, Shards, moment_shards, reshard, set_moments
 from rlinf_async.backends.rescale import Change, TransferGroup, rescale_together
-from rlinf_async.backends.rescale.release import collect_unless_freed, trim_heap
+from rlinf_async.backends.rescale.rescale import collect_unless_freed, trim_heap
 from rlinf_async.backends.reshard import Report
 from rlinf_async.backends.reshard.executor import DEFAULT_BUCKET_BYTES
 from rlinf_async.parallel import FSDP2, Replicated, Strategy, StrategyError

@@ -6,9 +6,10 @@
                                                                             |
     one optimizer step <--gradient / units-- backward <-- token losses x weights
 
-    config.py     settings                            packing.py    samples -> one row of tokens
-    objective.py  losses of a policy and a critic     totals.py     sums of a global batch
-    supervised.py a short warm start                  hugging_face.py  folder or config -> model
-    attention.py  each sample sees only itself        describing.py    files of a model's folder
-    kept_weights.py  other weights, by tag
+    config.py     settings
+    supervised.py a short warm start
+    objective.py  samples -> one row of tokens; losses of a policy and a critic; sums of a batch
+    model.py      folder or config -> model; each sample of a row sees only itself
+    trainer.py    what the trainers of all libraries share
+    weights.py    published in place; other weights, by tag
 """

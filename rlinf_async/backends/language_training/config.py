@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from rlinf_async.algorithms.language.config import LanguageAdvantageConfig, LanguageLossConfig
+from rlinf_async.algorithms.config import LanguageAdvantageConfig, LanguageLossConfig
 from rlinf_async.messages.weights import DEFAULT_BUCKET_BYTES
 
 

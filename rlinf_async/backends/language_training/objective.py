@@ -4,32 +4,337 @@
 
     samples --prepare--> Forward: packed tokens --model--> statistics, or values --answer--> Part
                   \\---- nothing has a gradient: `NothingToDo`
+
+The sums of a global batch: gradient, loss and metrics are divided by them once.
+
+::
+
+    micro-batch -> token losses x weights -> sum -> backward      (again and again; undivided)
+    ... the last one -> units of all ranks added up -> gradient / units -> clip -> optimizer
+
+Invariant: gradient, loss and metrics are sums over samples divided once by sums over samples, so
+they do not depend on micro-batches, on ranks, or on the order of arrival, but for rounding.
+
+Samples -> one row of tokens without padding.
+
+::
+
+    sample 0   p p p | r r r        row   p p p r r  p p r r r r     the last token of a sample is
+    sample 1   p p | r r r r r      pos   0 1 2 3 4  0 1 2 3 4 5     only ever a target
+                                    rows      * * *    * * * * *     where responses are predicted
+
+Positions begin at 0 in every sample, and attention does not cross samples (`attention`): results
+are those of the samples one by one.
+
+What the tokens of a micro-batch were drawn from, and logits restricted to it.
+
+A token that was drawn under top-k or top-p has the log-prob of the distribution over the tokens
+that were kept. They are constants: no gradient goes through which ones these are.
+
+What a policy says of the tokens of a micro-batch.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlinf_async.algorithms.language.aggregation import share_of
-from rlinf_async.algorithms.language.config import LanguageLossConfig
+from rlinf_async.algorithms.config import LanguageLossConfig, share_of
 from rlinf_async.algorithms.language.losses import TokenLossInputs, token_loss, token_value_loss
+from rlinf_async.backends.base import TrainingDiverged
+from rlinf_async.backends.language import EngineDisagrees
 from rlinf_async.backends.language_training.config import LanguageTrainingConfig
-from rlinf_async.backends.language_training.packing import Packed, pack_samples
-from rlinf_async.backends.language_training.token_statistics import TokenStatistics
-from rlinf_async.backends.language_training.totals import (
-    ENGINE_DIFFERENCE,
-    ENGINE_TOKENS,
-    NothingToDo,
-    Part,
-)
-from rlinf_async.messages.language import TrainingSample
+from rlinf_async.messages.language import Kept, Tokens, TrainingSample
+
+ENGINE_DIFFERENCE: Final = "engine_actor_difference"
+"""mean absolute difference between the engine's log-probs and the actor's, over the tokens that the
+engine has generated under the weights of the actor's forward pass"""
+ENGINE_TOKENS: Final = "engine_actor_tokens"
+"""number of those tokens"""
+
+
+class Part(NamedTuple):
+    """Contribution of one micro-batch; scalars."""
+
+    loss: Tensor
+    """weighted sum over its tokens, with its gradient"""
+    units: float
+    """share of the denominator (`aggregation.Share`)"""
+    tokens: int
+    """number of tokens that the metrics are sums over"""
+    metrics: Mapping[str, Tensor]
+    """sums over tokens"""
+
+
+class NothingToDo(NamedTuple):
+    """A micro-batch without any gradient that was not computed; it still counts."""
+
+    units: float
+
+
+class Totals:
+    """Sums over the micro-batches of this rank, then of all."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.units = 0.0
+        self.tokens = 0.0
+        self.micro_batches = 0
+
+    def add(self, part: Part | NothingToDo) -> None:
+        self.micro_batches += 1
+        self.units += part.units
+        if isinstance(part, NothingToDo):
+            return
+        self.tokens += part.tokens
+        for name, number in {"loss": part.loss.detach(), **part.metrics}.items():
+            self.sums[name] = self.sums.get(name, 0.0) + number.double()
+
+    def row(self, device: torch.device) -> Tensor:
+        """Return what is to be added up over the ranks that train on other samples, float64. Their
+        order of metrics is the same."""
+        counts = torch.tensor([self.units, self.tokens], dtype=torch.float64, device=device)
+        if not self.sums:
+            return counts
+        return torch.cat([counts, torch.stack([self.sums[name] for name in sorted(self.sums)])])
+
+    def take(self, row: Tensor) -> None:
+        """Take the sums of all ranks."""
+        self.units, self.tokens = row[:2].tolist()
+        self.sums = dict(zip(sorted(self.sums), row[2:], strict=True))
+
+    def metrics(self) -> dict[str, float]:
+        """Means: of the loss over units, of the difference to the engine over the tokens that were
+        compared, of the others over tokens."""
+        means = {name: float(total) / max(self.tokens, 1.0) for name, total in self.sums.items()}
+        means["loss"] = float(self.sums.get("loss", 0.0)) / max(self.units, 1.0)
+        if ENGINE_TOKENS in self.sums:
+            compared = means[ENGINE_TOKENS] = float(self.sums[ENGINE_TOKENS])
+            means[ENGINE_DIFFERENCE] = float(self.sums[ENGINE_DIFFERENCE]) / max(compared, 1.0)
+            if not compared:
+                del means[ENGINE_DIFFERENCE]
+        return means | {"tokens": self.tokens, "micro_batches": float(self.micro_batches)}
+
+
+def check_finite(metrics: Mapping[str, float], steps: int) -> None:
+    """Raise `TrainingDiverged` for a loss that is not finite, after so many optimizer steps."""
+    if math.isfinite(metrics["loss"]):
+        return
+    broken = [name for name, number in metrics.items() if not math.isfinite(number)]
+    raise TrainingDiverged(
+        f"the loss is {metrics['loss']} after {steps} optimizer steps (not finite: "
+        f"{', '.join(broken)}); the weights are those of before. Look for NaN in rewards and "
+        "log-probs, lower the learning rate, and go on from the last checkpoint"
+    )
+
+
+def check_engine(metrics: Mapping[str, float], tolerance: float | None, version: int) -> None:
+    """Raise `EngineDisagrees` where the engine's log-probs of the tokens that it generated under
+    this version differ from the actor's by more than the tolerance; None: by any number.
+
+    The mean ratio alone would not do: under another policy of the same support it is 1, too.
+    """
+    difference = metrics.get(ENGINE_DIFFERENCE)
+    if tolerance is None or difference is None or difference <= tolerance:
+        return
+    raise EngineDisagrees(
+        f"version {version}: the engine's log-probs of the {metrics[ENGINE_TOKENS]:.0f} tokens "
+        f"that it generated under these weights differ from the actor's by {difference:.2e} in the "
+        f"mean (allowed {tolerance:.0e}), so another distribution would be trained than was "
+        "sampled; the weights are those of before. The engine draws from other tokens than it "
+        "tells, does not serve the weights that were published, or computes in another precision "
+        "(then raise training.check_weights_tolerance)"
+    )
+
+
+class KeptTokens(NamedTuple):
+    """Of ``N`` tokens."""
+
+    bounds: Tensor
+    """``[N + 1]``, int64: of each one's part of ``ids``; an empty part is the whole vocabulary"""
+    ids: Tensor
+    """int64"""
+
+    def restrict(self, logits: Tensor, first: int = 0, start: int = 0) -> None:
+        """Make logits ``[n, V]`` minus infinity outside of what was kept, in place.
+
+        Args:
+            logits: of ``n`` of the tokens, for a part of the vocabulary.
+            first: of the tokens.
+            start: of this part of the vocabulary.
+        """
+        bounds = self.bounds[first : first + len(logits) + 1]
+        ids = self.ids[int(bounds[0]) : int(bounds[-1])] - start
+        sizes = bounds.diff()
+        rows = torch.arange(len(logits), device=logits.device).repeat_interleave(sizes)
+        inside = (ids >= 0) & (ids < logits.shape[-1])
+        outside = (sizes > 0)[:, None].expand_as(logits).contiguous()
+        outside[rows[inside], ids[inside]] = False
+        logits.masked_fill_(outside, -torch.inf)
+
+
+def pack_kept(
+    samples: Sequence[Any], chosen: Sequence[NDArray[np.int64]], device: torch.device
+) -> KeptTokens | None:
+    """Return what the chosen tokens of each sample ``[R]`` were drawn from; None: all of them from
+    the whole vocabulary.
+
+    Raises `ValueError`, naming sample and token, where one is not among those that were kept.
+    """
+    if all(sample.kept is None for sample in samples):
+        return None
+    sizes: list[NDArray[np.int64]] = []
+    ids: list[NDArray[Any]] = []
+    for sample, places in zip(samples, chosen, strict=True):
+        if sample.kept is None:
+            sizes.append(np.zeros(len(places), np.int64))
+            continue
+        _check_kept(sample)
+        kept: Kept = sample.kept
+        counts = kept.counts.astype(np.int64)
+        wanted = np.zeros(len(counts), np.bool_)
+        wanted[places] = True
+        sizes.append(counts[places])
+        ids.append(kept.token_ids[np.repeat(wanted, counts)].astype(np.int64))
+    bounds = np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
+    all_ids = np.concatenate([np.empty(0, np.int64), *ids])
+    return KeptTokens(torch.from_numpy(bounds).to(device), torch.from_numpy(all_ids).to(device))
+
+
+def _check_kept(sample: Any) -> None:
+    """Refuse a token that was not kept: its log-prob would be minus infinity."""
+    kept: Kept = sample.kept
+    name, tokens = f"sample {sample.group}/{sample.index}", sample.response_ids
+    if len(kept.counts) != len(tokens):
+        raise ValueError(
+            f"{name} has {len(tokens)} response tokens, but says of {len(kept.counts)} what they "
+            "were drawn from"
+        )
+    counts = kept.counts.astype(np.int64)
+    drawn = kept.token_ids == np.repeat(tokens, counts)
+    found = np.bincount(np.repeat(np.arange(len(tokens)), counts)[drawn], minlength=len(tokens))
+    for at in np.flatnonzero((found != 1) & (counts > 0))[:1]:
+        raise ValueError(
+            f"{name}: token {at} ({tokens[at]}) is {found[at]} times among the {counts[at]} that "
+            "it was drawn from: the engine told another set than it drew from"
+        )
+
+
+class Tokenized(Protocol):
+    """What packing needs of a sample."""
+
+    group: int
+    index: int
+    prompt_ids: Tokens
+    response_ids: Tokens
+    temperature: float
+    kept: Kept | None
+
+
+class Packed(NamedTuple):
+    """``T`` tokens of a micro-batch, ``N`` of them predict a response token."""
+
+    input_ids: Tensor
+    """``[1, T]``"""
+    position_ids: Tensor
+    """``[1, T]``"""
+    lengths: list[int]
+    """tokens of each sample in the row; their sum is ``T``"""
+    rows: Tensor
+    """``[N]``: positions in the row"""
+    targets: Tensor
+    """``[N]``: the response token that is predicted there"""
+    inverse_temperature: Tensor
+    """``[N]``, float32"""
+    kept: KeptTokens | None = None
+    """what each target was drawn from; None: the whole vocabulary"""
+
+
+def pack_samples(
+    samples: Sequence[Tokenized], masks: Sequence[NDArray[np.bool_]], device: torch.device
+) -> Packed:
+    """Pack samples; of each response, the tokens in its mask ``[R]`` are predicted.
+
+    Raises `ValueError`, naming the sample, for a prompt without tokens.
+    """
+    ids: list[NDArray[np.int64]] = []
+    positions: list[NDArray[np.int64]] = []
+    rows: list[NDArray[np.int64]] = []
+    targets: list[NDArray[np.int64]] = []
+    inverse: list[NDArray[np.float32]] = []
+    predicted: list[NDArray[np.int64]] = []
+    lengths: list[int] = []
+    start = 0
+    for sample, mask in zip(samples, masks, strict=True):
+        prompt = len(sample.prompt_ids)
+        if prompt == 0:
+            raise ValueError(
+                f"sample {sample.group}/{sample.index} has a prompt without tokens: there is "
+                "nothing to predict its first token from"
+            )
+        # With an empty response the row is the prompt, whose last token then stays.
+        whole = np.concatenate([sample.prompt_ids, sample.response_ids]).astype(np.int64)
+        length = max(len(whole) - 1, 1)
+        chosen = np.flatnonzero(mask)
+        ids.append(whole[:length])
+        positions.append(np.arange(length))
+        rows.append(start + prompt - 1 + chosen)
+        targets.append(sample.response_ids[chosen].astype(np.int64))
+        inverse.append(np.full(len(chosen), 1.0 / (sample.temperature or 1.0), np.float32))
+        predicted.append(chosen)
+        lengths.append(length)
+        start += length
+
+    def tensor(parts: list[NDArray[np.int64]] | list[NDArray[np.float32]]) -> Tensor:
+        return torch.from_numpy(np.concatenate(parts)).to(device)
+
+    return Packed(
+        tensor(ids)[None],
+        tensor(positions)[None],
+        lengths,
+        tensor(rows),
+        tensor(targets),
+        tensor(inverse),
+        pack_kept(samples, predicted, device),
+    )
+
+
+def whole_response(sample: Tokenized) -> NDArray[np.bool_]:
+    """Return the mask of every response token."""
+    return np.ones(len(sample.response_ids), np.bool_)
+
+
+def by_tokens(lengths: Sequence[int], limit: int) -> list[list[int]]:
+    """Return indices in parts of at most ``limit`` tokens each (or a single sample), longest first.
+
+    First fit on decreasing lengths, which needs at most 11/9 of the fewest parts (Johnson 1973).
+    """
+    parts: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda at: -lengths[at]):
+        fitting = next((at for at, left in enumerate(room) if lengths[index] <= left), None)
+        if fitting is None:
+            parts.append([index])
+            room.append(limit - lengths[index])
+        else:
+            parts[fitting].append(index)
+            room[fitting] -= lengths[index]
+    return parts
+
+
+class TokenStatistics(NamedTuple):
+    """Both ``[N]``, float32."""
+
+    log_prob: Tensor
+    entropy: Tensor
+
 
 SUPERVISED = LanguageLossConfig(name="supervised")
 

@@ -9,11 +9,10 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from rlinf_async.algorithms.language.advantages import compute_group_advantages
-from rlinf_async.backends.language import OPTIMIZER, PARTS
+from rlinf_async.backends.language import OPTIMIZER, PARTS, VersionCounter
 from rlinf_async.backends.language_training.config import LanguageTrainingConfig
-from rlinf_async.backends.language_training.kept_weights import STEP, KeptWeights
 from rlinf_async.backends.language_training.objective import Objective
-from rlinf_async.backends.version_trainer import VersionCounter
+from rlinf_async.backends.language_training.weights import STEP, KeptWeights
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import TrainingSample
 

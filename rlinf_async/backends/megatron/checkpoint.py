@@ -21,22 +21,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlinf_async.backends.checkpoint.errors import CheckpointError
 from rlinf_async.backends.checkpoint.folders import (
+    CheckpointError,
     being_read,
     find_checkpoint,
     fresh_staging,
     staging_folder,
 )
-from rlinf_async.backends.checkpoint.part import Part
 from rlinf_async.backends.checkpoint.reading import Saved, read_checkpoint
-from rlinf_async.backends.checkpoint.tensor_file import Box, Entry, in_file_order
+from rlinf_async.backends.checkpoint.tensor_file import Box, Entry, Part, in_file_order
 from rlinf_async.backends.checkpoint.together import fail_together
-from rlinf_async.backends.checkpoint.writer import CheckpointWriter, Content
-from rlinf_async.backends.megatron.architecture import OUTPUT_LAYER, VALUE_HEAD
+from rlinf_async.backends.checkpoint.writing import CheckpointWriter, Content
+from rlinf_async.backends.megatron.config import OUTPUT_LAYER, VALUE_HEAD
 from rlinf_async.backends.megatron.manager import MegatronModelManager
-from rlinf_async.backends.megatron.state import MOMENTS, kept_of, set_state, torch_optimizers
-from rlinf_async.backends.megatron.weights import Held, pieces_of_range
+from rlinf_async.backends.megatron.weights import (
+    MOMENTS,
+    Held,
+    kept_of,
+    pieces_of_range,
+    set_state,
+    torch_optimizers,
+)
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 KINDS = {"param": (MODEL, "")} | {kind: (OPTIMIZER, f".{kind}") for kind in MOMENTS}

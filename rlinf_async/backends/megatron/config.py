@@ -1,17 +1,141 @@
-"""Settings of the Megatron backend. No torch."""
+"""What Megatron's layers need to know of a model, from its Hugging Face configuration. No torch.
+
+Settings of the Megatron backend. No torch.
+
+Strategies that Megatron has, but this backend does not offer: refused by name. No torch.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Final, Literal
 
 import msgspec
 
+from rlinf_async.backends.base import OptimizerConfig, SchedulerConfig
 from rlinf_async.backends.language_training.config import (
     LanguageModelConfig,
     LanguageTrainingConfig,
 )
-from rlinf_async.backends.optimizer_config import OptimizerConfig, SchedulerConfig
-from rlinf_async.parallel import Strategy, StrategyError
+from rlinf_async.parallel import (
+    GlobalTensor,
+    Layout,
+    Model,
+    ModelMismatch,
+    Parameter,
+    Strategy,
+    StrategyError,
+    Whole,
+    layout,
+)
+from rlinf_async.parallel.decoders import Decoder, megatron
+from rlinf_async.parallel.splits import UNEVEN
+
+FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3")
+VOCABULARY_MULTIPLE: Final = 1
+"""the vocabulary is padded to a multiple of this times the number of tensor ranks"""
+
+OUTPUT_LAYER: Final = "output_layer."
+VALUE_HEAD: Final = "value_head."
+"""of a critic's tensors in a checkpoint"""
+
+
+class Architecture(msgspec.Struct, frozen=True, kw_only=True):
+    """What a Hugging Face configuration says of a model, as Megatron needs it."""
+
+    decoder: Decoder
+    norm_eps: float
+    rope_theta: float
+    rope_factor: float | None
+    """of Llama 3's scaling of rotary positions; None: not scaled"""
+    longest: int
+    """tokens of a sequence"""
+    padding: int | None = None
+    """token whose embedding is not trained"""
+    values: bool = False
+    """a critic: a value head in place of the output layer"""
+
+
+def architecture_of(config: Mapping[str, Any]) -> Architecture:
+    """Read a Hugging Face ``config.json``.
+
+    Raises:
+        ModelMismatch: Megatron's layers would compute something else.
+    """
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        raise ModelMismatch(
+            f"the backend 'megatron' does not train model_type {kind!r}; it trains "
+            f"{', '.join(FAMILIES)}. Use the backend 'fsdp' for others"
+        )
+    faults = []
+    if config.get("hidden_act", "silu") != "silu":
+        faults.append(f"hidden_act={config['hidden_act']!r} (only 'silu')")
+    if config.get("use_sliding_window") or (kind == "mistral" and config.get("sliding_window")):
+        faults.append(f"sliding_window={config.get('sliding_window')}")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    scaling = rope.get("rope_type", rope.get("type", "default"))
+    factor = None
+    if scaling == "llama3":
+        factor = float(rope["factor"])
+        known = {
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+        faults += [
+            f"{name}={rope[name]} of the rotary positions (only {value})"
+            for name, value in known.items()
+            if rope.get(name, value) != value
+        ]
+    elif scaling != "default":
+        faults.append(f"rotary positions of type {scaling!r} (only 'default' and 'llama3')")
+    if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
+        faults.append("partial_rotary_factor (only 1)")
+    if config.get("attention_dropout"):
+        faults.append(f"attention_dropout={config['attention_dropout']} (only 0)")
+    if faults:
+        raise ModelMismatch(
+            f"the backend 'megatron' does not train a {kind} with {', '.join(faults)}. Use the "
+            "backend 'fsdp'"
+        )
+    theta = rope.get("rope_theta", config.get("rope_theta", 10_000.0))
+    return Architecture(
+        decoder=Decoder.from_config(config),
+        norm_eps=float(config["rms_norm_eps"]),
+        rope_theta=float(theta),
+        rope_factor=factor,
+        longest=int(config["max_position_embeddings"]),
+        padding=config.get("pad_token_id"),
+    )
+
+
+def layout_of(architecture: Architecture, strategy: Strategy) -> Layout:
+    """Return who holds which slices. Raises `StrategyError` for what does not divide."""
+    decoder = architecture.decoder
+    model = megatron(decoder, vocabulary_multiple=VOCABULARY_MULTIPLE)
+    if architecture.values:
+        model = _with_value_head(model, decoder)
+    try:
+        return layout(model, strategy)
+    except StrategyError as error:  # stages have the same number of layers each here
+        raise StrategyError([one.partition(UNEVEN)[0] for one in error.faults]) from None
+
+
+def _with_value_head(model: Model, decoder: Decoder) -> Model:
+    """Return the parameters of a critic: every tensor rank has the whole head."""
+    kept = [one for one in model.parameters if one.name != OUTPUT_LAYER + "weight"]
+    head = {"weight": (1, decoder.hidden), "bias": (1,)}
+    kept += [
+        Parameter(
+            name=OUTPUT_LAYER + kind,
+            tensors=(GlobalTensor(VALUE_HEAD + kind, shape, decoder.dtype),),
+            split=Whole(),
+            stage="last",
+        )
+        for kind, shape in head.items()
+    ]
+    return Model(tuple(kept), model.layers)
 
 
 class MegatronConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -72,3 +196,50 @@ def strategy_of(cfg: MegatronConfig, world_size: int) -> Strategy:
         fault = f"tp={cfg.tp} x pp={cfg.pp} does not divide {world_size} ranks; nearest: {nearest}"
         raise StrategyError([fault])
     return Strategy(tp=cfg.tp, pp=cfg.pp, dp=world_size // part, virtual_stages=cfg.virtual_stages)
+
+
+def check_offered(architecture: Architecture, parts: Strategy, *, cp: int, ep: int) -> None:
+    """Refuse context and expert parallelism.
+
+    Args:
+        architecture: of the model.
+        parts: how each copy of the model is cut otherwise.
+        cp: ranks that share the tokens of each sample.
+        ep: ranks that share the experts of each layer.
+
+    Raises:
+        StrategyError: with the reason, and strategies for as many ranks that fit the model.
+    """
+    faults = []
+    if cp > 1:
+        faults.append(
+            f"cp={cp}: context parallelism needs the attention of Transformer Engine, on GPUs, in "
+            f"place of this backend's own; {_instead(architecture, parts, cp)}"
+        )
+    if ep > 1:
+        faults.append(
+            f"ep={ep}: expert parallelism spreads experts, and this backend trains dense models, "
+            f"which have none; {_instead(architecture, parts, ep)}"
+        )
+    if faults:
+        raise StrategyError(faults)
+
+
+def _instead(architecture: Architecture, parts: Strategy, ranks: int) -> str:
+    """What the ranks may do instead."""
+    replace = msgspec.structs.replace
+    wanted = {
+        f"tp={parts.tp * ranks}, pp={parts.pp}": replace(parts, tp=parts.tp * ranks),
+        f"tp={parts.tp}, pp={parts.pp * ranks}": replace(parts, pp=parts.pp * ranks),
+    }
+    fitting = [name for name, strategy in wanted.items() if _fits(architecture, strategy)]
+    fitting.append(f"tp={parts.tp}, pp={parts.pp} with {ranks} x the data ranks")
+    return f"nearest that fit the model: {'; '.join(fitting)}"
+
+
+def _fits(architecture: Architecture, strategy: Strategy) -> bool:
+    try:
+        layout_of(architecture, strategy)
+    except StrategyError:
+        return False
+    return True

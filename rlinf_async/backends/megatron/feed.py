@@ -14,19 +14,174 @@ rank is given its first one, or its last, before every other one has its own. Pa
 gathered from data ranks with the first one (where that overlaps with computing) and gradients
 reduced over them with the last, so nobody waits there for a rank that gave up, or for samples that
 are still to come. The step ends no later for it: it needs the last samples of every rank.
+
+What ranks tell each other that is no tensor: messages over gloo, from one rank to another.
+
+Receiving waits as long as it takes: samples come when rollouts have made them, which says nothing
+of the rank that reads them. A process that is gone is noticed all the same, by its connection. (The
+limit of a group, 30 minutes, would be one for rollouts; and for what gloo sends from rank to rank
+it cannot be changed once the group is made.)
+
+What the ranks that read samples say to each other: one of each data rank.
+
+They exchange numbers while they read a global batch, and at its end that each has all of it. Every
+exchange is one of all of them, in the same order, so a rank that failed says so in the place of its
+next one, and all have failed then: none goes on to collectives of a global batch that others have
+given up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, Final, NoReturn, TypeVar
 
-from rlinf_async.backends.language import MicroBatch
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlinf_async.backends.language import MicroBatch, RankFailed
 from rlinf_async.backends.megatron.errors import NoSamples
-from rlinf_async.backends.megatron.lane import Failure, Lane
-from rlinf_async.backends.megatron.readers import Readers
+from rlinf_async.backends.megatron.objects import decode, encode
 
 T = TypeVar("T")
+
+NO_LIMIT: Final = timedelta(days=3650)
+
+
+class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Sent in place of what a rank was to give."""
+
+    rank: int
+    cause: str
+    no_samples: bool = False
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """Return what this rank says of its error."""
+        cause = f"{type(error).__name__}: {error}"
+        return cls(dist.get_rank(), cause, isinstance(error, NoSamples))
+
+    def error(self) -> Exception:
+        """Return what every rank raises."""
+        if self.no_samples:
+            return NoSamples()
+        return RankFailed(f"rank {self.rank}, which others wait for, failed: {self.cause}")
+
+
+class Lane:
+    """The ranks of a gloo group; None: this one is alone."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        alone = group is None or dist.get_world_size(group) == 1
+        self._group = None if alone else group
+        self.ranks = [] if self._group is None else dist.get_process_group_ranks(self._group)
+        """of the group, numbered as all launched ones are; none where this one is alone"""
+        self._sending: list[tuple[dist.Work, Tensor]] = []
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is nobody to talk to."""
+        return self._group is None
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the first rank of the group."""
+        return self.ranks[:1] == [dist.get_rank()]
+
+    @property
+    def others(self) -> list[int]:
+        """The ranks but this one."""
+        return [rank for rank in self.ranks if rank != dist.get_rank()]
+
+    def send(self, value: Any, ranks: Iterable[int] | None = None) -> None:
+        """Send a value, to all others if not said to whom, without waiting for them.
+
+        Raises `TypeError`, and sends nothing, if it cannot travel.
+        """
+        data = _tensor(encode(value))
+        size = torch.tensor([len(data)])
+        for rank in self.others if ranks is None else ranks:
+            for tensor in (size, data):
+                work = dist.isend(tensor, rank, group=self._group)
+                assert work is not None
+                self._sending.append((work, tensor))
+
+    def finish(self) -> None:
+        """Wait until the others have what was sent."""
+        sending, self._sending = self._sending, []
+        for work, _ in sending:
+            work.wait(NO_LIMIT)
+
+    def receive(self, kind: type[T] | Any, source: int) -> T | Failure:
+        """Return the next value, of this type, that a rank has sent to this one, or that it failed.
+
+        Raises the `RuntimeError` of torch when that rank is gone.
+        """
+        size = torch.zeros(1, dtype=torch.int64)
+        self._receive(size, source)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        self._receive(data, source)
+        found: T | Failure = decode(data.numpy().tobytes(), kind | Failure)
+        return found
+
+    def _receive(self, tensor: Tensor, source: int) -> None:
+        work = dist.irecv(tensor, source, group=self._group)
+        assert work is not None
+        work.wait(NO_LIMIT)
+
+
+def _tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+class Readers:
+    """The reading ranks, as one of them sees them; others do not call it."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._failure: Failure | None = None
+        """of the global batch that is read; all know of it"""
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other rank reads."""
+        return self._lane.alone
+
+    def begin(self) -> None:
+        """Begin a global batch."""
+        self._failure = None
+
+    def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Return the numbers of all of them, by data rank. Collective among the ranks that read.
+
+        Raises what `Failure.error` says if any of them failed.
+        """
+        every = self._exchange(list(numbers))
+        if self._failure is not None:
+            raise self._failure.error()
+        return [one for one in every if not isinstance(one, Failure)]
+
+    def fail(self, error: BaseException) -> Failure:
+        """Have all of them fail, unless this error came from an exchange; return what all raise."""
+        own = Failure.of(error)
+        if self._failure is None:
+            self._exchange(own)
+        return self._failure or own
+
+    def _exchange(self, own: list[float] | Failure) -> list[list[float] | Failure]:
+        lane = self._lane
+        every: list[list[float] | Failure] = [own]
+        try:
+            lane.send(own)
+            others = {rank: lane.receive(list[float], rank) for rank in lane.others}
+            lane.finish()
+            every = [others.get(rank, own) for rank in lane.ranks] or [own]
+        except RuntimeError as error:  # one of them is gone: this rank's model has to hear of it
+            every = [Failure.of(error)]
+        self._failure = next((one for one in every if isinstance(one, Failure)), None)
+        return every
 
 
 class Feed:

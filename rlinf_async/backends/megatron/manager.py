@@ -5,13 +5,16 @@
     Hugging Face weights --held--> this rank's slices --stage--> gradients --optimizer--> slices
                                                                    ^
                           data ranks: summed       tensor ranks: parts       stages: own layers
+
+Megatron's gradient buffers and optimizer for a stage.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,41 +23,162 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rlinf_async.backends.base import OptimizerConfig, lr_factor
 from rlinf_async.backends.building import building
 from rlinf_async.backends.language import WEIGHTS
-from rlinf_async.backends.language_training.describing import describing_files
-from rlinf_async.backends.language_training.hugging_face import build_language_model
-from rlinf_async.backends.megatron.architecture import architecture_of, layout_of
-from rlinf_async.backends.megatron.config import MegatronConfig, strategy_of
-from rlinf_async.backends.megatron.custom_forward import (
+from rlinf_async.backends.language_training.model import build_language_model, describing_files
+from rlinf_async.backends.megatron.config import (
+    MegatronConfig,
+    architecture_of,
+    check_offered,
+    layout_of,
+    strategy_of,
+)
+from rlinf_async.backends.megatron.cpu import of_megatron
+from rlinf_async.backends.megatron.errors import IdleRank
+from rlinf_async.backends.megatron.feed import Feed, Lane, Readers
+from rlinf_async.backends.megatron.forward import (
     LogitsProcessor,
     PaddedBatch,
     custom_forward,
+    read_statistics,
+    read_values,
 )
-from rlinf_async.backends.megatron.errors import IdleRank
-from rlinf_async.backends.megatron.feed import Feed
-from rlinf_async.backends.megatron.forward import read_statistics, read_values
-from rlinf_async.backends.megatron.gathering import on_first_rank
-from rlinf_async.backends.megatron.grid import Grid, Place, make_grid
-from rlinf_async.backends.megatron.groups import Groups
-from rlinf_async.backends.megatron.lane import Lane
-from rlinf_async.backends.megatron.memory import StageMemory
-from rlinf_async.backends.megatron.model import Options, build_chunk, build_stage
-from rlinf_async.backends.megatron.offered import check_offered
-from rlinf_async.backends.megatron.offloading import Offloading
-from rlinf_async.backends.megatron.optimizer import Sharding, make_optimizer, with_gradients
-from rlinf_async.backends.megatron.readers import Readers
+from rlinf_async.backends.megatron.grid import Grid, Groups, Place, make_grid
+from rlinf_async.backends.megatron.memory import Offloading, StageMemory
+from rlinf_async.backends.megatron.model import (
+    Options,
+    buffers_in,
+    build_chunk,
+    build_stage,
+    zero_gaps,
+)
 from rlinf_async.backends.megatron.schedule import Schedule, Work, make_data_iterator_list
-from rlinf_async.backends.megatron.state import make_moments
 from rlinf_async.backends.megatron.weights import (
     Held,
     first_weights,
     held_weights,
     load_weights,
+    make_moments,
+    on_first_rank,
 )
-from rlinf_async.backends.optimizer_config import lr_factor
 from rlinf_async.backends.reshard import Arena
+from rlinf_async.backends.reshard.reserved import Empty, untouched
 from rlinf_async.parallel import DataRank, GlobalTensor
+
+
+class Sharding(msgspec.Struct, frozen=True, kw_only=True):
+    """How gradients and optimizer state are spread over data ranks."""
+
+    distributed: bool = True
+    """each data rank has a part of the optimizer state (ZeRO 1), instead of a copy of it"""
+    overlap: bool = False
+    """reduce gradients while the backward pass goes on, gather parameters while the forward pass
+    does"""
+
+    def bucket_elements(self, dp: int) -> int | None:
+        """Return the elements from which a bucket of gradients is full; None: there is one."""
+        return max(40_000_000, 1_000_000 * dp) if self.overlap else None
+
+    def places(self, dp: int) -> tuple[int | None, int]:
+        """Return what the places of parameters in Megatron's buffers depend on, besides them: the
+        size of buckets, and what each is padded to a multiple of."""
+        return self.bucket_elements(dp), math.lcm(dp, 128) if self.distributed else 1
+
+
+def with_gradients(
+    chunks: Sequence[nn.Module],
+    grid: Grid,
+    sharding: Sharding,
+    reused: Iterable[Tensor] = (),
+    empty: Empty = untouched,
+) -> list[Any]:
+    """Wrap each chunk of a stage in Megatron's data parallelism, which holds its gradients in
+    float32.
+
+    Args:
+        chunks: of a stage.
+        grid: of the ranks.
+        sharding: whether parameters have buffers, too.
+        reused: buffers to hold them in.
+        empty: makes new buffers of parameters.
+    """
+    distributed = of_megatron("distributed")
+    config = distributed.DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=sharding.overlap,
+        overlap_param_gather=sharding.overlap and sharding.distributed,
+        use_distributed_optimizer=sharding.distributed,
+        average_in_collective=False,
+        bucket_size=sharding.bucket_elements(grid.strategy.dp),
+    )
+    with buffers_in(reused, empty if sharding.distributed else None):
+        wrapped = [
+            distributed.DistributedDataParallel(
+                chunk.config, config, chunk, pg_collection=grid.groups, disable_bucketing=number > 0
+            )
+            for number, chunk in enumerate(chunks)
+        ]
+    zero_gaps(wrapped)
+    finalize = partial(_finalize, distributed.finalize_model_grads)
+    for chunk in chunks:
+        of_chunk: Any = chunk.config
+        of_chunk.finalize_model_grads_func = finalize
+        if sharding.overlap:  # reduced in the backward pass of the last micro-batch
+            no_sync = [one.no_sync for one in wrapped]
+            of_chunk.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    return wrapped
+
+
+def _finalize(finalize: Any, model: Any, tokens: Any, **groups: Any) -> None:
+    """Reduce the gradients, without dividing them by a number of tokens."""
+    finalize(model, None, **groups)
+
+
+def make_optimizer(
+    wrapped: Sequence[Any], grid: Grid, config: OptimizerConfig, sharding: Sharding
+) -> Any:
+    """Return Megatron's optimizer (AdamW) for wrapped chunks."""
+    optimizer = of_megatron("optimizer")
+    params: Any = next(wrapped[0].parameters())
+    settings = optimizer.OptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.betas[0],
+        adam_beta2=config.betas[1],
+        adam_eps=config.eps,
+        clip_grad=config.max_grad_norm or 0.0,
+        bf16=params.dtype == torch.bfloat16,
+        params_dtype=params.dtype,
+        use_distributed_optimizer=sharding.distributed,
+        overlap_param_gather=sharding.overlap and sharding.distributed,
+    )
+    with _not_compared():
+        return optimizer.get_megatron_optimizer(
+            settings, list(wrapped), use_gloo_process_groups=False, pg_collection=grid.groups
+        )
+
+
+@contextmanager
+def _not_compared() -> Iterator[None]:
+    """Make an optimizer that is not compared with those of all other processes.
+
+    Megatron gathers their kinds of parameters, for checkpoints of its own, which are not used here:
+    idle ranks would have to take part, and a rank that is lost would block the others.
+    """
+    collectives: Any = dist
+    gather = collectives.all_gather_object
+
+    def own_alone(every: list[Any], own: Any, *_: Any) -> None:
+        every[:] = [own] * len(every)
+
+    collectives.all_gather_object = own_alone
+    try:
+        yield
+    finally:
+        collectives.all_gather_object = gather
+
 
 log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

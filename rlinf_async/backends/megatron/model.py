@@ -2,26 +2,203 @@
 
 A Hugging Face configuration says what the model is: the decoders that `parallel.decoders` has name
 maps for, without experts and without attention in windows.
+
+Memory for Megatron's buffers of parameters and gradients.
+
+Megatron makes them with ``torch.zeros``, whose first touch of every page is most of what building a
+part of a model costs on a CPU. Here those of gradients are memory of the system that is 0 without
+being touched, and those of parameters memory that parameters of earlier strategies had, if there is
+some; or all are those of the part that is being replaced, where parameters lie in them in the same
+places.
+
+Attention inside each sample of a packed row, as a core attention of Megatron's layers.
+
+Transformer Engine's attention does this on GPUs. Without it, one call of PyTorch's fused attention
+for each sample: no mask is built, and no work is done for pairs of tokens of different samples.
+
+The embedding of the padding token learns nothing, as in the models of transformers.
+
+Their embeddings are made with ``padding_idx``: that row begins at 0 and gets no gradient. The norm
+behind it would make a large one of it, should the token ever be in a sample.
+
+The value head of a critic, where Megatron's model has its output layer.
+
+RMSNorm for Megatron's layers: PyTorch's, also where the sequence is cut over tensor ranks.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
-from rlinf_async.backends.megatron.architecture import VOCABULARY_MULTIPLE, Architecture
-from rlinf_async.backends.megatron.attention import PackedAttention
+from rlinf_async.backends.megatron.config import VOCABULARY_MULTIPLE, Architecture
+from rlinf_async.backends.megatron.cpu import of_megatron
 from rlinf_async.backends.megatron.grid import Grid
-from rlinf_async.backends.megatron.library import of_megatron
-from rlinf_async.backends.megatron.norms import Norm
-from rlinf_async.backends.megatron.padding import FrozenPadding
-from rlinf_async.backends.megatron.values import ValueHead
+from rlinf_async.backends.reshard.address_space import without
+from rlinf_async.backends.reshard.reserved import Empty, untouched_zeros
 from rlinf_async.parallel import Strategy
 from rlinf_async.parallel.decoders import Decoder
+
+
+@contextmanager
+def buffers_in(
+    reused: Iterable[Tensor] = (), for_parameters: Empty | None = None
+) -> Iterator[None]:
+    """Let Megatron make its buffers in these, in this order, and in new ones where there are none.
+
+    A reused buffer keeps its content; it must have the size and dtype that is asked for. Where
+    parameters have buffers, each before that of its gradients, ``for_parameters`` makes them: what
+    is between parameters is for `zero_gaps` then.
+    """
+    module = of_megatron("distributed.param_and_grad_buffer")
+    before = module.torch
+    module.torch = _Torch(reused, for_parameters)
+    try:
+        yield
+    finally:
+        module.torch = before
+
+
+def buffers_of(models: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the buffers of Megatron's wrapped chunks, in the order in which it makes them."""
+    for model in models:
+        for buffer in (*model.buffers, *model.expert_parallel_buffers):
+            yield from (one for one in (buffer.param_data, buffer.grad_data) if one is not None)
+
+
+def zero_gaps(models: Iterable[Any]) -> None:
+    """Zero what is between the parameters in their buffers, as Megatron has it."""
+    for model in models:
+        for buffer in (*model.buffers, *model.expert_parallel_buffers):
+            if buffer.param_data is not None:
+                places = (place[:2] for place in buffer.param_index_map.values())
+                for low, high in without(0, buffer.param_data.numel(), places):
+                    buffer.param_data[low:high].zero_()
+
+
+class _Torch:
+    """torch, as that one module of Megatron sees it."""
+
+    def __init__(self, reused: Iterable[Tensor], for_parameters: Empty | None) -> None:
+        self._reused = list(reused)
+        self._turns = itertools.cycle(
+            (untouched_zeros,) if for_parameters is None else (for_parameters, untouched_zeros)
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def zeros(
+        self, size: Any, *, dtype: torch.dtype | None = None, device: Any, **options: Any
+    ) -> Tensor:
+        """A buffer of ``size`` elements."""
+        if not isinstance(size, int) or dtype is None:
+            return torch.zeros(size, dtype=dtype, device=device, **options)
+        make = next(self._turns)
+        if self._reused:
+            found = self._reused.pop(0)
+            if (found.numel(), found.dtype) != (size, dtype):
+                raise ValueError(
+                    f"a buffer of {found.numel()} {found.dtype} cannot hold {size} {dtype}"
+                )
+            return found
+        return make((size,), dtype, torch.device(device))
+
+
+class PackedAttention(nn.Module):
+    """Causal attention over ``[T, heads, D]`` with fewer heads of key and value."""
+
+    def __init__(self, config: Any, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
+        super().__init__()
+        self._scale = softmax_scale
+        self._dropout = float(config.attention_dropout)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *_: Any,
+        packed_seq_params: Any = None,
+        **__: Any,
+    ) -> Tensor:
+        """Return ``[T, heads x D]``; the bounds of the samples are in ``packed_seq_params``."""
+        bounds = packed_seq_params.cu_seqlens_q
+        lengths = (bounds[1:] - bounds[:-1]).tolist()
+        parts = []
+        samples = (torch.split(one, lengths) for one in (query, key, value))
+        for q, k, v in zip(*samples, strict=True):
+            found = scaled_dot_product_attention(
+                q.transpose(0, 1),
+                k.transpose(0, 1),
+                v.transpose(0, 1),
+                is_causal=True,
+                dropout_p=self._dropout if self.training else 0.0,
+                scale=self._scale,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+            parts.append(found.transpose(0, 1))
+        return torch.cat(parts).flatten(1)
+
+
+class FrozenPadding:
+    """A hook of the embedding: hidden states of the padding token pass no gradient on."""
+
+    def __init__(self, token: int, tensor_ranks: dist.ProcessGroup) -> None:
+        self._token = token
+        self._group = tensor_ranks
+
+    def __call__(
+        self, _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor
+    ) -> Tensor:
+        """``output`` is ``[S, B, D]``, or this tensor rank's part of the tokens."""
+        ids: Tensor = named["input_ids"] if "input_ids" in named else inputs[0]
+        padding = (ids == self._token).t()
+        if len(padding) != len(output):
+            part = dist.get_rank(self._group)
+            padding = padding[part * len(output) : (part + 1) * len(output)]
+        return torch.where(padding[..., None], output.detach(), output)
+
+
+class ValueHead(nn.Module):
+    """One output, which begins at 0.
+
+    Every tensor rank has the whole head and computes the same values, so its gradients need no sum.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.sequence_parallel = bool(config.sequence_parallel)
+        """whether the hidden states are cut over tensor ranks: they are gathered before"""
+        self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+        self.bias = nn.Parameter(torch.zeros(1, dtype=config.params_dtype))
+
+    def forward(self, hidden: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, Any]:
+        """Return ``[N, 1, 1]`` of ``[N, 1, D]``, as Megatron's output layer returns logits."""
+        return nn.functional.linear(hidden, self.weight, self.bias), None
+
+
+class Norm(nn.RMSNorm):
+    """A norm, made as Megatron's layers make one.
+
+    With sequence parallelism each tensor rank sees a part of the tokens, so their gradients of the
+    norm have to be added up: Megatron does that for parameters with the mark that is set here.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        if config.sequence_parallel:
+            self.weight.sequence_parallel = True  # type: ignore[attr-defined]
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):

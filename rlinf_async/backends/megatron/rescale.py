@@ -24,13 +24,11 @@ import torch
 from torch import Tensor
 
 from rlinf_async.backends.base import RescaleReport
-from rlinf_async.backends.megatron.architecture import Architecture, layout_of
-from rlinf_async.backends.megatron.buffers import buffers_of
-from rlinf_async.backends.megatron.grid import Grid, make_grid
-from rlinf_async.backends.megatron.groups import Key
-from rlinf_async.backends.megatron.library import of_megatron
+from rlinf_async.backends.megatron.config import Architecture, layout_of
+from rlinf_async.backends.megatron.cpu import of_megatron
+from rlinf_async.backends.megatron.grid import Grid, Key, make_grid
 from rlinf_async.backends.megatron.manager import MegatronModelManager, RankModel
-from rlinf_async.backends.megatron.release import take_apart
+from rlinf_async.backends.megatron.model import buffers_of
 from rlinf_async.backends.megatron.shards import (
     MAIN,
     check_ranges,
@@ -40,16 +38,16 @@ from rlinf_async.backends.megatron.shards import (
     state_layout,
     state_of,
     stepped_weights,
+    take_apart,
     unchanged,
 )
-from rlinf_async.backends.megatron.state import MOMENTS
-from rlinf_async.backends.megatron.weights import Held, zero_padding
+from rlinf_async.backends.megatron.weights import MOMENTS, Held, zero_padding
 from rlinf_async.backends.rescale import Change, RescaleError, TransferGroup, rescale_together
-from rlinf_async.backends.rescale.release import trim_heap
+from rlinf_async.backends.rescale.rescale import trim_heap
 from rlinf_async.backends.reshard import Report, State, allocate, reshard
 from rlinf_async.backends.reshard.executor import DEFAULT_BUCKET_BYTES
 from rlinf_async.parallel import Layout, Plan, Replicated, Strategy, StrategyError, plan
-from rlinf_async.parallel.errors import nearest
+from rlinf_async.parallel.splits import nearest
 
 CPU = torch.device("cpu")
 STATE = torch.float32

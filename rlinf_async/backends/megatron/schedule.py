@@ -29,10 +29,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from rlinf_async.backends.language_training.packing import Packed
+from rlinf_async.backends.language_training.objective import Packed
+from rlinf_async.backends.megatron.cpu import of_megatron
 from rlinf_async.backends.megatron.forward import Read, SelectRows, padded, run_stage
 from rlinf_async.backends.megatron.grid import Grid
-from rlinf_async.backends.megatron.library import of_megatron
 
 
 class Work(NamedTuple):

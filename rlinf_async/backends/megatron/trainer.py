@@ -5,6 +5,16 @@
     one rank of a model reads samples --Feed--> all of its ranks --Schedule--> losses, log-probs
                                                                                   | (last stage)
                                every rank <--totals over data ranks, broadcast----+
+
+Published weights of a model that tensor ranks and stages share: each rank writes its slices.
+
+The memory in which they are published counts as one more rank of a plan, which holds nothing yet.
+So data ranks, and others that hold the same, share what there is to write.
+
+`MegatronCriticTrainer`: the `LanguageTrainer` of a critic, over Megatron.
+
+Its targets are the ``returns`` that `compute_advantages` computes from rewards and from the values
+of this critic when the samples were collected.
 """
 
 from __future__ import annotations
@@ -20,48 +30,79 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlinf_async.algorithms.language.advantages import (
-    AdvantageMoments,
-    advantage_moments,
-    whitened,
-)
-from rlinf_async.algorithms.language.config import LanguageLossConfig
+from rlinf_async.algorithms.config import LanguageLossConfig
+from rlinf_async.algorithms.language.advantages import AdvantageMoments, advantage_moments, whitened
 from rlinf_async.backends.base import RescaleReport
 from rlinf_async.backends.checkpoint.together import fail_together
-from rlinf_async.backends.checkpoint.writer import CheckpointWriter
+from rlinf_async.backends.checkpoint.writing import CheckpointWriter
 from rlinf_async.backends.language import OPTIMIZER, PARTS, WEIGHTS, MicroBatch
-from rlinf_async.backends.language_training.describing import write_model_folder
-from rlinf_async.backends.language_training.kept_weights import REFERENCE, KeptWeights
+from rlinf_async.backends.language_training.model import write_model_folder
 from rlinf_async.backends.language_training.objective import (
     SUPERVISED,
     Forward,
+    Part,
     PolicyObjective,
+    TokenStatistics,
+    Totals,
     ValueObjective,
-)
-from rlinf_async.backends.language_training.packing import (
     by_tokens,
+    check_engine,
+    check_finite,
     pack_samples,
     whole_response,
 )
-from rlinf_async.backends.language_training.token_statistics import TokenStatistics
-from rlinf_async.backends.language_training.totals import (
-    Part,
-    Totals,
-    check_engine,
-    check_finite,
-)
 from rlinf_async.backends.language_training.trainer import IterationTrainer
+from rlinf_async.backends.language_training.weights import (
+    REFERENCE,
+    KeptWeights,
+    PlacedPart,
+    publish_in_place,
+)
 from rlinf_async.backends.megatron import checkpoint
-from rlinf_async.backends.megatron.config import MegatronTrainerConfig
+from rlinf_async.backends.megatron.config import MegatronTrainerConfig, layout_of
 from rlinf_async.backends.megatron.manager import MegatronModelManager
-from rlinf_async.backends.megatron.publishing import publish_slices
 from rlinf_async.backends.megatron.rescale import check_strategy, rescale
 from rlinf_async.backends.megatron.schedule import Work
+from rlinf_async.backends.reshard.buckets import window
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import TrainingSample
 from rlinf_async.messages.weights import Allocate, WeightUpdate
-from rlinf_async.parallel import DataRank, Strategy
+from rlinf_async.parallel import DataRank, Strategy, layout, plan
+from rlinf_async.parallel.decoders import huggingface
 from rlinf_async.weights import pack
+
+
+def publish_slices(
+    manager: MegatronModelManager,
+    dtype: torch.dtype,
+    version: int,
+    bucket_bytes: int,
+    *,
+    allocate: Allocate | None,
+    previous: WeightUpdate | None,
+) -> WeightUpdate | None:
+    """Return what `publish_in_place` does, by the names of a checkpoint; None also for one rank.
+    Collective over the active ranks, whose weights are on their devices."""
+    ranks = manager.world_size
+    if ranks == 1:
+        return None
+    architecture = manager.architecture
+    published = layout(huggingface(architecture.decoder), Strategy(), ranks=(ranks,))
+    moves = plan(layout_of(architecture, manager.strategy), published)
+    live = manager.live_weights()
+    tensors = {
+        one.name: torch.empty(one.shape, dtype=dtype, device="meta")
+        for one in published.of_rank(ranks)
+    }
+    parts: dict[str, list[PlacedPart]] = {name: [] for name in tensors}
+    for run in moves.of_rank(manager.rank).sends:
+        name, size, stride, offset = run.target
+        source = window(live[run.source.buffer], run.source)
+        parts[name].append(PlacedPart(source, size, stride, offset))
+    return publish_in_place(
+        manager, tensors, parts, version, bucket_bytes, allocate=allocate, previous=previous
+    )
+
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -406,3 +447,39 @@ class MegatronTrainer(MegatronTrainerBase):
 
 def _log_probs(found: TokenStatistics) -> Tensor:
     return found.log_prob
+
+
+NOT_A_POLICY = "a critic has no {what}: ask the actor (backend 'megatron')"
+
+
+class MegatronCriticTrainer(MegatronTrainerBase):
+    """Half the squared error of values, over packed samples, for one rank of a critic."""
+
+    critic = True
+
+    def values(self, samples: Sequence[TrainingSample]) -> list[Floats]:
+        """Return values ``[R]`` before each response token of the rank that reads, on every rank of
+        its model. Collective."""
+        return self._answers(samples, _as_they_are)
+
+    def log_probs(
+        self, samples: Sequence[TrainingSample], *, reference: bool = False
+    ) -> list[Floats]:
+        """Raise `ValueError`."""
+        raise ValueError(NOT_A_POLICY.format(what="log-probs"))
+
+    def publish(self, allocate: Allocate | None = None) -> WeightUpdate:
+        """Raise `ValueError`: no engine takes a critic."""
+        raise ValueError(NOT_A_POLICY.format(what="weights to publish"))
+
+    def load(self, update: WeightUpdate) -> None:
+        """Raise `ValueError`."""
+        raise ValueError(NOT_A_POLICY.format(what="use for published weights"))
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Raise `ValueError`: a value head has no place in a Hugging Face folder."""
+        raise ValueError(NOT_A_POLICY.format(what="Hugging Face folder"))
+
+
+def _as_they_are(found: Tensor) -> Tensor:
+    return found

@@ -2,22 +2,32 @@
 
 `parallel.layout` has the slices; Megatron numbers the layers of a stage from 0 on, the layout has
 the numbers of the whole model.
+
+Weights and moments of a rank's parameters, wherever Megatron's optimizer keeps them.
+
+With the distributed optimizer a data rank has a range of each parameter's elements, in float32;
+otherwise the moments of whole parameters, and with bfloat16 their float32 copies.
+
+The whole weights of a model on rank 0, from one copy of it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlinf_async.backends.megatron.architecture import VALUE_HEAD, Architecture, layout_of
+from rlinf_async.backends.megatron.config import VALUE_HEAD, Architecture, layout_of
+from rlinf_async.backends.megatron.cpu import of_megatron
 from rlinf_async.backends.megatron.grid import Grid
-from rlinf_async.parallel import ModelMismatch, Piece
-from rlinf_async.parallel.boxes import cut_ranges
+from rlinf_async.backends.reshard.reserved import Empty, untouched
+from rlinf_async.parallel import Layout, ModelMismatch, Piece, Strategy
+from rlinf_async.parallel.regions import cut_ranges
 
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 
@@ -136,3 +146,148 @@ def _box(piece: Piece) -> tuple[slice, ...]:
 
 def _elements(piece: Piece) -> int:
     return torch.Size(piece.size).numel()
+
+
+MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+
+
+class Kept(NamedTuple):
+    """What the optimizer of this rank has of a parameter."""
+
+    optimizer: torch.optim.Optimizer
+    main: Tensor
+    """the elements that it steps, float32"""
+    start: int
+    """of them in the flat parameter"""
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The moments; empty before the first step."""
+        found: dict[str, Any] = self.optimizer.state[self.main]
+        return found
+
+
+def kept_of(optimizer: Any, parameter: nn.Parameter) -> Kept | None:
+    """Return what this rank's optimizer has of a parameter; None: other data ranks have all."""
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        places = getattr(one, "model_param_gbuf_map", None)
+        if places is not None:
+            if parameter in one.model_param_group_index_map:
+                main = one._get_main_param_and_optimizer_states(parameter)["param"]
+                start = one._get_model_param_range_map(parameter)["param"].start
+                return Kept(one.optimizer, main, start)
+            continue
+        main = getattr(parameter, "main_param", parameter)
+        if any(main is held for group in one.optimizer.param_groups for held in group["params"]):
+            return Kept(one.optimizer, main, 0)
+    return None
+
+
+def set_state(
+    optimizer: Any,
+    parameter: nn.Parameter,
+    whole: Mapping[str, Tensor],
+    steps: int,
+    empty: Empty = untouched,
+) -> None:
+    """Take a whole flat parameter, and its moments if there are any, as this rank keeps them;
+    ``empty`` makes room for these."""
+    with torch.no_grad():
+        parameter.view(-1).copy_(whole["param"])
+    kept = kept_of(optimizer, parameter)
+    if kept is None:
+        return
+    end = kept.start + kept.main.numel()
+    with torch.no_grad():
+        kept.main.view(-1).copy_(whole["param"][kept.start : end])
+    moments = {
+        name: empty(kept.main.shape, torch.float32, kept.main.device).copy_(
+            whole[name][kept.start : end].view(kept.main.shape)
+        )
+        for name in MOMENTS
+        if name in whole
+    }
+    replace_moments(kept, moments, steps)
+
+
+def replace_moments(kept: Kept, moments: Mapping[str, Tensor], steps: float) -> None:
+    """Make these very tensors the optimizer's moments, after so many steps; without moments, it
+    begins anew.
+
+    The step counter is where Megatron's Adam has it: PyTorch's has one in the state of each
+    parameter; that of Transformer Engine or Apex, which Megatron takes where one is installed, has
+    one in each group of parameters.
+    """
+    state: dict[str, Any] = dict(moments)
+    if of_megatron("optimizer").USING_PYTORCH_OPTIMIZER:
+        if moments:
+            state["step"] = torch.tensor(float(steps))
+    else:
+        for group in kept.optimizer.param_groups:
+            if any(kept.main is held for held in group["params"]):
+                group["step"] = int(steps) if moments else 0
+    kept.optimizer.state[kept.main] = state
+
+
+def make_moments(optimizer: Any, parameter: nn.Parameter, empty: Empty) -> None:
+    """Make the moments of a parameter where there are none: what the optimizer's first step would
+    do, in memory of ``empty``."""
+    kept = kept_of(optimizer, parameter)
+    if kept is None or kept.state:
+        return
+    shape, device = kept.main.shape, kept.main.device
+    replace_moments(kept, {one: empty(shape, torch.float32, device).zero_() for one in MOMENTS}, 0)
+
+
+def torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
+    """Yield PyTorch's optimizers inside of Megatron's."""
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        yield one.optimizer
+
+
+def on_first_rank(
+    held: Sequence[Held], layout: Layout, strategy: Strategy, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Return the weights by their names in a checkpoint on rank 0, on the CPU; ``{}`` elsewhere.
+
+    Collective over the active ranks. One slice travels at a time, from the first data rank of each
+    tensor rank and stage; tensors that two stages hold come from the last of them.
+
+    Args:
+        held: this rank's parameters.
+        layout: of weights under the strategy.
+        strategy: in force.
+        dtype: of what is returned.
+    """
+    rank, found = dist.get_rank(), dict[str, Tensor]()
+    shapes = {one.name: tuple(one.shape) for one in layout.tensors}
+    mine = list(own_slices(list(held)))
+    for stage in range(strategy.pp):
+        for tp in range(strategy.tp):
+            source = tp + strategy.tp * strategy.dp * stage
+            if rank == source != 0:
+                for _, data in mine:
+                    dist.send(data.to(dtype).contiguous(), 0)
+            if rank != 0:
+                continue
+            device = held[0].parameter.device
+            slices = mine if source == 0 else _received(layout, source, dtype, device)
+            for piece, data in slices:
+                if piece.tensor not in found:
+                    found[piece.tensor] = torch.zeros(shapes[piece.tensor], dtype=dtype)
+                box = tuple(
+                    slice(start, start + size)
+                    for start, size in zip(piece.start, piece.size, strict=True)
+                )
+                found[piece.tensor][box] = data.to(dtype).cpu()
+    return found
+
+
+def _received(
+    layout: Layout, source: int, dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[Piece, Tensor]]:
+    for buffer in layout.of_rank(source):
+        for piece in buffer.pieces:
+            data = torch.empty(piece.size, dtype=dtype, device=device)
+            dist.recv(data, source)
+            yield piece, data

@@ -2,12 +2,13 @@
 
 ::
 
-    config.py    name and size of a policy (no torch)
-    base.py      the base class, and the registry
-    mlp.py       one vector of numbers     factored.py   the same, for actions of several factors
-    cnn.py       images                    vision_language/   images and text, actions as tokens
-    recurrent.py one vector of numbers, and a memory
-    squashed.py  continuous actions within [-1, 1], for soft actor-critic
-    moments.py   running statistics, published with the weights
-    serving.py   a policy that answers observations in numpy
+    config.py     name and size of a policy (no torch)
+    base.py       the base class, distributions, the registry
+    mlp.py        one vector of numbers; actions of one or several factors
+    images.py     images
+    recurrent.py  one vector of numbers, and a memory
+    squashed.py   continuous actions within [-1, 1], for soft actor-critic
+    vision_language/   images and text, actions as tokens
+    moments.py    running statistics, published with the weights
+    serving.py    a policy that answers observations in numpy
 """

@@ -17,9 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rlinf_async.backends.policies.base import Evaluation, Policy, Step, register_policy
+from rlinf_async.backends.policies.base import (
+    ActionDistribution,
+    Evaluation,
+    Policy,
+    Step,
+    register_policy,
+)
 from rlinf_async.backends.policies.config import PolicyConfig, mlp_misfit
-from rlinf_async.backends.policies.distribution import ActionDistribution
 from rlinf_async.backends.policies.mlp import run_mlp, run_values, tanh_mlp
 from rlinf_async.messages.spaces import STATE
 

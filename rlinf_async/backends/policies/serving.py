@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from rlinf_async.backends.base import PolicyAnswer
-from rlinf_async.backends.policies.acting import ArrayGaussian
-from rlinf_async.backends.policies.base import Policy, find_policy
+from rlinf_async.backends.policies.base import Policy, find_policy, to_tensors
 from rlinf_async.backends.policies.config import PolicyConfig
+from rlinf_async.backends.policies.mlp import ArrayGaussian
 from rlinf_async.backends.policies.recurrent import MEMORY, RecurrentPolicy
-from rlinf_async.backends.policies.tensors import to_tensors
 from rlinf_async.messages.embodied import Floats, Ints
 from rlinf_async.messages.spaces import STATE, Seen
 from rlinf_async.messages.weights import WeightUpdate

@@ -2,7 +2,7 @@
 
 Source: Haarnoja et al. 2018, appendix C. The environment stretches actions to its bounds
 (``env.actions = "rescale"``). That of images: Yarats et al. 2019 and 2021, see
-`rlinf_async.backends.policies.encoder`.
+`rlinf_async.backends.policies.images`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rlinf_async.algorithms.sac import squashed_log_prob
+from rlinf_async.algorithms.losses import squashed_log_prob
 from rlinf_async.backends.policies.base import (
     Evaluation,
     ObservedT,
@@ -25,7 +25,7 @@ from rlinf_async.backends.policies.base import (
     register_policy,
 )
 from rlinf_async.backends.policies.config import PolicyConfig, cnn_misfit, mlp_misfit
-from rlinf_async.backends.policies.encoder import FeatureHead, ImageEncoder
+from rlinf_async.backends.policies.images import FeatureHead, ImageEncoder
 
 LOG_STD_MIN: Final = -20.0
 LOG_STD_MAX: Final = 2.0

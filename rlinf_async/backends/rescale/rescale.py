@@ -14,26 +14,168 @@ Every stage ends in an exchange of results (`transaction`). Until the commit not
 model, its optimizer or its groups is touched, so a failure or a timeout at any place on any rank
 leaves all of them as they were; the commit itself does nothing that could fail. What a stage does
 is the backend's: `Change`.
+
+`Change`: what a backend does at each stage of a change of strategy.
+
+Whether the memory of an old model is freed, and what is done where it is not.
+
+The process group in which state is moved from one strategy to another.
+
+No model computes in it: a timeout while waiting for a rank breaks the connections of the group in
+which that happened, and training must not depend on it.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import itertools
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from typing import cast
 
 import msgspec
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from rlinf_async.backends.base import RescaleReport
-from rlinf_async.backends.rescale.change import Change
 from rlinf_async.backends.rescale.errors import RescaleError, RescaleUndecided
 from rlinf_async.backends.rescale.transaction import StageResult, Transaction
 from rlinf_async.backends.reshard import NotAgreed, PeerLost, Report
 from rlinf_async.parallel import Strategy, StrategyError
+
+
+class Storages:
+    """Weak references to the storages of some tensors."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._storages: list[StorageWeakRef] = [
+            StorageWeakRef(one.untyped_storage())  # type: ignore[no-untyped-call]
+            for one in tensors
+        ]
+
+    @property
+    def freed(self) -> bool:
+        """Whether all of them are freed."""
+        return all(one.expired() for one in self._storages)  # type: ignore[no-untyped-call]
+
+
+def collect_unless_freed(storages: Storages) -> None:
+    """Run a full garbage collection if storages that should be freed are still referred to.
+
+    That is by a cycle that the backend did not break, or by the caller of a rescale.
+    """
+    if not storages.freed:
+        gc.collect()
+
+
+def trim_heap() -> None:
+    """Return freed memory to the system, where the C library can.
+
+    glibc keeps freed blocks of up to some tens of megabytes, such as an optimizer's moments, for
+    later allocations; new shards are mapped, and do not come from there.
+    """
+    trim = getattr(_c_library(), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _c_library() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(None)
+    except (OSError, TypeError):  # no such library on this platform
+        return None
+
+
+class TransferGroup:
+    """A group of all launched ranks. Every rank makes it at the same place of the program."""
+
+    def __init__(self) -> None:
+        self.group: dist.ProcessGroup | None = None
+        self._limit = timedelta(0)
+
+    def prepare(self, limit: timedelta) -> RuntimeError | None:
+        """Make the group, if it is missing or has another limit. Collective.
+
+        Returns torch's error when a rank cannot be reached, for the caller to raise when it has
+        made all other groups: torch counts them. Another attempt may be made.
+        """
+        if self.group is not None and self._limit == limit:
+            return None
+        self.forget()
+        self._limit = limit
+        everyone = list(range(dist.get_world_size()))
+        try:
+            self.group = cast(dist.ProcessGroup, dist.new_group(everyone, timeout=limit))
+        except RuntimeError as error:
+            return error
+        return None
+
+    def forget(self) -> None:
+        """Destroy the group, which may be broken; `prepare` makes another. On all ranks."""
+        broken, self.group = self.group, None
+        if broken is not None:
+            dist.destroy_process_group(broken)
+
+
+class Change(ABC):
+    """One rank's part in a change, as its backend does it. `Rescale` calls the stages in order.
+
+    Invariant: until `commit`, the model that trains, its optimizer and its groups stay as they
+    are, so that `roll_back` only drops what was made. `commit` does nothing that could fail.
+    """
+
+    @property
+    @abstractmethod
+    def transfer(self) -> TransferGroup:
+        """The group in which state is moved; it lives as long as the model."""
+
+    @property
+    @abstractmethod
+    def active(self) -> bool:
+        """Whether this rank trains: under the old strategy, after `commit` under the new one."""
+
+    @abstractmethod
+    def propose(self) -> bytes:
+        """Return what the other ranks have to know of this one; raises where it cannot change."""
+
+    @abstractmethod
+    def connect(self, proposals: Sequence[bytes], limit: timedelta) -> None:
+        """Make the process groups of the new strategy; ``proposals`` are those of all ranks.
+
+        If any rank comes here, all do. Each makes as many groups as the others, also when it
+        raises: torch counts them.
+        """
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Leave nothing in flight that the move would lose: gradients, a copy being made."""
+
+    @abstractmethod
+    def build(self) -> None:
+        """Plan, and make what the state will be moved into."""
+
+    @abstractmethod
+    def move(self, bucket_bytes: int, limit: timedelta) -> Report:
+        """Fill what was built. Collective in `transfer`."""
+
+    @abstractmethod
+    def verify(self) -> None:
+        """Have the new model and optimizer ready to train; after this only `commit` is left."""
+
+    @abstractmethod
+    def commit(self) -> None:
+        """Train with the new model from now on, and free the old one."""
+
+    @abstractmethod
+    def roll_back(self) -> None:
+        """Drop what was made, and train on with the old model. May be called at any stage."""
+
 
 _attempts = itertools.count()
 """Of this process, like torch's groups: models share one store, and all ranks rescale them in the

@@ -1,15 +1,14 @@
 """Plans of `rlinf_async.parallel`, carried out on live tensors."""
 
-from rlinf_async.backends.reshard.arena import Arena
-from rlinf_async.backends.reshard.errors import (
+from rlinf_async.backends.reshard.executor import Report, State, allocate, reshard
+from rlinf_async.backends.reshard.reserved import Arena, Reservations
+from rlinf_async.backends.reshard.signals import (
     BucketDamaged,
     BuffersDiffer,
     NotAgreed,
     PeerLost,
     ReshardError,
 )
-from rlinf_async.backends.reshard.executor import Report, State, allocate, reshard
-from rlinf_async.backends.reshard.reserved import Reservations
 
 __all__ = [
     "Arena",

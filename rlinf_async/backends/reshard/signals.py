@@ -7,6 +7,16 @@
 Every rank has a pipe for the signals of each peer. A peer opens the writing end by way of
 ``/proc``, and the owner closes its own: when the peer dies, the pipe ends at once. A rank that
 gives up signals which one it lost before, so that all name the same one.
+
+Errors while shards are moved. After each of them the old buffers are unchanged.
+
+::
+
+    ReshardError
+     +-- BuffersDiffer    this rank's buffers are not those of the layout
+     +-- PeerLost         a rank died, was cut off, or did not answer in time
+     +-- BucketDamaged    bytes that arrived are not those that were sent
+     +-- NotAgreed        this rank is done, but another failed: the new buffers must not be used
 """
 
 from __future__ import annotations
@@ -19,7 +29,27 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 
-from rlinf_async.backends.reshard.errors import PeerLost
+
+class ReshardError(RuntimeError):
+    """Base of the errors of an exchange; the new buffers are invalid, the old ones unchanged."""
+
+
+class BuffersDiffer(ReshardError):
+    """A buffer is missing, of another size or dtype, or not contiguous. Raised before any
+    exchange."""
+
+
+class PeerLost(ReshardError):
+    """The connection to a rank broke, or nothing came from it in time."""
+
+
+class BucketDamaged(ReshardError):
+    """A checksum differs."""
+
+
+class NotAgreed(ReshardError):
+    """Another rank failed; the message names it."""
+
 
 PLACE, DONE, LOST = 1, 2, 3
 """kinds: place of a bucket; its bucket was read; number of a lost rank"""

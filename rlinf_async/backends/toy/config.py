@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from rlinf_async.algorithms.language.config import LanguageLossConfig
+from rlinf_async.algorithms.config import LanguageLossConfig
 
 
 class ToyEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

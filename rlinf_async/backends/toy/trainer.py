@@ -12,13 +12,12 @@ import msgspec
 import numpy as np
 import xxhash
 
-from rlinf_async.algorithms.language.config import LanguageLossConfig
+from rlinf_async.algorithms.config import LanguageLossConfig
 from rlinf_async.backends.base import RescaleReport
-from rlinf_async.backends.language import MicroBatch
+from rlinf_async.backends.language import MicroBatch, VersionTrainer
 from rlinf_async.backends.toy.config import ToyPolicyConfig, ToyTrainerConfig
-from rlinf_async.backends.toy.responses import token_log_probs
-from rlinf_async.backends.version_trainer import VersionTrainer
-from rlinf_async.elapse import let_pass
+from rlinf_async.backends.toy.engine import token_log_probs
+from rlinf_async.deadlines import let_pass
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import TrainingSample
 from rlinf_async.messages.weights import Allocate, TensorSlot, WeightBucket, WeightUpdate

@@ -14,27 +14,270 @@ by its last bit: a token drawn near a border would be another one, and two runs 
 part. On the CPU, in float32, it does not, as rows are computed each by itself: the libraries take
 another order of summation only for fewer than `ROWS` rows, and for keys beyond a whole number of
 `SPAN`, so there is filling up to these.
+
+`RowCache`: keys and values of the rows that are decoded together, densely packed.
+
+::
+
+    keys[layer]   [rows, heads, positions, head size]      rows 0 .. count - 1 are in use
+
+A row that joins comes last; if one leaves, the last takes its place. So a decoding step reads one
+view of each layer, without a copy, however rows come and go. The model sees the interface of the
+library's own caches, of which its attention calls `update` only.
+
+Unused positions are zero or left from an earlier row, never NaN: masks hide them, and a hidden NaN
+would still come through (0 * NaN).
+
+One request inside the decoder: its tokens so far, and the random numbers of the next ones.
+
+Additive attention masks ``[rows, 1, new, seen]``: 0, or the lowest number where masked.
+
+The library takes a mask of four dimensions as it is. A model with layers of several kinds (some
+look at a window only) takes one for each kind.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rlinf_async.backends.transformers.cache import RowCache
-from rlinf_async.backends.transformers.masks import layer_kinds, make_masks
-from rlinf_async.backends.transformers.model import load_weights
-from rlinf_async.backends.transformers.row import Row
-from rlinf_async.backends.transformers.sampling import NOTHING, Rules, draw, kept_sets
-from rlinf_async.backends.transformers.tensors import ModelTensors
+from rlinf_async.backends.language import LAYER_KINDS
+from rlinf_async.backends.transformers.sampling import NOTHING, Rules, draw, kept_sets, uniforms
+from rlinf_async.backends.transformers.tensors import ModelTensors, load_weights
 from rlinf_async.messages.embodied import Floats
-from rlinf_async.messages.language import Tokens
+from rlinf_async.messages.language import Generated, Kept, Request, Tokens
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.weights import refuse_older
+
+GROWTH = 64
+"""positions added when the cache grows, at least; else half as many as it has"""
+
+
+class RowCache:
+    """Keys and values of all layers."""
+
+    is_compileable = False
+
+    def __init__(self) -> None:
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+        self._joining: tuple[slice, Tensor] | None = None
+        self._places: tuple[Tensor, Tensor] | None = None
+        self._width = 0
+        self._rows = 0
+
+    def join(self, first: int, source: Tensor, width: int) -> None:
+        """The next forward pass fills rows from ``first`` on: row ``i`` from its ``source[i]``.
+
+        Args:
+            first: as many rows are in use.
+            source: ``[joining]``, which row of the pass each one is.
+            width: positions of the pass.
+        """
+        self._reserve(first + len(source), width)
+        self._joining, self._places = (slice(first, first + len(source)), source), None
+        self._width = width
+
+    def step(self, positions: Tensor, width: int) -> None:
+        """The next forward pass adds one position to each row.
+
+        Args:
+            positions: ``[rows]``, where.
+            width: over all of them, the largest plus 1.
+        """
+        rows = len(positions)
+        self._reserve(rows, width)
+        every = torch.arange(rows, device=positions.device)
+        self._joining, self._places = None, (every, positions)
+        self._width = width
+
+    def update(
+        self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store keys and values ``[rows, heads, new, size]``; return what to attend to."""
+        if layer_idx == len(self._keys):
+            self._keys.append(self._empty(keys))
+            self._values.append(self._empty(values))
+        stored_keys, stored_values = self._keys[layer_idx], self._values[layer_idx]
+        if self._joining is not None:
+            rows, source = self._joining
+            stored_keys[rows, :, : self._width] = keys[source]
+            stored_values[rows, :, : self._width] = values[source]
+            return keys, values
+        assert self._places is not None
+        every, positions = self._places
+        stored_keys[every, :, positions] = keys[:, :, 0]
+        stored_values[every, :, positions] = values[:, :, 0]
+        count = len(every)
+        return stored_keys[:count, :, : self._width], stored_values[:count, :, : self._width]
+
+    def move(self, source: int, target: int, width: int) -> None:
+        """Copy a row's first ``width`` positions over another row."""
+        for stored in (*self._keys, *self._values):
+            stored[target, :, :width] = stored[source, :, :width]
+
+    def clear(self) -> None:
+        """Drop all rows and release the memory."""
+        self._keys, self._values, self._rows = [], [], 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the positions in use, as the library's caches do."""
+        return self._width
+
+    def _empty(self, like: Tensor) -> Tensor:
+        _, heads, _, size = like.shape
+        return like.new_zeros(self._rows, heads, self._positions, size)
+
+    def _reserve(self, rows: int, width: int) -> None:
+        if not self._rows:
+            self._rows, self._positions = rows, width + GROWTH
+            return
+        if rows > self._rows or width > self._positions:
+            old, held = self._rows, self._positions
+            self._rows = max(2 * old, rows) if rows > old else old
+            self._positions = width + max(GROWTH, held // 2) if width > held else held
+            self._keys = [self._grown(stored, old, held) for stored in self._keys]
+            self._values = [self._grown(stored, old, held) for stored in self._values]
+
+    def _grown(self, stored: Tensor, rows: int, positions: int) -> Tensor:
+        new = self._empty(stored)
+        new[:rows, :, :positions] = stored
+        return new
+
+
+Finish = Literal["stop", "length", "abort"]
+
+
+class Row:
+    """A response that grows."""
+
+    __slots__ = (
+        "_kept",
+        "_log_probs",
+        "_prompt",
+        "_random",
+        "_versions",
+        "finish",
+        "name",
+        "sampling",
+        "tokens",
+    )
+
+    def __init__(self, request: Request) -> None:
+        partial = request.partial
+        self.name = request.name
+        self.sampling = request.sampling
+        self.tokens: list[int] = request.prompt.token_ids.tolist()
+        """tokens of the prompt and the response"""
+        self._prompt = len(self.tokens)
+        self._log_probs: list[float] = []
+        self._versions: list[int] = []
+        self._kept: list[NDArray[Any]] = []
+        self.finish: Finish | None = None
+        if partial is not None:
+            self.tokens += partial.token_ids.tolist()
+            self._log_probs += partial.log_prob.tolist()
+            self._versions += partial.version.tolist()
+            if partial.kept is not None:
+                self._kept += partial.kept.sets()
+            if partial.finish == "stop":
+                self.finish = "stop"
+            elif len(self._versions) >= self.sampling.max_tokens:
+                self.finish = "length"
+        self._random: list[float] = uniforms(request.seed, self.sampling.max_tokens).tolist()
+
+    @property
+    def random(self) -> float:
+        """The random number of the next position."""
+        return self._random[len(self._versions)]
+
+    def add(
+        self,
+        token: int,
+        log_prob: float,
+        version: int,
+        kept: NDArray[Any],
+        stops: frozenset[int],
+    ) -> bool:
+        """Add a token, drawn from the ``kept`` ones (empty: from the whole vocabulary); return
+        whether the response is finished."""
+        self.tokens.append(token)
+        self._log_probs.append(log_prob)
+        self._versions.append(version)
+        if self.sampling.truncates:
+            self._kept.append(kept)
+        if token in stops:
+            self.finish = "stop"
+        elif len(self._versions) == self.sampling.max_tokens:
+            self.finish = "length"
+        return self.finish is not None
+
+    def generated(self) -> Generated:
+        """Return the response so far; its ``finish`` is ``abort`` unless it is finished."""
+        told = self.sampling.truncates and len(self._kept) == len(self._versions)
+        return Generated(
+            token_ids=np.array(self.tokens[self._prompt :], np.int32),
+            log_prob=np.array(self._log_probs, np.float32),
+            version=np.array(self._versions, np.int32),
+            finish=self.finish or "abort",
+            kept=Kept.of(self._kept) if told else None,
+        )
+
+
+Masks = Tensor | dict[str, Tensor]
+
+
+def layer_kinds(config: Any) -> list[str]:
+    """Return the kinds of layers that a model has, as its configuration names them.
+
+    Raises:
+        ValueError: it has layers that do not attend to keys and values (recurrent ones).
+    """
+    kinds: list[str] = sorted(set(getattr(config, "layer_types", None) or ()))
+    unknown = [kind for kind in kinds if kind not in LAYER_KINDS]
+    if unknown:
+        raise ValueError(
+            f"the model ({config.model_type}) has layers of kind {unknown}; the transformers "
+            f"engine supports {list(LAYER_KINDS)} only: use the vllm engine"
+        )
+    if kinds:
+        return kinds
+    return ["sliding_attention" if _window(config) else "full_attention"]
+
+
+def make_masks(config: Any, kinds: list[str], at: Tensor, width: int, dtype: torch.dtype) -> Masks:
+    """Mask what comes later, and what lies outside the window.
+
+    Args:
+        config: of the model.
+        kinds: of its layers.
+        at: ``[rows, new]`` (rows may be 1): the position of each query token.
+        width: positions of keys.
+        dtype: of the model.
+    """
+    seen = torch.arange(width, device=at.device)
+    look = seen <= at[:, None, :, None]
+    masks = {}
+    for kind in kinds:
+        window = _window(config) if kind == "sliding_attention" else None
+        within = look if window is None else look & (seen > at[:, None, :, None] - window)
+        masks[kind] = torch.zeros(within.shape, dtype=dtype, device=at.device).masked_fill_(
+            ~within, torch.finfo(dtype).min
+        )
+    return masks if len(masks) > 1 else masks[kinds[0]]
+
+
+def _window(config: Any) -> int | None:
+    if getattr(config, "use_sliding_window", True) is False:
+        return None
+    window: int | None = getattr(config, "sliding_window", None)
+    return window
+
 
 ROWS: Final = 4
 """rows of a step on the CPU, at least: fewer are multiplied as vectors, which rounds differently"""

@@ -24,19 +24,17 @@ from typing import Final, TypeVar
 
 import torch
 
+from rlinf_async.backends.base import Unbroken
 from rlinf_async.backends.building import building
 from rlinf_async.backends.language import EngineDied
 from rlinf_async.backends.transformers import decoder as decoding
 from rlinf_async.backends.transformers.config import TransformersEngineConfig
-from rlinf_async.backends.transformers.decoder import Decoder
+from rlinf_async.backends.transformers.decoder import Decoder, Row
 from rlinf_async.backends.transformers.folder import ModelFolder, open_folder
-from rlinf_async.backends.transformers.model import build_model
-from rlinf_async.backends.transformers.row import Row
-from rlinf_async.backends.unbroken import Unbroken
+from rlinf_async.backends.transformers.tensors import build_model
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Generated, Request, Tokens
-from rlinf_async.messages.weight_errors import WeightsError
-from rlinf_async.messages.weights import WeightUpdate
+from rlinf_async.messages.weights import WeightsError, WeightUpdate
 
 R = TypeVar("R")
 

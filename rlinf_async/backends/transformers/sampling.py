@@ -7,17 +7,24 @@ their log-probs are those at temperature 1 of the whole vocabulary.
 
 A row's random number at each position follows from its seed alone, so what is drawn depends neither
 on the other rows nor on where the response was interrupted.
+
+Attention of one new token per row, without copying keys and values for grouped queries.
+
+The library's own repeats each key head for all of its query heads, in every step and layer. Here
+the query heads of a group stand where new positions would: ``[rows, key heads, group, size]``. On
+one core that takes a third of the time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from rlinf_async.messages.language import Sampling
 
@@ -125,3 +132,42 @@ def _kept(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
         keep &= (before < top_p) | (top_p >= 1.0)
     keep[:, 0] = True
     return torch.zeros_like(keep).scatter_(1, places, keep)
+
+
+NAME: Final = "rlinf_async_rows"
+
+
+def register() -> str:
+    """Register this attention with the library; return its name."""
+    from transformers import AttentionInterface
+
+    interface: Any = AttentionInterface
+    interface.register(NAME, attend)
+    return NAME
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend from ``query`` ``[rows, heads, new, size]``; ``[rows, new, heads, size]``."""
+    rows, heads, new, size = query.shape
+    groups = key.shape[1]
+    if new > 1 or heads == groups:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        library: Any = sdpa_attention_forward
+        found: tuple[Tensor, None] = library(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+        return found
+    grouped = query.reshape(rows, groups, heads // groups, size)
+    output = scaled_dot_product_attention(
+        grouped, key, value, attn_mask=attention_mask, scale=scaling
+    )
+    return output.reshape(rows, 1, heads, value.shape[-1]), None

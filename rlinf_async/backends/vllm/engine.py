@@ -23,14 +23,19 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
+from rlinf_async.backends.base import Unbroken
 from rlinf_async.backends.language import EngineDied
 from rlinf_async.backends.transformers.folder import ModelFolder, open_folder
-from rlinf_async.backends.transformers.model import check_fit
-from rlinf_async.backends.transformers.tensors import ModelTensors
-from rlinf_async.backends.unbroken import Unbroken
+from rlinf_async.backends.transformers.tensors import ModelTensors, check_fit
 from rlinf_async.backends.vllm.config import VllmEngineConfig, asked_log_probs
-from rlinf_async.backends.vllm.library import dead_error, make_sampling, start_llm
-from rlinf_async.backends.vllm.outputs import collect_in_arrays, collected, joined
+from rlinf_async.backends.vllm.library import (
+    collect_in_arrays,
+    collected,
+    dead_error,
+    joined,
+    make_sampling,
+    start_llm,
+)
 from rlinf_async.backends.vllm.shared import Known, Sharing
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Generated, Request, Tokens

@@ -6,9 +6,12 @@ engine. Megatron and vLLM number the layers of a stage from 0 on; here a paramet
 number in the whole model.
 """
 
-from rlinf_async.parallel.decoders.decoder import ARCHITECTURES, Decoder
-from rlinf_async.parallel.decoders.for_huggingface import huggingface
-from rlinf_async.parallel.decoders.for_megatron import megatron
-from rlinf_async.parallel.decoders.for_vllm import vllm
+from rlinf_async.parallel.decoders.decoder import (
+    ARCHITECTURES,
+    Decoder,
+    huggingface,
+    megatron,
+    vllm,
+)
 
 __all__ = ["ARCHITECTURES", "Decoder", "huggingface", "megatron", "vllm"]

@@ -1,4 +1,11 @@
-"""Sizes of a decoder-only language model, and its global tensors by their names in checkpoints."""
+"""Sizes of a decoder-only language model, and its global tensors by their names in checkpoints.
+
+megatron-core: ``linear_qkv`` by key-value group, ``linear_fc1``; norms apart or fused.
+
+vLLM: ``qkv_proj``, ``gate_up_proj``, experts ``w13_weight`` and ``w2_weight``.
+
+transformers 5: query, key, value, gate and up apart; experts fused.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +14,19 @@ from typing import Any, Literal
 
 import msgspec
 
-from rlinf_async.parallel.errors import ModelMismatch
-from rlinf_async.parallel.splits import Column, Heads, Joined, Split
-from rlinf_async.parallel.tensors import GlobalTensor, Model, Parameter
+from rlinf_async.parallel.splits import (
+    Column,
+    GroupedHeads,
+    Heads,
+    Joined,
+    ModelMismatch,
+    Row,
+    Split,
+    Stacked,
+    Vocabulary,
+    Whole,
+)
+from rlinf_async.parallel.strategy import GlobalTensor, Model, Parameter
 
 ARCHITECTURES = ("gemma3_text", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 GATE_UP = Joined((Column(), Column()))
@@ -202,3 +219,120 @@ def _refuse_variants(kind: str, config: Mapping[str, Any]) -> None:
         faults.append(f"decoder_sparse_step={config['decoder_sparse_step']}")
     if faults:
         raise ModelMismatch(f"{kind} with {', '.join(faults)} has no name map")
+
+
+Norms = Literal["apart", "fused"]
+
+
+def megatron(one: Decoder, norms: Norms = "apart", vocabulary_multiple: int = 128) -> Model:
+    """Return the parameters of a megatron-core GPT model.
+
+    ``norms="fused"`` is the Transformer Engine spec, in which a linear layer holds the norm before
+    it. Experts are those of ``SequentialMLP``. Raises `ModelMismatch` for post-norms."""
+    if one.post_norms:
+        raise ModelMismatch("megatron-core's GPT layer has no norms after attention and MLP")
+    held: list[Parameter] = []
+    grouped = GroupedHeads(one.heads, one.kv_heads)
+    fused = norms == "fused"
+    for layer in range(one.layers):
+        name = f"decoder.layers.{layer}"
+        attention, found = f"{name}.self_attention", one.norms(layer)
+        before_qkv = (
+            f"{attention}.linear_qkv.layer_norm_weight"
+            if fused
+            else f"{name}.input_layernorm.weight"
+        )
+        before_mlp = (
+            f"{name}.mlp.linear_fc1.layer_norm_weight"
+            if fused and not one.experts
+            else f"{name}.pre_mlp_layernorm.weight"
+        )
+        held.append(parameter(before_qkv, (found["input_layernorm"],), Whole(), layer))
+        held.append(
+            parameter(f"{attention}.linear_proj.weight", (one.output(layer),), Row(), layer)
+        )
+        for kind in one.qkv_kinds():
+            qkv = f"{attention}.linear_qkv.{kind}"
+            held.append(parameter(qkv, one.qkv(layer, kind), grouped, layer))
+        if one.qk_norm:
+            for part in ("q", "k"):
+                norm = found[f"self_attn.{part}_norm"]
+                held.append(
+                    parameter(f"{attention}.{part}_layernorm.weight", (norm,), Whole(), layer)
+                )
+        held.append(parameter(before_mlp, (found["post_attention_layernorm"],), Whole(), layer))
+        held += _megatron_mlp(one, layer, f"{name}.mlp")
+    names = (
+        "embedding.word_embeddings.weight",
+        "decoder.final_layernorm.weight",
+        "output_layer.weight",
+    )
+    return between_ends(one, held, names, Vocabulary(vocabulary_multiple, per_rank=True))
+
+
+def _megatron_mlp(one: Decoder, layer: int, name: str) -> list[Parameter]:
+    gate_up, down = one.gate_up(layer), one.down(layer)
+    if not one.experts:
+        return [
+            parameter(f"{name}.linear_fc1.weight", gate_up, GATE_UP, layer),
+            parameter(f"{name}.linear_fc2.weight", down, Row(), layer),
+        ]
+    held = [parameter(f"{name}.router.weight", (one.router(layer),), Whole(), layer)]
+    for expert in range(one.experts):
+        mlp, place = f"{name}.experts.local_experts.{expert}", (expert, one.experts)
+        both = gate_up[2 * expert : 2 * expert + 2]
+        held.append(parameter(f"{mlp}.linear_fc1.weight", both, GATE_UP, layer, place))
+        held.append(parameter(f"{mlp}.linear_fc2.weight", (down[expert],), Row(), layer, place))
+    return held
+
+
+def vllm(one: Decoder) -> Model:
+    """Return the parameters of vLLM's model of the same architecture; the vocabulary padded to
+    64."""
+    held: list[Parameter] = []
+    joined = Joined(one.qkv_splits())
+    for layer in range(one.layers):
+        name = layer_name(layer)
+        for kind in one.qkv_kinds():
+            qkv = f"{name}.self_attn.qkv_proj.{kind}"
+            held.append(parameter(qkv, one.qkv(layer, kind), joined, layer))
+        held.append(parameter(one.output(layer).name, (one.output(layer),), Row(), layer))
+        held += [
+            parameter(norm.name, (norm,), Whole(), layer) for norm in one.norms(layer).values()
+        ]
+        gate_up, down = one.gate_up(layer), one.down(layer)
+        if one.experts:
+            each, back = Stacked(GATE_UP, one.experts), Stacked(Row(), one.experts)
+            held.append(parameter(one.router(layer).name, (one.router(layer),), Whole(), layer))
+            held.append(parameter(f"{one.block(layer)}.experts.w13_weight", gate_up, each, layer))
+            held.append(parameter(f"{one.block(layer)}.experts.w2_weight", down, back, layer))
+        else:
+            held.append(parameter(f"{name}.mlp.gate_up_proj.weight", gate_up, GATE_UP, layer))
+            held.append(parameter(down[0].name, down, Row(), layer))
+    names = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+    return between_ends(one, held, names, Vocabulary(64))
+
+
+def huggingface(one: Decoder) -> Model:
+    """Return the parameters of a transformers 5 model, cut over tensor ranks where they can be."""
+    held: list[Parameter] = []
+    for layer in range(one.layers):
+        name = layer_name(layer)
+        for kind in one.qkv_kinds():
+            for part, split in zip(one.qkv(layer, kind), one.qkv_splits(), strict=True):
+                held.append(parameter(part.name, (part,), split, layer))
+        held.append(parameter(one.output(layer).name, (one.output(layer),), Row(), layer))
+        held += [
+            parameter(norm.name, (norm,), Whole(), layer) for norm in one.norms(layer).values()
+        ]
+        gate_up, down = one.gate_up(layer), one.down(layer)
+        if one.experts:
+            each, back = Stacked(GATE_UP, one.experts), Stacked(Row(), one.experts)
+            held.append(parameter(f"{name}.mlp.gate.weight", (one.router(layer),), Whole(), layer))
+            held.append(parameter(f"{name}.mlp.experts.gate_up_proj", gate_up, each, layer))
+            held.append(parameter(f"{name}.mlp.experts.down_proj", down, back, layer))
+        else:
+            held += [parameter(part.name, (part,), Column(), layer) for part in gate_up]
+            held.append(parameter(down[0].name, down, Row(), layer))
+    names = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+    return between_ends(one, held, names, Vocabulary())

@@ -8,8 +8,7 @@ by its import path: ``job = "file.py:Class"``. Packages add names by the entry p
 
     run.py          a run in its folder: cluster, live view, summary, pictures
     view.py         the live view, and the trace
-    checkpoints.py  how far a run has come, and the folder of checkpoints
-    failures.py     what ends a run before its time
+    checkpoints.py  how far a run has come, and the folder of checkpoints; what ends a run early
     config.py       settings that every run has, and checks
     placement.py    which devices each role gets
     embodied/  embodied_sac/  language/    the built-in jobs
@@ -28,7 +27,7 @@ from rlinf_async.observe.summary import Summary
 
 if TYPE_CHECKING:
     from rlinf_async.runtime.jobs.placement import Plan
-    from rlinf_async.workers.context import Device
+    from rlinf_async.workers.base import Device
 
 GROUP = "rlinf_async.jobs"
 

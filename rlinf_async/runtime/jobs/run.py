@@ -22,19 +22,17 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from rlinf_async.config import UsageError, to_toml
-from rlinf_async.observe.errors import ObserveError
-from rlinf_async.observe.perfetto import read_perfetto
+from rlinf_async.observe.files import ObserveError
+from rlinf_async.observe.pictures import draw_timeline
 from rlinf_async.observe.progress import ProgressView
 from rlinf_async.observe.run_folder import RUNS, RunFolder
 from rlinf_async.observe.summary import Detail, Summary, last_line, write_summary
-from rlinf_async.observe.timeline import draw_timeline
+from rlinf_async.observe.trace import read_perfetto
 from rlinf_async.runtime.cluster import Cluster
-from rlinf_async.runtime.jobs.config import HostConfig, check_resumed
-from rlinf_async.runtime.jobs.failures import Stopped, abort_on_lost_items
-from rlinf_async.runtime.jobs.inputs import Reads, check_inputs
+from rlinf_async.runtime.jobs.checkpoints import Stopped, abort_on_lost_items
+from rlinf_async.runtime.jobs.config import HostConfig, Reads, check_inputs, check_resumed
 from rlinf_async.runtime.jobs.view import Headline, LiveView
-from rlinf_async.runtime.loop import run
-from rlinf_async.runtime.signals import Terminated, run_signals
+from rlinf_async.runtime.signals import Terminated, run, run_signals
 
 S = TypeVar("S", bound=Summary)
 S_co = TypeVar("S_co", bound=Summary, covariant=True)

@@ -20,9 +20,7 @@ from typing import Final, NamedTuple, Self
 from rlinf_async import deadlines
 from rlinf_async.channels import Channel, Edge, Statistics, Wait
 from rlinf_async.channels.wire import Traffic
-from rlinf_async.observe.counters import Counter, Rates
-from rlinf_async.observe.errors import ObserveError
-from rlinf_async.observe.perfetto import write_perfetto
+from rlinf_async.observe.files import ObserveError
 from rlinf_async.observe.progress import (
     ChannelView,
     EdgeView,
@@ -33,12 +31,11 @@ from rlinf_async.observe.progress import (
 )
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.status import Status, write_status
-from rlinf_async.observe.trace import Span
-from rlinf_async.runtime.backend import WorkerHandle
+from rlinf_async.observe.trace import Counter, Rates, Span, write_perfetto
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.signals import run_signals
-from rlinf_async.runtime.stall import internal
-from rlinf_async.runtime.supervise import Supervisor
+from rlinf_async.runtime.supervise import Supervisor, WorkerHandle
+from rlinf_async.runtime.wakers import internal
 
 PERIOD: Final = 0.25
 """seconds between two drawings"""

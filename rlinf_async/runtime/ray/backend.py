@@ -2,23 +2,53 @@
 
 ::
 
-    this process                                     an actor of Ray (rank_process.py)
+    this process                                     an actor of Ray (backend.py)
     queues of all channels                           ends of channels
     TCP, and a unix socket  <---- one connection --->  proves the cluster's secret
     Ray's API               ---- start, secret ------>
                             <--- end, what it prints -
 
 Ray owns hosts, devices, start and death; items, calls and heartbeats go over the connection.
+
+The Ray actor that is one rank's process.
+
+::
+
+    Ray                      this process                         driver
+    starts the actor  --->   listen_for_ranks (rank 0 only)  <--  address of the rendezvous
+                             prepare: main module, worker    <--  `Payload`, through Ray
+                             serve: a worker, until its end  <->  one connection, not through Ray
+    sees it end       <---                                   -->  by the end of `serve`
+
+What the worker starts is in one process group, which a small process of its own kills once this
+one is gone, however it ended: Ray kills the actor alone.
+
+A rank's process on a host of the Ray cluster, as the driver sees it.
+
+Another Python for a role (``py_executable``), asked for its versions before Ray starts it.
+
+Ray starts a program that is not there again and again without a word, and a Python of another
+version dies by SIGSEGV of the classes that Ray sends it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import multiprocessing.spawn
 import os
 import pickle
+import platform
+import re
+import shlex
 import socket
+import subprocess
+import sys
+import tempfile
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -26,37 +56,355 @@ import msgspec
 
 from rlinf_async.channels import Channel, Latest
 from rlinf_async.channels.wire import HomeMaker, Traffic
-from rlinf_async.channels.wire.session.address import TcpAddress
-from rlinf_async.runtime.backend import WorkerSpec, with_rendezvous
-from rlinf_async.runtime.child import Boot
-from rlinf_async.runtime.listeners import Listeners
-from rlinf_async.runtime.output import OutputLog
-from rlinf_async.runtime.ray.environment import check_runtime_env
-from rlinf_async.runtime.ray.hosts import Host, devices_of
-from rlinf_async.runtime.ray.interfaces import address_of
-from rlinf_async.runtime.ray.interpreters import Interpreters, environment_of
-from rlinf_async.runtime.ray.library import of_ray
-from rlinf_async.runtime.ray.output import RayOutput
-from rlinf_async.runtime.ray.process import (
-    ActorProcess,
-    how_it_ended,
-    is_lost_host,
-    kill_actor,
+from rlinf_async.channels.wire.session.endpoint import TcpAddress
+from rlinf_async.runtime.child import Boot, remove_unused_torch_cache, serve
+from rlinf_async.runtime.process import OutputLog, cannot_be_sent, check_importable
+from rlinf_async.runtime.ray.output import (
+    KILL_GROUP,
+    REMOVE_FOLDER,
+    RayOutput,
+    address_of,
+    interface_of,
+    when_this_process_ends,
 )
-from rlinf_async.runtime.ray.rank_process import (
-    Payload,
-    RankProcess,
-    Standing,
-    main_module,
-    versions,
-)
-from rlinf_async.runtime.ray.reaper import REMOVE_FOLDER, when_this_process_ends
 from rlinf_async.runtime.ray.reservation import Place, Reservations
-from rlinf_async.runtime.ray.session import RaySession, own_address
-from rlinf_async.runtime.remote_worker import RemoteWorker, RemoteWorkers
-from rlinf_async.runtime.spawning import cannot_be_sent, check_importable
-from rlinf_async.workers.context import Device
-from rlinf_async.workers.errors import BuildError
+from rlinf_async.runtime.ray.session import (
+    CALL_SECONDS,
+    Host,
+    RaySession,
+    check_runtime_env,
+    devices_of,
+    of_ray,
+    own_address,
+)
+from rlinf_async.runtime.remote_worker import Ended, Listeners, RemoteWorker, RemoteWorkers
+from rlinf_async.runtime.signals import ignore_in_worker
+from rlinf_async.runtime.supervise import WorkerSpec, with_rendezvous
+from rlinf_async.runtime.wakers import internal
+from rlinf_async.workers.base import BuildError, Device
+
+
+class Payload(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank's process is given."""
+
+    versions: dict[str, str]
+    main: dict[str, Any]
+    """how to import the driver's main module, see `main_module`"""
+    boot: bytes
+    """the pickled `Boot`: only readable once the main module is imported"""
+    interface: str
+    """network interface; empty: that of the host's address"""
+    address: str
+    """the host's address, as Ray knows it"""
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """A rank's process that is ready to serve, or what is wrong with it."""
+
+    pid: int
+    error: str = ""
+
+
+def versions() -> dict[str, str]:
+    """Versions that have to be the same on all hosts."""
+    python = ".".join(platform.python_version_tuple()[:2])
+    package: Any = sys.modules[__name__.partition(".")[0]]
+    return {"Python": python, "rlinf_async": package.__version__}
+
+
+def main_module() -> dict[str, Any]:
+    """How another process imports this one's main module: as multiprocessing does."""
+    data = multiprocessing.spawn.get_preparation_data("ray")
+    names = ("sys_path", "init_main_from_name", "init_main_from_path")
+    return {name: data[name] for name in names if name in data}
+
+
+class RankProcess:
+    """One rank's process, as an actor of Ray."""
+
+    def __init__(self) -> None:
+        self._boot: Boot | None = None
+
+    def listen_for_ranks(self, address: str, interface: str) -> str:
+        """Where the other ranks of the group meet this one, see `collective.listen_for_ranks`."""
+        from rlinf_async.workers.base import listen_for_ranks
+
+        return listen_for_ranks(address_of(interface) if interface else address)
+
+    def prepare(self, payload: bytes) -> bytes:
+        """Get ready to serve: a `Standing`. ``payload`` is a `Payload`."""
+        error = self._prepare(msgspec.msgpack.decode(payload, type=Payload))
+        return msgspec.msgpack.encode(Standing(os.getpid(), error))
+
+    def serve(self) -> bool:
+        """Serve the worker until asked to stop (True) or cut off (False)."""
+        if self._boot is None:
+            raise RuntimeError("the process was not prepared")
+        asked_to_stop = serve(self._boot)
+        remove_unused_torch_cache(Path(tempfile.gettempdir()))
+        return asked_to_stop
+
+    def _prepare(self, payload: Payload) -> str:
+        """What is wrong; empty if nothing."""
+        if payload.versions != versions():
+            return (
+                f"the driver has {in_words(payload.versions)}, but this host {in_words(versions())}"
+            )
+        _lead_group()
+        ignore_in_worker()
+        try:
+            missing = _import_main(payload.main)
+        except BaseException as error:
+            return f"the driver's main module cannot be imported: {_name(error)}"
+        try:
+            boot: Boot = pickle.loads(payload.boot)
+        except Exception as error:
+            return (
+                f"its class or arguments cannot be imported: {_name(error)}"
+                f"{missing or ''}. Install the package that defines them on every host, or ship "
+                "it: Cluster.ray(runtime_env={'working_dir': '.'})"
+            )
+        self._boot = boot
+        if boot.spec.info.collective is not None:
+            name = payload.interface or interface_of(payload.address)
+            for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                if name:
+                    os.environ.setdefault(variable, name)
+        return ""
+
+
+def _import_main(main: dict[str, Any]) -> str:
+    """Import the driver's main module as ``__main__``; says so where it is not on this host."""
+    here = set(sys.path)
+    sys.path += [one for one in main["sys_path"] if one not in here and os.path.exists(one)]
+    path = main.get("init_main_from_path")
+    if path is not None:
+        found = _on_this_host(path)
+        if found is None:
+            return f" (the script {path} is not on this host)"
+        main = main | {"init_main_from_path": found}
+    names = ("init_main_from_name", "init_main_from_path")
+    multiprocessing.spawn.prepare({name: main[name] for name in names if name in main})
+    return ""
+
+
+def _on_this_host(path: str) -> str | None:
+    """The script, at its own path or in the working directory that Ray has shipped."""
+    for one in (Path(path), Path.cwd() / Path(path).name):
+        if one.is_file():
+            return str(one)
+    return None
+
+
+def _lead_group() -> None:
+    """Lead a process group, which ends with this process."""
+    with suppress(PermissionError):  # it leads one already
+        os.setpgid(0, 0)
+    when_this_process_ends(KILL_GROUP, str(os.getpgrp()))
+
+
+def in_words(named: dict[str, str]) -> str:
+    """Versions by name, in words."""
+    return " and ".join(f"{name} {version}" for name, version in named.items())
+
+
+def _name(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+_EXIT_CODE: Final = re.compile(r"exit code (\d+)")
+_DETAILS: Final = (
+    "Worker exit detail:",
+    "The actor died because",
+    "The actor is dead because",
+    "unavailable:",
+)
+UNCONFIRMED: Final = f"it was killed, which Ray did not confirm within {CALL_SECONDS:g} s"
+HINT: Final = "; its output is in Ray's log folder on that host, /tmp/ray/session_latest/logs"
+
+
+class ActorProcess:
+    """An actor of Ray that serves one rank.
+
+    Args:
+        actor: its handle.
+        serving: reference to the result of the actor's ``serve``: by it the end is seen.
+        host: on which it runs.
+    """
+
+    exit_seconds = 10.0  # Ray may take some seconds to notice, and knows the cause
+
+    def __init__(self, session: RaySession, actor: Any, serving: Any, host: Host, pid: int) -> None:
+        self.host = host.name
+        self._node = host
+        self.pid = pid
+        self._session = session
+        self._actor = actor
+        self._loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[Ended] = self._loop.create_future()
+        self._looking: asyncio.Task[None] | None = None
+        """the search for the host, once the actor is out of reach"""
+        self._given_up: asyncio.TimerHandle | None = None
+        """ends the wait for Ray's word that the actor is killed"""
+        future: Future[Any] = serving.future()
+        future.add_done_callback(self._on_served)
+
+    def kill(self) -> None:
+        """Kill the actor; what it started is killed with it, on its host."""
+        self._session.submit(kill_actor, self._actor)
+        if self._given_up is None:
+            self._given_up = self._loop.call_later(CALL_SECONDS, self._set_ended, UNCONFIRMED)
+
+    def _on_served(self, served: Future[Any]) -> None:
+        """Note the end; in a thread of Ray's."""
+        error = served.exception()
+        self._session.submit(kill_actor, self._actor)  # it may only be out of Ray's reach
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._end, error)
+
+    def _end(self, error: BaseException | None) -> None:
+        if error is None:
+            self._set_ended("it had been asked to")
+        elif isinstance(error, of_ray("exceptions").ActorUnavailableError):
+            self._looking = internal(asyncio.create_task(self._look_for_host(error)))
+        else:
+            self._set_ended(how_it_ended(error))
+
+    async def _look_for_host(self, error: BaseException) -> None:
+        """Note the end: of the whole host, where that does not answer either."""
+        if await self._node.answers():
+            return self._set_ended(how_it_ended(error))
+        address = f"{self._node.address}:{self._node.port}"
+        self._set_ended(f"its host was lost (Ray's node at {address} does not answer)")
+
+    def _set_ended(self, how: str) -> None:
+        if self._given_up is not None:
+            self._given_up.cancel()
+        if not self.ended.done():
+            self.ended.set_result(Ended(how, HINT))
+
+
+def kill_actor(actor: Any) -> None:
+    """Kill an actor for good; it may be dead."""
+    of_ray().kill(actor, no_restart=True)
+
+
+def how_it_ended(error: BaseException) -> str:
+    """How an actor ended, in words, of the error that Ray raises for its method."""
+    errors = of_ray("exceptions")
+    text = " ".join(str(error).split())
+    if isinstance(error, errors.RayActorError) and getattr(error, "preempted", False):
+        return "its host was preempted"
+    if isinstance(error, errors.OutOfMemoryError) or "running low on memory" in text:
+        return f"its host ran out of memory ({text})"
+    if "Owner's node has crashed" in text:
+        return (
+            "Ray has ended on the driver's host ('ray stop', or a crash): all workers end with it"
+        )
+    if is_lost_host(error):
+        return f"its host was lost ({_detail(text)})"
+    if code := _EXIT_CODE.search(text):
+        return f"exit code {code[1]}"
+    if isinstance(error, errors.ActorUnavailableError):
+        return f"Ray lost its connection to it ({_detail(text)})"
+    if "End of file" in text or isinstance(error, errors.WorkerCrashedError):
+        return (
+            "it was killed (by SIGKILL, or by the kernel for want of memory), crashed, or called "
+            "os._exit; Ray does not know which"
+        )
+    return _detail(text)
+
+
+def is_lost_host(error: BaseException) -> bool:
+    """Whether an actor ended, or never ran, because its host is lost."""
+    text = str(error)
+    signs = ("node has died", "node was terminated", "NodeAffinitySchedulingStrategy")
+    return any(sign in text for sign in signs)
+
+
+def _detail(text: str) -> str:
+    """What Ray says of the end, without the identifiers of the actor before it."""
+    for start in _DETAILS:
+        _, found, detail = text.partition(start)
+        if found:
+            return detail.strip()
+    return text
+
+
+SECONDS: Final = 300.0
+"""time in which it answers; a command such as ``uv run`` may install packages first"""
+QUESTION: Final = (
+    "import json, ray; from rlinf_async.runtime.ray.backend import versions; "
+    "print(json.dumps({**versions(), 'Ray': ray.__version__}))"
+)
+
+
+class Interpreters:
+    """Checks each interpreter once on each host."""
+
+    def __init__(self, session: RaySession) -> None:
+        self._session = session
+        self._right: set[tuple[str, str]] = set()
+        """host's identifier and command"""
+
+    async def check(self, spec: WorkerSpec, command: str, host: Host) -> None:
+        """Ask the interpreter with which a rank would be started.
+
+        Raises:
+            BuildError: it is not there, cannot import what it needs, or has other versions.
+        """
+        if (host.id, command) in self._right:
+            return
+        asked = await self._session.do(_ask, command, environment_of(spec), host)
+        where = f"{spec.info.name} on {host.name}: py_executable = {command!r}"
+        try:
+            async with asyncio.timeout(2 * SECONDS):
+                answer: dict[str, str] | str = await asked
+        except TimeoutError:
+            raise BuildError(f"{where}: Ray ran no task there that could look at it") from None
+        except of_ray("exceptions").RayError as error:
+            raise BuildError(f"{where}: Ray cannot run a task there: {error}") from error
+        if isinstance(answer, str):
+            raise BuildError(f"{where}: {answer}")
+        wanted = {**versions(), "Ray": of_ray().__version__}
+        if answer != wanted:
+            raise BuildError(f"{where}: it has {in_words(answer)}, the driver {in_words(wanted)}")
+        self._right.add((host.id, command))
+
+
+def environment_of(spec: WorkerSpec) -> dict[str, str]:
+    """Return the variables that a rank's process is started with: those of its own come last."""
+    return {**spec.runtime_env.get("env_vars", {}), **spec.env_vars}
+
+
+def _ask(command: str, env_vars: dict[str, str], host: Host) -> Any:
+    """Have a task on the host ask; returns the reference to its answer."""
+    here = of_ray("util.scheduling_strategies").NodeAffinitySchedulingStrategy(host.id, soft=False)
+    task = of_ray().remote(versions_of).options(num_cpus=0, scheduling_strategy=here)
+    return task.remote(command, env_vars)
+
+
+def versions_of(command: str, env_vars: dict[str, str]) -> dict[str, str] | str:
+    """Versions that the interpreter has on this host, or what is wrong with it."""
+    try:
+        ended = subprocess.run(
+            [*shlex.split(command), "-c", QUESTION],
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            env=os.environ | env_vars,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"it does not answer within {SECONDS:g} s"
+    except (OSError, ValueError) as error:
+        return f"it cannot be run: {error}"
+    if ended.returncode:
+        said = [*ended.stderr.strip().splitlines(), f"exit code {ended.returncode}"]
+        return f"it cannot import Ray and rlinf_async: {said[-2] if said[:-1] else said[-1]}"
+    answer: dict[str, str] = json.loads(ended.stdout.splitlines()[-1])
+    return answer
+
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

@@ -3,17 +3,31 @@
 Ray reads the files that its actors print to, on every host, and sends the lines to the driver, also
 the last ones of an actor that crashed. Its own way to print them goes to the driver's terminal,
 into the progress of a run.
+
+The network interfaces of this host, and their IPv4 addresses.
+
+Something to do once this process has ended, also where it was killed.
+
+A shell waits for the end of a pipe whose other end this process holds, and does it then. Forked
+children let go of the pipe.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import os
+import socket
+import struct
+import subprocess
 import threading
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from typing import Any, Final
 
-from rlinf_async.runtime.output import OutputLog
-from rlinf_async.runtime.ray.library import of_ray
+from rlinf_async.runtime.process import OutputLog
+from rlinf_async.runtime.ray.session import of_ray
+from rlinf_async.workers.base import BuildError
 
 HANDLER = "rlinf_async"
 QUIET_SECONDS = 0.75
@@ -112,3 +126,76 @@ _division = _Division()
 def _dispatcher() -> Any:
     """What hands the lines of actors to whoever wants them; Ray has no public way to them."""
     return of_ray("_private.ray_logging").global_worker_stdstream_dispatcher
+
+
+_SIOCGIFADDR: Final = 0x8915
+"""Linux's request for the address of an interface (netdevice(7))"""
+
+
+def address_of(interface: str) -> str:
+    """The address of an interface.
+
+    Raises:
+        BuildError: this host has none of the name, or it has no IPv4 address.
+    """
+    found = _addresses()
+    if interface not in found:
+        there = ", ".join(f"{name} ({address})" for name, address in found.items())
+        raise BuildError(
+            f"{socket.gethostname()} has no interface {interface!r} with an IPv4 address: there "
+            f"is {there}"
+        )
+    return found[interface]
+
+
+def interface_of(address: str) -> str:
+    """The interface that has this address; empty where none has."""
+    return next((name for name, one in _addresses().items() if one == address), "")
+
+
+def _addresses() -> dict[str, str]:
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(asking, _SIOCGIFADDR, request)
+            except OSError:  # it has no address
+                continue
+            found[name] = socket.inet_ntoa(answer[20:24])
+    return found
+
+
+KILL_GROUP: Final = 'kill -KILL -"$1"'
+"""kill the processes of a group"""
+REMOVE_FOLDER: Final = 'rm -rf -- "$1"'
+"""remove a folder and what is in it"""
+
+
+def when_this_process_ends(what: str, argument: str) -> Callable[[], None]:
+    """Do one of the above then; returns a function that does it at once."""
+    command = ["/bin/sh", "-c", f"read -r _; {what}", "sh", argument]
+    held, end = os.pipe()
+    try:
+        shell = subprocess.Popen(
+            command,
+            stdin=held,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    finally:
+        os.close(held)
+    open_ends = [end]
+
+    def let_go() -> None:
+        while open_ends:
+            with suppress(OSError):
+                os.close(open_ends.pop())
+
+    def now() -> None:
+        let_go()
+        shell.wait()
+
+    os.register_at_fork(after_in_child=let_go)
+    return now

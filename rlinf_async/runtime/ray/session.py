@@ -1,33 +1,269 @@
 """This process's connection to a Ray cluster.
 
 Ray's API blocks: its calls are made in one thread, in order, so that the event loop goes on.
+
+The hosts of a Ray cluster by name, and their devices.
+
+A thread that makes blocking calls, one after the other, and is not waited for.
+
+Threads of `concurrent.futures` are joined when the process ends: a call that never returns, as to a
+head of Ray that stands still, would keep the process for ever.
+
+Ray's runtime environments: checked before anything is started in them.
+
+Ray's own modules: an optional dependency, imported when it is first needed, which type checkers
+need not have.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
+import importlib.util
 import logging
 import os
+import re
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor, Future
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, Final, ParamSpec, TypeVar
 
-from rlinf_async.runtime.ray.call_thread import CallThread
-from rlinf_async.runtime.ray.environment import check_runtime_env
-from rlinf_async.runtime.ray.hosts import Host, devices_of, present_hosts
-from rlinf_async.runtime.ray.library import not_installed, of_ray
+import msgspec
+
+from rlinf_async.config.registry import nearest
 from rlinf_async.runtime.signals import run_signals
-from rlinf_async.workers.context import Device
-from rlinf_async.workers.errors import BuildError
+from rlinf_async.workers.base import BuildError, Device
+
+HOST_ANSWER_SECONDS: Final = 5.0
+"""time that a host has to answer before it is taken for lost"""
+
+
+class Host(msgspec.Struct, frozen=True, kw_only=True):
+    """A host (a node, as Ray says) of a cluster."""
+
+    id: str
+    """Ray's identifier of the node"""
+    name: str
+    address: str
+    port: int
+    """at which Ray's node listens there"""
+    resources: Mapping[str, float]
+    """all that it has, by name, also what is in use"""
+
+    @property
+    def devices(self) -> list[Device]:
+        """Its accelerators, or its CPU cores where it has none."""
+        accelerators = int(self.resources.get("GPU", 0))
+        kind, count = ("cuda", accelerators) if accelerators else ("cpu", self.cores)
+        return [Device(kind, index, self.name) for index in range(count)]
+
+    @property
+    def cores(self) -> int:
+        """Number of its CPU cores, as Ray counts them."""
+        return int(self.resources.get("CPU", 0))
+
+    async def answers(self) -> bool:
+        """Whether Ray's node listens there: until Ray itself says that a host is lost, half a
+        minute goes by."""
+        return await _answers(self.address, self.port)
+
+
+def live_hosts(nodes: Iterable[Mapping[str, Any]]) -> list[Host]:
+    """The hosts of Ray's nodes that are alive, in the order of their names.
+
+    A host is known by the name that its node was given (``ray start --node-name``), else by its
+    hostname; where several nodes of one host have no names, by hostname and number.
+    """
+    alive = [node for node in nodes if node["Alive"]]
+    alive.sort(key=lambda node: (natural(_name(node)), node["NodeID"]))
+    times, seen = Counter(map(_name, alive)), Counter[str]()
+    found = []
+    for node in alive:
+        name = _name(node)
+        if times[name] > 1:
+            seen[name] += 1
+            name = f"{name}-{seen[name] - 1}"
+        found.append(
+            Host(
+                id=node["NodeID"],
+                name=name,
+                address=node["NodeManagerAddress"],
+                port=node["NodeManagerPort"],
+                resources=dict(node["Resources"]),
+            )
+        )
+    return found
+
+
+async def present_hosts(nodes: Iterable[Mapping[str, Any]]) -> list[Host]:
+    """As `live_hosts`; of several nodes with one name only those that answer.
+
+    Where a host was started again, Ray takes its former node for alive for another while.
+    """
+    alive = [node for node in nodes if node["Alive"]]
+    times = Counter(map(_name, alive))
+    twice = [node for node in alive if times[_name(node)] > 1]
+    there = await asyncio.gather(
+        *(_answers(node["NodeManagerAddress"], node["NodeManagerPort"]) for node in twice)
+    )
+    gone = {node["NodeID"] for node, answers in zip(twice, there, strict=True) if not answers}
+    return live_hosts(node for node in alive if node["NodeID"] not in gone)
+
+
+async def answering(hosts: Sequence[Host]) -> list[Host]:
+    """Those that answer."""
+    answers = await asyncio.gather(*(host.answers() for host in hosts))
+    return [host for host, there in zip(hosts, answers, strict=True) if there]
+
+
+def devices_of(hosts: Sequence[Host]) -> tuple[Device, ...]:
+    """All devices, host by host."""
+    return tuple(device for host in hosts for device in host.devices)
+
+
+def least_loaded(hosts: Sequence[Host], ranks: Mapping[str, int]) -> Host:
+    """Where a rank without devices goes: the host with the fewest ranks for its cores.
+
+    Args:
+        hosts: at least one.
+        ranks: number of ranks on each host, by the host's identifier.
+    """
+    return min(hosts, key=lambda host: (ranks.get(host.id, 0) + 1) / max(host.cores, 1))
+
+
+def natural(text: str) -> list[tuple[int, str]]:
+    """The order in which ``node2`` comes before ``node10``."""
+    parts = re.split(r"(\d+)", text)
+    return [(int(part), "") if part.isdigit() else (0, part) for part in parts]
+
+
+async def _answers(address: str, port: int) -> bool:
+    try:
+        async with asyncio.timeout(HOST_ANSWER_SECONDS):
+            _, writer = await asyncio.open_connection(address, port)
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True
+
+
+def _name(node: Mapping[str, Any]) -> str:
+    given = node.get("NodeName") or ""
+    hostname: str = node.get("NodeManagerHostname") or node["NodeManagerAddress"]
+    return hostname if given in ("", node["NodeManagerAddress"]) else given
+
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class CallThread(Executor):
+    """Calls what is submitted, in order. The thread starts with the first call."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        """Call this after what was submitted before.
+
+        Raises:
+            RuntimeError: it was shut down.
+        """
+        future: Future[R] = Future()
+
+        def call() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = fn(*args, **kwargs)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(f"the thread {self._name!r} takes no more calls")
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+            self._calls.put(call)
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take no more calls; what was submitted is still called."""
+        if cancel_futures:
+            raise NotImplementedError("what was submitted is called")
+        with self._lock:
+            thread, already, self._closed = self._thread, self._closed, True
+            if thread is not None and not already:
+                self._calls.put(None)
+        if wait and thread is not None:
+            thread.join()
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+
+
+def of_ray(module: str = "") -> Any:
+    """Ray, or one of its modules: ``of_ray("util.placement_group")``."""
+    return importlib.import_module(f"ray.{module}" if module else "ray")
+
+
+def is_installed() -> bool:
+    """Whether Ray can be imported, most likely; it is not."""
+    return importlib.util.find_spec("ray") is not None
+
+
+def not_installed(error: ImportError | None = None) -> str:
+    """What to say where it cannot be."""
+    why = "" if error is None else f" ({error})"
+    return (
+        f"Ray is not installed{why}: pip install 'rlinf_async[ray]', or use Cluster.process() "
+        '(in a job: cluster.backend = "process")'
+    )
+
+
+PLUGINS: Final = "RAY_RUNTIME_ENV_PLUGINS"
+"""environment variable by which Ray learns of further fields"""
+
+
+def check_runtime_env(runtime_env: Mapping[str, Any], whose: str) -> None:
+    """Check a runtime environment as far as it can be here.
+
+    Args:
+        whose: of what it is, for the error.
+
+    Raises:
+        BuildError: a field that Ray does not know, or a value of another type.
+    """
+    described = of_ray("runtime_env").RuntimeEnv
+    known = sorted(name for name in described.known_fields if not name.startswith("_"))
+    unknown = sorted(set(runtime_env) - set(described.known_fields))
+    if unknown and not os.environ.get(PLUGINS):
+        raise BuildError(
+            f"{whose}: runtime_env has no field {unknown[0]!r}{nearest(unknown[0], known)}: there "
+            f"are {', '.join(known)}"
+        )
+    try:
+        described(**runtime_env)
+    except (TypeError, ValueError) as error:
+        raise BuildError(f"{whose}: runtime_env={dict(runtime_env)}: {error}") from error
+
+
 log = logging.getLogger(__name__)
 
 ANSWER_SECONDS: Final = 10.0

@@ -10,19 +10,150 @@ As `Greedy`, and besides:
   that ends first (see `balancing`).
 
 Within an iteration instances only become wider.
+
+Migration of the longest requests from the instance that ends last to the one that ends first.
+
+An instance with requests that have ``r1 <= ... <= rn`` tokens to come ends after::
+
+    r1 x token time(n) + (r2 - r1) x token time(n - 1) + ... + (rn - rn-1) x token time(1)
+
+A request moves where that ends the last of both instances earlier.
+
+Fewer and wider instances: requests of several instances go to one, on the devices of all.
+
+With few requests for each instance a step is bound by reading the weights, and takes nearly as long
+for one request as for ten: so the tail is faster on fewer instances that are wider.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import msgspec
 
-from rlinf_async.scheduling.decision import Resume, ScalingDecision, holdings_after
-from rlinf_async.scheduling.policies.balancing import balanced
-from rlinf_async.scheduling.policies.forecast import Forecast
-from rlinf_async.scheduling.policies.greedy import LEAST_GAIN, Greedy
-from rlinf_async.scheduling.policies.growing import keep_order, wanted_by_actor
-from rlinf_async.scheduling.policies.widening import widenings
-from rlinf_async.scheduling.state import ClusterState, InstanceState, RequestState
+from rlinf_async.scheduling.policies.greedy import LEAST_GAIN, Forecast, Greedy
+from rlinf_async.scheduling.policies.simple import keep_order, migrations, wanted_by_actor
+from rlinf_async.scheduling.state import (
+    ClusterState,
+    InstanceState,
+    Migration,
+    Rates,
+    RequestState,
+    Resume,
+    ScalingDecision,
+    holdings_after,
+    instance_name,
+)
+
+MOST = 8
+"""requests that move in one decision"""
+
+
+def end_of(expected: Sequence[float], width: float, rates: Rates) -> float:
+    """Return the seconds in which an instance makes so many tokens of each of its requests."""
+    ordered = [0.0, *sorted(expected)]
+    running = range(len(expected), 0, -1)
+    return sum(
+        (later - earlier) * rates.token_seconds(count, width)
+        for count, (earlier, later) in zip(running, pairwise(ordered), strict=True)
+    )
+
+
+def balanced(state: ClusterState, least_gain: float) -> tuple[Migration, ...]:
+    """Return migrations with which the last instance ends earlier, by this share at least; none
+    where requests wait for an instance, or are not known one by one."""
+    serving = [one for one in state.serving if one.answers]
+    if state.queued or len(serving) < 2 or not state.rates.known:
+        return ()
+    if any(len(one.requests) != one.load for one in serving):
+        return ()
+    left = {one.number: list(one.requests) for one in serving}
+    found: dict[tuple[int, int], list[RequestState]] = {}
+    for _ in range(MOST):
+        move = _next_move(serving, left, state.rates, least_gain)
+        if move is None:
+            break
+        source, target, request = move
+        left[source].remove(request)
+        left[target].append(request)
+        found.setdefault((source, target), []).append(request)
+    return tuple(
+        Migration(source=source, target=target, names=tuple(one.name for one in moved))
+        for (source, target), moved in found.items()
+    )
+
+
+def _next_move(
+    serving: Sequence[InstanceState],
+    left: dict[int, list[RequestState]],
+    rates: Rates,
+    least_gain: float,
+) -> tuple[int, int, RequestState] | None:
+    widths = {one.number: len(one.devices) / max(len(one.home), 1) for one in serving}
+    slots = {one.number: one.slots for one in serving}
+
+    def end(number: int, requests: Sequence[RequestState]) -> float:
+        return end_of([one.expected for one in requests], widths[number], rates)
+
+    ends = {number: end(number, requests) for number, requests in left.items()}
+    source = max(ends, key=lambda one: (ends[one], -one))
+    target = min(ends, key=lambda one: (ends[one], one))
+    if len(left[source]) < 2 or len(left[target]) >= slots[target]:
+        return None
+    moved = max(left[source], key=lambda one: (one.expected, one.name))
+    after = max(
+        end(source, [one for one in left[source] if one is not moved]),
+        end(target, [*left[target], moved]) + rates.move_seconds,
+    )
+    return (source, target, moved) if after < ends[source] * (1.0 - least_gain) else None
+
+
+def widenings(decision: ScalingDecision, state: ClusterState) -> list[ScalingDecision]:
+    """Return the decision with instances merged to each larger width that they can have."""
+    widths = {size for one in state.instances for size in (*one.sizes, len(one.home))}
+    widest = max((len(one.devices) for one in state.serving), default=0)
+    found = [merged(decision, state, size) for size in sorted(widths) if size > widest]
+    return [one for one in found if one is not None]
+
+
+def merged(decision: ScalingDecision, state: ClusterState, size: int) -> ScalingDecision | None:
+    """Return the decision with one instance for each block of ``size`` devices of a host; None
+    where there is no such block."""
+    holdings = holdings_after(decision, state)
+    changing = {*decision.stop, *(one.instance for one in decision.resume)}
+    here = [
+        one
+        for one in state.instances
+        if one.answers and one.number not in changing and holdings[instance_name(one.number)]
+    ]
+    blocks: dict[tuple[int, int], list[InstanceState]] = {}
+    first: dict[int, int] = {}
+    for device in sorted(state.hosts):
+        first.setdefault(state.hosts[device], device)
+    for one in here:
+        host = state.hosts[one.devices[0]]
+        blocks.setdefault((host, (one.devices[0] - first[host]) // size), []).append(one)
+    stop: list[InstanceState] = []
+    resume: list[Resume] = []
+    for _, members in sorted(blocks.items()):
+        devices = sorted({device for one in members for device in one.devices})
+        fitting = [one for one in members if one.fits(size)]
+        if len(devices) != size or len(members) < 2 or not fitting:
+            continue
+        stays = max(fitting, key=lambda one: (one.load, -one.number))
+        resume.append(Resume(instance=stays.number, devices=tuple(devices)))
+        stop += [one for one in members if one is not stays]
+    if not resume:
+        return None
+    return msgspec.structs.replace(
+        decision,
+        stop=(*decision.stop, *(one.number for one in stop)),
+        resume=(*decision.resume, *resume),
+        migrations=(*decision.migrations, *migrations(stop)),
+        reason=f"{state.unfinished} samples on instances of {size} devices",
+    )
+
 
 THIN = 0.25
 """share of its slots below which an instance's tail is worth more devices"""

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlinf_async.algorithms.config import LanguageAdvantageConfig
 from rlinf_async.algorithms.language.advantages import (
     advantage_moments,
     compute_group_advantages,
     whitened,
     without_signal,
 )
-from rlinf_async.algorithms.language.config import LanguageAdvantageConfig
 from rlinf_async.config.registry import UnknownName
 from rlinf_async.messages.language import TrainingSample
 

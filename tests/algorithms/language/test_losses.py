@@ -11,15 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlinf_async.algorithms.language.aggregation import share_of
-from rlinf_async.algorithms.language.config import LanguageLossConfig
-from rlinf_async.algorithms.language.kl import kl_estimate
+from rlinf_async.algorithms.config import LanguageLossConfig, share_of
 from rlinf_async.algorithms.language.losses import (
     TokenLossInputs,
+    kl_estimate,
+    off_policy_weights,
     token_loss,
     token_value_loss,
 )
-from rlinf_async.algorithms.language.off_policy import off_policy_weights
 
 LENGTHS = [3, 1, 4]
 TOKENS = sum(LENGTHS)

@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 from hypothesis import strategies as st
 
-from rlinf_async.backends.checkpoint.metadata import METADATA, FileRecord, encode
+from rlinf_async.backends.checkpoint.folders import METADATA, FileRecord, encode
 from rlinf_async.backends.checkpoint.tensor_file import LAYOUT, checksum
 from tests.backends.checkpoint.kit import noted
 

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlinf_async.algorithms.language.config import LanguageAdvantageConfig, LanguageLossConfig
-from rlinf_async.backends.checkpoint.metadata import Metadata, read_metadata
+from rlinf_async.algorithms.config import LanguageAdvantageConfig, LanguageLossConfig
+from rlinf_async.backends.base import OptimizerConfig
+from rlinf_async.backends.checkpoint.folders import Metadata, read_metadata
 from rlinf_async.backends.checkpoint.reading import read_checkpoint
 from rlinf_async.backends.fsdp.language.config import LanguageFSDPConfig, LanguageTrainerConfig
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 from rlinf_async.backends.language_training.config import LanguageModelConfig
-from rlinf_async.backends.optimizer_config import OptimizerConfig
 from tests.backends.language.kit import micro_batches, sample, samples, trainer_config
 from tests.backends.models import make_model, qwen3, save_folder
 

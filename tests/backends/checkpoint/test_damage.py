@@ -14,9 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rlinf_async.backends.checkpoint.errors import CheckpointError
-from rlinf_async.backends.checkpoint.exporting import Export
-from rlinf_async.backends.checkpoint.resharding import Resharding
+from rlinf_async.backends.checkpoint.exporting import Export, Resharding
+from rlinf_async.backends.checkpoint.folders import CheckpointError
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 from rlinf_async.backends.language_training.config import LanguageModelConfig
 from rlinf_async.backends.megatron.config import MegatronConfig, MegatronTrainerConfig
@@ -90,7 +89,7 @@ def state_of_fsdp(trainer: PolicyTrainer) -> Tensors:
 
 
 def state_of_megatron(trainer: Any) -> Tensors:
-    from rlinf_async.backends.megatron.state import kept_of
+    from rlinf_async.backends.megatron.weights import kept_of
 
     found = {}
     for held in trainer.manager.held:

@@ -12,10 +12,9 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlinf_async.backends.checkpoint.errors import CheckpointError
-from rlinf_async.backends.checkpoint.exporting import Export
-from rlinf_async.backends.checkpoint.resharding import Resharding
-from rlinf_async.backends.fsdp.language.critic import CriticTrainer
+from rlinf_async.backends.checkpoint.exporting import Export, Resharding
+from rlinf_async.backends.checkpoint.folders import CheckpointError
+from rlinf_async.backends.fsdp.language.trainer import CriticTrainer
 from tests.backends.checkpoint.kit import (
     EXPERTS,
     PROMPT,

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from rlinf_async.backends.checkpoint import folders
-from rlinf_async.backends.checkpoint.errors import CheckpointError
-from rlinf_async.backends.checkpoint.metadata import (
+from rlinf_async.backends.checkpoint.folders import (
     METADATA,
+    CheckpointError,
     FileRecord,
     RankRecord,
     read_metadata,

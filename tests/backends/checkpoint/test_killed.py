@@ -16,8 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlinf_async.backends.checkpoint.folders import clean
-from rlinf_async.backends.fsdp.errors import CheckpointError
+from rlinf_async.backends.checkpoint.folders import CheckpointError, clean
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from tests.backends.fsdp_helpers import (
     exit_codes,

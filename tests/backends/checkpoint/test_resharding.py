@@ -11,12 +11,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from rlinf_async.backends.checkpoint.cutting import Cutting
-from rlinf_async.backends.checkpoint.errors import CheckpointError
-from rlinf_async.backends.checkpoint.folders import clean
-from rlinf_async.backends.checkpoint.metadata import FileRecord, encode
+from rlinf_async.backends.checkpoint.exporting import Cutting, Resharding
+from rlinf_async.backends.checkpoint.folders import CheckpointError, FileRecord, clean, encode
 from rlinf_async.backends.checkpoint.reading import read_checkpoint
-from rlinf_async.backends.checkpoint.resharding import Resharding
 from rlinf_async.backends.checkpoint.tensor_file import Entry, checksum
 from rlinf_async.parallel import StrategyError
 from tests.backends.checkpoint.kit import (

@@ -6,7 +6,7 @@ import pytest
 
 from rlinf_async.backends.cost.config import CostTrainerConfig
 from rlinf_async.backends.cost.trainer import CostTrainer
-from rlinf_async.elapse import taking_time
+from rlinf_async.deadlines import taking_time
 from tests.backends.language.kit import samples
 
 CONFIG = CostTrainerConfig(token_seconds=0.01, sample_seconds=0.5, beside_generation=1.5)

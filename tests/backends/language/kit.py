@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlinf_async.algorithms.language.config import LanguageAdvantageConfig, LanguageLossConfig
+from rlinf_async.algorithms.config import LanguageAdvantageConfig, LanguageLossConfig
+from rlinf_async.backends.base import OptimizerConfig
 from rlinf_async.backends.fsdp.language.config import LanguageFSDPConfig, LanguageTrainerConfig
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 from rlinf_async.backends.language import MicroBatch
 from rlinf_async.backends.language_training.config import LanguageModelConfig
-from rlinf_async.backends.optimizer_config import OptimizerConfig
 from rlinf_async.messages.language import TrainingSample
 from rlinf_async.weights import unpack
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf_async.algorithms.language.config import LanguageAdvantageConfig
-from rlinf_async.backends.fsdp.errors import FSDPError
-from rlinf_async.backends.fsdp.language.critic import CriticTrainer
+from rlinf_async.algorithms.config import LanguageAdvantageConfig
+from rlinf_async.backends.fsdp.config import FSDPError
+from rlinf_async.backends.fsdp.language.trainer import CriticTrainer
 from rlinf_async.messages.language import TrainingSample
 from tests.backends.language.kit import QWEN3, UNTIED, micro_batches, samples, trainer_config
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlinf_async.backends.fsdp.language.head import token_statistics
-from rlinf_async.backends.language_training.kept_tokens import KeptTokens
+from rlinf_async.backends.fsdp.language.network import token_statistics
+from rlinf_async.backends.language_training.objective import KeptTokens
 
 TOKENS, SIZE, VOCABULARY = 7, 5, 11
 

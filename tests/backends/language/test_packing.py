@@ -10,8 +10,8 @@ import torch
 import transformers
 
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
-from rlinf_async.backends.language_training.attention import packed_attention
-from rlinf_async.backends.language_training.packing import by_tokens, pack_samples, whole_response
+from rlinf_async.backends.language_training.model import packed_attention
+from rlinf_async.backends.language_training.objective import by_tokens, pack_samples, whole_response
 from rlinf_async.messages.language import TrainingSample
 from tests.backends.language.kit import (
     QWEN3,

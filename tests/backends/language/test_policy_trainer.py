@@ -12,15 +12,18 @@ import pytest
 import torch
 import transformers
 
-from rlinf_async.algorithms.language.config import LanguageAdvantageConfig, LanguageLossConfig
-from rlinf_async.backends.base import TrainingDiverged
-from rlinf_async.backends.fsdp.errors import FSDPError, OffloadedError
+from rlinf_async.algorithms.config import LanguageAdvantageConfig, LanguageLossConfig
+from rlinf_async.backends.base import (
+    OptimizerConfig,
+    TrainingDiverged,
+    UnknownBackend,
+    load_language_trainer,
+)
+from rlinf_async.backends.fsdp.config import FSDPError, OffloadedError
 from rlinf_async.backends.fsdp.language.config import LanguageFSDPConfig, LanguageTrainerConfig
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 from rlinf_async.backends.language_training.config import LanguageModelConfig, SupervisedConfig
 from rlinf_async.backends.language_training.supervised import Example, fit_supervised
-from rlinf_async.backends.optimizer_config import OptimizerConfig
-from rlinf_async.backends.registry import UnknownBackend, load_language_trainer
 from rlinf_async.messages.language import TrainingSample
 from rlinf_async.weights import WeightsError
 from tests.backends.language.kit import (

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from rlinf_async.backends.fsdp.language.publishing import hugging_face_state
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 from rlinf_async.backends.fsdp.manager import DTYPES
-from rlinf_async.backends.language_training.publishing_in_place import NotPublished
+from rlinf_async.backends.language_training.weights import NotPublished
 from rlinf_async.channels.wire import shared_bytes
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.parallel import Strategy

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf_async.algorithms.language.config import LanguageAdvantageConfig, LanguageLossConfig
+from rlinf_async.algorithms.config import LanguageAdvantageConfig, LanguageLossConfig
 from rlinf_async.backends.base import TrainingDiverged
-from rlinf_async.backends.fsdp.language.critic import CriticTrainer
-from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
+from rlinf_async.backends.fsdp.language.trainer import CriticTrainer, PolicyTrainer
 from rlinf_async.weights import unpack
 from tests.backends.fsdp_helpers import in_processes, load_result, save_result
 from tests.backends.language.kit import QWEN3, UNTIED, micro_batches, samples, trainer_config

@@ -10,16 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlinf_async.backends.language_training.packing import Packed
-from rlinf_async.backends.language_training.token_statistics import TokenStatistics
-from rlinf_async.backends.megatron.architecture import Architecture, architecture_of
+from rlinf_async.backends.base import OptimizerConfig
+from rlinf_async.backends.language_training.objective import Packed, TokenStatistics
+from rlinf_async.backends.megatron.config import Architecture, architecture_of
 from rlinf_async.backends.megatron.forward import read_statistics
 from rlinf_async.backends.megatron.grid import Grid, make_grid
+from rlinf_async.backends.megatron.manager import Sharding, make_optimizer, with_gradients
 from rlinf_async.backends.megatron.model import Options, build_stage
-from rlinf_async.backends.megatron.optimizer import Sharding, make_optimizer, with_gradients
 from rlinf_async.backends.megatron.schedule import Schedule, Work
 from rlinf_async.backends.megatron.weights import Held, held_weights, load_weights
-from rlinf_async.backends.optimizer_config import OptimizerConfig
 from rlinf_async.parallel import Strategy
 
 VOCABULARY = 101

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from rlinf_async.algorithms.language.config import LanguageAdvantageConfig, LanguageLossConfig
+from rlinf_async.algorithms.config import LanguageAdvantageConfig, LanguageLossConfig
+from rlinf_async.backends.base import OptimizerConfig, SchedulerConfig
 from rlinf_async.backends.language_training.config import LanguageModelConfig
 from rlinf_async.backends.megatron.config import MegatronConfig, MegatronTrainerConfig
-from rlinf_async.backends.megatron.state import kept_of
-from rlinf_async.backends.optimizer_config import OptimizerConfig, SchedulerConfig
+from rlinf_async.backends.megatron.weights import kept_of
 from rlinf_async.backends.rescale import RescaleError
 from rlinf_async.backends.reshard import PeerLost
 from rlinf_async.parallel import Strategy

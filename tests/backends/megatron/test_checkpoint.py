@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from rlinf_async.backends.checkpoint.errors import CheckpointError
+from rlinf_async.backends.checkpoint.folders import CheckpointError
 from tests.backends.fsdp_helpers import in_processes, save_result
 from tests.backends.megatron.test_manager import learn, made
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf_async.algorithms.language.config import LanguageAdvantageConfig
+from rlinf_async.algorithms.config import LanguageAdvantageConfig
+from rlinf_async.backends.base import OptimizerConfig
 from rlinf_async.backends.fsdp.language.config import LanguageTrainerConfig
-from rlinf_async.backends.fsdp.language.critic import CriticTrainer
+from rlinf_async.backends.fsdp.language.trainer import CriticTrainer
 from rlinf_async.backends.language_training.config import LanguageModelConfig
 from rlinf_async.backends.megatron.config import MegatronConfig, MegatronTrainerConfig
-from rlinf_async.backends.optimizer_config import OptimizerConfig
 from tests.backends.fsdp_helpers import in_processes, save_result
 from tests.backends.language import kit as language
 from tests.backends.language.kit import micro_batches, samples, trainer_config
@@ -40,7 +40,7 @@ def fsdp(model: dict[str, Any]) -> CriticTrainer:
 
 
 def megatron(model: dict[str, Any], fields: dict[str, Any], world_size: int, rank: int) -> Any:
-    from rlinf_async.backends.megatron.critic import MegatronCriticTrainer
+    from rlinf_async.backends.megatron.trainer import MegatronCriticTrainer
 
     described = LanguageModelConfig(config=model)
     config = MegatronTrainerConfig(

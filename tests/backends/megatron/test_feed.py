@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from rlinf_async.backends.language import MicroBatch, RankFailed
 from rlinf_async.backends.megatron.errors import NoSamples
-from rlinf_async.backends.megatron.lane import Lane
+from rlinf_async.backends.megatron.feed import Lane
 from tests.backends.fsdp_helpers import exit_codes, in_processes, save_result
 from tests.backends.language.kit import micro_batches, samples
 from tests.backends.megatron.test_manager import learn, made
@@ -127,7 +127,7 @@ def test_an_error_of_the_rank_that_reads_is_raised_on_all_and_trains_nothing(
 
 def order_of_stage(rank: int, world_size: int, folder: Path) -> None:
     """What the second stage does, in order: takes a micro-batch, or waits for activations."""
-    from rlinf_async.backends.megatron.library import of_megatron
+    from rlinf_async.backends.megatron.cpu import of_megatron
 
     p2p = of_megatron("pipeline_parallel.p2p_communication").P2PCommunicator
     receive, communicate = Lane.receive, p2p._communicate

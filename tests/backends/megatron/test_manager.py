@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlinf_async.backends.base import OptimizerConfig
 from rlinf_async.backends.language_training.config import LanguageModelConfig
 from rlinf_async.backends.megatron.config import MegatronConfig, MegatronTrainerConfig
-from rlinf_async.backends.optimizer_config import OptimizerConfig
 from tests.backends.fsdp_helpers import in_processes, save_result
 from tests.backends.language.kit import QWEN3, micro_batches, samples
 
@@ -93,7 +93,7 @@ def padded_batch(batch: list[Any]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def forward_own_batches(rank: int, world_size: int, folder: Path) -> None:
-    from rlinf_async.backends.megatron.statistics import vocabulary_statistics
+    from rlinf_async.backends.megatron.forward import vocabulary_statistics
 
     trainer = made(world_size, rank, tp=2, sequence_parallel=True)
     manager = trainer.manager
@@ -165,7 +165,7 @@ def test_gradients_are_those_of_the_last_batch_alone(tmp_path: Path) -> None:
 
 
 def test_a_model_with_dropout_is_refused() -> None:
-    from rlinf_async.backends.megatron.architecture import architecture_of
+    from rlinf_async.backends.megatron.config import architecture_of
     from rlinf_async.parallel import ModelMismatch
 
     with pytest.raises(ModelMismatch, match=r"attention_dropout=0\.1 \(only 0\)"):

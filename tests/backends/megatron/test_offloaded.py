@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlinf_async.backends.checkpoint.errors import CheckpointError
+from rlinf_async.backends.checkpoint.folders import CheckpointError
 from rlinf_async.backends.language import OPTIMIZER, PARTS, WEIGHTS
 from rlinf_async.weights import unpack
 from tests.backends.fsdp_helpers import in_processes, save_result
@@ -43,7 +43,7 @@ def made(world_size: int, rank: int, patch: pytest.MonkeyPatch, **fields: Any) -
 def tensors(trainer: Any) -> Iterator[tuple[str, Tensor]]:
     """Every tensor whose memory is given back, and its part."""
     from rlinf_async.backends.megatron.memory import float32_copies
-    from rlinf_async.backends.megatron.state import MOMENTS, torch_optimizers
+    from rlinf_async.backends.megatron.weights import MOMENTS, torch_optimizers
 
     manager = trainer.manager
     for one in manager.held:

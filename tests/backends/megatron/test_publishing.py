@@ -34,7 +34,8 @@ class Counted:
         self.elements = 0
 
     def publish(self, trainer: Any, allocate: Any = soiled) -> WeightUpdate:
-        from rlinf_async.backends.megatron import manager, publishing
+        from rlinf_async.backends.megatron import manager
+        from rlinf_async.backends.megatron import trainer as publishing
 
         own: Any = publishing
         in_place = own.publish_in_place

@@ -123,7 +123,7 @@ def test_what_a_rank_keeps_is_not_moved(runs: Runs) -> None:
 def test_strategies_that_do_not_fit_are_refused_with_the_nearest_that_do(
     strategy: Strategy, text: str
 ) -> None:
-    from rlinf_async.backends.megatron.architecture import architecture_of
+    from rlinf_async.backends.megatron.config import architecture_of
     from rlinf_async.backends.megatron.rescale import check_strategy
 
     architecture = architecture_of(SHAPES["tied"] | {"rms_norm_eps": 1e-6})

@@ -86,7 +86,7 @@ def trained(world_size: int, rank: int, **fields: Any) -> Any:
 
 def masters(trainer: Any) -> dict[str, torch.Tensor]:
     """The float32 weights and moments of this rank's parameters, which have one data rank."""
-    from rlinf_async.backends.megatron.state import MOMENTS, kept_of
+    from rlinf_async.backends.megatron.weights import MOMENTS, kept_of
 
     found = {}
     for held in trainer.manager.held:

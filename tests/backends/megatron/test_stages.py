@@ -28,8 +28,8 @@ STEPS = 20
 
 def compute_and_train(rank: int, world_size: int, folder: Path, kind: str, tied: bool) -> None:
     """Each strategy takes the first ranks; what each saw, by strategy and option."""
+    from rlinf_async.backends.megatron.manager import Sharding
     from rlinf_async.backends.megatron.model import Options
-    from rlinf_async.backends.megatron.optimizer import Sharding
     from tests.backends.megatron.kit import hugging_face, samples, stage_of, statistics, train
 
     model = hugging_face(kind, tied=tied)

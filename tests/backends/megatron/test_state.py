@@ -20,7 +20,7 @@ def optimizer_of(*parameters: nn.Parameter) -> Any:
 
 def load(optimizer: Any, parameter: nn.Parameter, moments: dict[str, Tensor]) -> None:
     """As a checkpoint is loaded."""
-    from rlinf_async.backends.megatron.state import set_state
+    from rlinf_async.backends.megatron.weights import set_state
 
     set_state(optimizer, parameter, {"param": torch.ones(3), **moments}, 7)
 
@@ -39,7 +39,7 @@ def rescale(optimizer: Any, parameter: nn.Parameter, moments: dict[str, Tensor])
 def test_the_step_counter_is_set_where_bias_correction_reads_it(
     monkeypatch: pytest.MonkeyPatch, give: Any, *, fused: bool
 ) -> None:
-    from rlinf_async.backends.megatron.library import of_megatron
+    from rlinf_async.backends.megatron.cpu import of_megatron
 
     monkeypatch.setattr(of_megatron("optimizer"), "USING_PYTORCH_OPTIMIZER", not fused)
     one, other = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
@@ -65,7 +65,7 @@ def test_the_step_counter_is_set_where_bias_correction_reads_it(
 def test_a_checkpoint_without_moments_makes_the_optimizer_begin_anew(
     monkeypatch: pytest.MonkeyPatch, *, fused: bool
 ) -> None:
-    from rlinf_async.backends.megatron.library import of_megatron
+    from rlinf_async.backends.megatron.cpu import of_megatron
 
     monkeypatch.setattr(of_megatron("optimizer"), "USING_PYTORCH_OPTIMIZER", not fused)
     one = nn.Parameter(torch.zeros(3))

@@ -20,8 +20,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from rlinf_async.algorithms.language.config import LanguageAdvantageConfig
-from rlinf_async.backends.optimizer_config import OptimizerConfig
+from rlinf_async.algorithms.config import LanguageAdvantageConfig
+from rlinf_async.backends.base import OptimizerConfig
 from rlinf_async.parallel import Strategy
 from rlinf_async.weights import unpack
 from tests.backends.checkpoint.damage import read
@@ -138,8 +138,7 @@ def a_step(trainer: Any, at: int) -> list[float]:
 
 
 def trainer_of(setting: str, ranks: int, rank: int, **fields: Any) -> Any:
-    from rlinf_async.backends.megatron.critic import MegatronCriticTrainer
-    from rlinf_async.backends.megatron.trainer import MegatronTrainer
+    from rlinf_async.backends.megatron.trainer import MegatronCriticTrainer, MegatronTrainer
 
     asked = SETTINGS[setting] | fields
     critic = asked.pop("critic", False)

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from rlinf_async.algorithms.language.config import LanguageAdvantageConfig, LanguageLossConfig
+from rlinf_async.algorithms.config import LanguageAdvantageConfig, LanguageLossConfig
+from rlinf_async.backends.base import OptimizerConfig, SchedulerConfig
 from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig, FSDPConfig, PPOConfig
 from rlinf_async.backends.fsdp.embodied import EmbodiedTrainer
 from rlinf_async.backends.fsdp.language.config import LanguageTrainerConfig
-from rlinf_async.backends.fsdp.language.critic import CriticTrainer
-from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
-from rlinf_async.backends.optimizer_config import OptimizerConfig, SchedulerConfig
+from rlinf_async.backends.fsdp.language.trainer import CriticTrainer, PolicyTrainer
 from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.backends.reshard import address_space
 from rlinf_async.messages.embodied import Floats, Trajectory

@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.reshard.ranks import STATES, BlocksManager
 from rlinf_async.backends.fsdp.rescale import rescale
-from rlinf_async.backends.fsdp.sharding import local_shard
-from rlinf_async.backends.fsdp.shards import sharded_over
+from rlinf_async.backends.fsdp.sharding import sharded_over
+from rlinf_async.backends.fsdp.state import local_shard
 from rlinf_async.parallel import Strategy, plan
 from tests.backends.fsdp_helpers import in_processes, save_result
 from tests.backends.rescale.kit import LIMIT

@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rlinf_async.backends.fsdp import groups, ranks
+from rlinf_async.backends.fsdp import ranks
+from rlinf_async.backends.fsdp import sharding as groups
 from rlinf_async.backends.fsdp.config import ShardingConfig
-from rlinf_async.backends.fsdp.groups import order_of
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.fsdp.rescale import rescale
-from rlinf_async.backends.fsdp.sharding import first_row, local_shard
+from rlinf_async.backends.fsdp.sharding import order_of
+from rlinf_async.backends.fsdp.state import first_row, local_shard
 from rlinf_async.parallel import Strategy
 from tests.backends.fsdp_helpers import in_processes, save_result
 from tests.backends.rescale.kit import BUCKET, LIMIT

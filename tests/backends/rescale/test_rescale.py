@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from rlinf_async.backends.fsdp.config import FSDPError
 from rlinf_async.backends.fsdp.embodied import EmbodiedTrainer
-from rlinf_async.backends.fsdp.errors import FSDPError
-from rlinf_async.backends.fsdp.language.critic import CriticTrainer
-from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
+from rlinf_async.backends.fsdp.language.trainer import CriticTrainer, PolicyTrainer
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.fsdp.rescale import rescale
 from rlinf_async.backends.rescale import RescaleError

@@ -103,7 +103,7 @@ def test_tensors_end_in_any_thread_and_in_a_garbage_collection_amid_it_all(
         gc.collect()
         return address_space.without(*given)
 
-    monkeypatch.setattr("rlinf_async.backends.reshard.arena.without", collect_first)
+    monkeypatch.setattr("rlinf_async.backends.reshard.reserved.without", collect_first)
     gc.disable()
     try:
         other = make(arena, 4, 2.0)

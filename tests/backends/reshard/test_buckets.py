@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlinf_async.backends.reshard import allocate, buckets
-from rlinf_async.backends.reshard.exchange import by_peer, copy_runs
+from rlinf_async.backends.reshard.executor import by_peer, copy_runs
 from rlinf_async.parallel import Plan, Run, plan
 from tests.backends.reshard.test_executor import filled, ring
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlinf_async.backends.reshard.digest import Digest, sum_by_place
+from rlinf_async.backends.reshard.buckets import Digest, sum_by_place
 
 
 def by_bytes(data: Tensor) -> int:

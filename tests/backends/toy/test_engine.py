@@ -8,16 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlinf_async.backends.base import UnknownBackend, load_generation_engine
 from rlinf_async.backends.language import EngineDied, MicroBatch, PromptTooLong
-from rlinf_async.backends.registry import UnknownBackend, load_generation_engine
 from rlinf_async.backends.toy.config import ToyEngineConfig, ToyTrainerConfig
-from rlinf_async.backends.toy.engine import ToyEngine
-from rlinf_async.backends.toy.responses import response_length
+from rlinf_async.backends.toy.engine import ToyEngine, response_length
 from rlinf_async.backends.toy.trainer import ToyTrainer
 from rlinf_async.messages.language import Generated, Sample
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.testing import explore, run
-from rlinf_async.workers.inference.answers import with_log_probs
+from rlinf_async.workers.inference import with_log_probs
 from tests.backends.distributions import RULES, asked, check_kept, sample_of, trained_on
 from tests.backends.engine_protocol import refuses_older_weights
 from tests.backends.models import VOCABULARY

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from rlinf_async.backends.policies.distribution import _Categorical
+from rlinf_async.backends.policies.base import _Categorical
 from rlinf_async.backends.transformers.sampling import Rules, draw, kept_sets, uniforms
 from rlinf_async.messages.language import Kept, Sampling
-from rlinf_async.workers.replay.sum_tree import SumTree
+from rlinf_async.workers.replay.store import SumTree
 from tests.backends.models import endless, make_model, qwen3
 from tests.backends.requests import request
 from tests.backends.transformers.kit import engine_of

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlinf_async.backends.base import OptimizerConfig
 from rlinf_async.backends.fsdp.config import (
     CloningConfig,
     EmbodiedTrainerConfig,
     FSDPConfig,
     PPOConfig,
 )
-from rlinf_async.backends.optimizer_config import OptimizerConfig
 from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.backends.policies.vision_language.config import VisionLanguageConfig
 from rlinf_async.messages.embodied import Trajectory

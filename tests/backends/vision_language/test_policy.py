@@ -14,11 +14,14 @@ from hypothesis import strategies as st
 
 from rlinf_async.backends.building import building
 from rlinf_async.backends.fsdp.embodied import EmbodiedTrainer
+from rlinf_async.backends.policies.base import to_tensors
 from rlinf_async.backends.policies.serving import PolicyServer
-from rlinf_async.backends.policies.tensors import to_tensors
 from rlinf_async.backends.policies.vision_language.config import LoraConfig
-from rlinf_async.backends.policies.vision_language.policy import VisionLanguageActionPolicy
-from rlinf_async.backends.policies.vision_language.tokens import decode, encode
+from rlinf_async.backends.policies.vision_language.policy import (
+    VisionLanguageActionPolicy,
+    decode,
+    encode,
+)
 from rlinf_async.messages.spaces import ObservationSpec, Part, choices
 from tests.backends.vision_language.kit import (
     EXECUTED,

@@ -118,7 +118,7 @@ def test_arguments_that_change_the_distribution_are_refused(name: str) -> None:
 
 def test_ties_beyond_what_is_asked_for_are_named() -> None:
     """Of a larger vocabulary than is told, all of it is equally likely."""
-    from rlinf_async.backends.vllm.outputs import Output, joined
+    from rlinf_async.backends.vllm.library import Output, joined
 
     class Flat:
         start_indices = (0,)
@@ -136,8 +136,7 @@ def test_what_a_token_was_drawn_from_takes_less_than_a_kilobyte() -> None:
     outputs: Any = importlib.import_module("vllm.v1.outputs")
     library: Any = importlib.import_module("vllm.v1.engine.output_processor")
 
-    from rlinf_async.backends.vllm.library import make_sampling
-    from rlinf_async.backends.vllm.outputs import Output, collect_in_arrays, joined
+    from rlinf_async.backends.vllm.library import Output, collect_in_arrays, joined, make_sampling
 
     count, asked_for, one = 500, 91, request(top_k=50)
     processor = library.OutputProcessor(None, log_stats=False)

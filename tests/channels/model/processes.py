@@ -28,11 +28,9 @@ from rlinf_async.channels.wire import (
     connect,
     serve,
 )
-from rlinf_async.channels.wire.direct.direct import host_id
-from rlinf_async.channels.wire.homes.home_protocol import Look, Open, Seen
-from rlinf_async.channels.wire.links.confirmed_notices import ConfirmedNotices
-from rlinf_async.channels.wire.links.protocol import End, EndKind
-from rlinf_async.channels.wire.links.remote_end import next_clone_number
+from rlinf_async.channels.wire.direct import host_id
+from rlinf_async.channels.wire.protocol import End, EndKind, Look, Open, Seen
+from rlinf_async.channels.wire.remote_latest import ConfirmedNotices, next_clone_number
 from tests.channels.model.generate import HOMES
 from tests.channels.model.history import Event, History, Journal
 from tests.channels.model.journal_file import judge_death, read_events

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from rlinf_async.channels.wire import ChannelClient, Direct, EndRef, Homes, Router, connect
-from rlinf_async.channels.wire.direct.direct import Use
-from rlinf_async.channels.wire.session import distance
+from rlinf_async.channels.wire.direct import Use
+from rlinf_async.channels.wire.session import link as distance
 from tests.channels.model.items import item_type
 from tests.channels.model.journal_file import FileJournal
 from tests.channels.model.party import Party, SharedEnd

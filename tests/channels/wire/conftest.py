@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 
-from rlinf_async.channels.wire.links import receiver_links
+from rlinf_async.channels.wire import receiver_links
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

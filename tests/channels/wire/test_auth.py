@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlinf_async.channels import HandshakeFailed
-from rlinf_async.channels.wire.frames.framing import PROTOCOL_VERSION
-from rlinf_async.channels.wire.session.auth import MAX_MESSAGE, Handshake, Terms
+from rlinf_async.channels.wire.frames import PROTOCOL_VERSION
+from rlinf_async.channels.wire.session.link import MAX_MESSAGE, Handshake, Terms
 
 SECRET = b"0123456789abcdef"
 

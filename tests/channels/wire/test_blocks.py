@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf_async.channels.wire.memory.free_list import FreeList
+from rlinf_async.channels.wire.pool import FreeList
 
 SIZES = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 5)), max_size=40)
 

@@ -28,10 +28,10 @@ from rlinf_async.channels.wire import (
     Encoded,
     Encoder,
     EndRef,
+    arrays,
     encode,
 )
-from rlinf_async.channels.wire.items import arrays
-from rlinf_async.channels.wire.items.codec import ARRAY, END, join, split
+from rlinf_async.channels.wire.codec import ARRAY, END, join, split
 
 T = TypeVar("T")
 DTYPES = [

@@ -27,9 +27,9 @@ from rlinf_async.channels.wire import (
     connect,
     serve,
 )
-from rlinf_async.channels.wire.frames.framing import CHUNK_BYTES, FrameType, pack_small
-from rlinf_async.channels.wire.links.protocol import Nothing
-from rlinf_async.channels.wire.memory.pool import Pool
+from rlinf_async.channels.wire.frames import CHUNK_BYTES, FrameType, pack_small
+from rlinf_async.channels.wire.pool import Pool
+from rlinf_async.channels.wire.protocol import Nothing
 from rlinf_async.channels.wire.session.answers import PeerRequests
 from rlinf_async.testing import wait_all_blocked
 from tests.channels.wire.harness import PATIENCE, SECRET, until
@@ -425,7 +425,7 @@ async def test_a_peer_that_reads_again_is_read_again_though_much_waits_for_what_
 ) -> None:
     monkeypatch.setattr("rlinf_async.channels.wire.session.streams.MAX_UNSENT_MESSAGES", 100)
     monkeypatch.setattr(
-        "rlinf_async.channels.wire.session.unacknowledged.MAX_UNACKNOWLEDGED_BYTES", 1024**2
+        "rlinf_async.channels.wire.session.outbox.MAX_UNACKNOWLEDGED_BYTES", 1024**2
     )
     async with peers() as two:
         assert two.client.streams.transport is not None
@@ -456,7 +456,7 @@ async def test_a_message_over_the_limit_is_refused_here_and_nothing_is_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with peers() as two:
-        monkeypatch.setattr("rlinf_async.channels.wire.frames.framing.MAX_MESSAGE_BYTES", 300_000)
+        monkeypatch.setattr("rlinf_async.channels.wire.frames.MAX_MESSAGE_BYTES", 300_000)
         before = two.client.sent_bytes
         with pytest.raises(ItemTooLarge, match="echo: 400000 bytes encoded"):
             await echo(two.client, "x", Encoded(bytes(400_000)))

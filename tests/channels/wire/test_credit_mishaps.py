@@ -18,8 +18,8 @@ from rlinf_async.channels import (
     Sender,
 )
 from rlinf_async.channels.wire import Connection
-from rlinf_async.channels.wire.links import credit
-from rlinf_async.channels.wire.links.transfers import Transfers
+from rlinf_async.channels.wire import transfers as credit
+from rlinf_async.channels.wire.transfers import Transfers
 from rlinf_async.testing import wait_all_blocked
 from tests.channels.wire.harness import Wired, remote_pair, until, wired
 from tests.channels.wire.test_credit import lent_here, put_all, with_credit
@@ -184,7 +184,7 @@ async def test_whoever_was_told_of_one_error_is_told_of_another_one(
         for _ in range(2):
             await sender.put(b"")
         await until(lambda: lent_here(sender))
-        monkeypatch.setattr("rlinf_async.channels.wire.frames.framing.MAX_MESSAGE_BYTES", 300_000)
+        monkeypatch.setattr("rlinf_async.channels.wire.frames.MAX_MESSAGE_BYTES", 300_000)
         with pytest.raises(ItemTooLarge):
             await sender.put(bytes(300_001))
         await sender.put(b"")

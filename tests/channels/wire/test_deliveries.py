@@ -15,9 +15,8 @@ from rlinf_async.channels import (
     EndOfChannel,
     Receiver,
 )
-from rlinf_async.channels.wire import Encoded
-from rlinf_async.channels.wire.frames.framing import FrameType, pack_small
-from rlinf_async.channels.wire.links import owner_deliveries, protocol, receiver_links
+from rlinf_async.channels.wire import Encoded, owner_deliveries, protocol, receiver_links
+from rlinf_async.channels.wire.frames import FrameType, pack_small
 from tests.channels.wire.harness import Wired, settle, until, wired
 
 pytestmark = pytest.mark.usefixtures("prefetch_at_once")

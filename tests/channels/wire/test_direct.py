@@ -20,11 +20,10 @@ from rlinf_async.channels import (
     EndOfChannel,
     Receiver,
 )
-from rlinf_async.channels.encoded import Encoded
+from rlinf_async.channels.untyped import Encoded
 from rlinf_async.channels.wire import Direct, Router, connect
-from rlinf_async.channels.wire.direct.direct_protocol import Fetch, Payload
-from rlinf_async.channels.wire.links.protocol import PayloadRef
-from rlinf_async.channels.wire.memory.pool import Pool
+from rlinf_async.channels.wire.pool import Pool
+from rlinf_async.channels.wire.protocol import Fetch, Payload, PayloadRef
 from tests.channels.wire.direct_kit import (
     ELEMENTS,
     Item,

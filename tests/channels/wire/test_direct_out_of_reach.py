@@ -11,7 +11,7 @@ import pytest
 
 from rlinf_async.channels import Channel, WireError
 from rlinf_async.channels.wire import Direct
-from rlinf_async.channels.wire.direct import direct as direct_module
+from rlinf_async.channels.wire import direct as direct_module
 from rlinf_async.channels.wire.session.endpoint import Server, serve
 from tests.channels.wire.direct_kit import (
     Item,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import rlinf_async as ra
-from rlinf_async.channels.wire.direct.direct import DIRECT_VARIABLE
+from rlinf_async.channels.wire.direct import DIRECT_VARIABLE
 from tests.channels.wire.memory_worker import SIZE, Numbered, check
 
 ITEMS = 12

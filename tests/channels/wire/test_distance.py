@@ -12,8 +12,8 @@ import pytest
 from numpy.typing import NDArray
 
 from rlinf_async.channels import Channel, ItemTooLarge
-from rlinf_async.channels.wire.frames import framing
-from rlinf_async.channels.wire.session import distance
+from rlinf_async.channels.wire import frames as framing
+from rlinf_async.channels.wire.session import link as distance
 from tests.channels.wire.direct_kit import ELEMENTS, Item, item, world
 from tests.channels.wire.harness import wired
 

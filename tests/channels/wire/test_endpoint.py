@@ -23,15 +23,19 @@ from rlinf_async.channels.wire import (
     connect,
     serve,
 )
-from rlinf_async.channels.wire.frames.framing import PROTOCOL_VERSION
-from rlinf_async.channels.wire.session import dialing, endpoint
-from rlinf_async.channels.wire.session.address import TcpAddress, UnixAddress, bind_tcp
-from rlinf_async.channels.wire.session.auth import Handshake, Terms
-from rlinf_async.channels.wire.session.dialing import Dialer
-from rlinf_async.channels.wire.session.endpoint_options import EndpointOptions
-from rlinf_async.channels.wire.session.pending_handshakes import origin_of
-from rlinf_async.channels.wire.session.rejections import LINES
-from rlinf_async.channels.wire.session.socket_link import Link
+from rlinf_async.channels.wire.frames import PROTOCOL_VERSION
+from rlinf_async.channels.wire.session import endpoint
+from rlinf_async.channels.wire.session import endpoint as dialing
+from rlinf_async.channels.wire.session.endpoint import (
+    LINES,
+    Dialer,
+    EndpointOptions,
+    TcpAddress,
+    UnixAddress,
+    bind_tcp,
+    origin_of,
+)
+from rlinf_async.channels.wire.session.link import Handshake, Link, Terms
 from rlinf_async.testing import wait_all_blocked
 from tests.channels.wire.harness import SECRET, until, wired
 
@@ -285,7 +289,7 @@ def _is_cut(client: socket.socket) -> bool:
 async def test_sockets_that_prove_nothing_are_bounded_and_keep_no_peer_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rlinf_async.channels.wire.session.pending_handshakes.MAX_PENDING", 5)
+    monkeypatch.setattr("rlinf_async.channels.wire.session.endpoint.MAX_PENDING", 5)
     rejected: list[WireError] = []
     async with wired(on_reject=rejected.append) as owner:
         mute = [await asyncio.open_unix_connection(owner.path) for _ in range(20)]
@@ -520,7 +524,7 @@ _knocked: list[asyncio.StreamWriter] = []
 async def test_a_flood_of_sockets_evicts_its_own_and_no_honest_peer(
     monkeypatch: pytest.MonkeyPatch, honest: str
 ) -> None:
-    monkeypatch.setattr("rlinf_async.channels.wire.session.pending_handshakes.MAX_PENDING", 5)
+    monkeypatch.setattr("rlinf_async.channels.wire.session.endpoint.MAX_PENDING", 5)
     rejected: list[WireError] = []
     hello = Handshake("client", SECRET, "friend").take_outgoing()
     async with wired(address="tcp://127.0.0.1:0", on_reject=rejected.append) as owner:

@@ -13,19 +13,22 @@ from hypothesis import strategies as st
 
 from rlinf_async.channels import ItemTooLarge, MalformedFrame
 from rlinf_async.channels.wire import Encoded
-from rlinf_async.channels.wire.frames import framing
-from rlinf_async.channels.wire.frames import messages as transfer
-from rlinf_async.channels.wire.frames.framing import (
+from rlinf_async.channels.wire import frames as framing
+from rlinf_async.channels.wire import frames as transfer
+from rlinf_async.channels.wire.frames import (
     CHUNK_BYTES,
+    CONTROL,
+    DATA,
     HEADER,
     MAX_FRAME_BYTES,
     Flag,
     FrameType,
+    Message,
+    MessageReader,
+    outgoing,
     pack_header,
 )
-from rlinf_async.channels.wire.frames.framing import PROTOCOL_VERSION as VERSION
-from rlinf_async.channels.wire.frames.messages import CONTROL, DATA, Message, outgoing
-from rlinf_async.channels.wire.frames.reader import MessageReader
+from rlinf_async.channels.wire.frames import PROTOCOL_VERSION as VERSION
 
 bodies = st.none() | st.builds(
     Encoded, st.binary(max_size=300), st.lists(st.builds(bytearray, st.binary(max_size=300)))

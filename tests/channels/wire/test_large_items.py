@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from rlinf_async.channels import Channel, ConnectionLost, NoReceivers, encoded
+from rlinf_async.channels import Channel, ConnectionLost, NoReceivers
+from rlinf_async.channels import untyped as encoded
 from rlinf_async.channels.delivery import Entry
 from rlinf_async.channels.wire import (
     ChannelServer,
@@ -21,10 +22,10 @@ from rlinf_async.channels.wire import (
     Encoded,
     Router,
     encode,
+    protocol,
 )
-from rlinf_async.channels.wire.links import prepare_next as ready
-from rlinf_async.channels.wire.links import protocol
-from rlinf_async.channels.wire.links.split_transfer import FAR_ARRAYS_BYTES
+from rlinf_async.channels.wire import owner_deliveries as ready
+from rlinf_async.channels.wire.owner_credit import FAR_ARRAYS_BYTES
 from rlinf_async.testing import wait_all_blocked
 from tests.channels.wire.harness import Turns, Wired, anything_fits, until, wired
 
@@ -117,7 +118,7 @@ async def test_large_items_never_exceed_the_capacity() -> None:
 async def test_others_have_a_turn_while_many_large_items_are_put(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rlinf_async.channels.wire.links.remote_sender.TURN_BYTES", 3 * 4 * SIZE)
+    monkeypatch.setattr("rlinf_async.channels.wire.remote_sender.TURN_BYTES", 3 * 4 * SIZE)
     async with lending(capacity=64) as (_, _, channel, sender):
         assert lent_to(sender) > 8
         turns: list[int] = []

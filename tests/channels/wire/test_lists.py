@@ -9,10 +9,8 @@ import pytest
 from numpy.typing import NDArray
 
 from rlinf_async.channels import Channel, MalformedFrame
-from rlinf_async.channels.wire import Encoded
-from rlinf_async.channels.wire.items.codec import Decoder, Encoder
-from rlinf_async.channels.wire.items.item_codec import ItemCodec
-from rlinf_async.channels.wire.links import owner_deliveries
+from rlinf_async.channels.wire import Encoded, owner_deliveries
+from rlinf_async.channels.wire.codec import Decoder, Encoder, ItemCodec
 from tests.channels.wire.harness import remote_pair, settle, wired
 
 pytestmark = pytest.mark.usefixtures("prefetch_at_once")

@@ -32,12 +32,12 @@ from rlinf_async.channels.wire import (
     RemoteSender,
     Request,
     Router,
+    protocol,
 )
-from rlinf_async.channels.wire.links import protocol
-from rlinf_async.channels.wire.session import hangup
-from rlinf_async.channels.wire.session.auth import Handshake
+from rlinf_async.channels.wire.session import link as hangup
+from rlinf_async.channels.wire.session.link import Handshake
 from rlinf_async.testing import wait_all_blocked
-from rlinf_async.workers.errors import WorkerError
+from rlinf_async.workers.base import WorkerError
 from tests.channels.wire.harness import (
     SECRET,
     Wired,

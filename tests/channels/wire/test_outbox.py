@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlinf_async.channels.wire.frames.framing import HEADER, FrameType
-from rlinf_async.channels.wire.frames.messages import CONTROL, DATA
-from rlinf_async.channels.wire.frames.reader import MessageReader
+from rlinf_async.channels.wire.frames import CONTROL, DATA, HEADER, FrameType, MessageReader
 from rlinf_async.channels.wire.session.outbox import Outbox
 
 

@@ -163,7 +163,7 @@ async def test_a_batch_that_is_too_large_stays_in_the_channel(
 ) -> None:
     channel = Channel(bytes, name="blobs")
     async with remote_pair(channel) as (_, receiver):
-        monkeypatch.setattr("rlinf_async.channels.wire.frames.framing.MAX_MESSAGE_BYTES", 300_000)
+        monkeypatch.setattr("rlinf_async.channels.wire.frames.MAX_MESSAGE_BYTES", 300_000)
         for _ in range(2):
             await channel.sender.put(bytes(200_000))
         with pytest.raises(ItemTooLarge, match=r"'blobs'.*smaller batch"):

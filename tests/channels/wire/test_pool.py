@@ -13,16 +13,16 @@ from typing import Any, Self
 
 import pytest
 
-from rlinf_async.channels.wire.memory.pool import Pool
-from rlinf_async.channels.wire.memory.slab import (
+from rlinf_async.channels.wire.pool import Pool
+from rlinf_async.channels.wire.slab import (
     PAGE,
     TOKEN_BYTES,
     SlabRefused,
     make_slab,
     open_slab,
     view_of,
+    was_written,
 )
-from rlinf_async.channels.wire.memory.written import was_written
 
 MIB = 1024**2
 
@@ -260,5 +260,5 @@ def test_refusing_leaves_no_file_open(descriptor: int) -> None:
 
 
 def test_where_it_cannot_be_told_a_page_counts_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlinf_async.channels.wire.memory.written._pagemap", lambda pid: -1)
+    monkeypatch.setattr("rlinf_async.channels.wire.slab._pagemap", lambda pid: -1)
     assert was_written(0, PAGE)

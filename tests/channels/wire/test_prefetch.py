@@ -25,8 +25,7 @@ from rlinf_async.channels import (
     Receiver,
     Sender,
 )
-from rlinf_async.channels.wire import ChannelServer
-from rlinf_async.channels.wire.links import owner_deliveries, receiver_links
+from rlinf_async.channels.wire import ChannelServer, owner_deliveries, receiver_links
 from rlinf_async.channels.wire.session.answers import PeerRequests
 from rlinf_async.testing import nothing_left_waiting, wait_all_blocked
 from tests.channels.wire.harness import PATIENCE, Wired, anything_fits, remote_pair, until, wired
@@ -378,10 +377,10 @@ async def test_a_window_forgotten_while_its_receiver_gives_others_a_turn_is_foun
             await channel.sender.put(number, key=key)
             assert await receiver.get(key=key) == number
         await settled()
-        monkeypatch.setattr("rlinf_async.channels.wire.links.remote_receiver.TURN_ITEMS", 1)
+        monkeypatch.setattr("rlinf_async.channels.wire.remote_receiver.TURN_ITEMS", 1)
         getting: Any = receiver.get(key=key)
         getting.send(None)  # it lets others have a turn
-        monkeypatch.setattr("rlinf_async.channels.wire.links.remote_receiver.TURN_ITEMS", 128)
+        monkeypatch.setattr("rlinf_async.channels.wire.remote_receiver.TURN_ITEMS", 128)
         await churn(other, keyed)
         for number in range(3, 43):
             await channel.sender.put(number, key=key)

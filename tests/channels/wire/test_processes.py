@@ -10,7 +10,7 @@ import msgspec
 
 from rlinf_async.channels import Channel
 from rlinf_async.channels.wire import EndRef
-from rlinf_async.channels.wire.session.heartbeat import Heartbeat
+from rlinf_async.channels.wire.session.streams import Heartbeat
 from rlinf_async.deadlines import Patience
 from tests.channels.wire import remote_worker
 from tests.channels.wire.harness import Wired, until, wired

@@ -9,12 +9,18 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.errors import MalformedFrame
-from rlinf_async.channels.wire.frames.framing import HEADER, FrameType, pack_header
-from rlinf_async.channels.wire.frames.messages import DATA, Message, outgoing
-from rlinf_async.channels.wire.frames.reader import MessageReader
-from rlinf_async.channels.wire.frames.recycled import RECYCLED_BYTES, Recycled, thread_recycled
+from rlinf_async.channels.untyped import Encoded
+from rlinf_async.channels.wire.arrays import RECYCLED_BYTES, Recycled, thread_recycled
+from rlinf_async.channels.wire.frames import (
+    DATA,
+    HEADER,
+    FrameType,
+    Message,
+    MessageReader,
+    outgoing,
+    pack_header,
+)
 
 SIZE = 700_000
 

@@ -7,12 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlinf_async.channels.wire.session.secret import (
-    FILE_VARIABLE,
-    VARIABLE,
-    load_secret,
-    read_secret,
-)
+from rlinf_async.channels.wire.session.tls import FILE_VARIABLE, VARIABLE, load_secret, read_secret
 
 TEXT = "a secret of some length"
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rlinf_async.channels import Channel
 from rlinf_async.channels.wire import encode, shared_bytes
-from rlinf_async.channels.wire.memory.slab import View, view_of
+from rlinf_async.channels.wire.slab import View, view_of
 from tests.channels.wire.harness import wired
 
 SIZE = 300_000

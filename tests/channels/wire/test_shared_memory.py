@@ -21,31 +21,23 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from rlinf_async.channels import Channel, Latest, Receiver, Sender
-from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.errors import ConnectionLost, MalformedFrame
+from rlinf_async.channels.untyped import Encoded
 from rlinf_async.channels.wire import Connection
-from rlinf_async.channels.wire.frames.messages import LATER
-from rlinf_async.channels.wire.memory.borrowing import Borrowing
-from rlinf_async.channels.wire.memory.lending import Lending, Progress
-from rlinf_async.channels.wire.memory.memory_protocol import (
+from rlinf_async.channels.wire.frames import LATER
+from rlinf_async.channels.wire.pool import Pool
+from rlinf_async.channels.wire.protocol import (
     Announce,
     Notice,
+    NotOpened,
     Opened,
     Place,
-    Refused,
     Released,
     Retired,
     encode,
 )
-from rlinf_async.channels.wire.memory.pool import Pool
-from rlinf_async.channels.wire.memory.slab import (
-    PAGE,
-    TOKEN_BYTES,
-    Slab,
-    is_private,
-    make_slab,
-    view_of,
-)
+from rlinf_async.channels.wire.sharing import Borrowing, Lending, Progress
+from rlinf_async.channels.wire.slab import PAGE, TOKEN_BYTES, Slab, is_private, make_slab, view_of
 from tests.channels.wire.harness import Wired, until, wired
 
 SIZE = 50_000
@@ -322,7 +314,7 @@ async def test_where_the_system_has_no_memory_the_socket_is_used_and_it_is_said(
 async def test_a_peer_that_cannot_open_the_memory_gets_copies(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rlinf_async.channels.wire.memory.borrowing.MAX_SLABS", 0)
+    monkeypatch.setattr("rlinf_async.channels.wire.sharing.MAX_SLABS", 0)
     async with wired() as owner:
         channel = Channel(Item, name="items", capacity=8)
         connection = await owner.join()
@@ -361,7 +353,7 @@ class Turns:
             self._count += copied
             return shared, copied
 
-        monkeypatch.setattr("rlinf_async.channels.wire.memory.lending.PIECE_BYTES", PIECE)
+        monkeypatch.setattr("rlinf_async.channels.wire.sharing.PIECE_BYTES", PIECE)
         pools = "rlinf_async.channels.wire.session.connection.process_pool"
         monkeypatch.setattr(pools, lambda: pool)
         monkeypatch.setattr(Lending, "share", counted)
@@ -546,7 +538,7 @@ def test_a_body_is_copied_once_for_all_who_get_it() -> None:
 def test_a_large_body_is_copied_once_by_all_who_send_it_at_the_same_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rlinf_async.channels.wire.memory.lending.PIECE_BYTES", 30_000)
+    monkeypatch.setattr("rlinf_async.channels.wire.sharing.PIECE_BYTES", 30_000)
     first, second = Halves(), Halves()
     second.lending = Lending(first.pool, second.said.append, second.gone.append)
     body, copied, progress = first.body(), 0, (Progress(), Progress())
@@ -565,7 +557,7 @@ def test_a_large_body_is_copied_once_by_all_who_send_it_at_the_same_time(
 def test_a_large_body_that_finds_no_memory_is_not_taken_for_a_whole_one_by_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rlinf_async.channels.wire.memory.lending.PIECE_BYTES", 30_000)
+    monkeypatch.setattr("rlinf_async.channels.wire.sharing.PIECE_BYTES", 30_000)
     halves = Halves()
     body, progress = halves.body(), [Progress(), Progress()]
     assert [halves.lending.share(body, one)[0] for one in progress] == [LATER, LATER]
@@ -618,7 +610,7 @@ def test_an_unknown_process_is_refused() -> None:
     slab = make_slab(2 * PAGE)
     halves.borrowing.announced(Announce(1, slab.fd, slab.token), 0)
     (refused,) = halves.said
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, NotOpened)
     assert "it is not known which process" in refused.reason
 
 
@@ -690,11 +682,11 @@ def test_a_peer_cannot_have_any_number_of_slabs_opened() -> None:
     for number in range(300):
         halves.borrowing.announced(Announce(number, slab.fd, slab.token), os.getpid())
     kinds = [type(notice) for notice in halves.said]
-    assert kinds == [Opened] * 256 + [Refused] * 44
+    assert kinds == [Opened] * 256 + [NotOpened] * 44
 
 
 def test_a_token_of_another_slab_is_refused() -> None:
     halves = Halves()
     slab = make_slab(2 * PAGE)
     halves.borrowing.announced(Announce(1, slab.fd, bytes(TOKEN_BYTES)), os.getpid())
-    assert isinstance(halves.said[0], Refused)
+    assert isinstance(halves.said[0], NotOpened)

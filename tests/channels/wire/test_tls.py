@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from rlinf_async.channels import Channel, HandshakeFailed, WireError
-from rlinf_async.channels.encoded import Encoded
+from rlinf_async.channels.untyped import Encoded
 from rlinf_async.channels.wire import (
     ChannelClient,
     ChannelServer,
@@ -178,7 +178,7 @@ async def test_what_was_said_before_a_connection_was_closed_arrives(here: str) -
 async def test_sockets_that_do_not_begin_tls_are_bounded_and_keep_no_peer_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rlinf_async.channels.wire.session.pending_handshakes.MAX_PENDING", 5)
+    monkeypatch.setattr("rlinf_async.channels.wire.session.endpoint.MAX_PENDING", 5)
     rejected: list[WireError] = []
     async with (
         failing_handshakes(),

@@ -16,18 +16,20 @@ from numpy.typing import NDArray
 
 from rlinf_async.channels import Channel, ItemTooLarge, MalformedFrame
 from rlinf_async.channels.wire import Encoded
-from rlinf_async.channels.wire.frames import framing, reserved
-from rlinf_async.channels.wire.frames import reader as incoming
-from rlinf_async.channels.wire.frames.framing import (
+from rlinf_async.channels.wire import arrays as reserved
+from rlinf_async.channels.wire import frames as framing
+from rlinf_async.channels.wire import frames as incoming
+from rlinf_async.channels.wire.codec import Decoder, encode
+from rlinf_async.channels.wire.frames import (
     CHUNK_BYTES,
+    DATA,
     HEADER,
     Flag,
     FrameType,
+    MessageReader,
+    outgoing,
     pack_header,
 )
-from rlinf_async.channels.wire.frames.messages import DATA, outgoing
-from rlinf_async.channels.wire.frames.reader import MessageReader
-from rlinf_async.channels.wire.items.codec import Decoder, encode
 from rlinf_async.testing import wait_all_blocked
 from tests.channels.wire.harness import remote_pair, wired
 

@@ -11,8 +11,8 @@ import pytest
 
 from rlinf_async.backends.fsdp.embodied import EmbodiedTrainer
 from rlinf_async.messages.embodied import Trajectory
-from rlinf_async.observe.perfetto import read_perfetto
 from rlinf_async.observe.summary import EmbodiedSummary
+from rlinf_async.observe.trace import read_perfetto
 from tests.jobs import kit as jobs
 
 SMALL = """\

@@ -23,7 +23,7 @@ from rlinf_async.runtime.jobs.embodied.choosing import (
     foreseen,
     seconds_to_measure,
 )
-from rlinf_async.workers.context import Device
+from rlinf_async.workers.base import Device
 from rlinf_async.workers.env import EnvConfig
 from rlinf_async.workers.env.trying import try_env
 from tests.jobs.embodied.kit import Job

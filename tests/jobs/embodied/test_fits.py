@@ -12,22 +12,20 @@ import pytest
 import torch
 from gymnasium import spaces
 
+from rlinf_async.backends.base import load_policy_backend
 from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig, FSDPConfig
-from rlinf_async.backends.policies.base import find_policy
+from rlinf_async.backends.policies.base import find_policy, to_tensors
 from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.backends.policies.mlp import MlpGaussianPolicy
-from rlinf_async.backends.policies.tensors import to_tensors
-from rlinf_async.backends.registry import load_policy_backend
 from rlinf_async.config import ConfigError
 from rlinf_async.runtime.jobs.embodied import EmbodiedConfig, EmbodiedPPO, TrainingConfig
-from rlinf_async.runtime.jobs.embodied.config import fitted
-from rlinf_async.runtime.jobs.embodied.settings import ClusterConfig, described
+from rlinf_async.runtime.jobs.embodied.settings import ClusterConfig, described, fitted
 from rlinf_async.runtime.jobs.embodied_sac import EmbodiedSAC, SacConfig, SacTrainingConfig
 from rlinf_async.workers.env import EnvConfig
-from rlinf_async.workers.env.actions import Bounds
-from rlinf_async.workers.env.environments import Environments
 from rlinf_async.workers.env.make import make_env
-from rlinf_async.workers.replay.config import ReplayConfig
+from rlinf_async.workers.env.spaces import Bounds
+from rlinf_async.workers.env.worker import Environments
+from rlinf_async.workers.replay.worker import ReplayConfig
 from tests.jobs.embodied.kit import Job
 
 HERE = ClusterConfig(backend="local", rollout_workers=1)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlinf_async.backends.fsdp.embodied import EmbodiedTrainer
-from rlinf_async.observe.errors import RunFolderError
+from rlinf_async.observe.files import RunFolderError
 from rlinf_async.observe.trace import Span
 from rlinf_async.runtime.jobs import view
 from rlinf_async.runtime.jobs.embodied import playing
@@ -44,7 +44,7 @@ def test_a_run_that_failed_leaves_trace_and_timeline(
 
 
 def test_an_interrupted_run_leaves_them_too(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlinf_async.runtime.jobs.embodied.base.write_evaluation", interrupt)
+    monkeypatch.setattr("rlinf_async.runtime.jobs.embodied.run.write_evaluation", interrupt)
     assert job.train().code == 130
     assert job.summary.outcome == "stopped"
     assert job.trained_in_trace() == [*range(6)]

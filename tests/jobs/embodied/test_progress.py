@@ -12,9 +12,9 @@ import pytest
 
 from rlinf_async.backends.checkpoint import folders
 from rlinf_async.messages.embodied import TrainReport
-from rlinf_async.observe.errors import RunFolderError
+from rlinf_async.observe.files import RunFolderError
 from rlinf_async.runtime.jobs.checkpoints import load_progress, make_latest
-from rlinf_async.runtime.jobs.embodied.reports import EmbodiedProgress, merged
+from rlinf_async.runtime.jobs.embodied.run import EmbodiedProgress, merged
 
 
 def report(iteration: int, **fields: Any) -> TrainReport:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlinf_async.runtime.jobs.embodied.config import EmbodiedConfig, TrainingConfig
-from rlinf_async.runtime.jobs.embodied.settings import reseeded
+from rlinf_async.runtime.jobs.embodied.settings import EmbodiedConfig, TrainingConfig, reseeded
 from rlinf_async.workers.env import EnvConfig
 from tests.jobs.embodied.kit import Job, Trained, record_training
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rlinf_async.runtime.jobs.embodied import evaluation
-from rlinf_async.runtime.jobs.embodied.channels import EmbodiedChannels
+from rlinf_async.runtime.jobs.embodied import run as evaluation
+from rlinf_async.runtime.jobs.embodied.collectors import EmbodiedChannels
 from rlinf_async.runtime.jobs.view import LiveView
 from tests.jobs.embodied.kit import Job, record_training
 

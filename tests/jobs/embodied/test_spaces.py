@@ -9,9 +9,14 @@ import gymnasium
 import torch
 from torch import Tensor, nn
 
-from rlinf_async.backends.policies.base import Evaluation, Policy, Step, register_policy
+from rlinf_async.backends.policies.base import (
+    ActionDistribution,
+    Evaluation,
+    Policy,
+    Step,
+    register_policy,
+)
 from rlinf_async.backends.policies.config import PolicyConfig
-from rlinf_async.backends.policies.distribution import ActionDistribution
 from tests.jobs.embodied.envs import Walk
 from tests.jobs.embodied.kit import ENTRY, Job
 

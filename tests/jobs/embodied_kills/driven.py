@@ -20,7 +20,7 @@ from rlinf_async.cli import main
 from rlinf_async.messages.embodied import TrainReport
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.config import HostConfig
-from rlinf_async.runtime.jobs.embodied.base import EnvironmentRun
+from rlinf_async.runtime.jobs.embodied.run import EnvironmentRun
 from tests.jobs.embodied_kills.plan import DRIVER, Kill
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlinf_async.data.arithmetic import arithmetic_tokenizer, save_arithmetic_tokenizer
+from rlinf_async.data.prompts import arithmetic_tokenizer, save_arithmetic_tokenizer
 
 _Config: Any = AutoConfig
 _Model: Any = AutoModelForCausalLM

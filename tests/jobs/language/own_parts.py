@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
+from rlinf_async.algorithms.config import LanguageAdvantageConfig, LanguageLossConfig
 from rlinf_async.algorithms.language.advantages import ScoredTokens, TokenAdvantages
-from rlinf_async.algorithms.language.config import LanguageAdvantageConfig, LanguageLossConfig
 from rlinf_async.algorithms.language.losses import TokenLossInputs
 from rlinf_async.rewards import Answer
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from rlinf_async.runtime.jobs.language.learners import Learners
+from rlinf_async.runtime.jobs.language.roles import Learners
 from tests.jobs.language.checkpoints import load_checkpoint, save_checkpoint
 from tests.jobs.language.kit import TINY, Job
 

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
-from rlinf_async.backends.fsdp.language.critic import CriticTrainer
-from rlinf_async.backends.fsdp.language.trainer import LanguageTrainerBase, PolicyTrainer
+from rlinf_async.backends.fsdp.language.trainer import (
+    CriticTrainer,
+    LanguageTrainerBase,
+    PolicyTrainer,
+)
 from rlinf_async.backends.language import MicroBatch
 from tests.jobs.language.kit import TINY, Job
 from tests.jobs.language.test_resumed import Killed, die_after

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlinf_async.messages.language import Failed, Outcome, Rejected, Scored
+from rlinf_async.runtime.jobs.language.config import EvaluationConfig
 from rlinf_async.runtime.jobs.language.reports import Evaluated
-from rlinf_async.runtime.jobs.language.sections import EvaluationConfig
 from tests.jobs.language.kit import Job
 
 VERIFIERS = "tests.jobs.language.verifiers"

@@ -15,14 +15,14 @@ from rlinf_async.messages.language import (
     Scored,
     ScoredSample,
 )
-from rlinf_async.runtime.jobs.language.checkpoints import (
+from rlinf_async.runtime.jobs.language.samples import (
     InFlight,
     LanguageProgress,
+    LedgerState,
     Unfinished,
     _items,
     load_unfinished,
 )
-from rlinf_async.runtime.jobs.language.samples import LedgerState
 from tests.backends.requests import request
 from tests.channels.wire.direct_kit import item, items, world
 

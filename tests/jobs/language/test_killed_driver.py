@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from rlinf_async.runtime.jobs.language.checkpoints import load_language_progress
+from rlinf_async.runtime.jobs.language.samples import load_language_progress
 from tests.jobs.language.kit import LOSSES, TINY, Job
 from tests.jobs.processes import Start
 

@@ -8,12 +8,10 @@ import pytest
 
 from rlinf_async.config import ConfigError
 from rlinf_async.parallel import Strategy
-from rlinf_async.runtime.devices import stated_devices
-from rlinf_async.runtime.jobs.language.layout import layout_of, options
-from rlinf_async.runtime.jobs.language.placement import placed, plan_roles
+from rlinf_async.runtime.jobs.language.backends import layout_of, options, placed, plan_roles
 from rlinf_async.runtime.jobs.language.schedulable import check_scheduler
 from rlinf_async.runtime.jobs.language.scheduling import topology
-from rlinf_async.runtime.placement import Ranks
+from rlinf_async.runtime.launching import Ranks, stated_devices
 from tests.jobs.language.test_placement import config
 
 SCHEDULED = {

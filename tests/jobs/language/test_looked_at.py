@@ -6,7 +6,7 @@ import json
 import os
 from typing import Any
 
-from rlinf_async.runtime.jobs.language.checkpoints import load_language_progress
+from rlinf_async.runtime.jobs.language.samples import load_language_progress
 from tests.jobs.language.kit import Job
 from tests.jobs.language.test_killed_driver import ENDLESS, PROCESS
 from tests.jobs.processes import Start

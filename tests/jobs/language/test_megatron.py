@@ -131,7 +131,7 @@ def test_megatron_in_another_version_or_none_is_named_before_anything_starts(
             raise PackageNotFoundError(name)
         return found
 
-    monkeypatch.setattr("rlinf_async.backends.megatron.library.version", version)
+    monkeypatch.setattr("rlinf_async.backends.megatron.cpu.version", version)
     job = Job(tmp_path, capsys, TINY)
     ended = job.train(*SETTINGS, "--actor.backend", "megatron")
     assert ended.code == 2, ended.err

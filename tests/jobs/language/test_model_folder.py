@@ -13,7 +13,7 @@ from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 from rlinf_async.observe.summary import LanguageSummary
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.config import HostConfig
-from rlinf_async.runtime.jobs.language.folder import has_weights
+from rlinf_async.runtime.jobs.language.backends import has_weights
 from rlinf_async.runtime.jobs.language.model import export
 from tests.jobs.language.kit import TINY, Job
 

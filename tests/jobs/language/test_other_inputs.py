@@ -12,9 +12,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from rlinf_async.cli import main
-from rlinf_async.runtime.jobs.inputs import FILE, Inputs, _code, imported_beside
+from rlinf_async.runtime.jobs.config import FILE, Inputs, _code, imported_beside
+from rlinf_async.runtime.jobs.language.config import ModelConfig
 from rlinf_async.runtime.jobs.language.model import make_model_folder
-from rlinf_async.runtime.jobs.language.sections import ModelConfig
 from tests.jobs.language.kit import TOY, Job
 
 VERIFIER = (

@@ -10,12 +10,11 @@ import pytest
 
 from rlinf_async.backends.vllm.library import _arguments
 from rlinf_async.config import ConfigError, Document
-from rlinf_async.runtime.devices import device_environment, stated_devices
-from rlinf_async.runtime.jobs.language import placement
-from rlinf_async.runtime.jobs.language.backends import actor_config
+from rlinf_async.runtime.jobs.language import backends as placement
+from rlinf_async.runtime.jobs.language.backends import actor_config, placed, plan_roles
 from rlinf_async.runtime.jobs.language.checks import check_families
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
-from rlinf_async.runtime.jobs.language.placement import placed, plan_roles
+from rlinf_async.runtime.launching import device_environment, stated_devices
 from tests.jobs.language.kit import TINY, Job
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rlinf_async.backends.checkpoint.metadata import Metadata, read_metadata
+from rlinf_async.backends.checkpoint.folders import Metadata, read_metadata
 from tests.jobs.language.kit import LOSSES, TINY, Job
 from tests.jobs.language.test_critic import GAE, LETTERS
 from tests.jobs.language.test_resumed import Killed, die_after

@@ -14,16 +14,16 @@ import pytest
 from rlinf_async.backends.toy.engine import ToyEngine
 from rlinf_async.messages.language import Generated, Outcome, Request, Sample, ScoredSample
 from rlinf_async.runtime.jobs.checkpoints import Checkpointer
-from rlinf_async.runtime.jobs.language.checkpoints import (
+from rlinf_async.runtime.jobs.language.reports import evaluate
+from rlinf_async.runtime.jobs.language.run import Flow, LanguageRun
+from rlinf_async.runtime.jobs.language.samples import (
     InFlight,
+    Ledger,
     Unfinished,
     in_flight,
     load_language_progress,
     load_unfinished,
 )
-from rlinf_async.runtime.jobs.language.reports import evaluate
-from rlinf_async.runtime.jobs.language.run import Flow, LanguageRun
-from rlinf_async.runtime.jobs.language.samples import Ledger
 from rlinf_async.workers.reward import RewardWorker
 from tests.jobs.language.kit import LOSSES, TINY, Job
 

@@ -14,10 +14,9 @@ import pytest
 
 import rlinf_async as ra
 from rlinf_async.messages.language import Prompt, Tokens, WeightsTaken
-from rlinf_async.runtime.devices import stated_devices
-from rlinf_async.runtime.jobs.language.channels import LanguageChannels
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
-from rlinf_async.runtime.jobs.language.roles import Roles
+from rlinf_async.runtime.jobs.language.roles import LanguageChannels, Roles
+from rlinf_async.runtime.launching import stated_devices
 from rlinf_async.testing import run, wait_all_blocked
 from rlinf_async.workers.rollout.language import LanguageRolloutWorker
 from tests.jobs.language.kit import TOY

@@ -43,7 +43,7 @@ def with_a_nan(folder: pathlib.Path) -> None:
 
 
 def with_more_tokens(folder: pathlib.Path) -> None:
-    from rlinf_async.data.arithmetic import arithmetic_tokenizer
+    from rlinf_async.data.prompts import arithmetic_tokenizer
 
     made = arithmetic_tokenizer()
     made.add_tokens(["one", "two", "three"])

@@ -20,7 +20,7 @@ from rlinf_async.cli import main
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.config import HostConfig
 from rlinf_async.workers.actor.embodied import EmbodiedFSDPActor
-from rlinf_async.workers.actor.language_worker import LanguageTrainingWorker
+from rlinf_async.workers.actor.language import LanguageTrainingWorker
 
 JOURNAL: Final = "TRAINING_JOURNAL"
 FAIL_AT: Final = "FAIL_AT_VERSION"

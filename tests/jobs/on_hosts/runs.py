@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, NamedTuple, Self
 
 import msgspec
 
-from rlinf_async.observe.perfetto import read_perfetto
+from rlinf_async.observe.trace import read_perfetto
 from tests.jobs.embodied.kit import SMALL
 from tests.jobs.language.kit import TINY
 from tests.jobs.on_hosts.driven import FAIL_AT, JOURNAL, Step

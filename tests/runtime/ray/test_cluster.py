@@ -19,9 +19,9 @@ import psutil
 import pytest
 
 import rlinf_async as ra
-from rlinf_async.runtime.placement import Packed, Ranks
+from rlinf_async.runtime.launching import Packed, Ranks
 from rlinf_async.runtime.ray import backend
-from rlinf_async.workers.errors import BuildError
+from rlinf_async.workers.base import BuildError
 from tests.channels.wire.harness import until
 from tests.runtime.kit import Number
 from tests.runtime.ray.kit import Adder, Broken, Doubler, Hosts, Teller

@@ -16,16 +16,15 @@ import rlinf_async as ra
 from rlinf_async.cli import main
 from rlinf_async.runtime.jobs import config as job_config
 from rlinf_async.runtime.ray import session
-from rlinf_async.runtime.ray.call_thread import CallThread
-from rlinf_async.runtime.ray.library import of_ray
-from rlinf_async.workers.errors import BuildError
+from rlinf_async.runtime.ray.session import CallThread, of_ray
+from rlinf_async.workers.base import BuildError
 from tests.net.hosts import ROOT
 
 EXAMPLE = ROOT / "examples" / "fetch_reach_ppo.toml"
 HANGS = """
 import asyncio, threading
-from rlinf_async.runtime.ray.call_thread import CallThread
-from rlinf_async.runtime.ray.library import of_ray
+from rlinf_async.runtime.ray.session import CallThread
+from rlinf_async.runtime.ray.session import of_ray
 
 async def main():
     calls = CallThread("hangs")

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from rlinf_async.runtime.ray.hosts import (
+from rlinf_async.runtime.ray.backend import how_it_ended
+from rlinf_async.runtime.ray.session import (
     answering,
     devices_of,
     least_loaded,
     live_hosts,
     present_hosts,
 )
-from rlinf_async.runtime.ray.process import how_it_ended
 
 
 def node(number: int, name: str = "", hostname: str = "box", **resources: float) -> dict[str, Any]:

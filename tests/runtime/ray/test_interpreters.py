@@ -5,12 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from rlinf_async.runtime.backend import WorkerSpec
-from rlinf_async.runtime.ray.interpreters import environment_of, versions_of
-from rlinf_async.runtime.ray.library import of_ray
-from rlinf_async.runtime.ray.rank_process import versions
-from rlinf_async.workers.base import Worker
-from rlinf_async.workers.context import WorkerInfo
+from rlinf_async.runtime.ray.backend import environment_of, versions, versions_of
+from rlinf_async.runtime.ray.session import of_ray
+from rlinf_async.runtime.supervise import WorkerSpec
+from rlinf_async.workers.base import Worker, WorkerInfo
 
 
 def program(path: Path, script: str) -> str:

@@ -7,14 +7,20 @@ from typing import Any, cast
 
 import pytest
 
-from rlinf_async.runtime.backend import WorkerSpec
 from rlinf_async.runtime.ray import backend
-from rlinf_async.runtime.ray.bundles import Bundle, asked, bundles, holders, impossible
-from rlinf_async.runtime.ray.hosts import Host
-from rlinf_async.runtime.ray.reservation import Reservations, Slot, numbered
-from rlinf_async.workers.base import Worker
-from rlinf_async.workers.context import Device, WorkerInfo
-from rlinf_async.workers.errors import BuildError
+from rlinf_async.runtime.ray.reservation import (
+    Bundle,
+    Reservations,
+    Slot,
+    asked,
+    bundles,
+    holders,
+    impossible,
+    numbered,
+)
+from rlinf_async.runtime.ray.session import Host
+from rlinf_async.runtime.supervise import WorkerSpec
+from rlinf_async.workers.base import BuildError, Device, Worker, WorkerInfo
 
 A0, A1, B0 = Device("cuda", 0, "a"), Device("cuda", 1, "a"), Device("cuda", 0, "b")
 CORE = Device("cpu", 3, "c")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlinf_async.runtime.ray.training import RayTrainGroup, create_placement_group
-from rlinf_async.workers.errors import BuildError
+from rlinf_async.workers.base import BuildError
 from tests.runtime.ray.kit import Hosts
 from tests.runtime.ray.training.kit import args
 

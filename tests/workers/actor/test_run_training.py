@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import rlinf_async as ra
-from rlinf_async.backends import registry
+from rlinf_async.backends import base as registry
 from rlinf_async.messages.embodied import TrainReport
 from rlinf_async.testing import explore, run
 from tests.workers.actor.toy import (

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 import rlinf_async as ra
-from rlinf_async.backends import registry
+from rlinf_async.backends import base as registry
 from rlinf_async.backends.base import RescaleReport
 from rlinf_async.parallel import Strategy
 from tests.workers.actor.toy import Channels, Plan, ToyActor, ToyTrainer, nothing_moved

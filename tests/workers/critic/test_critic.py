@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import rlinf_async as ra
-from rlinf_async.algorithms.language.config import LanguageAdvantageConfig
+from rlinf_async.algorithms.config import LanguageAdvantageConfig
 from rlinf_async.messages.language import SampleGroup
 from rlinf_async.workers.actor import FSDPActor
 from rlinf_async.workers.critic import FSDPCritic

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from rlinf_async.workers.env import EnvConfig, EnvError, make_env
-from rlinf_async.workers.env.actions import ActionReader, Bounds
-from rlinf_async.workers.env.batched import batch_of
+from rlinf_async.workers.env.many import batch_of
+from rlinf_async.workers.env.spaces import ActionReader, Bounds
 
 FLOATS = (np.float16, np.float32, np.float64)
 INTEGERS: tuple[type[np.integer], ...] = (

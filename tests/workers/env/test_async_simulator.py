@@ -12,7 +12,7 @@ from gymnasium.vector import AutoresetMode
 from rlinf_async.config import ConfigError
 from rlinf_async.messages.embodied import Collect
 from rlinf_async.workers.env import EnvConfig, EnvFailed, EnvWorker, describe_env
-from rlinf_async.workers.env.environments import Environments
+from rlinf_async.workers.env.worker import Environments
 from tests.workers.env.test_async_stage import collected, equal
 from tests.workers.env.test_batched import vector
 from tests.workers.env.toy import ChoosingRollout, Counting

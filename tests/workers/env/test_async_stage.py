@@ -11,10 +11,10 @@ import rlinf_async as ra
 from rlinf_async.backends.base import PolicyAnswer, PolicyBackend
 from rlinf_async.messages.embodied import Collect, Floats, Ints, Trajectory
 from rlinf_async.workers.env import EnvConfig, EnvReport, EnvWorker
-from rlinf_async.workers.env.async_stage import AsyncStage
-from rlinf_async.workers.env.environments import Environments
-from rlinf_async.workers.env.readiness import Readiness
+from rlinf_async.workers.env.evaluation import Readiness
+from rlinf_async.workers.env.many import AsyncStage
 from rlinf_async.workers.env.stage import EnvStage
+from rlinf_async.workers.env.worker import Environments
 from tests.workers.env.toy import MAKE, Channels, ToyPolicy, ToyRollout, weights
 from tests.workers.env.virtual import Clock, Virtual, durations
 

@@ -11,13 +11,11 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from rlinf_async.config import ConfigError
 from rlinf_async.workers.env import EnvConfig, EnvError, EnvFailed, describe_env
-from rlinf_async.workers.env.actions import ActionReader
-from rlinf_async.workers.env.batched import BatchedStage
-from rlinf_async.workers.env.batched_evaluation import BatchedEvaluation
 from rlinf_async.workers.env.config import Autoreset
-from rlinf_async.workers.env.observations import ObservationWriter
-from rlinf_async.workers.env.slot import Slot
-from rlinf_async.workers.env.stage import Outcome, Stage
+from rlinf_async.workers.env.evaluation import BatchedEvaluation
+from rlinf_async.workers.env.many import BatchedStage
+from rlinf_async.workers.env.spaces import ActionReader, ObservationWriter
+from rlinf_async.workers.env.stage import Outcome, Slot, Stage
 from tests.workers.env.toy import Counting, make
 
 MODES: dict[Autoreset, AutoresetMode] = {

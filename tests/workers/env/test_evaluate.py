@@ -8,7 +8,7 @@ import rlinf_async as ra
 from rlinf_async.messages.embodied import Collect
 from rlinf_async.testing import explore
 from rlinf_async.workers.env import EnvConfig, EnvWorker, EvaluatedEpisode, EvaluationPlan
-from rlinf_async.workers.env.seeds import env_seed, episode_seed
+from rlinf_async.workers.env.config import env_seed, episode_seed
 from tests.workers.env.toy import Channels, ChoosingRollout, ToyRollout, counting, drawing, weights
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from rlinf_async.workers import foreign_calls
 from rlinf_async.workers.env import EnvConfig
-from rlinf_async.workers.env.environments import Environments
+from rlinf_async.workers.env.worker import Environments
 from rlinf_async.workers.foreign_calls import LastWords, last_words
 
 HERE: Final = "tests.workers.env.failing"

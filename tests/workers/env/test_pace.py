@@ -12,7 +12,7 @@ import pytest
 
 import rlinf_async as ra
 from rlinf_async.testing import explore
-from rlinf_async.workers.pace import Pace
+from rlinf_async.workers.host import Pace
 
 P = ParamSpec("P")
 R = TypeVar("R")

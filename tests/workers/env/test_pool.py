@@ -15,9 +15,9 @@ from rlinf_async.config import ConfigError
 from rlinf_async.messages.embodied import Collect
 from rlinf_async.messages.spaces import ObservationSpec, numbers_of
 from rlinf_async.workers.env import EnvConfig, EnvError, EnvFailed, EnvWorker
-from rlinf_async.workers.env.environments import Environments
 from rlinf_async.workers.env.pool import Pool
 from rlinf_async.workers.env.stage import EnvStage
+from rlinf_async.workers.env.worker import Environments
 from tests.jobs.embodied.envs import Kitchen
 from tests.workers.env.test_async_stage import collected, equal
 from tests.workers.env.toy import MAKE, Counting

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from rlinf_async.workers.env.readiness import ANSWERS, Readiness
+from rlinf_async.workers.env.evaluation import ANSWERS, Readiness
 
 ANSWER = 0.001
 """seconds"""

@@ -10,7 +10,7 @@ import pytest
 
 from rlinf_async.rewards.judging import MAX_REWARD
 from rlinf_async.workers.env import EnvConfig, EnvError, EnvFailed, describe_env
-from rlinf_async.workers.env.environments import Environments
+from rlinf_async.workers.env.worker import Environments
 from tests.workers.env.failing import Failing, FailingInTurn
 
 HERE = "tests.workers.env.test_rewards"

@@ -13,9 +13,9 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf_async.messages.success import success_at, success_of, success_rate
+from rlinf_async.messages.embodied import success_at, success_of, success_rate
 from rlinf_async.workers.env import EnvConfig
-from rlinf_async.workers.env.environments import Environments
+from rlinf_async.workers.env.worker import Environments
 
 EPISODES = 20
 

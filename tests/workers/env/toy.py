@@ -22,7 +22,7 @@ from rlinf_async.messages.embodied import (
 )
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.workers.env import EnvConfig
-from rlinf_async.workers.pace import Pace
+from rlinf_async.workers.host import Pace
 from rlinf_async.workers.rollout import RolloutWorker
 
 MAKE = "tests.workers.env.toy:make"

@@ -10,9 +10,9 @@ import numpy as np
 
 from rlinf_async.messages.embodied import Choice, Ints
 from rlinf_async.messages.spaces import ObservationSpec
-from rlinf_async.workers.env.actions import ActionReader
-from rlinf_async.workers.env.async_stage import Ready
-from rlinf_async.workers.env.slot import Slot
+from rlinf_async.workers.env.many import Ready
+from rlinf_async.workers.env.spaces import ActionReader
+from rlinf_async.workers.env.stage import Slot
 
 
 class Clock:

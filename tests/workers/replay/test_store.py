@@ -10,10 +10,13 @@ import pytest
 from rlinf_async.messages.embodied import Trajectory
 from rlinf_async.messages.spaces import continuous, flat_spec
 from rlinf_async.workers.replay import ReplayConfig, ReplayError
-from rlinf_async.workers.replay.priorities import Priorities
-from rlinf_async.workers.replay.store import ReplayStore, columns_of
-from rlinf_async.workers.replay.sum_tree import SumTree
-from rlinf_async.workers.replay.transitions import transitions_of
+from rlinf_async.workers.replay.store import (
+    Priorities,
+    ReplayStore,
+    SumTree,
+    columns_of,
+    transitions_of,
+)
 
 COLUMNS = columns_of(flat_spec(1), continuous(1))
 

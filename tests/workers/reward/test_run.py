@@ -10,7 +10,7 @@ import pytest
 import rlinf_async as ra
 from rlinf_async.messages.language import Failed, Outcome, Rejected, Sample, Scored
 from rlinf_async.rewards import Answer
-from rlinf_async.rewards.scorer import Scorer
+from rlinf_async.rewards.pool import Scorer
 from rlinf_async.testing import explore, nothing_left_waiting, wait_all_blocked
 from rlinf_async.workers.reward import RewardConfig, RewardWorker
 from tests.jobs.processes import processes, until

@@ -10,8 +10,8 @@ import numpy as np
 
 import rlinf_async as ra
 from rlinf_async.backends.toy.config import ToyEngineConfig
-from rlinf_async.backends.toy.engine import ToyEngine
-from rlinf_async.backends.toy.responses import (
+from rlinf_async.backends.toy.engine import (
+    ToyEngine,
     kept_tokens,
     response_length,
     response_tokens,

@@ -12,8 +12,7 @@ import pytest
 
 import rlinf_async as ra
 from rlinf_async.backends.language import EngineDied
-from rlinf_async.backends.toy.engine import ToyEngine
-from rlinf_async.backends.toy.responses import token_log_probs
+from rlinf_async.backends.toy.engine import ToyEngine, token_log_probs
 from rlinf_async.messages.language import Generated, Request
 from rlinf_async.testing import explore, run
 from rlinf_async.workers.rollout.language import LanguageRolloutConfig

@@ -12,10 +12,10 @@ import pytest
 import rlinf_async as ra
 from rlinf_async.backends.language import GenerationEngine, PromptTooLong
 from rlinf_async.backends.toy.config import ToyEngineConfig
-from rlinf_async.backends.toy.responses import response_length
+from rlinf_async.backends.toy.engine import response_length
 from rlinf_async.testing import explore, nothing_left_waiting, run, wait_all_blocked
-from rlinf_async.workers.rollout.errors import WeightsEnded
 from rlinf_async.workers.rollout.language import LanguageRolloutConfig
+from rlinf_async.workers.rollout.policy import WeightsEnded
 from tests.backends.requests import request
 from tests.workers.rollout.language_kit import SLOW, Channels, Rollout, right, served, update
 

@@ -19,8 +19,7 @@ from rlinf_async.messages.language import (
     Scored,
     ScoredSample,
 )
-from rlinf_async.runtime.jobs.language.dispatch import Dispatcher
-from rlinf_async.runtime.jobs.language.samples import to_train
+from rlinf_async.runtime.jobs.language.samples import Dispatcher, to_train
 from rlinf_async.runtime.jobs.language.scheduling import decide
 from rlinf_async.workers.actor import FSDPActor, LanguageBatches
 from rlinf_async.workers.scheduler import (

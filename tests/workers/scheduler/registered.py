@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rlinf_async.backends import registry
+from rlinf_async.backends import base as registry
 
 
 @contextmanager

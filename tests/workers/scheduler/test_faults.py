@@ -23,7 +23,7 @@ from rlinf_async.scheduling import (
     load_policy,
 )
 from rlinf_async.testing import explore
-from rlinf_async.workers.rollout.language.progress import RolloutProgress
+from rlinf_async.workers.rollout.scheduled import RolloutProgress
 from rlinf_async.workers.scheduler import (
     DevicesReport,
     Orders,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rlinf_async.workers.scheduler import responses
+from rlinf_async.workers.scheduler import seen as responses
 from rlinf_async.workers.scheduler.messages import EndedCount, RequestCount
-from rlinf_async.workers.scheduler.responses import Responses
+from rlinf_async.workers.scheduler.seen import Responses
 
 
 def ended(iteration: int, group: int, index: int, tokens: int) -> EndedCount:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from rlinf_async.parallel import Strategy
-from rlinf_async.workers.scheduler.config import Topology
-from rlinf_async.workers.scheduler.messages import EndedCount, RequestCount
-from rlinf_async.workers.scheduler.responses import UNKNOWN_TOKENS
-from rlinf_async.workers.scheduler.seen import Seen
+from rlinf_async.workers.scheduler.messages import EndedCount, RequestCount, Topology
+from rlinf_async.workers.scheduler.seen import UNKNOWN_TOKENS, Seen
 
 TOPOLOGY = Topology(
     instances=((0,), (1,)),

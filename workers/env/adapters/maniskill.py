@@ -15,7 +15,7 @@ from typing import Any
 
 import gymnasium
 
-from rlinf_async.workers.env.adapters.needed import needed
+from rlinf_async.workers.env.make import needed
 
 
 class NoLook:

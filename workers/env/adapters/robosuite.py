@@ -16,8 +16,8 @@ import numpy as np
 from gymnasium import spaces
 
 from rlinf_async.observe.video import choose_headless_renderer
-from rlinf_async.workers.env.adapters.needed import needed
 from rlinf_async.workers.env.adapters.rendering import drawing, replacing_context
+from rlinf_async.workers.env.make import needed
 
 VIEW = "frontview"
 """The camera of pictures for people."""

@@ -4,9 +4,8 @@
 
     packed row --model--> hidden states --head--> log-probs, entropies
 
-    config.py      settings                      network.py     the modules that are sharded
-    head.py        log-probs with few logits     step.py        one optimizer step
-    forward.py     log-probs and values of many samples         reference.py   weights to swap in
-    trainer.py     `LanguageTrainer`: a policy   critic.py      `LanguageTrainer`: a critic
-    publishing.py  names of weights              sharded_publishing.py  each rank writes its rows
+    config.py       settings
+    network.py      the modules that are sharded; log-probs with few logits
+    trainer.py      `LanguageTrainer` of a policy or a critic: forward passes, optimizer steps
+    publishing.py   names of weights; each rank writes its rows
 """

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from rlinf_async.backends.base import OptimizerConfig
 from rlinf_async.backends.fsdp.config import ShardingConfig
 from rlinf_async.backends.language_training.config import (
     LanguageModelConfig,
     LanguageTrainingConfig,
 )
-from rlinf_async.backends.optimizer_config import OptimizerConfig
 
 
 class LanguageFSDPConfig(ShardingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,28 +1,38 @@
-"""`PolicyTrainer`: the `LanguageTrainer` of an actor, over FSDP."""
+"""`PolicyTrainer`: the `LanguageTrainer` of an actor, over FSDP.
+
+Log-probs and values of any number of samples, without gradients.
+
+Samples are divided into forward passes by tokens. Every rank of a sharded model takes part in
+every forward pass, so the ranks agree on their number; one without samples passes a single token.
+
+One optimizer step from micro-batches that are still arriving; see `language_training.totals`.
+
+`CriticTrainer`: the `LanguageTrainer` of a critic, over FSDP.
+
+Its targets are the ``returns`` that `compute_advantages` computes from rewards and from the values
+of this critic when the samples were collected.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlinf_async.algorithms.language.advantages import (
-    AdvantageMoments,
-    advantage_moments,
-    whitened,
-)
-from rlinf_async.algorithms.language.config import LanguageLossConfig
+from rlinf_async.algorithms.config import LanguageLossConfig
+from rlinf_async.algorithms.language.advantages import AdvantageMoments, advantage_moments, whitened
 from rlinf_async.backends.base import RescaleReport
 from rlinf_async.backends.building import building
 from rlinf_async.backends.fsdp import ranks
-from rlinf_async.backends.fsdp.errors import FSDPError
+from rlinf_async.backends.fsdp.config import FSDPError
 from rlinf_async.backends.fsdp.language.config import LanguageTrainerConfig
-from rlinf_async.backends.fsdp.language.forward import largest, token_answers
 from rlinf_async.backends.fsdp.language.network import (
     PolicyNetwork,
     ValueNetwork,
@@ -31,32 +41,133 @@ from rlinf_async.backends.fsdp.language.network import (
 from rlinf_async.backends.fsdp.language.publishing import (
     hugging_face_state,
     load_hugging_face_state,
+    publish_shards,
 )
-from rlinf_async.backends.fsdp.language.sharded_publishing import publish_shards
-from rlinf_async.backends.fsdp.language.step import optimizer_step
 from rlinf_async.backends.fsdp.manager import DTYPES, FSDPModelManager
 from rlinf_async.backends.fsdp.rescale import check_strategy, rescale
-from rlinf_async.backends.fsdp.sharding import unwrapped
+from rlinf_async.backends.fsdp.state import reshard, unwrapped
 from rlinf_async.backends.language import OPTIMIZER, PARTS, WEIGHTS, MicroBatch
-from rlinf_async.backends.language_training.describing import describing_files, write_model_folder
-from rlinf_async.backends.language_training.hugging_face import (
+from rlinf_async.backends.language_training.model import (
     build_language_model,
+    describing_files,
+    write_model_folder,
 )
-from rlinf_async.backends.language_training.kept_weights import REFERENCE, KeptWeights
 from rlinf_async.backends.language_training.objective import (
     SUPERVISED,
+    NothingToDo,
+    Packed,
+    Part,
     PolicyObjective,
+    TokenStatistics,
+    Totals,
     ValueObjective,
+    by_tokens,
+    check_engine,
+    check_finite,
+    pack_samples,
+    whole_response,
 )
-from rlinf_async.backends.language_training.packing import Packed
-from rlinf_async.backends.language_training.token_statistics import TokenStatistics
-from rlinf_async.backends.language_training.totals import NothingToDo, Part
 from rlinf_async.backends.language_training.trainer import IterationTrainer
+from rlinf_async.backends.language_training.weights import REFERENCE, KeptWeights
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import TrainingSample
 from rlinf_async.messages.weights import Allocate, WeightUpdate
 from rlinf_async.parallel import DataRank, Strategy
 from rlinf_async.weights import pack
+
+
+def largest(manager: FSDPModelManager, count: int) -> int:
+    """Return the largest count of all ranks. Collective."""
+    found = torch.tensor([count], device=manager.device)
+    ranks.all_reduce(manager, found, dist.ReduceOp.MAX)
+    return int(found)
+
+
+def token_answers(
+    manager: FSDPModelManager,
+    samples: Sequence[TrainingSample],
+    limit: int,
+    answer: Callable[[Packed], Tensor],
+) -> list[Floats]:
+    """Return ``[R]`` of each sample, in order; ``answer`` gives ``[N]`` of a micro-batch.
+
+    Collective. Raises `OffloadedError` while the model is offloaded.
+    """
+    manager.check_loaded("a forward pass")
+    parts = by_tokens([sample.tokens for sample in samples], limit)
+    # Agreed on before the first pass: its collectives must not meet those of a forward pass.
+    idle = largest(manager, len(parts)) - len(parts)
+    found: dict[int, Floats] = {}
+    with torch.no_grad(), manager.autocast():
+        for part in parts:
+            chosen = [samples[at] for at in part]
+            packed = pack_samples(chosen, [whole_response(one) for one in chosen], manager.device)
+            numbers = answer(packed).float().cpu().numpy()
+            ends = np.cumsum([len(one.response_ids) for one in chosen])[:-1]
+            found |= zip(part, np.split(numbers, ends), strict=True)
+        for _ in range(idle):
+            answer(_idle(manager))
+    reshard(manager.model)
+    return [found[at] for at in range(len(samples))]
+
+
+def _idle(manager: FSDPModelManager) -> Packed:
+    token = torch.zeros(1, dtype=torch.int64, device=manager.device)
+    return Packed(token[None], token[None], [1], token, token, torch.ones(1, device=manager.device))
+
+
+PartOf = Callable[[MicroBatch], Part | NothingToDo]
+
+
+def optimizer_step(
+    manager: FSDPModelManager,
+    micro_batches: Iterable[MicroBatch],
+    part_of: PartOf,
+    engine_tolerance: float | None = None,
+    version: int = 0,
+) -> dict[str, float]:
+    """Make one optimizer step; return its metrics, equal on every rank. Collective.
+
+    Without any trained token in the whole global batch there is no step (``empty`` is 1). Raises,
+    before the weights change, `TrainingDiverged` when the loss is not finite, and `EngineDisagrees`
+    when the engine's log-probs of this ``version`` differ by more than the tolerance.
+    """
+    manager.check_loaded("a training step")
+    totals = Totals()
+    for micro_batch in micro_batches:
+        with manager.before_micro_batch(manager.model, micro_batch.is_last):
+            part = part_of(micro_batch)
+            if isinstance(part, Part):
+                manager.backward(part.loss)
+        totals.add(part)
+    if manager.world_size > 1:
+        row = totals.row(manager.device)
+        ranks.all_reduce(manager, row)
+        totals.take(row)
+    metrics = totals.metrics()
+    try:
+        check_finite(metrics, manager.steps)
+        check_engine(metrics, engine_tolerance, version)
+    except Exception:
+        manager.zero_grad()
+        raise
+    if totals.units == 0:
+        manager.zero_grad()
+        return metrics | {"empty": 1.0, "skipped": 0.0, "grad_norm": 0.0, "lr": _lr(manager)}
+    before = manager.skipped_steps
+    # FSDP takes the mean of the ranks' gradients; here it is their sum that is divided.
+    grad_norm, lrs = manager.optimizer_step(manager.world_size / totals.units)
+    skipped = manager.skipped_steps - before
+    return metrics | {
+        "empty": 0.0,
+        "skipped": float(skipped),
+        "grad_norm": grad_norm,
+        "lr": lrs[0],
+    }
+
+
+def _lr(manager: FSDPModelManager) -> float:
+    return float(manager.optimizer.param_groups[0]["lr"])
 
 
 class LanguageTrainerBase(IterationTrainer[LanguageTrainerConfig]):
@@ -284,3 +395,39 @@ class PolicyTrainer(LanguageTrainerBase):
         with ranks.fail_together(self.manager, f"writing {folder}"):
             if self.manager.rank == 0:
                 write_model_folder(self.language, state, self.manager.model_files, folder)
+
+
+NOT_A_POLICY = "a critic has no {what}: ask the actor (backend 'fsdp')"
+
+
+class CriticTrainer(LanguageTrainerBase):
+    """Half the squared error of values, over packed samples, for one rank of a critic."""
+
+    critic = True
+
+    def values(self, samples: Sequence[TrainingSample]) -> list[Floats]:
+        """Return values ``[R]`` before each response token. Collective."""
+
+        def answer(packed: Packed) -> Tensor:
+            value: Tensor = self.manager.model(packed)
+            return value
+
+        return token_answers(self.manager, samples, self.config.max_tokens_per_forward, answer)
+
+    def log_probs(
+        self, samples: Sequence[TrainingSample], *, reference: bool = False
+    ) -> list[Floats]:
+        """Raise `FSDPError`."""
+        raise FSDPError(NOT_A_POLICY.format(what="log-probs"))
+
+    def publish(self, allocate: Allocate | None = None) -> WeightUpdate:
+        """Raise `FSDPError`: no engine takes a critic."""
+        raise FSDPError(NOT_A_POLICY.format(what="weights to publish"))
+
+    def load(self, update: WeightUpdate) -> None:
+        """Raise `FSDPError`."""
+        raise FSDPError(NOT_A_POLICY.format(what="use for published weights"))
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Raise `FSDPError`: a value head has no place in a Hugging Face folder."""
+        raise FSDPError(NOT_A_POLICY.format(what="Hugging Face folder"))

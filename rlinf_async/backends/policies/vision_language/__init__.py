@@ -2,9 +2,7 @@
 
 ::
 
-    config.py     sizes, bins, chunks, LoRA (no torch)
-    backbone.py   the model, from sizes or a folder: images and text -> hidden states
-    tokens.py     action values <-> bins
-    policy.py     the policy
-    lora.py       adapters (peft)
+    config.py    sizes, bins, chunks, LoRA (no torch)
+    policy.py    the policy: its model, action values <-> bins, adapters (peft)
+    fitting.py   whether a folder, sizes and spaces fit
 """

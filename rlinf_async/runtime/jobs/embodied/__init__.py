@@ -3,18 +3,19 @@
 ::
 
     job.py         checks a configuration, and runs it
-    run.py         the flow, from the first ticket to the evaluation
-    channels.py    the channels, and how much each may hold
-    collectors.py  env and rollout workers; or env workers that run the policy themselves
-    reports.py     progress, metrics, the live view, pictures
-    config.py      the configuration
-
-    base.py        what the runs of all jobs in environments have in common
-    settings.py    and their configurations
+    config.py, settings.py   the configuration, and what all jobs in environments share of it
+    choosing.py    which simulator, and how many rollout workers
+    run.py         the flow, from the first ticket to the evaluation; metrics, pictures
+    collectors.py  channels; env and rollout workers, or env workers that run the policy themselves
+    playing.py     a trained policy's episodes, and recorded ones of a script
 """
 
-from rlinf_async.runtime.jobs.embodied.config import EmbodiedConfig, TrainingConfig
 from rlinf_async.runtime.jobs.embodied.job import EmbodiedPPO
-from rlinf_async.runtime.jobs.embodied.settings import ClusterConfig, EvaluationConfig
+from rlinf_async.runtime.jobs.embodied.settings import (
+    ClusterConfig,
+    EmbodiedConfig,
+    EvaluationConfig,
+    TrainingConfig,
+)
 
 __all__ = ["ClusterConfig", "EmbodiedConfig", "EmbodiedPPO", "EvaluationConfig", "TrainingConfig"]

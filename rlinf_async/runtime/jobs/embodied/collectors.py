@@ -2,6 +2,19 @@
 policy themselves.
 
 The run uses both in the same way: it puts tickets, trajectories come, and at the end it evaluates.
+
+The channels of an embodied run, and how much each may hold.
+
+::
+
+    this process --Collect, by key of the env rank--> env worker
+    env worker --Observations--> rollout worker --Actions, by key of the stage--> env worker
+    env worker --Trajectory, by key of the DP rank--> actor --TrainReport--> this process
+    actor --WeightUpdate, `Latest`--> rollout worker
+    env worker --EvaluatedEpisode--> this process, at the end
+
+Observations and actions are there only where rollout workers are: where each env worker runs the
+policy itself, it takes the weights.
 """
 
 from __future__ import annotations
@@ -10,16 +23,56 @@ import asyncio
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Protocol
 
-from rlinf_async.runtime.calls import GroupCall
+from rlinf_async.channels import Channel, Latest
+from rlinf_async.messages.embodied import Actions, Collect, Observations, Trajectory
+from rlinf_async.messages.weights import WeightUpdate
+from rlinf_async.runtime.calls import GroupCall, WorkerGroup
 from rlinf_async.runtime.cluster import Cluster
-from rlinf_async.runtime.group import WorkerGroup
-from rlinf_async.runtime.jobs.embodied.channels import EmbodiedChannels
+from rlinf_async.runtime.jobs.checkpoints import max_deliveries
 from rlinf_async.runtime.jobs.embodied.settings import EnvironmentSettings
 from rlinf_async.runtime.jobs.placement import Plan
 from rlinf_async.runtime.supervise import Restart
 from rlinf_async.workers.collocated import CollocatedEnvWorker
 from rlinf_async.workers.env import EnvReport, EnvWorker, EvaluatedEpisode, EvaluationPlan
 from rlinf_async.workers.rollout import RolloutReport, RolloutWorker
+
+
+class EmbodiedChannels:
+    """Every channel of the run.
+
+    Capacities follow from admission: there are never more than ``max_staleness + 1`` iterations
+    under way, and each stage of an env worker waits for one answer at a time.
+    """
+
+    def __init__(self, cluster: Cluster, config: EnvironmentSettings) -> None:
+        counts = config.cluster
+        once = max_deliveries(1, counts.max_restarts)
+        ahead = config.training.max_staleness + 1
+        self.tickets: Channel[Collect] = cluster.channel(
+            Collect,
+            name="tickets",
+            capacity=ahead,
+            max_deliveries=once,
+        )
+        self.trajectories: Channel[Trajectory] = cluster.channel(
+            Trajectory,
+            name="trajectories",
+            capacity=config.trajectories * ahead,
+            max_deliveries=once,  # where they are leased: by a replay worker
+        )
+        self.evaluated: Channel[EvaluatedEpisode] = cluster.channel(
+            EvaluatedEpisode, name="evaluated"
+        )
+        self.weights: Latest[WeightUpdate] = cluster.latest(WeightUpdate, name="weights")
+        if counts.rollout_count:
+            stages = config.env.stages + 1  # one more for the evaluation
+            self.observations: Channel[Observations] = cluster.channel(
+                Observations,
+                name="observations",
+                capacity=stages * counts.env_workers,
+                max_deliveries=max_deliveries(counts.rollout_count, counts.max_restarts),
+            )
+            self.actions: Channel[Actions] = cluster.channel(Actions, name="actions", capacity=2)
 
 
 class Collectors(Protocol):

@@ -11,29 +11,26 @@ import msgspec
 from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig
 from rlinf_async.backends.policies.config import MLPS, VISION_LANGUAGE, ignored
 from rlinf_async.config import ConfigError
+from rlinf_async.data.config import DataError
 from rlinf_async.data.demonstrations import check_demonstrations
-from rlinf_async.data.errors import DataError
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import EmbodiedSummary
+from rlinf_async.runtime.jobs.config import Reads, every_file, model_files
 from rlinf_async.runtime.jobs.embodied.choosing import planned, tried_and_chosen
-from rlinf_async.runtime.jobs.embodied.config import (
-    MAY_DIFFER,
-    EmbodiedConfig,
-    check_sizes,
-    fitted,
-)
-from rlinf_async.runtime.jobs.embodied.playing import Trained
-from rlinf_async.runtime.jobs.embodied.recording import check_scripted_policy
+from rlinf_async.runtime.jobs.embodied.playing import Trained, check_scripted_policy
 from rlinf_async.runtime.jobs.embodied.run import EmbodiedRun, make_trainer
 from rlinf_async.runtime.jobs.embodied.settings import (
+    MAY_DIFFER,
+    EmbodiedConfig,
     check_host,
+    check_sizes,
     described,
     described_for_run,
+    fitted,
 )
-from rlinf_async.runtime.jobs.inputs import Reads, every_file, model_files
 from rlinf_async.runtime.jobs.placement import Plan
 from rlinf_async.runtime.jobs.run import run_in_folder
-from rlinf_async.workers.context import Device
+from rlinf_async.workers.base import Device
 from rlinf_async.workers.env import EnvSpec
 
 FSDP = ("actor", "fsdp")

@@ -12,36 +12,520 @@
     this process     a report                           the actors
     tickets          version ``v`` for iteration        this process: at most ``max_staleness``
                      ``v + max_staleness``              iterations ahead
+
+What the runs of all jobs in environments have in common: tickets, step boundaries, what is left.
+
+::
+
+    main --> launch --> train --[ step boundary ]--> evaluate --> the workers end
+                         |            |
+                         tickets      progress, checkpoint, a row of the metrics
+
+A job launches its own workers and trains its own iterations. Admission: the ticket of iteration
+``i`` is issued once version ``i - max_staleness`` is trained, so no step can be more than
+``max_staleness`` versions old when it is trained.
+
+What an embodied run reports: progress, rows of the metrics, the top line of the live view.
+
+The pictures of an embodied run: its learning curve, and a video of the trained policy.
+
+The evaluation of a run in environments, and what it leaves.
 """
 
 from __future__ import annotations
 
 import asyncio
 import shutil
+import sys
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
 from rlinf_async.backends.base import TrainerBackend
-from rlinf_async.messages.embodied import Collect, TrainReport
+from rlinf_async.messages.embodied import Collect, TrainReport, success_rate
+from rlinf_async.observe.metrics import MetricsWriter
+from rlinf_async.observe.pictures import draw_learning_curve
+from rlinf_async.observe.progress import ProgressState, ProgressView, figure
 from rlinf_async.observe.run_folder import RunFolder
-from rlinf_async.observe.summary import EmbodiedSummary
-from rlinf_async.runtime.calls import GroupCall
+from rlinf_async.observe.summary import EmbodiedSummary, Staleness
+from rlinf_async.runtime.calls import GroupCall, WorkerGroup
 from rlinf_async.runtime.cluster import Cluster
-from rlinf_async.runtime.group import WorkerGroup
-from rlinf_async.runtime.jobs.embodied.base import EnvironmentRun, Flow, LoopContext
-from rlinf_async.runtime.jobs.embodied.channels import EmbodiedChannels
-from rlinf_async.runtime.jobs.embodied.collectors import Collectors, make_collectors
-from rlinf_async.runtime.jobs.embodied.config import EmbodiedConfig
-from rlinf_async.runtime.jobs.embodied.playing import Trained
-from rlinf_async.runtime.jobs.embodied.recording import record_apart
-from rlinf_async.runtime.jobs.embodied.reports import EmbodiedProgress, evaluated_rate, merged
-from rlinf_async.runtime.jobs.failures import Stopped
+from rlinf_async.runtime.jobs.checkpoints import (
+    Checkpointer,
+    RunProgress,
+    ShardWriters,
+    Stopped,
+    clean,
+    in_background,
+    load_progress,
+)
+from rlinf_async.runtime.jobs.config import HostConfig
+from rlinf_async.runtime.jobs.embodied.collectors import (
+    Collectors,
+    EmbodiedChannels,
+    make_collectors,
+)
+from rlinf_async.runtime.jobs.embodied.playing import Trained, checkpoint_of, film_run, record_apart
+from rlinf_async.runtime.jobs.embodied.settings import (
+    EmbodiedConfig,
+    EnvironmentSettings,
+    Settings,
+    reseeded,
+)
 from rlinf_async.runtime.jobs.placement import Plan
-from rlinf_async.runtime.jobs.view import LiveView
+from rlinf_async.runtime.jobs.run import Draw, TrainingClock
+from rlinf_async.runtime.jobs.view import Headline, LiveView
+from rlinf_async.runtime.signals import RunSignals, run_signals
 from rlinf_async.workers.actor import EmbodiedFSDPActor, TrainingPlan
-from rlinf_async.workers.env import EvaluatedEpisode
+from rlinf_async.workers.env import EnvReport, EvaluatedEpisode, EvaluationPlan
+
+
+class EmbodiedProgress(RunProgress, kw_only=True):
+    """How far an embodied run has come."""
+
+    env_steps: int = 0
+    episodes: int = 0
+    returns: list[float] = msgspec.field(default_factory=list)
+    """returns of the last episodes"""
+    successes: list[bool | None] = msgspec.field(default_factory=list)
+    """whether they succeeded; None: the environment does not say"""
+    success_reports: int = 0
+    """episodes of the whole run of which it says so"""
+
+    def take(self, report: TrainReport, seconds: float, window: int) -> None:
+        """Add one iteration."""
+        self.version = report.version
+        self.env_steps += report.env_steps
+        self.train_seconds = seconds
+        self.episodes += len(report.episode_return)
+        self.lag_sum += report.lag_mean
+        self.lag_max = max(self.lag_max, report.lag_max)
+        self.duplicates += report.duplicates
+        self.returns = list(deque([*self.returns, *report.episode_return], window))
+        self.successes = list(deque([*self.successes, *report.episode_success], window))
+        self.success_reports += sum(one is not None for one in report.episode_success)
+
+    @property
+    def success_rate(self) -> float | None:
+        """Share of the last episodes that succeeded; None where the environment never says."""
+        return success_rate(self.successes, reports=self.success_reports > 0)
+
+
+def merged(parts: Sequence[TrainReport]) -> TrainReport:
+    """The report of an iteration, from those of all ranks.
+
+    Counts add up; metrics and staleness are means: all shares are equal.
+    """
+    return msgspec.structs.replace(
+        parts[0],
+        metrics={
+            name: sum(one.metrics[name] for one in parts) / len(parts) for name in parts[0].metrics
+        },
+        env_steps=sum(one.env_steps for one in parts),
+        lag_mean=sum(one.lag_mean for one in parts) / len(parts),
+        lag_max=max(one.lag_max for one in parts),
+        duplicates=sum(one.duplicates for one in parts),
+        episode_return=[value for one in parts for value in one.episode_return],
+        episode_length=[value for one in parts for value in one.episode_length],
+        episode_success=[value for one in parts for value in one.episode_success],
+    )
+
+
+def row(progress: EmbodiedProgress, report: TrainReport) -> dict[str, float]:
+    """One row of the metrics. What was not measured stays out."""
+    row = {
+        "iteration": float(report.iteration),
+        "version": float(report.version),
+        "env_steps": float(progress.env_steps),
+        "train_seconds": progress.train_seconds,
+        "steps_per_second": progress.env_steps / max(progress.train_seconds, 1e-9),
+        "episodes": float(progress.episodes),
+        "staleness_mean": report.lag_mean,
+        "staleness_max": float(report.lag_max),
+        "second_trajectories": float(report.duplicates),
+        **report.metrics,
+    }
+    if progress.returns:
+        row["return"] = sum(progress.returns) / len(progress.returns)
+    if progress.success_rate is not None:
+        row["success_rate"] = progress.success_rate
+        row["success_unreported"] = float(progress.successes.count(None))
+    return row
+
+
+def headline(
+    config: EnvironmentSettings, progress: EmbodiedProgress, last: TrainReport | None
+) -> Headline:
+    """The top line of the live view."""
+    rate = progress.env_steps / max(progress.train_seconds, 1e-9) if progress.version else None
+    figures = (
+        ("steps", f"{progress.env_steps:,}"),
+        ("steps/s", figure(rate, ",.0f")),
+        ("seconds", f"{progress.train_seconds:.0f}"),
+        ("return", figure(_mean(progress.returns), ".2f")),
+        ("success", figure(progress.success_rate, ".0%")),
+        ("staleness", figure(last.lag_mean if last else None, ".1f")),
+    )
+    run = f"{config.name} (seed {config.seed})"
+    return Headline(run, progress.version, config.iterations, figures)
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def warning_of_success(config: EnvironmentSettings, said: Sequence[bool | None]) -> str:
+    """What is to be said about an environment that reports success (``said``) of no episode, though
+    there is a target for it, or of some episodes only; empty if nothing is."""
+    target, env = config.evaluation.target_success_rate, config.env.name
+    if None not in said:
+        return ""
+    if any(one is not None for one in said):
+        return (
+            f"{config.name}: {env} reports success (True or False as is_success or success in the "
+            "info of an episode's last step) of some episodes only: the others count as not "
+            "succeeded, and success_unreported in the metrics is their number"
+        )
+    if target is None:
+        return ""
+    return (
+        f"{config.name}: evaluation.target_success_rate is {target}, but {env} has reported no "
+        "success so far (True or False as is_success or success in the info of an episode's last "
+        "step): where it never does, the run falls short. Leave the target out, or set "
+        "evaluation.target_return"
+    )
+
+
+def outcome(
+    config: EnvironmentSettings, rate: float | None, episodes: Sequence[EvaluatedEpisode]
+) -> Literal["succeeded", "fell short", "finished"]:
+    """How the evaluation stands to the targets: a success that is not reported reaches none."""
+    wanted = config.evaluation
+    judged = []
+    if wanted.target_success_rate is not None:
+        judged.append(rate is not None and rate >= wanted.target_success_rate)
+    if wanted.target_return is not None:
+        judged.append(mean_return(episodes) >= wanted.target_return)
+    if not judged:
+        return "finished"
+    return "succeeded" if all(judged) else "fell short"
+
+
+def summarized(
+    config: EnvironmentSettings,
+    progress: EmbodiedProgress,
+    episodes: Sequence[EvaluatedEpisode],
+    stopped: Stopped | None,
+) -> EmbodiedSummary:
+    """What came of a run, as far as all kinds of runs in environments have it."""
+    rate = evaluated_rate(episodes, progress)
+    summary = EmbodiedSummary(
+        run=config.name,
+        outcome=stopped.outcome if stopped else outcome(config, rate, episodes),
+        seed=config.seed,
+        iterations=progress.version,
+        env_steps=progress.env_steps,
+        train_seconds=progress.train_seconds,
+        error=stopped.error if stopped else None,
+    )
+    if progress.version:
+        summary.steps_per_second = progress.env_steps / max(progress.train_seconds, 1e-9)
+        summary.staleness = Staleness(
+            mean=progress.lag_mean, max=progress.lag_max, allowed=config.training.max_staleness
+        )
+    if episodes:
+        summary.success_rate = rate
+        if rate is not None:
+            summary.success_unreported = unreported(episodes)
+        summary.return_ = mean_return(episodes)
+        summary.evaluation_episodes = len(episodes)
+        if rate is None and config.evaluation.target_success_rate is not None:
+            summary.extra["target_success_rate"] = "not reached: no success was reported"
+    return summary
+
+
+def evaluated_rate(
+    episodes: Sequence[EvaluatedEpisode], progress: EmbodiedProgress | None
+) -> float | None:
+    """The share of successes; None where the environment reports none, in the training neither."""
+    reports = progress is not None and progress.success_reports > 0
+    return success_rate([episode.success for episode in episodes], reports=reports)
+
+
+def unreported(episodes: Sequence[EvaluatedEpisode]) -> int:
+    """Episodes of which the environment does not say whether they succeeded."""
+    return sum(episode.success is None for episode in episodes)
+
+
+def mean_return(episodes: Sequence[EvaluatedEpisode]) -> float:
+    """The mean return of the episodes."""
+    return sum(episode.episode_return for episode in episodes) / len(episodes)
+
+
+def pictures(
+    config: EnvironmentSettings,
+    folder: RunFolder,
+    title: str,
+    headline: Callable[[], Headline],
+    trained: Trained,
+) -> dict[str, Draw]:
+    """The learning curve, and a video of the trained policy where one is configured.
+
+    ``headline`` is the top line of the view while the video is made.
+    """
+
+    def curve() -> None:
+        draw_learning_curve(
+            folder.metrics,
+            folder.learning_curve,
+            title=title,
+            target=config.evaluation.target_success_rate,
+        )
+
+    found: dict[str, Draw] = {"learning curve": curve}
+    # A simulator of many environments has no picture of one.
+    if config.evaluation.video_episodes and not config.env.many_in_a_call:
+        found["video"] = lambda: draw_video(trained, folder, headline())
+    return found
+
+
+def draw_video(trained: Trained, folder: RunFolder, headline: Headline) -> None:
+    """Record the trained policy, for ``evaluation.video_seconds`` at most.
+
+    Raises:
+        VideoError: the environment does not render, or fails meanwhile.
+        UsageError: the environment cannot be made any more, or there is no checkpoint.
+    """
+    checkpoint, wanted = checkpoint_of(folder.path, None), trained.config.evaluation
+    with ProgressView() as view:
+        note = f"video: {wanted.video_episodes} episodes, {wanted.video_seconds:g} s at most"
+        view.update(ProgressState(**headline._asdict(), note=note))
+        made = film_run(trained, checkpoint, folder.video)
+    if made.cut:
+        print(
+            f"{trained.config.name}: the video was ended after evaluation.video_seconds = "
+            f"{wanted.video_seconds:g}, in episode {len(made.returns)} of {wanted.video_episodes}",
+            file=sys.stderr,
+        )
+
+
+async def evaluate(
+    cluster: Cluster,
+    config: EnvironmentSettings,
+    channels: EmbodiedChannels,
+    collectors: Collectors,
+    view: LiveView,
+    *,
+    min_version: int,
+) -> list[EvaluatedEpisode]:
+    """Run the configured episodes with weights of at least this version; show how far it is."""
+    wanted = config.evaluation
+    plan = EvaluationPlan(episodes=wanted.episodes, seed=wanted.seed, min_version=min_version)
+    with in_background(cluster, _count(wanted.episodes, channels, view), "evaluation"):
+        return await collectors.evaluate(plan)
+
+
+async def _count(wanted: int, channels: EmbodiedChannels, view: LiveView) -> None:
+    view.note = f"evaluating: 0 of {wanted} episodes"
+    done = set[int]()  # an env worker that was restarted evaluates its share again
+    async for one in channels.evaluated.receiver:
+        done.add(one.episode)
+        view.note = f"evaluating: {len(done)} of {wanted} episodes"
+
+
+def write_evaluation(
+    metrics: MetricsWriter, progress: EmbodiedProgress, episodes: Sequence[EvaluatedEpisode]
+) -> None:
+    """A row of its own, a step after the last: a resumed run drops it and evaluates again."""
+    row = {
+        "env_steps": float(progress.env_steps),
+        "train_seconds": progress.train_seconds,
+        "eval_return": mean_return(episodes),
+    }
+    rate = evaluated_rate(episodes, progress)
+    if rate is not None:
+        row["eval_success_rate"] = rate
+        row["eval_success_unreported"] = float(unreported(episodes))
+    metrics.write(progress.env_steps + 1, row)
+
+
+ChannelsT = TypeVar("ChannelsT", bound=EmbodiedChannels)
+ProgressT = TypeVar("ProgressT", bound=EmbodiedProgress)
+
+
+class Flow(NamedTuple, Generic[ChannelsT]):
+    """What a run trains and evaluates with, besides the workers that train."""
+
+    cluster: Cluster
+    channels: ChannelsT
+    collectors: Collectors
+    view: LiveView
+
+
+class LoopContext(NamedTuple):
+    """What a training loop uses at its step boundaries."""
+
+    clock: TrainingClock
+    signals: RunSignals
+    checkpointer: Checkpointer
+    metrics: MetricsWriter
+
+
+class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
+    """Trains, evaluates, and accounts for what was trained.
+
+    Args:
+        config: fitted to its environment.
+        folder: of the run.
+        progress: where nothing was trained yet.
+        file: that a checkpoint of this job has to contain.
+    """
+
+    def __init__(
+        self, config: Settings, folder: RunFolder, progress: ProgressT, *, file: str = ""
+    ) -> None:
+        self.folder = folder
+        clean(folder.checkpoints)
+        self.progress: ProgressT = (
+            load_progress(folder.checkpoints, type(progress), file=file) or progress
+        )
+        self.config: Settings = reseeded(config, self.progress.version)
+        self._env_reports: list[EnvReport] = []
+        self._last: TrainReport | None = None
+        self._warnings: set[str] = set()
+        """those that were printed"""
+        self._episodes: list[EvaluatedEpisode] = []
+        """episodes of the evaluation"""
+
+    @abstractmethod
+    async def main(self, cluster: Cluster, view: LiveView) -> None:
+        """The flow, from the first ticket to the evaluation."""
+
+    @property
+    @abstractmethod
+    def trained(self) -> Trained:
+        """What lets the policy of a checkpoint act: for pictures."""
+
+    async def _train_and_evaluate(
+        self,
+        flow: Flow[ChannelsT],
+        writers: ShardWriters,
+        train: Callable[[LoopContext], Awaitable[None]],
+    ) -> None:
+        """Train, evaluate, and wait for the workers that collect to end."""
+        flow.view.note = ""
+        with flow.collectors.serving(), self._metrics() as metrics:
+            kept = self.config.training.keep_checkpoints
+            checkpointer = Checkpointer(flow.cluster, writers, self.folder.checkpoints, kept)
+            clock = TrainingClock(self.progress.train_seconds)
+            await train(LoopContext(clock, run_signals(), checkpointer, metrics))
+            self._episodes = await self._evaluate(flow, min_version=self.config.iterations)
+            self._warn([episode.success for episode in self._episodes])
+            write_evaluation(metrics, self.progress, self._episodes)
+        await flow.channels.weights.sender.close()
+        await flow.collectors.finish()
+
+    async def _evaluate(self, flow: Flow[ChannelsT], *, min_version: int) -> list[EvaluatedEpisode]:
+        """Evaluate weights of at least this version."""
+        cluster, channels, collectors, view = flow
+        return await evaluate(
+            cluster, self.config, channels, collectors, view, min_version=min_version
+        )
+
+    # ---- training
+
+    async def _issue_first(self, channels: ChannelsT) -> None:
+        """Let the iterations be collected that may be under way before one is trained."""
+        first, ahead = self.progress.version, self.config.training.max_staleness
+        for iteration in range(first, first + ahead + 1):
+            await self._issue(channels, iteration)
+
+    async def _issue(self, channels: ChannelsT, iteration: int) -> None:
+        """Let every env worker collect this iteration, if there is one."""
+        if iteration >= self.config.iterations:
+            return
+        ticket = self._ticket(iteration)
+        for rank in range(self.config.cluster.env_workers):
+            await channels.tickets.sender.put(ticket, key=rank)
+
+    def _ticket(self, iteration: int) -> Collect:
+        return Collect(
+            iteration=iteration,
+            steps=self.config.training.steps_per_iteration // self.config.env.action_chunk,
+            min_version=max(0, iteration - self.config.training.max_staleness),
+        )
+
+    async def _step_boundary(
+        self, channels: ChannelsT, report: TrainReport, loop: LoopContext
+    ) -> None:
+        """Account for an iteration. Progress and weights are of its version, so a checkpoint can be
+        written, and the run can be left."""
+        training = self.config.training
+        await self._issue(channels, report.version + training.max_staleness)
+        self.progress.take(report, loop.clock(), training.return_window)
+        if loop.signals.take_checkpoint_request() or self._checkpoint_due(report.version):
+            await loop.checkpointer.begin(self.progress)
+
+    def _checkpoint_due(self, version: int) -> bool:
+        every = self.config.training.checkpoint_every
+        return version == self.config.iterations or (every > 0 and version % every == 0)
+
+    def _write_row(self, report: TrainReport, metrics: MetricsWriter) -> None:
+        self._last = report
+        self._warn()
+        metrics.write(self.progress.env_steps, row(self.progress, report))
+
+    def _warn(self, evaluated: Sequence[bool | None] = ()) -> None:
+        """Say once how the environment reports success: in the last episodes, and these."""
+        known = [True] if self.progress.success_reports else []
+        said = [*known, *self.progress.successes, *evaluated]
+        warning = warning_of_success(self.config, said)
+        if warning and warning not in self._warnings:
+            self._warnings.add(warning)
+            print(warning, file=sys.stderr)
+
+    # ---- metrics, pictures, summary
+
+    def _metrics(self) -> MetricsWriter:
+        kept = self.progress.env_steps if self.progress.version else None
+        sinks = self.config.training.metrics
+        return MetricsWriter(self.folder.path, resume_at=kept, sinks=sinks)
+
+    def headline(self) -> Headline:
+        """The top line of the live view."""
+        return headline(self.config, self.progress, self._last)
+
+    @property
+    def title(self) -> str:
+        """Title of its pictures."""
+        return f"{self.config.name}: {self.config.env.name}"
+
+    @property
+    def host(self) -> HostConfig:
+        """Where its workers run."""
+        return self.config.cluster
+
+    def drawings(self, *, ended: bool) -> dict[str, Draw]:
+        """The learning curve, and of a run that came to its end a video of the trained policy."""
+        if not (ended or self.progress.version):
+            return {}
+        made = pictures(self.config, self.folder, self.title, self.headline, self.trained)
+        return made if ended else {"learning curve": made["learning curve"]}
+
+    def summary(self, stopped: Stopped | None) -> EmbodiedSummary:
+        """What came of the run."""
+        summary = summarized(self.config, self.progress, self._episodes, stopped)
+        if self.progress.version:
+            summary.dropped = {
+                "stale answers": sum(report.dropped_answers for report in self._env_reports),
+                "second trajectories": self.progress.duplicates,
+            }
+        return summary
 
 
 class ActorShards:
@@ -61,7 +545,7 @@ class ActorShards:
 
 def make_trainer(config: EmbodiedConfig) -> TrainerBackend:
     """What reads a checkpoint, in this process; ``config`` is fitted to its environment."""
-    from rlinf_async.backends.registry import load_trainer_backend
+    from rlinf_async.backends.base import load_trainer_backend
 
     return load_trainer_backend("fsdp")(config.actor, 1, 0)
 

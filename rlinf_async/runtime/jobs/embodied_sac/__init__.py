@@ -4,8 +4,7 @@
 
     job.py         checks a configuration, and runs it
     run.py         the flow, from the first ticket to the evaluation
-    channels.py    the channels between replay worker and actor
-    config.py      the configuration
+    config.py      the configuration, and the channels between replay worker and actor
 
 Settings, tickets, collectors, evaluation and reports are those of
 `rlinf_async.runtime.jobs.embodied`.

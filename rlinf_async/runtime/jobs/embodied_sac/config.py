@@ -1,4 +1,14 @@
-"""The configuration of the ``embodied_sac`` job."""
+"""The configuration of the ``embodied_sac`` job.
+
+The channels of a run with a replay worker, and how much each may hold.
+
+::
+
+    env worker --Trajectory, leased--> replay worker
+    actor --BatchRequest, leased--> replay worker --ReplayBatch, by key of the DP rank--> actor
+
+The others are those of `EmbodiedChannels`.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +19,23 @@ import msgspec
 
 from rlinf_async.backends.policies.config import PolicyConfig, cnn_misfit
 from rlinf_async.backends.sac_config import SacTrainerConfig
+from rlinf_async.channels import Channel
 from rlinf_async.config import ConfigError
 from rlinf_async.config.counts import check_counts
+from rlinf_async.messages.embodied import BatchRequest, ReplayBatch
 from rlinf_async.messages.spaces import EnvSpec
-from rlinf_async.runtime.jobs.embodied.settings import MAY_DIFFER as ALWAYS_MAY_DIFFER
+from rlinf_async.runtime.cluster import Cluster
+from rlinf_async.runtime.jobs.checkpoints import max_deliveries
+from rlinf_async.runtime.jobs.embodied.collectors import EmbodiedChannels
 from rlinf_async.runtime.jobs.embodied.settings import (
+    ALWAYS_MAY_DIFFER,
     EnvironmentSettings,
     LengthConfig,
     check_processes,
 )
 from rlinf_async.workers.env.config import EnvConfig
-from rlinf_async.workers.replay.config import ReplayConfig
-from rlinf_async.workers.rollout.config import RolloutConfig
+from rlinf_async.workers.replay.worker import ReplayConfig
+from rlinf_async.workers.rollout.policy import RolloutConfig
 
 SectionT = TypeVar("SectionT", bound=EnvConfig | RolloutConfig | ReplayConfig | SacTrainerConfig)
 
@@ -225,3 +240,25 @@ def fitted(config: SacConfig, spec: EnvSpec) -> FittedSac:
             action_chunk=1,
         ),
     )
+
+
+class SacChannels(EmbodiedChannels):
+    """Every channel of the run.
+
+    There are never more than ``replay.prefetch`` requests under way. After a restart of the replay
+    worker one batch may be there twice, and wait for the actor's next iteration; each rank empties
+    its key by itself, so a second batch of one holds no other up.
+    """
+
+    def __init__(self, cluster: Cluster, config: FittedSac) -> None:
+        super().__init__(cluster, config)
+        ahead = config.replay.prefetch
+        self.requests: Channel[BatchRequest] = cluster.channel(
+            BatchRequest,
+            name="batch requests",
+            capacity=ahead,
+            max_deliveries=max_deliveries(1, config.cluster.max_restarts),
+        )
+        self.batches: Channel[ReplayBatch] = cluster.channel(
+            ReplayBatch, name="batches", capacity=ahead
+        )

@@ -32,7 +32,7 @@ from rlinf_async.runtime.jobs.embodied_sac.config import (
 from rlinf_async.runtime.jobs.embodied_sac.run import SacRun, make_trainer
 from rlinf_async.runtime.jobs.placement import Plan
 from rlinf_async.runtime.jobs.run import run_in_folder
-from rlinf_async.workers.context import Device
+from rlinf_async.workers.base import Device
 from rlinf_async.workers.env import EnvSpec
 from rlinf_async.workers.replay.store import bytes_of, columns_of
 

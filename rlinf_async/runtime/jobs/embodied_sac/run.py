@@ -29,20 +29,21 @@ import msgspec
 
 from rlinf_async.backends.base import OffPolicyTrainer
 from rlinf_async.config import ConfigError
-from rlinf_async.messages.embodied import Collect, TrainReport
-from rlinf_async.messages.replay import Collected
+from rlinf_async.messages.embodied import Collect, Collected, TrainReport
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import EmbodiedSummary
+from rlinf_async.runtime.calls import WorkerGroup
 from rlinf_async.runtime.cluster import Cluster
-from rlinf_async.runtime.group import WorkerGroup
-from rlinf_async.runtime.jobs.checkpoints import sibling
-from rlinf_async.runtime.jobs.embodied.base import EnvironmentRun, Flow, LoopContext
+from rlinf_async.runtime.jobs.checkpoints import Stopped, sibling
 from rlinf_async.runtime.jobs.embodied.collectors import make_collectors
 from rlinf_async.runtime.jobs.embodied.playing import Trained
-from rlinf_async.runtime.jobs.embodied.reports import EmbodiedProgress
-from rlinf_async.runtime.jobs.embodied_sac.channels import SacChannels
-from rlinf_async.runtime.jobs.embodied_sac.config import FittedSac
-from rlinf_async.runtime.jobs.failures import Stopped
+from rlinf_async.runtime.jobs.embodied.run import (
+    EmbodiedProgress,
+    EnvironmentRun,
+    Flow,
+    LoopContext,
+)
+from rlinf_async.runtime.jobs.embodied_sac.config import FittedSac, SacChannels
 from rlinf_async.runtime.jobs.placement import Plan
 from rlinf_async.runtime.jobs.view import LiveView
 from rlinf_async.runtime.supervise import Never, Restart
@@ -83,7 +84,7 @@ class SacShards:
 
 def make_trainer(config: FittedSac) -> OffPolicyTrainer:
     """What reads a checkpoint, in this process."""
-    from rlinf_async.backends.registry import load_off_policy_trainer
+    from rlinf_async.backends.base import load_off_policy_trainer
 
     return load_off_policy_trainer("sac")(config.actor, config.policy, 1, 0)
 

@@ -3,15 +3,15 @@
 ::
 
     job.py          checks a configuration, and runs it
+    config.py       the configuration
+    checks.py       whether it can be run
+    backends.py     what trains and generates: configuration and devices of each backend
+    roles.py        channels; rollout, inference and reward workers, actors, critics
     run.py          the flow, from the first prompt to the evaluation
-    channels.py     the channels, and how much each may hold
-    roles.py        rollout, inference and reward workers     learners.py  actors and critics
-    backends.py     what trains: actor, critic, configuration of each backend
-    samples.py      admission, the ledger, collection into groups
-    checkpoints.py  what a checkpoint holds beside the weights; how it is written
+    samples.py      admission, the ledger, collection into groups, what a checkpoint holds of them
     reports.py      metrics, the live view, evaluation, warnings, the summary
     model.py        the model's folder, before the run and after it
-    config.py       the configuration                         checks.py    whether it can be run
+    schedulable.py, scheduling.py    devices that change their roles
 """
 
 from rlinf_async.runtime.jobs.language.config import LanguageConfig

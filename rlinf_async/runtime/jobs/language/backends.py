@@ -4,27 +4,266 @@
 
     [actor], [critic], [warm_start] --Learner--> Backend.trainer --> the trainer's own configuration
                                                  Backend.actor, Backend.critic: the workers
+
+The devices of a language run's roles, and what follows from them for engines and trainers.
+
+Which devices the actors and the rollout workers of a scheduled run are launched on.
+
+::
+
+    device     0  1 | 2      3      4
+    actor      0  1 |        3      2      idle members at first, from the last rollout worker on
+    rollout         | 0      1      2      rollout worker 0 always serves
+    guests     3    |                      start when the actors lend devices for the first time
+
+Actors and rollout workers have devices of their own; beyond theirs actors are launched on those of
+rollout workers, too, and hold nothing there until a worker has given its device back. So are the
+``scheduler.guests`` among the rollout workers on devices of the actors: their engines start once
+the actors have given these back.
+
+The folder of a model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from rlinf_async.algorithms.language.config import LanguageAdvantageConfig, LanguageLossConfig
+from rlinf_async.algorithms.config import LanguageAdvantageConfig, LanguageLossConfig
+from rlinf_async.backends.base import OptimizerConfig, SchedulerConfig
 from rlinf_async.backends.fsdp.language.config import LanguageFSDPConfig, LanguageTrainerConfig
 from rlinf_async.backends.language_training.config import LanguageModelConfig
 from rlinf_async.backends.megatron.config import MegatronConfig, MegatronTrainerConfig
-from rlinf_async.backends.optimizer_config import OptimizerConfig, SchedulerConfig
 from rlinf_async.backends.toy.config import ToyPolicyConfig
-from rlinf_async.runtime.jobs.language.config import LanguageConfig
-from rlinf_async.runtime.jobs.language.folder import has_weights
-from rlinf_async.runtime.jobs.language.sections import MegatronOptions
+from rlinf_async.backends.vllm.config import GPU_MEMORY
+from rlinf_async.config import ConfigError
+from rlinf_async.runtime.jobs.language.config import LanguageConfig, MegatronOptions, RolloutConfig
+from rlinf_async.runtime.jobs.placement import LaunchOptions, Plan, Role, make_plan
+from rlinf_async.runtime.launching import VISIBLE, Ranks
 from rlinf_async.workers.actor import FSDPActor, LanguageActor, MegatronActor
+from rlinf_async.workers.base import Device
 from rlinf_async.workers.critic import FSDPCritic, LanguageCritic, MegatronCritic
+
+HYBRID = (("actor", "critic", "inference"), ("rollout",))
+"""rollout workers have devices of their own; the others share"""
+LEARNERS = ("actor", "critic")
+
+
+def plan_roles(config: LanguageConfig, devices: Sequence[Device]) -> Plan:
+    """The devices of every worker of the run.
+
+    Raises:
+        ConfigError: a setting of the placement is wrong.
+        MissingDevice: there are too few devices.
+    """
+    cluster, asked = config.cluster, config.placement
+    actors, together = cluster.actors, config.actor.model_ranks
+    if actors is None and cluster.critics:
+        actors = cluster.critics // config.critic_parts.world_size * together or together
+    if actors is None and all(one.kind == "cpu" for one in devices):
+        actors = together
+    computes = config.actor.backend != "toy"
+    roles = [
+        Role(
+            name="actor",
+            count=actors,
+            asked=asked.actor,
+            accelerated=computes,
+            takes_turns=True,
+            one_device=True,
+            fits=config.fits_actors,
+        ),
+        Role(
+            name="critic",
+            count=cluster.critics,
+            asked=asked.critic,
+            accelerated=computes,
+            takes_turns=True,
+            one_device=True,
+        ),
+        Role(
+            name="inference",
+            count=cluster.inference_workers,
+            asked=asked.inference,
+            accelerated=computes,
+            one_device=True,
+        ),
+        Role(
+            name="rollout",
+            count=cluster.rollout_workers,
+            asked=asked.rollout,
+            accelerated=computes,
+            takes_turns=config.rollout.vllm.sleep is not False,
+            one_device=config.rollout.backend == "transformers",
+        ),
+        Role(
+            name="reward",
+            count=cluster.reward_workers,
+            asked=asked.reward,
+            accelerated=False,
+        ),
+    ]
+    return make_plan(
+        roles,
+        devices,
+        preset=asked.preset,
+        hybrid=HYBRID,
+        node_groups=cluster.node_groups,
+    )
+
+
+def placed(config: LanguageConfig, plan: Plan) -> LanguageConfig:
+    """The configuration with the numbers of workers and the engine's settings of the plan.
+
+    Raises:
+        ConfigError: the engine's settings contradict the plan, or roles that take turns on their
+            devices are to run ahead.
+    """
+    _check_turns(config, plan)
+    replace = msgspec.structs.replace
+    cluster = replace(
+        config.cluster, actors=plan.count("actor"), rollout_workers=plan.count("rollout")
+    )
+    return replace(config, cluster=cluster, rollout=_rollout(config, plan))
+
+
+def environment_of(config: LanguageConfig, plan: Plan, learner: str) -> dict[str, str]:
+    """Environment variables of an actor's or critic's processes.
+
+    Megatron computes on any GPU that its process sees: where it is to have none, it sees none.
+    """
+    backend = config.actor.backend if learner == "actor" else config.critic_backend
+    environment = dict(config.cluster.environment)
+    on_gpus = any(one.kind != "cpu" for one in plan.machine)
+    if backend == "megatron" and on_gpus and not plan.accelerated(learner):
+        return {VISIBLE: ""} | environment
+    return environment
+
+
+def takes_turns(plan: Plan) -> bool:
+    """Whether rollout workers share devices with learners: then either generate or learn."""
+    return any(plan.shared("rollout", learner) for learner in LEARNERS)
+
+
+def _check_turns(config: LanguageConfig, plan: Plan) -> None:
+    staleness = config.training.max_staleness
+    if takes_turns(plan) and staleness:
+        raise ConfigError(
+            f"max_staleness is {staleness}, but rollout workers share devices with actors or "
+            "critics, and those that take turns cannot run ahead: set it to 0, or give each its "
+            "own ('disaggregated')",
+            path=("cluster", "placement"),
+        )
+    offloads = takes_turns(plan) or plan.shared("actor", "critic")
+    learners = [one for one in LEARNERS if one in plan.ranks]
+    on_gpus = any(plan.count(one) > 1 and plan.accelerated(one) for one in learners)
+    if config.actor.strategy == "fsdp1" and offloads and on_gpus:
+        raise ConfigError(
+            "actors that share GPUs with rollout workers or critics have to be offloaded, which "
+            "fsdp1 cannot on several GPUs: use 'fsdp2', or give each role its own devices",
+            path=("actor", "strategy"),
+        )
+
+
+def _rollout(config: LanguageConfig, plan: Plan) -> RolloutConfig:
+    vllm = config.rollout.vllm
+    if config.rollout.backend != "vllm":
+        return config.rollout
+    if not plan.accelerated("rollout"):
+        if any(one.kind != "cpu" for one in plan.machine) and not _computes_on_cpus():
+            raise ConfigError(
+                "rollout workers are to have no GPU, but the installed vLLM computes on GPUs alone "
+                "and would take those of other roles: give them devices, or set rollout.backend "
+                "to 'transformers'",
+                path=("cluster", "placement", "rollout"),
+            )
+        return config.rollout
+    devices = plan.devices_per_worker("rollout")
+    if vllm.tensor_parallel not in (None, devices):
+        raise ConfigError(
+            f"tensor_parallel is {vllm.tensor_parallel}, but each rollout worker has {devices} "
+            "devices: leave it out, or set devices_per_worker in cluster.placement.rollout",
+            path=("rollout", "vllm", "tensor_parallel"),
+        )
+    memory = GPU_MEMORY * plan.memory_share("rollout")
+    engine = msgspec.structs.replace(
+        vllm,
+        tensor_parallel=devices,
+        gpu_memory=memory if vllm.gpu_memory is None else vllm.gpu_memory,
+        sleep=takes_turns(plan) or config.scheduled if vllm.sleep is None else vllm.sleep,
+    )
+    return msgspec.structs.replace(config.rollout, vllm=engine)
+
+
+def _computes_on_cpus() -> bool:
+    """Whether the installed vLLM is built for CPUs; True also where none is installed."""
+    try:
+        return "cpu" in version("vllm")
+    except PackageNotFoundError:
+        return True  # the build for CPUs may have a name of its own
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """Devices by number: their positions in the plan's machine, or, without accelerators, one for
+    each worker."""
+
+    actor: tuple[int, ...]
+    """of each launched rank; the first ones train between two iterations"""
+    instances: tuple[tuple[int, ...], ...]
+    """of each rollout worker, guests last"""
+    hosts: dict[int, int]
+    """host of each device"""
+    accelerated: bool
+
+
+def layout_of(config: LanguageConfig, plan: Plan) -> Layout:
+    """Return the devices of a run, whose numbers of workers are known."""
+    own, instances, accelerated = _homes(config, plan)
+    beyond = [device for one in reversed(instances[1:]) for device in one]
+    most = len(own) + len(beyond)
+    launched = max(
+        (one for one in range(len(own), most + 1) if config.fits_actors(one)), default=len(own)
+    )
+    names = sorted({one.host for one in plan.machine})
+    every = [*own, *(device for one in instances for device in one)]
+    hosts = {one: names.index(plan.machine[one].host) if accelerated else 0 for one in every}
+    each = plan.devices_per_worker("rollout")
+    guests = tuple(own[one * each : (one + 1) * each] for one in range(config.scheduler.guests))
+    return Layout((*own, *beyond)[:launched], (*instances, *guests), hosts, accelerated)
+
+
+def _homes(
+    config: LanguageConfig, plan: Plan
+) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...], bool]:
+    if plan.accelerated("actor") and plan.accelerated("rollout"):
+        own = tuple(device for rank in plan.ranks["actor"] for device in rank)
+        return own, tuple(plan.ranks["rollout"]), True
+    actors = config.actors
+    homes = tuple((actors + number,) for number in range(config.rollout_workers))
+    return tuple(range(actors)), homes, False
+
+
+def options(
+    role: Literal["actor", "rollout"],
+    layout: Layout | None,
+    plan: Plan,
+    environment: dict[str, str],
+) -> LaunchOptions:
+    """Return what the workers of a role are launched with; ``layout``: of a scheduled run."""
+    found = plan.options(role, environment)
+    if layout is not None and layout.accelerated:
+        alone = [(device,) for device in layout.actor]
+        found["placement"] = Ranks(alone if role == "actor" else list(layout.instances))
+    return found
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a model folder has weights."""
+    return any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
 
 
 class Learner(msgspec.Struct, frozen=True, kw_only=True):

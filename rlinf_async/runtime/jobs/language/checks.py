@@ -28,15 +28,12 @@ from rlinf_async.data import DataError, Prompts, PromptTooLong, load_tokenizer
 from rlinf_async.messages.language import Rejected
 from rlinf_async.parallel import ModelMismatch, Strategy, StrategyError
 from rlinf_async.rewards import ScoringPool, UnknownVerifier, load_verifier
-from rlinf_async.rewards.answer import Answer
-from rlinf_async.rewards.judging import judge
-from rlinf_async.rewards.registry import INLINE, VERIFIERS
-from rlinf_async.rewards.registry import verifiers as own_verifiers
-from rlinf_async.runtime.jobs.language.config import LanguageConfig
-from rlinf_async.runtime.jobs.language.folder import has_weights
+from rlinf_async.rewards.judging import INLINE, VERIFIERS, Answer, judge
+from rlinf_async.rewards.judging import verifiers as own_verifiers
+from rlinf_async.runtime.jobs.language.backends import has_weights
+from rlinf_async.runtime.jobs.language.config import ActorConfig, LanguageConfig, MegatronOptions
 from rlinf_async.runtime.jobs.language.model import check_weights
-from rlinf_async.runtime.jobs.language.sections import ActorConfig, MegatronOptions
-from rlinf_async.runtime.loop import run
+from rlinf_async.runtime.signals import run
 
 COMPARING = frozenset({"grpo", "rloo", "reinforce++_baseline"})
 """built-in advantages that compare the samples of a prompt with one another"""
@@ -120,9 +117,8 @@ def _check_megatron(
     options: MegatronOptions,
 ) -> None:
     """Refuse what Megatron cannot train, or not cut so, and where it is not installed."""
-    from rlinf_async.backends.megatron.architecture import architecture_of, layout_of
-    from rlinf_async.backends.megatron.library import MegatronUnavailable, check_installed
-    from rlinf_async.backends.megatron.offered import check_offered
+    from rlinf_async.backends.megatron.config import architecture_of, check_offered, layout_of
+    from rlinf_async.backends.megatron.cpu import MegatronUnavailable, check_installed
 
     try:
         check_installed()
@@ -171,7 +167,7 @@ def _complete(described: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_family(described: dict[str, Any], engine: str | None, where: tuple[str, ...]) -> None:
-    from rlinf_async.backends.families import UnsupportedModel, check_family
+    from rlinf_async.backends.language import UnsupportedModel, check_family
 
     try:
         check_family(described, engine)

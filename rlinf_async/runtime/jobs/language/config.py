@@ -1,26 +1,335 @@
-"""The configuration of the ``language_rl`` job."""
+"""The sections of the configuration of the ``language_rl`` job.
+
+The configuration of the ``language_rl`` job.
+"""
 
 from __future__ import annotations
 
+import math
+from typing import Any, Literal
+
 import msgspec
 
+from rlinf_async.algorithms.config import LanguageAdvantageConfig, LanguageLossConfig
+from rlinf_async.backends.base import OptimizerConfig, SchedulerConfig
+from rlinf_async.backends.toy.config import ToyEngineConfig, ToyTrainerConfig
+from rlinf_async.backends.transformers.config import TransformersEngineConfig
+from rlinf_async.backends.vllm.config import VllmEngineConfig
 from rlinf_async.config import ConfigError
+from rlinf_async.config.counts import MOST_WORKERS, check_counts
 from rlinf_async.data import DataConfig
+from rlinf_async.messages.language import Sampling
 from rlinf_async.parallel import Strategy
-from rlinf_async.runtime.jobs.language.sections import (
-    ActorConfig,
-    ClusterConfig,
-    CriticConfig,
-    EvaluationConfig,
-    LanguagePlacement,
-    MegatronOptions,
-    ModelConfig,
-    RolloutConfig,
-    TrainingConfig,
-    WarmStartConfig,
-)
+from rlinf_async.runtime.jobs.config import HostConfig
+from rlinf_async.runtime.jobs.placement import Preset, RolePlacement
 from rlinf_async.workers.reward import RewardConfig
-from rlinf_async.workers.scheduler.config import SchedulingConfig
+from rlinf_async.workers.rollout.language import LanguageRolloutConfig
+from rlinf_async.workers.scheduler.messages import SchedulingConfig
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The model to train: either ``path``, or ``config`` for random weights."""
+
+    path: str = ""
+    """folder of a Hugging Face checkpoint: config, tokenizer, weights"""
+    config: dict[str, Any] = {}
+    """a Hugging Face configuration with its ``model_type``; weights are then random"""
+    tokenizer: str = ""
+    """folder; the checkpoint's own when left out. ``arithmetic``: one token for each character"""
+
+    def __post_init__(self) -> None:
+        if bool(self.path) == bool(self.config):
+            given = "both were" if self.path else "neither was"
+            raise ValueError(
+                "give either path (a Hugging Face folder) or config (a table with model_type): "
+                f"{given} given"
+            )
+        if self.config and not self.tokenizer:
+            raise ValueError(
+                "a model that starts from a config needs a tokenizer: give its folder, or "
+                "tokenizer = 'arithmetic'"
+            )
+        if self.config and "model_type" not in self.config:
+            raise ValueError("config has no model_type; name an architecture, such as 'qwen3'")
+
+
+class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The engine that generates, and how samples are drawn."""
+
+    backend: Literal["transformers", "vllm", "toy"] = "transformers"
+    sampling: Sampling = Sampling()
+    serving: LanguageRolloutConfig = LanguageRolloutConfig()
+    transformers: TransformersEngineConfig = TransformersEngineConfig()
+    vllm: VllmEngineConfig = VllmEngineConfig()
+    toy: ToyEngineConfig = ToyEngineConfig()
+
+
+class LanguageOptimizerConfig(
+    OptimizerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
+    """AdamW, with the defaults of language models."""
+
+    lr: float = 1e-6
+    eps: float = 1e-8
+    max_grad_norm: float | None = 1.0
+
+
+class MegatronOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How Megatron trains, beside ``tp`` and ``pp``; see docs/megatron.md."""
+
+    virtual_stages: int = 1
+    """model chunks of each pipeline stage, whose passes are interleaved"""
+    cp: int = 1
+    """context parallel actors: refused where Transformer Engine's attention is not there"""
+    ep: int = 1
+    """expert parallel actors: refused for models without experts"""
+    sequence_parallel: bool = False
+    """actors that share layers share the tokens between them, too"""
+    distributed_optimizer: bool = True
+    """actors that train on other samples share the optimizer's state, instead of having copies"""
+    overlap: bool = False
+    """reduce gradients and gather parameters while others are computed"""
+
+    def __post_init__(self) -> None:
+        check_counts(self, least=1, names=("virtual_stages", "cp", "ep"))
+
+
+class ActorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The training of the policy."""
+
+    backend: Literal["fsdp", "megatron", "toy"] = "fsdp"
+    tp: int = 1
+    """actors that share each layer, with Megatron"""
+    pp: int = 1
+    """pipeline stages, which share the layers, with Megatron"""
+    megatron: MegatronOptions = MegatronOptions()
+    optimizer: LanguageOptimizerConfig = LanguageOptimizerConfig()
+    advantage: LanguageAdvantageConfig = LanguageAdvantageConfig()
+    loss: LanguageLossConfig = LanguageLossConfig()
+    pipelined: bool = True
+    """train on the first complete micro-batch; False: collect the whole iteration first"""
+    global_batches: int = 1
+    """optimizer steps of one iteration, or of one epoch where there are several"""
+    epochs: int = 1
+    """passes over the samples of an iteration, shuffled from the second on"""
+    micro_batch_size: int | None = None
+    """samples of one forward and backward pass; when left out, ``max_tokens`` decides"""
+    max_tokens: int | None = None
+    """tokens of one forward and backward pass, balanced; 16384 where neither is given"""
+    balance_window: int | None = None
+    """samples over which ``max_tokens`` balances; the global batch when left out, and training
+    then begins when that is complete"""
+    scheduler: SchedulerConfig = SchedulerConfig()
+    precision: Literal["float32", "bfloat16"] = "float32"
+    strategy: Literal["fsdp2", "fsdp1"] = "fsdp2"
+    activation_checkpointing: bool = False
+    publish_precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    toy: ToyTrainerConfig = ToyTrainerConfig()
+
+    def __post_init__(self) -> None:
+        check_counts(self, least=1, names=("global_batches", "epochs", "tp", "pp"))
+        check_counts(self, least=1, names=("micro_batch_size", "max_tokens", "balance_window"))
+        if self.backend != "megatron" and self.model_ranks > 1:
+            name = "tp" if self.tp > 1 else "pp"
+            raise ConfigError(
+                f"{name} is {getattr(self, name)}, but the backend {self.backend!r} does not cut a "
+                "model so: set actor.backend to 'megatron', or leave it out",
+                path=(name,),
+            )
+        if self.megatron.virtual_stages > 1 and self.pp == 1:
+            raise ConfigError(
+                f"virtual_stages is {self.megatron.virtual_stages}, but pp is 1: one stage has "
+                "nothing to interleave; leave it out, or set actor.pp",
+                path=("megatron", "virtual_stages"),
+            )
+
+    @property
+    def model_ranks(self) -> int:
+        """Actors that hold one copy of the model together, and train on the same samples."""
+        return self.tp * self.pp
+
+
+class CriticOptimizerConfig(
+    LanguageOptimizerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
+    """AdamW with larger steps: the critic's head begins at 0."""
+
+    lr: float = 1e-5
+
+
+class CriticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The critics, ``cluster.critics`` of them; what is left out here is as ``[actor]`` has it."""
+
+    path: str = ""
+    """folder of the model that it begins with; the actor's when left out"""
+    backend: Literal["fsdp", "megatron"] | None = None
+    """the actor's when left out"""
+    tp: int | None = None
+    """critics that share each layer, with Megatron; the actor's when left out"""
+    pp: int | None = None
+    """pipeline stages, which share the layers, with Megatron; the actor's when left out"""
+    optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    warmup_iterations: int = 0
+    """iterations at the start in which only the critic is trained"""
+    value_clip: float | None = None
+    """largest difference between new and old values; None: no clipping"""
+    micro_batch_size: int | None = None
+    """samples of one forward and backward pass; the actor's, or its ``max_tokens``, when left
+    out"""
+    precision: Literal["float32", "bfloat16"] | None = None
+    """the actor's when left out"""
+
+    def __post_init__(self) -> None:
+        check_counts(self, least=0, names=("warmup_iterations",))
+        check_counts(self, least=1, names=("tp", "pp", "micro_batch_size"))
+        if self.value_clip is not None and not self.value_clip > 0.0:
+            raise ValueError(f"value_clip is {self.value_clip}; it must be above 0, or left out")
+
+
+class WarmStartConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A short supervised phase before the first iteration; 0 steps: none."""
+
+    steps: int = 0
+    batch_size: int = 128
+    lr: float = 3e-3
+    warmup_steps: int = 20
+    data: DataConfig | None = None
+    """prompts and answers to imitate; the run's own when left out"""
+
+    def __post_init__(self) -> None:
+        if self.steps < 0 or self.batch_size < 1 or self.warmup_steps < 0:
+            raise ValueError(
+                f"steps is {self.steps}, batch_size is {self.batch_size}, warmup_steps is "
+                f"{self.warmup_steps}; they must be at least 0, 1 and 0"
+            )
+        if not self.lr > 0.0:
+            raise ValueError(f"lr is {self.lr}; it must be above 0")
+
+
+class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Length of the training, and sizes of its steps."""
+
+    iterations: int
+    prompts: int
+    """prompts of one iteration, over all actors"""
+    group_size: int = 8
+    """samples of each prompt"""
+    max_staleness: int = 0
+    """versions that the weights which generated a token may be behind the trained ones; 0 is
+    on-policy"""
+    check_weights_every: int = 0
+    """versions between two comparisons of the engine's log-probs with the actor's; 0: only the
+    first version, which is always compared"""
+    check_weights_tolerance: float | None = None
+    """largest difference of a log-prob with which the run goes on; when left out 0.001, and 0.2,
+    in the mean over tokens, where anything is computed in less than float32"""
+    checkpoint_every: int = 10
+    """iterations between two checkpoints; one is always written at the end"""
+    keep_checkpoints: int = 2
+    """newest checkpoints that are kept"""
+    export: bool = True
+    """at the end the model is written as a Hugging Face folder, ``trained/`` in the run's own"""
+    metrics: tuple[str, ...] = ("tensorboard",)
+    """sinks beside ``metrics.csv``; others by the entry point group ``rlinf_async.metrics``"""
+
+    def __post_init__(self) -> None:
+        positive = ("iterations", "prompts", "group_size", "keep_checkpoints")
+        check_counts(self, least=1, names=positive)
+        check_counts(
+            self, least=0, names=("max_staleness", "check_weights_every", "checkpoint_every")
+        )
+        if self.check_weights_tolerance is not None and not self.check_weights_tolerance > 0.0:
+            raise ValueError(
+                f"check_weights_tolerance is {self.check_weights_tolerance}; it must be above 0"
+            )
+
+
+class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Greedy answers to held-out prompts (``data.held_out``), before the first iteration and after
+    the last."""
+
+    samples: int = 200
+    """at most; 0: there is no evaluation"""
+    every: int = 0
+    """iterations between two evaluations before the last one, 0: none; the actors wait meanwhile,
+    and the next samples are generated"""
+    target_accuracy: float | None = None
+    """share of right answers with which the run succeeds, where every reward is 0 or 1; None: there
+    is no target"""
+    target_reward: float | None = None
+    """mean reward with which the run succeeds, whatever the rewards are; None: there is no
+    target"""
+
+    def __post_init__(self) -> None:
+        check_counts(self, least=0, names=("samples", "every"))
+        if self.every and not self.samples:
+            raise ValueError(
+                f"every is {self.every}, but samples is 0: nothing would be evaluated; leave one "
+                "of them out"
+            )
+        if self.target_accuracy is not None and not 0.0 <= self.target_accuracy <= 1.0:
+            raise ValueError(
+                f"target_accuracy is {self.target_accuracy}; it must lie between 0 and 1, or be "
+                "left out"
+            )
+        if self.target_reward is not None and not math.isfinite(self.target_reward):
+            raise ValueError(
+                f"target_reward is {self.target_reward}; it must be a finite number, or be left out"
+            )
+
+    @property
+    def has_target(self) -> bool:
+        """Whether the run can succeed or fall short."""
+        return self.target_accuracy is not None or self.target_reward is not None
+
+
+class LanguagePlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which devices each role has: a text such as ``"0-3"``, or a table with more."""
+
+    preset: Preset = "auto"
+    """for roles that are left out; ``hybrid``: rollout has its own, the others share"""
+    actor: str | RolePlacement = ""
+    critic: str | RolePlacement = ""
+    inference: str | RolePlacement = ""
+    rollout: str | RolePlacement = ""
+    reward: str | RolePlacement = ""
+    """none when left out, whatever the preset"""
+
+
+class ClusterConfig(HostConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How many workers there are of each role, and where they run."""
+
+    placement: Preset | LanguagePlacement = "auto"
+    """rollout workers and learners that share devices take turns, with offload and onload"""
+    rollout_workers: int | None = None
+    """as many as their devices allow when left out; 1 without accelerators"""
+    reward_workers: int = 1
+    inference_workers: int = 0
+    """workers that recompute log-probs by the actor's forward; 0: the sampled ones are used"""
+    actors: int | None = None
+    """as many as their devices and the batch sizes allow when left out; 1 without accelerators"""
+    critics: int = 0
+    """workers that compute values, for ``gae``: as many as actors, or 0; with Megatron as many as
+    hold a model together for each actor that reads samples"""
+    deadlock_after: float | None = 60.0
+    """seconds"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_roles(self.placement)
+        names = ("reward_workers", "rollout_workers", "actors")
+        check_counts(self, least=1, names=names, most=MOST_WORKERS)
+        check_counts(self, least=0, names=("inference_workers", "critics"), most=MOST_WORKERS)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables of every worker's process."""
+        return super().environment | {
+            "TOKENIZERS_PARALLELISM": "false",  # it would warn of every fork
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # the run shows its own
+        }
+
 
 MAY_DIFFER = (
     "actor.backend",

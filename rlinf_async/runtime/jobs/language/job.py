@@ -12,11 +12,11 @@ import msgspec
 
 from rlinf_async.config import ConfigError
 from rlinf_async.data import DataConfig, DataError, Prompts
-from rlinf_async.data.files import existing
+from rlinf_async.data.records import existing
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import LanguageSummary
-from rlinf_async.runtime.jobs.config import check_sinks
-from rlinf_async.runtime.jobs.inputs import Reads, model_files
+from rlinf_async.runtime.jobs.config import Reads, check_sinks, model_files
+from rlinf_async.runtime.jobs.language.backends import has_weights, placed, plan_roles
 from rlinf_async.runtime.jobs.language.checks import (
     check_backends,
     check_critic,
@@ -28,7 +28,6 @@ from rlinf_async.runtime.jobs.language.checks import (
     open_prompts,
 )
 from rlinf_async.runtime.jobs.language.config import MAY_DIFFER, LanguageConfig
-from rlinf_async.runtime.jobs.language.folder import has_weights
 from rlinf_async.runtime.jobs.language.model import (
     Examples,
     check_forward,
@@ -39,13 +38,12 @@ from rlinf_async.runtime.jobs.language.model import (
     make_model_folder,
     warm_start,
 )
-from rlinf_async.runtime.jobs.language.placement import placed, plan_roles
 from rlinf_async.runtime.jobs.language.run import LanguageRun
 from rlinf_async.runtime.jobs.language.schedulable import check_scheduler
 from rlinf_async.runtime.jobs.placement import Plan
 from rlinf_async.runtime.jobs.run import run_in_folder
-from rlinf_async.runtime.loop import run
-from rlinf_async.workers.context import Device
+from rlinf_async.runtime.signals import run
+from rlinf_async.workers.base import Device
 
 WARM_START_DATA = ("warm_start", "data")
 

@@ -22,18 +22,16 @@ from safetensors import SafetensorError, safe_open
 
 from rlinf_async.backends.language_training.config import SupervisedConfig
 from rlinf_async.config import ConfigError, MissingExtra
-from rlinf_async.config.errors import raised
+from rlinf_async.config.registry import raised
 from rlinf_async.data import DataError, Prompts, load_tokenizer
-from rlinf_async.data.arithmetic import save_arithmetic_tokenizer
-from rlinf_async.data.tokenizer import FILES as TOKENIZER_FILES
+from rlinf_async.data.prompts import FILES as TOKENIZER_FILES
+from rlinf_async.data.prompts import save_arithmetic_tokenizer
 from rlinf_async.messages.language import Tokens
 from rlinf_async.observe.files import atomic_write, explaining
 from rlinf_async.observe.progress import ProgressState, ProgressView
-from rlinf_async.runtime.jobs.language.backends import supervised_config
-from rlinf_async.runtime.jobs.language.config import LanguageConfig
-from rlinf_async.runtime.jobs.language.placement import plan_roles
-from rlinf_async.runtime.jobs.language.sections import ModelConfig
-from rlinf_async.workers.actor.supervised import SupervisedWorker
+from rlinf_async.runtime.jobs.language.backends import plan_roles, supervised_config
+from rlinf_async.runtime.jobs.language.config import LanguageConfig, ModelConfig
+from rlinf_async.workers.actor.language import SupervisedWorker
 
 T = TypeVar("T")
 Shape = tuple[int, ...]
@@ -373,7 +371,7 @@ def check_forward(folder: Path, where: tuple[str, ...]) -> None:
 
     from rlinf_async.backends.fsdp.language.network import PolicyNetwork, check_same_as_transformers
     from rlinf_async.backends.language_training.config import LanguageModelConfig
-    from rlinf_async.backends.language_training.hugging_face import build_language_model
+    from rlinf_async.backends.language_training.model import build_language_model
 
     factory: Any = AutoModelForCausalLM
     try:

@@ -24,16 +24,14 @@ from rlinf_async.messages.language import (
     Scored,
     ScoredSample,
 )
-from rlinf_async.observe.learning_curve import LANGUAGE, draw_learning_curve
+from rlinf_async.observe.pictures import LANGUAGE, draw_learning_curve
 from rlinf_async.observe.progress import figure
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import LanguageSummary, Staleness
-from rlinf_async.runtime.jobs.failures import Stopped
-from rlinf_async.runtime.jobs.language.checkpoints import LanguageProgress
-from rlinf_async.runtime.jobs.language.config import LanguageConfig
-from rlinf_async.runtime.jobs.language.learners import Trained
-from rlinf_async.runtime.jobs.language.samples import Collector
-from rlinf_async.runtime.jobs.language.sections import EvaluationConfig
+from rlinf_async.runtime.jobs.checkpoints import Stopped
+from rlinf_async.runtime.jobs.language.config import EvaluationConfig, LanguageConfig
+from rlinf_async.runtime.jobs.language.roles import Trained
+from rlinf_async.runtime.jobs.language.samples import Collector, LanguageProgress
 from rlinf_async.runtime.jobs.view import Headline
 from rlinf_async.workers.scheduler import SchedulerSummary
 

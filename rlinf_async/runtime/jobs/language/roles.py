@@ -5,40 +5,371 @@
     rollout      serve       from start to end; takes turns with the actors where they share devices
     inference    run         from start to end
     reward       run         from start to end
-    learners     train, publish, save, compare: by turns (`learners.py`)
+    learners     train, publish, save, compare: by turns (`roles.py`)
 
 Rollout, inference and reward workers are restarted when they die: what they held comes back. An
 actor's death ends the run, which can be resumed.
+
+The workers of a language run that train: actors, and critics where the advantage needs values.
+
+::
+
+    groups --> [ critic of data rank r --with values--> ] actor of data rank r
+                                                              |
+                                               version + 1 ---+--> rollout, inference
+
+                waits for                                unblocked by
+    critic      the groups of its share; all of them     the collector
+                before it learns
+    actor       the groups of its share                  the critic of its data rank, or the
+                                                         collector
+
+A checkpoint holds both: the critic's shards lie in ``critic/`` inside the actor's folder. The
+death of either ends the run, which can be resumed.
+
+How their batches follow from the run's configuration stands at the end; their trainers:
+`backends`.
+
+The channels of a language run, and how much each may hold.
+
+::
+
+    this process --Request--> rollout --Sample--> [inference] --Sample--> reward
+         ^                                                                  |
+         +--------------------------ScoredSample----------------------------+
+    this process --SampleGroup, by key of the DP rank--> [critic] --SampleGroup--> actor
+    where the actors' number changes: critic --SampleGroup--> this process --SampleGroup--> actor
+    actor --WeightUpdate, `Latest`--> rollout --WeightsTaken--> this process
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any, NamedTuple, assert_never
 
 import msgspec
 import numpy as np
 
-from rlinf_async.messages.language import Prompt, Request, Tokens
-from rlinf_async.runtime.calls import GroupCall
+from rlinf_async.channels import Channel, Latest
+from rlinf_async.messages.embodied import Floats
+from rlinf_async.messages.language import (
+    LanguageTrainReport,
+    Prompt,
+    Request,
+    Sample,
+    SampleGroup,
+    ScoredSample,
+    Tokens,
+    WeightsTaken,
+)
+from rlinf_async.messages.weights import WeightUpdate
+from rlinf_async.runtime.calls import GroupCall, WorkerGroup
 from rlinf_async.runtime.cluster import Cluster
-from rlinf_async.runtime.group import WorkerGroup
-from rlinf_async.runtime.jobs.language.backends import inference_backend, inference_config
-from rlinf_async.runtime.jobs.language.channels import LanguageChannels
+from rlinf_async.runtime.jobs.checkpoints import max_deliveries, sibling
+from rlinf_async.runtime.jobs.language.backends import (
+    BACKENDS,
+    actor_config,
+    critic_config,
+    environment_of,
+    inference_backend,
+    inference_config,
+    layout_of,
+    options,
+    plan_roles,
+    takes_turns,
+)
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
-from rlinf_async.runtime.jobs.language.layout import layout_of, options
-from rlinf_async.runtime.jobs.language.learners import Learners, Trained
-from rlinf_async.runtime.jobs.language.placement import plan_roles, takes_turns
 from rlinf_async.runtime.jobs.language.scheduling import Scheduling
-from rlinf_async.runtime.stall import WorkEvent
+from rlinf_async.runtime.jobs.placement import Plan
 from rlinf_async.runtime.supervise import Restart
+from rlinf_async.runtime.wakers import WorkEvent
+from rlinf_async.workers.actor import LanguageActor, LanguageBatches
+from rlinf_async.workers.critic import LanguageCritic
 from rlinf_async.workers.inference import InferenceConfig, InferenceReport, InferenceWorker
 from rlinf_async.workers.reward import RewardReport, RewardWorker
 from rlinf_async.workers.rollout.language import LanguageRolloutReport, LanguageRolloutWorker
 from rlinf_async.workers.scheduler import SchedulerSummary
+
+
+class LanguageChannels:
+    """Every channel of the run.
+
+    Capacities follow from admission: there are never more than ``(max_staleness + 1)`` iterations
+    of samples under way, so there is room for every sample that is done, and a slow trainer does
+    not hold up a rollout worker.
+    """
+
+    def __init__(self, cluster: Cluster, config: LanguageConfig) -> None:
+        training, counts = config.training, config.cluster
+        ahead = training.max_staleness + 1
+        samples = max(config.iteration_samples * ahead, config.evaluation.samples)
+
+        def restarted(workers: int) -> int:
+            return max_deliveries(workers, counts.max_restarts)
+
+        self.requests: Channel[Request] = cluster.channel(
+            Request,
+            name="requests",
+            capacity=samples,
+            max_deliveries=restarted(config.rollout_ranks + config.scheduled),
+        )
+        self.generated: Channel[Sample] = cluster.channel(
+            Sample,
+            name="generated",
+            capacity=samples,
+            max_deliveries=restarted(
+                counts.inference_workers
+                if config.needs_inference
+                else max(counts.reward_workers, 1)
+            ),
+        )
+        self.inferred: Channel[Sample] = self.generated
+        """with log-probs of the actor's forward; the same channel where none are asked for"""
+        if config.needs_inference:
+            self.inferred = cluster.channel(
+                Sample,
+                name="inferred",
+                capacity=samples,
+                max_deliveries=restarted(counts.reward_workers),
+            )
+        self.scored: Channel[ScoredSample] = cluster.channel(
+            ScoredSample, name="scored", capacity=samples
+        )
+        self.groups: Channel[SampleGroup] = cluster.channel(
+            SampleGroup, name="groups", capacity=training.prompts * ahead
+        )
+        self.valued: Channel[SampleGroup] = self.groups
+        """with values, by key of the critic; the same channel where there is no critic"""
+        if config.has_critic:
+            self.valued = cluster.channel(
+                SampleGroup, name="valued groups", capacity=training.prompts * ahead
+            )
+        self.to_train: Channel[SampleGroup] = self.valued
+        """by key of the actor; the same channel where each actor has the critic of its rank"""
+        if config.has_critic and config.scheduled:
+            self.to_train = cluster.channel(
+                SampleGroup, name="dispatched groups", capacity=training.prompts * ahead
+            )
+        self.weights: Latest[WeightUpdate] = cluster.latest(WeightUpdate, name="weights")
+        self.taken: Channel[WeightsTaken] = cluster.channel(
+            WeightsTaken, name="weights taken", capacity=16 * config.rollout_ranks
+        )
+
+    @contextmanager
+    def held_open(self) -> Iterator[None]:
+        """This process's own ends, which stay open between two calls of the workers."""
+        with ExitStack() as ends:
+            ends.enter_context(self.scored.receiver)
+            ends.enter_context(self.groups.sender)
+            ends.enter_context(self.groups.receiver)
+            for channel in (self.valued, self.to_train):  # the same where there is no critic
+                ends.enter_context(channel.receiver)
+                ends.enter_context(channel.sender)
+            with self.requests.sender:
+                yield
+
+
+CRITIC = "critic"
+"""folder of the critic inside a checkpoint"""
+
+
+class Trained(NamedTuple):
+    """The reports of one iteration, one of each rank."""
+
+    actors: Sequence[LanguageTrainReport]
+    critics: Sequence[LanguageTrainReport] = ()
+
+
+class Learners:
+    """The actors and their critics.
+
+    Args:
+        cluster: where to launch them.
+        config: of the run.
+        channels: its channels.
+        model: the model's folder.
+        plan: the devices of each role.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        config: LanguageConfig,
+        channels: LanguageChannels,
+        model: Path,
+        plan: Plan,
+    ) -> None:
+        self._plan = plan
+        self._layout = layout_of(config, plan) if config.scheduled else None
+        self._in_turns = plan.shared("actor", "critic")
+        self._cluster = cluster
+        self._config = config
+        self._channels = channels
+        self._model = model
+
+    async def launch_actors(self, resume: Path | None) -> None:
+        """Start the actors."""
+        config = self._config
+        backend = BACKENDS[config.actor.backend]
+        environment = environment_of(config, self._plan, "actor")
+        self._actors: WorkerGroup[LanguageActor] = await self._cluster.launch(
+            backend.actor,
+            actor_config(config, self._model, self._device("actor")),
+            batches(config),
+            backend=backend.actor_trainer,
+            resume=None if resume is None else str(resume),
+            max_staleness=config.training.max_staleness,
+            scheduled=config.scheduled,
+            count=config.actors if self._layout is None else len(self._layout.actor),
+            name="Actor",
+            collective=self._collective(),
+            **options("actor", self._layout, self._plan, environment),
+        )
+
+    async def launch_critics(self, resume: Path | None) -> None:
+        """Start the critics, if there are any."""
+        config = self._config
+        if not config.has_critic:
+            return
+        backend = BACKENDS[config.critic_backend]
+        self._critics: WorkerGroup[LanguageCritic] = await self._cluster.launch(
+            backend.critic,
+            critic_config(config, self._model, self._device("critic")),
+            critic_batches(config),
+            actor_ranks=config.data_ranks,
+            backend=backend.critic_trainer,
+            resume=None if resume is None else str(resume / CRITIC),
+            max_staleness=config.training.max_staleness,
+            count=config.cluster.critics,
+            name="Critic",
+            collective=self._plan.collective("critic"),
+            **self._plan.options("critic", environment_of(config, self._plan, "critic")),
+        )
+
+    @property
+    def actors(self) -> WorkerGroup[LanguageActor]:
+        """The launched actors."""
+        return self._actors
+
+    def _collective(self) -> str | None:
+        """torch.distributed's backend between the actors."""
+        if self._config.actor.backend == "toy":
+            return None
+        if self._layout is not None:
+            return "nccl" if self._layout.accelerated else "gloo"
+        return self._plan.collective("actor")
+
+    def _device(self, role: str) -> str:
+        return self._plan.device(role, own_process=self._config.cluster.processes)
+
+    async def train(self, iteration: int, *, pipelined: bool) -> Trained:
+        """Train the next iteration: actors and critics that share devices one after the other.
+
+        Args:
+            iteration: which.
+            pipelined: actors begin with what is there; else once their share is.
+        """
+        in_turns = self._in_turns
+        if in_turns:
+            await self._actors.call(LanguageActor.offload)
+        learning = self._start_critics()
+        critics: Sequence[LanguageTrainReport] = ()
+        if in_turns and learning is not None:
+            critics = await learning
+            await self._critics.call(LanguageCritic.offload)
+        method = LanguageActor.run_training_pipeline if pipelined else LanguageActor.run_training
+        if iteration < self._config.critic.warmup_iterations:
+            method = LanguageActor.skip_training
+        actors = await self._actors.call(method, self._channels.to_train.receiver)
+        if learning is not None and not in_turns:
+            critics = await learning
+        return Trained(actors, critics)
+
+    def _start_critics(self) -> GroupCall[list[LanguageTrainReport]] | None:
+        if not self._config.has_critic:
+            return None
+        channels = self._channels
+        return self._critics.call(
+            LanguageCritic.value_and_train, channels.groups.receiver, channels.valued.sender
+        )
+
+    async def publish(self) -> int:
+        """Publish the actors' weights; the version."""
+        versions = await self._actors.call(
+            LanguageActor.sync_model_to_rollout, self._channels.weights.sender
+        )
+        return versions[0]
+
+    async def offload(self) -> None:
+        """Give the devices' memory back."""
+        await self._actors.call(LanguageActor.offload)
+        if self._config.has_critic:
+            await self._critics.call(LanguageCritic.offload)
+
+    async def begin_save(self, path: Path) -> None:
+        """Start writing a checkpoint; training may go on."""
+        await self._actors.call(LanguageActor.begin_checkpoint, str(path))
+        if self._config.has_critic:
+            await self._critics.call(LanguageCritic.begin_checkpoint, str(sibling(path)))
+
+    async def saved(self, path: Path) -> None:
+        """Wait until the checkpoint that was begun is complete."""
+        await self._actors.call(LanguageActor.checkpoint_written)
+        if self._config.has_critic:
+            await self._critics.call(LanguageCritic.checkpoint_written)
+            # In its own place only now: the actor's folder is put together before it has a name.
+            os.replace(sibling(path), path / CRITIC)
+
+    async def export(self, path: Path) -> None:
+        """Write the model as a Hugging Face folder, without its tokenizer."""
+        await self._actors.call(LanguageActor.save_pretrained, str(path))
+
+    async def compare(
+        self, sequences: list[tuple[Tokens, Tokens]], log_probs: list[Floats]
+    ) -> float:
+        """The largest difference between an engine's log-probs and the actors'.
+
+        Raises:
+            WeightsDisagree: it is more than the configuration allows.
+        """
+        found = await self._actors.call_on(
+            range(self._config.actors),  # those that train between two iterations
+            LanguageActor.check_weight_update_equal,
+            sequences,
+            log_probs,
+            self._config.weights_tolerance,
+            self._config.rounded,
+        )
+        return max(found)
+
+
+def batches(config: LanguageConfig) -> LanguageBatches:
+    """How an iteration is cut up."""
+    actor = config.actor
+    return LanguageBatches(
+        samples=config.iteration_samples,
+        group_size=config.training.group_size,
+        optimizer_steps=actor.global_batches,
+        epochs=actor.epochs,
+        micro_batch_size=actor.micro_batch_size,
+        max_tokens_per_micro_batch=actor.max_tokens,
+        balance_window=actor.balance_window,
+    )
+
+
+def critic_batches(config: LanguageConfig) -> LanguageBatches:
+    """How a critic cuts an iteration up: as the actors do, but for its own micro-batches."""
+    size = config.critic.micro_batch_size
+    if size is None:
+        return batches(config)
+    return msgspec.structs.replace(
+        batches(config), micro_batch_size=size, max_tokens_per_micro_batch=None, balance_window=None
+    )
+
 
 COMPARED_TOKENS = 8
 """tokens of each sequence that the engine's and the actor's log-probs are compared on"""

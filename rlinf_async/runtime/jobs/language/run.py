@@ -37,22 +37,9 @@ from rlinf_async.observe.metrics import MetricsWriter
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import LanguageSummary
 from rlinf_async.runtime.cluster import Cluster
-from rlinf_async.runtime.jobs.checkpoints import Checkpointer, clean
+from rlinf_async.runtime.jobs.checkpoints import Checkpointer, Stopped, clean, in_background
 from rlinf_async.runtime.jobs.config import HostConfig
-from rlinf_async.runtime.jobs.failures import Stopped, in_background
-from rlinf_async.runtime.jobs.language.channels import LanguageChannels
-from rlinf_async.runtime.jobs.language.checkpoints import (
-    InFlight,
-    LanguageProgress,
-    Unfinished,
-    check_resumed_critic,
-    in_flight,
-    load_language_progress,
-    load_unfinished,
-)
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
-from rlinf_async.runtime.jobs.language.dispatch import Dispatcher
-from rlinf_async.runtime.jobs.language.learners import Trained
 from rlinf_async.runtime.jobs.language.model import export
 from rlinf_async.runtime.jobs.language.reports import (
     Evaluated,
@@ -69,8 +56,21 @@ from rlinf_async.runtime.jobs.language.reports import (
     warn_of_no_correction,
     warn_of_no_signal,
 )
-from rlinf_async.runtime.jobs.language.roles import Roles
-from rlinf_async.runtime.jobs.language.samples import Collector, Ledger, Source, next_prompts
+from rlinf_async.runtime.jobs.language.roles import LanguageChannels, Roles, Trained
+from rlinf_async.runtime.jobs.language.samples import (
+    Collector,
+    Dispatcher,
+    InFlight,
+    LanguageProgress,
+    Ledger,
+    Source,
+    Unfinished,
+    check_resumed_critic,
+    in_flight,
+    load_language_progress,
+    load_unfinished,
+    next_prompts,
+)
 from rlinf_async.runtime.jobs.run import Draw, TrainingClock
 from rlinf_async.runtime.jobs.view import Headline, LiveView
 from rlinf_async.runtime.signals import run_signals

@@ -17,30 +17,212 @@ died after it had sent it) is left out and counted.
 Admission bounds staleness: iteration ``i`` is admitted once version ``i - max_staleness`` is
 trained, and no token of it may come from older weights than that (``Request.min_version``), so no
 token is trained more than ``max_staleness`` versions late. 0 is exactly on-policy.
+
+The checkpoints of a language run: what they hold beside the actors' shards.
+
+::
+
+    checkpoints/
+      latest.json           `LanguageProgress`: written last, in one atomic step; names the rest
+      version-000010/       the actors' shards; critic/ for those of the critics
+        run.msgpack         `Unfinished`: the ledger, the position in the data, samples in flight
+
+Samples in flight, so that a resumed run begins none of them anew::
+
+    rollout workers: requests with the tokens generated so far --+
+    generated, inferred: samples that wait for their score ------+--> InFlight
+    scored: samples that wait for the collector -----------------+
+
+A sample that is in none of these places at that moment is in the ledger all the same, as a request
+that was admitted: it is requested again. So `InFlight` need not be complete, and it cannot be
+wrong: whatever the ledger does not know to be running is left out.
+
+`Dispatcher`: gives the groups of each global batch to the ranks that train it.
+
+::
+
+    actor rank 0 --DataShare: who trains the next global batch--> Dispatcher
+    Collector, or critics --whole groups, by iteration----------> Dispatcher --SampleGroup--> actors
+    actors --samples of the first of several epochs-------------> Dispatcher
+
+               waits for                                    unblocked by
+    Dispatcher who trains the next global batch; a group    actor rank 0; the Collector, the critics
+               in further epochs: all samples of the first  the actors
+
+For runs whose actors change between mini-batches. A group is given to a rank when it is known which
+ranks there are, so none is in the queue of a rank that does not train any more; its global batch is
+that of its turn, whatever number of ranks shares it. Further epochs go through the same samples,
+shuffled, as one actor alone would: the order depends on iteration and epoch.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
-from rlinf_async.channels import Receiver, Sender
+from rlinf_async.channels import Channel, EndOfChannel, Receiver, Sender
+from rlinf_async.channels.remote_payload import remote_payload_of
+from rlinf_async.channels.untyped import copy_of
+from rlinf_async.channels.wire import Decoder, Encoded, encode
+from rlinf_async.config import UsageError
 from rlinf_async.data import DataError, Prompts
 from rlinf_async.messages.language import (
     Prompt,
     Request,
+    Sample,
     SampleGroup,
     Sampling,
     Scored,
     ScoredSample,
     TrainingSample,
 )
-from rlinf_async.runtime.jobs.language.dispatch import Dispatcher
-from rlinf_async.runtime.stall import WorkEvent, WorkFuture
+from rlinf_async.observe.files import RunFolderError, explaining
+from rlinf_async.runtime.jobs.checkpoints import RunProgress, load_progress
+from rlinf_async.runtime.jobs.language.config import LanguageConfig
+from rlinf_async.runtime.jobs.language.roles import CRITIC, LanguageChannels
+from rlinf_async.runtime.wakers import WorkEvent, WorkFuture
+from rlinf_async.workers.scheduler import DataShare
+
+SHUFFLED = -1
+"""the group number of samples of several groups"""
+
+
+class Dispatcher:
+    """Hands out groups in the order in which they came, or in that of their numbers.
+
+    Args:
+        groups: to the actors, by key of the data rank.
+        shares: from rank 0.
+        batch: groups of a global batch, over all ranks.
+        batches: global batches of an epoch; needed where there are several epochs.
+        samples: of an iteration; the same.
+        again: samples of the first epoch, which further ones give out, too; the same.
+        first: number of the first group, where they are to go in the order of their numbers, so
+            that the same samples make the same global batches; None: as they come.
+    """
+
+    def __init__(
+        self,
+        groups: Sender[SampleGroup],
+        shares: Receiver[DataShare],
+        *,
+        batch: int,
+        batches: int = 1,
+        samples: int = 0,
+        again: Receiver[SampleGroup] | None = None,
+        first: int | None = None,
+    ) -> None:
+        self._groups, self._shares, self._again = groups, shares, again
+        self._batch, self._batches, self._samples = batch, batches, samples
+        self._number = first
+        self._early: dict[int, SampleGroup] = {}
+        """groups before which another one has to come"""
+        self._ready: deque[SampleGroup] = deque()
+        self._added = WorkEvent()
+        self._trained: dict[int, list[TrainingSample]] = {}
+        """samples of the first epoch, by iteration"""
+        self._returned = WorkEvent()
+
+    def add(self, group: SampleGroup) -> None:
+        """Take a whole group; those of an iteration come before those of the next."""
+        if self._number is None:
+            self._ready.append(group)
+        else:
+            self._early[group.group] = group
+            while (one := self._early.pop(self._number, None)) is not None:
+                self._ready.append(one)
+                self._number += 1
+        self._added.set()
+
+    async def receive(self, valued: Receiver[SampleGroup], ranks: int) -> None:
+        """Take groups of so many critics, by key of each, until no more come."""
+
+        async def of(rank: int) -> None:
+            try:
+                while True:
+                    self.add(await valued.get(key=rank))
+            except EndOfChannel:
+                return
+
+        async with asyncio.TaskGroup() as receiving:
+            for rank in range(ranks):
+                receiving.create_task(of(rank))
+
+    async def run(self) -> None:
+        """Hand out global batch after global batch, until no more shares come."""
+        async with asyncio.TaskGroup() as group:
+            keeping = group.create_task(self._keep())
+            async for share in self._shares:
+                epoch, batch = divmod(share.boundary.done, self._batches)
+                if self._again is not None and epoch:
+                    await self._hand_out_again(share, epoch, batch)
+                else:
+                    await self._hand_out(share)
+            keeping.cancel()
+
+    async def _hand_out(self, share: DataShare) -> None:
+        """Give every rank equally many groups, and as nearly as many tokens as can be: of the
+        groups that are here, the longest goes first, to the rank that has least."""
+        room = [self._batch // share.ranks] * share.ranks
+        tokens = [0] * share.ranks
+        while any(room):
+            for group in sorted(await self._next(sum(room)), key=_tokens, reverse=True):
+                rank = min((one for one, left in enumerate(room) if left), key=tokens.__getitem__)
+                room[rank] -= 1
+                tokens[rank] += _tokens(group)
+                await self._groups.put(group, key=rank)
+
+    async def _next(self, most: int) -> list[SampleGroup]:
+        """Return the groups that are here, in their order; wait for one if there are none."""
+        while not self._ready:
+            self._added.clear()
+            await self._added.wait()
+        return [self._ready.popleft() for _ in range(min(most, len(self._ready)))]
+
+    # -- further epochs -----------------------------------------------------------------------
+
+    async def _keep(self) -> None:
+        if self._again is None:
+            return
+        async for group in self._again:
+            self._trained.setdefault(group.iteration, []).extend(group.samples)
+            self._returned.set()
+
+    async def _hand_out_again(self, share: DataShare, epoch: int, batch: int) -> None:
+        iteration = share.boundary.iteration
+        samples = await self._all_of(iteration)
+        order = np.random.default_rng((iteration, epoch, 0)).permutation(len(samples))
+        size = len(samples) // self._batches
+        there = [samples[at] for at in order[batch * size : (batch + 1) * size]]
+        for rank, part in enumerate(_parts(there, share.ranks)):
+            group = SampleGroup(iteration=iteration, group=SHUFFLED, samples=part)
+            await self._groups.put(group, key=rank)
+
+    async def _all_of(self, iteration: int) -> Sequence[TrainingSample]:
+        """Wait for all samples of the first epoch; they are ordered by their groups."""
+        for older in [one for one in self._trained if one < iteration]:
+            del self._trained[older]
+        while len(self._trained.get(iteration, ())) < self._samples:
+            self._returned.clear()
+            await self._returned.wait()
+        return sorted(self._trained[iteration], key=lambda one: (one.group, one.index))
+
+
+def _tokens(group: SampleGroup) -> int:
+    return sum(one.tokens for one in group.samples)
+
+
+def _parts(samples: list[TrainingSample], ranks: int) -> list[list[TrainingSample]]:
+    size = len(samples) // ranks
+    return [samples[rank * size : (rank + 1) * size] for rank in range(ranks)]
+
 
 NextPrompts = Callable[[int], Sequence[Prompt]]
 """The next prompts of the data, as many as are asked for."""
@@ -391,3 +573,180 @@ class Collector:
         waiting = self._expected.pop(request.name, None)
         if waiting is not None and not waiting.done():  # else: it came a second time
             waiting.set_result(scored)
+
+
+T = TypeVar("T")
+
+RUN = "run.msgpack"
+
+
+class LanguageProgress(RunProgress, kw_only=True):
+    """How far a language run has come."""
+
+    samples: int = 0
+    """samples that were trained on, those that were not scored included"""
+    tokens: int = 0
+    """tokens of their prompts and responses"""
+    outcomes: dict[str, int] = msgspec.field(default_factory=dict)
+    """samples by outcome: scored, rejected, failed"""
+    eval_accuracy_before: float | None = None
+    eval_reward_before: float | None = None
+
+
+class InFlight(msgspec.Struct, kw_only=True):
+    """Samples between admission and collection, each of them in one place only."""
+
+    partial: list[Request] = msgspec.field(default_factory=list)
+    """requests with tokens to continue after"""
+    generated: list[Sample] = msgspec.field(default_factory=list)
+    inferred: list[Sample] = msgspec.field(default_factory=list)
+    """samples with log-probs of the actor's forward"""
+    scored: list[ScoredSample] = msgspec.field(default_factory=list)
+
+    @property
+    def names(self) -> set[str]:
+        """Names of the samples that need no rollout any more."""
+        return {one.request.name for one in (*self.generated, *self.inferred)}
+
+    def enter(self, ledger: Ledger) -> None:
+        """Enter into the ledger of a resumed run what need not begin anew."""
+        for request in self.partial:
+            ledger.continue_from(request)
+        for scored in self.scored:
+            ledger.take(scored)
+
+    async def put_back(self, channels: LanguageChannels) -> None:
+        """Put the samples of a resumed run where they were. Its workers have begun to take them."""
+        for channel, samples in (
+            (channels.generated, self.generated),
+            (channels.inferred, self.inferred),
+        ):
+            if samples:
+                with channel.new_sender() as sender:
+                    for sample in samples:
+                        await sender.put(sample)
+
+
+def in_flight(
+    channels: LanguageChannels, partial: Iterable[Request], running: Iterable[Request]
+) -> InFlight:
+    """Everything that is in flight, in the farthest place that each sample has come to.
+
+    Args:
+        channels: the run's channels, as they are now.
+        partial: requests that the rollout workers hold.
+        running: requests that the ledger waits for; nothing else is taken up.
+    """
+    left = {one.name for one in running}
+
+    def new(name: str) -> bool:
+        known = name in left
+        left.discard(name)
+        return known
+
+    scored = [one for one in _items(channels.scored) if new(one.sample.request.name)]
+    inferred: list[Sample] = []
+    if channels.inferred is not channels.generated:
+        inferred = [one for one in _items(channels.inferred) if new(one.request.name)]
+    return InFlight(
+        scored=scored,
+        inferred=inferred,
+        generated=[one for one in _items(channels.generated) if new(one.request.name)],
+        partial=[one for one in partial if one.partial is not None and new(one.name)],
+    )
+
+
+def _items(channel: Channel[T]) -> list[T]:
+    """The items that wait in a channel or are leased from it, without those whose arrays are still
+    with their producer. Nothing is taken."""
+    queue = channel.queue
+    found: list[Any] = [
+        queue.value(copy_of(item)) for item in queue.contents() if remote_payload_of(item) is None
+    ]
+    return found
+
+
+class Unfinished(msgspec.Struct, kw_only=True):
+    """What was not trained yet when the checkpoint was written."""
+
+    ledger: LedgerState
+    data: bytes
+    """position in the prompts: the data's own state, as JSON"""
+    waiting: InFlight = msgspec.field(default_factory=InFlight)
+
+    def files(self) -> dict[str, bytes]:
+        """The file that it is in the checkpoint, by name."""
+        encoded = encode(self)
+        stored = _Stored(encoded.data, [bytes(buffer) for buffer in encoded.buffers])
+        return {RUN: msgspec.msgpack.encode(stored)}
+
+
+class _Stored(msgspec.Struct, frozen=True):
+    data: bytes
+    buffers: list[bytes]
+
+
+_unfinished = Decoder(Unfinished)
+
+
+def load_language_progress(checkpoints: Path) -> LanguageProgress | None:
+    """Where to go on; None where there is no checkpoint. Raises as `load_progress`."""
+    return load_progress(checkpoints, LanguageProgress, file=RUN)
+
+
+def load_unfinished(checkpoints: Path, progress: LanguageProgress) -> Unfinished:
+    """What was not trained yet at the checkpoint that ``progress`` names.
+
+    Raises:
+        RunFolderError: the file is damaged.
+    """
+    path = checkpoints / progress.checkpoint / RUN
+    with explaining("read", path):
+        content = path.read_bytes()
+    try:
+        stored = msgspec.msgpack.decode(content, type=_Stored)
+        decoded: Unfinished = _unfinished.decode_copy(
+            Encoded(stored.data, [memoryview(buffer) for buffer in stored.buffers])
+        )
+    except Exception as error:
+        raise RunFolderError(f"{path} is damaged: {error}") from error
+    return _told(decoded)
+
+
+def _told(unfinished: Unfinished) -> Unfinished:
+    """Without the tokens of which nobody knows what they were drawn from: those of a run of an
+    older version that truncates. They are generated again."""
+
+    def told(sample: Sample) -> bool:
+        return sample.generated.tells_of(sample.request.sampling)
+
+    def begun(request: Request) -> Request:
+        known = request.partial is None or request.partial.tells_of(request.sampling)
+        return request if known else msgspec.structs.replace(request, partial=None)
+
+    ledger, waiting = unfinished.ledger, unfinished.waiting
+    again = [one.sample.request for one in ledger.finished if not told(one.sample)]
+    return Unfinished(
+        ledger=msgspec.structs.replace(
+            ledger,
+            running=[begun(one) for one in (*ledger.running, *again)],
+            finished=[one for one in ledger.finished if told(one.sample)],
+        ),
+        data=unfinished.data,
+        waiting=InFlight(
+            partial=[begun(one) for one in waiting.partial],
+            generated=[one for one in waiting.generated if told(one)],
+            inferred=[one for one in waiting.inferred if told(one)],
+            scored=[one for one in waiting.scored if told(one.sample)],
+        ),
+    )
+
+
+def check_resumed_critic(config: LanguageConfig, checkpoint: Path) -> None:
+    """Raise `UsageError` where a run with critics would go on from a checkpoint without one."""
+    if config.has_critic and not (checkpoint / CRITIC).is_dir():
+        raise UsageError(
+            f"{checkpoint} was written by a run without a critic (it has no {CRITIC}/), and "
+            f"{config.actor.advantage.name!r} needs its values: restore that folder, or start in "
+            "another one"
+        )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from rlinf_async.config import ConfigError
+from rlinf_async.runtime.jobs.language.backends import Layout, layout_of
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
-from rlinf_async.runtime.jobs.language.layout import Layout, layout_of
 from rlinf_async.runtime.jobs.placement import Plan
 from rlinf_async.scheduling import load_policy
 

@@ -23,17 +23,14 @@ import msgspec
 from rlinf_async.channels import Channel, Latest, LatestReceiver, Receiver, Sender
 from rlinf_async.messages.language import Request, SampleGroup
 from rlinf_async.parallel import Strategy
-from rlinf_async.runtime.calls import GroupCall
+from rlinf_async.runtime.calls import GroupCall, WorkerGroup
 from rlinf_async.runtime.cluster import Cluster
-from rlinf_async.runtime.group import WorkerGroup
-from rlinf_async.runtime.jobs.failures import start_background
+from rlinf_async.runtime.jobs.checkpoints import start_background
+from rlinf_async.runtime.jobs.language.backends import Layout
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
-from rlinf_async.runtime.jobs.language.layout import Layout
 from rlinf_async.runtime.supervise import Restart
 from rlinf_async.workers.actor import LanguageActor
-from rlinf_async.workers.base import make
-from rlinf_async.workers.context import WorkerContext, WorkerInfo
-from rlinf_async.workers.errors import WorkerError
+from rlinf_async.workers.base import WorkerContext, WorkerError, WorkerInfo, make
 from rlinf_async.workers.scheduler import (
     DataShare,
     Orders,

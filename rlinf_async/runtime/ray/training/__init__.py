@@ -7,27 +7,26 @@
     actor of Ray, one for each rank   FSDPTrainRayActor or   --> GroupActor | GroupCritic
                                       MegatronTrainRayActor      (our FSDPActor, FSDPCritic)
 
-    args.py         what a group is told          settings.py     as settings of our trainers
-    data.py         rollout data                  placement.py    bundles by host and device
-    group.py        `RayTrainGroup`               worker.py       a rank of ours:
-    actor.py        `TrainRayActor`               actor_worker.py     our actor
-    language_actor.py   what these two share:     critic_worker.py    our critic
-    fsdp_actor.py       `FSDPTrainRayActor`       critics.py      pairs of actor and critic
-    megatron_actor.py   `MegatronTrainRayActor`   links.py        channels between actors of Ray
-    weights.py      their way to the engines      engine.py       an engine as an actor of Ray
-    checkpoints.py  where they are                memory.py       of a device that sleeps
-    loop.py         an event loop in a thread     room.py         whether bundles have room
+    args.py     what a group is told: settings of our trainers, rollout data, checkpoints
+    group.py    `RayTrainGroup`: bundles by host and device, and whether they have room
+    actor.py    `TrainRayActor`, `FSDPTrainRayActor`, `MegatronTrainRayActor`; device memory asleep
+    worker.py   a rank of ours: our actor, our critic
+    ranks.py    ranks that find one another; an event loop in a thread
+    pairs.py    pairs of actor and critic: channels between actors of Ray
+    engine.py   an engine as an actor of Ray, and the weights' way to it
 """
 
-from rlinf_async.runtime.ray.training.actor import TrainRayActor
-from rlinf_async.runtime.ray.training.args import TrainArgs
-from rlinf_async.runtime.ray.training.data import RolloutData, RolloutDataError
+from rlinf_async.runtime.ray.training.actor import (
+    FSDPTrainRayActor,
+    MegatronTrainRayActor,
+    TrainRayActor,
+)
+from rlinf_async.runtime.ray.training.args import RolloutData, RolloutDataError, TrainArgs
 from rlinf_async.runtime.ray.training.engine import RolloutEngineActor
-from rlinf_async.runtime.ray.training.fsdp_actor import FSDPTrainRayActor
-from rlinf_async.runtime.ray.training.group import RayTrainGroup, Refs
-from rlinf_async.runtime.ray.training.megatron_actor import MegatronTrainRayActor
-from rlinf_async.runtime.ray.training.placement import (
+from rlinf_async.runtime.ray.training.group import (
     OrderedPlacementGroup,
+    RayTrainGroup,
+    Refs,
     create_placement_group,
 )
 from rlinf_async.runtime.ray.training.ranks import PeerFailed

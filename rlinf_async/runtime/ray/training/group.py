@@ -1,32 +1,286 @@
-"""`RayTrainGroup`: the actors of Ray that train one model, on a placement group."""
+"""`RayTrainGroup`: the actors of Ray that train one model, on a placement group.
+
+`create_placement_group`: bundles of Ray, ordered by host and device.
+
+Whether the bundles of a placement group have room for the ranks of a training group.
+
+Ray itself lets an actor for which its bundle has no room wait, for ever and without a word.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-from collections.abc import Generator, Iterable, Sequence
-from typing import Any, Final
+import time
+from collections import Counter
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from numbers import Integral
+from typing import Any, Final, NamedTuple
+from uuid import uuid4
 
-from rlinf_async.runtime.ray.hosts import live_hosts
-from rlinf_async.runtime.ray.library import of_ray
-from rlinf_async.runtime.ray.training.actor import TrainRayActor
-from rlinf_async.runtime.ray.training.args import TrainArgs
-from rlinf_async.runtime.ray.training.critics import PairSteps
-from rlinf_async.runtime.ray.training.memory import saver_environment
-from rlinf_async.runtime.ray.training.placement import placed
+import msgspec
+
+from rlinf_async.runtime.ray.reservation import amount, own_accelerator, there
+from rlinf_async.runtime.ray.session import live_hosts, natural, of_ray
+from rlinf_async.runtime.ray.training.actor import TrainRayActor, saver_environment
+from rlinf_async.runtime.ray.training.args import TrainArgs, batches, check_megatron, trainer_config
+from rlinf_async.runtime.ray.training.pairs import PairSteps
 from rlinf_async.runtime.ray.training.ranks import Peer
-from rlinf_async.runtime.ray.training.room import (
-    Asked,
-    actor_name,
-    check_room,
-    wait_for_ranks,
-    wait_until_placed,
-)
-from rlinf_async.runtime.ray.training.settings import (
-    batches,
-    check_megatron,
-    trainer_config,
-)
+from rlinf_async.workers.base import BuildError
+
+log = logging.getLogger(__name__)
+LOOK_SECONDS = 1.0
+
+
+class OrderedPlacementGroup(NamedTuple):
+    """A placement group, and its bundles by host and device. Any such triple will do."""
+
+    group: Any
+    bundle_indices: list[int]
+    """the k-th rank is in bundle ``bundle_indices[k]``"""
+    gpu_ids: list[str]
+    """number of the accelerator of the k-th rank on its host; empty for one without"""
+
+
+class Placed(NamedTuple):
+    """Where the ranks of a training group go."""
+
+    group: Any
+    bundles: list[int]
+    """of each rank; there may be more"""
+    own: bool
+    """whether the training group made it, and removes it"""
+
+
+def placed(pg: Any, ranks: int) -> Placed:
+    """Return where so many ranks go.
+
+    Args:
+        pg: a placement group, its bundle indices by rank, and perhaps more, such as the number of
+            the accelerator in each; None: one of their own is reserved.
+
+    Raises:
+        ValueError: ``pg`` is none of these, or its bundles are too few.
+        BuildError: bundles were not free in time.
+    """
+    if pg is None:
+        made = create_placement_group(ranks)
+        return Placed(made.group, made.bundle_indices, own=True)
+    given: tuple[Any, ...] = tuple(pg) if isinstance(pg, Sequence) else (pg,)
+    if (
+        len(given) not in (2, 3)
+        or not hasattr(given[0], "bundle_specs")
+        or not hasattr(given[1], "__iter__")
+    ):
+        kinds = ", ".join(type(one).__name__ for one in given)
+        raise ValueError(
+            f"pg is ({kinds}); it has to be (placement group of Ray, bundle indices), with or "
+            "without the numbers of the accelerators, as create_placement_group() makes it, or None"
+        )
+    group, bundles = given[0], list(given[1])
+    there = len(group.bundle_specs)
+    for rank, bundle in enumerate(bundles[:ranks]):
+        # -1 is any of them for Ray: it has no device of its own.
+        if not isinstance(bundle, Integral) or not 0 <= int(bundle) < there:
+            raise ValueError(
+                f"bundle {bundle} of rank {rank} is none of the placement group, which has 0 to "
+                f"{there - 1}"
+            )
+    if ranks > len(bundles):
+        raise ValueError(f"{ranks} ranks need {ranks} bundles, but pg names {len(bundles)}")
+    return Placed(group, [int(one) for one in bundles], own=False)
+
+
+def create_placement_group(
+    num_gpus: int, *, wait: float = 10.0, kind: str | None = None
+) -> OrderedPlacementGroup:
+    """Reserve bundles of one device each; ``ray.init`` was called already.
+
+    Ray gives no order to bundles: host and device of each are looked up, and sorted.
+
+    Args:
+        num_gpus: number of bundles.
+        wait: seconds to wait for them.
+        kind: ``"GPU"`` or ``"CPU"``; accelerators where the cluster has any.
+
+    Raises:
+        BuildError: they were not free in time: what was asked, and what there is; ``num_gpus`` or
+            ``wait`` is no such number.
+    """
+    if type(num_gpus) is not int or num_gpus < 1:
+        raise BuildError(f"num_gpus must be a whole number from 1, got {num_gpus!r}")
+    if not wait >= 0.0:
+        raise BuildError(f"wait must be seconds from 0, got {wait!r}")
+    ray, groups = of_ray(), of_ray("util.placement_group")
+    if kind is None:
+        kind = "GPU" if ray.cluster_resources().get("GPU", 0) > 0 else "CPU"
+    bundle = {"CPU": 1.0} if kind == "CPU" else {"GPU": 1.0, "CPU": 1.0}
+    group = groups.placement_group([bundle] * num_gpus, strategy="PACK")
+    try:
+        _wait_until_free(group, num_gpus, kind, wait)
+        return _ordered(group, num_gpus, kind)
+    except BaseException:  # an interrupt, too: nobody else knows of it
+        groups.remove_placement_group(group)
+        raise
+
+
+def _wait_until_free(group: Any, num_gpus: int, kind: str, wait: float) -> None:
+    waited = 0.0
+    while not group.wait(LOOK_SECONDS):
+        waited += LOOK_SECONDS
+        if waited >= wait:
+            hosts = live_hosts(of_ray().nodes())
+            raise BuildError(
+                f"a placement group of {num_gpus} bundles of 1 {kind} was not free within "
+                f"{wait:g} s: {there(hosts)}; 'ray status' shows what is in use. Ask for fewer, "
+                "end what holds the rest, or wait longer (wait=...)"
+            )
+        log.warning("waiting up to %g s for %d bundles of 1 %s", wait, num_gpus, kind)
+
+
+def _ordered(group: Any, num_gpus: int, kind: str) -> OrderedPlacementGroup:
+    """Sort the bundles by host and accelerator."""
+    numbers = _numbers(group, num_gpus) if kind == "GPU" else [""] * num_gpus
+    place = {host.id: at for at, host in enumerate(live_hosts(of_ray().nodes()))}
+    nodes = of_ray("util.placement_group").placement_group_table(group)["bundles_to_node_id"]
+    order = sorted(range(num_gpus), key=lambda at: (place[nodes[at]], natural(numbers[at]), at))
+    return OrderedPlacementGroup(group, order, [numbers[at] for at in order])
+
+
+def _numbers(group: Any, bundles: int) -> list[str]:
+    """Ask in each bundle which accelerator it has."""
+    ray = of_ray()
+    strategy = of_ray("util.scheduling_strategies").PlacementGroupSchedulingStrategy
+    probe = ray.remote(own_accelerator)
+    asked = [
+        probe.options(num_cpus=0, num_gpus=1, scheduling_strategy=strategy(group, at)).remote()
+        for at in range(bundles)
+    ]
+    found: list[str] = ray.get(asked)
+    return found
+
+
+ROOM_SECONDS: Final = 8.0
+"""time that what has just ended has to give its bundles back"""
+ROOM_LOOK_SECONDS: Final = 0.25
+TELL_SECONDS: Final = 30.0
+"""interval between reports of a wait that has no limit"""
+LEAST: Final = 1e-4
+"""the smallest share of a resource that Ray knows"""
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """What a rank asks of its bundle."""
+
+    rank: str
+    bundle: int
+    resources: Mapping[str, float]
+
+
+def actor_name(rank: str, group: Any, bundle: int) -> str:
+    """Return a name for the actor of Ray, by which others see who holds the bundle."""
+    return f"{rank} {_holds(group, bundle)} {uuid4().hex[:8]}"
+
+
+def wait_until_placed(group: Any) -> None:
+    """Wait until the placement group is reserved: it may be asked of autoscaling."""
+    since = told = time.monotonic()
+    while not group.wait(ROOM_LOOK_SECONDS):
+        now = time.monotonic()
+        if now >= told + TELL_SECONDS:
+            told = now
+            wanted, hosts = amount(group.bundle_specs), live_hosts(of_ray().nodes())
+            log.warning(
+                "waiting for %.0f s for a placement group of %s: %s",
+                now - since, wanted, there(hosts),
+            )  # fmt: skip
+
+
+def check_room(whose: str, group: Any, asked: Sequence[Asked]) -> None:
+    """Raise `BuildError` where a bundle has no room: what was asked, what there is, and who holds
+    the rest.
+
+    Args:
+        whose: name of the training group.
+    """
+    for one in asked:
+        has = group.bundle_specs[one.bundle]
+        inside = [other for other in asked if other.bundle == one.bundle]
+        if any(
+            sum(other.resources[name] for other in inside) > has.get(name, 0.0) + LEAST
+            for name in one.resources
+        ):
+            ranks, each = " and ".join(other.rank for other in inside), amount([one.resources])
+            asks = f"asks for {each}" if len(inside) == 1 else f"ask for {each} each"
+            raise BuildError(
+                f"{whose}: {ranks} {asks}, but bundle {one.bundle} of the placement group is of "
+                f"{amount([has])}: make it of larger bundles (create_placement_group), or ask for "
+                "less (num_gpus_per_actor)"
+            )
+    end = time.monotonic() + ROOM_SECONDS
+    while full := [one for one in asked if not _has_room(group, one)]:
+        if time.monotonic() >= end:
+            raise BuildError(f"{whose}: {_explain(group, full)}")
+        time.sleep(ROOM_LOOK_SECONDS)
+
+
+def wait_for_ranks(refs: Sequence[Any], asked: Sequence[Asked], group: Any) -> None:
+    """Wait until these ranks answer. Raises Ray's error where one cannot be started."""
+    ray, waiting = of_ray(), list(refs)
+    since = time.monotonic()
+    while True:
+        done, waiting = ray.wait(waiting, num_returns=1, timeout=TELL_SECONDS)
+        ray.get(done)
+        if not waiting:
+            return
+        if not done:
+            late = [one for one, ref in zip(asked, refs, strict=True) if ref in waiting]
+            log.warning(
+                "waiting for %.0f s for Ray to start %s: %s",
+                time.monotonic() - since,
+                ", ".join(one.rank for one in late),
+                _explain(group, [one for one in late if not _has_room(group, one)])
+                or "their bundles have room ('ray list actors' shows what they wait for)",
+            )
+
+
+def _has_room(group: Any, asked: Asked) -> bool:
+    free = _free(group, asked)
+    return all(free[name] + LEAST >= number for name, number in asked.resources.items())
+
+
+def _free(group: Any, asked: Asked) -> dict[str, float]:
+    """What the bundle has left of what is asked."""
+    here, found = f"_group_{asked.bundle}_{group.id.hex()}", of_ray().available_resources()
+    return {name: found.get(name + here, 0.0) for name in asked.resources}
+
+
+def _explain(group: Any, full: Sequence[Asked]) -> str:
+    if not full:
+        return ""
+    names = [str(one["name"]) for one in of_ray("util").list_named_actors(all_namespaces=True)]
+    each = []
+    for one in full:
+        has = {name: group.bundle_specs[one.bundle][name] for name in one.resources}
+        held = Counter(has)
+        held.subtract(_free(group, one))
+        here = [name.partition(" ")[0] for name in names if _holds(group, one.bundle) in name]
+        each.append(
+            f"{one.rank} asks for {amount([one.resources])} of bundle {one.bundle} of the "
+            f"placement group, which has {amount([has])}, of which "
+            f"{', '.join(sorted(here)) or 'another actor or task'} holds {amount([held])}"
+        )
+    return (
+        f"{'; '.join(each)}. To share a bundle, give each group a part of it "
+        "(num_gpus_per_actor=0.4, of both); else make a placement group with more bundles and give "
+        "each group its own (pg[0], pg[1][n:], pg[2][n:]), or end what holds them (shutdown())"
+    )
+
+
+def _holds(group: Any, bundle: int) -> str:
+    return f"in bundle {bundle} of {group.id.hex()}"
+
 
 NOSET_VISIBLE_DEVICES: Final = tuple(
     f"RAY_EXPERIMENTAL_NOSET_{name}"
@@ -264,8 +518,7 @@ class RayTrainGroup:
 
 def actor_class_of(args: TrainArgs) -> type[TrainRayActor]:
     """Return the class of the actors of Ray."""
-    from rlinf_async.runtime.ray.training.fsdp_actor import FSDPTrainRayActor
-    from rlinf_async.runtime.ray.training.megatron_actor import MegatronTrainRayActor
+    from rlinf_async.runtime.ray.training.actor import FSDPTrainRayActor, MegatronTrainRayActor
 
     return MegatronTrainRayActor if args.train_backend == "megatron" else FSDPTrainRayActor
 

@@ -10,25 +10,62 @@ minutes, with an error of its sockets. So the first that fails notes it where al
 
 A rank whose process is lost notes nothing. The rank before it has asked Ray for an answer of it,
 and so learns how it ended; and one whose connection breaks asks for answers of all.
+
+An event loop in a thread of its own, for a Ray actor whose methods block.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
-from typing import Any, Final, ParamSpec
+from typing import Any, Final, ParamSpec, TypeVar
 
 import msgspec
 
 from rlinf_async.channels.errors import error_text
-from rlinf_async.runtime.ray.library import of_ray
-from rlinf_async.runtime.ray.process import how_it_ended
-from rlinf_async.runtime.ray.training.loop import LoopThread
-from rlinf_async.workers.collective import GroupStore
+from rlinf_async.runtime.ray.backend import how_it_ended
+from rlinf_async.runtime.ray.session import of_ray
+from rlinf_async.runtime.signals import loop_factory
+from rlinf_async.workers.base import GroupStore
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """Runs coroutines while the thread that asked for them waits, and goes on between them: what
+    this process serves to others is answered at any time."""
+
+    def __init__(self, name: str) -> None:
+        make = loop_factory() or asyncio.new_event_loop
+        self._loop: asyncio.AbstractEventLoop = make()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+        self.interrupt: Future[None] | None = None
+        """its error ends the wait for a coroutine; what that does in another thread goes on"""
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Return the coroutine's result, or raise its error, or that of `interrupt`."""
+        result = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        if self.interrupt is not None:
+            interrupt = self.interrupt
+            either: tuple[Future[Any], Future[Any]] = (result, interrupt)
+            wait(either, return_when=FIRST_COMPLETED)
+            if not result.done():
+                result.cancel()
+                interrupt.result()
+        return result.result()
+
+    def close(self) -> None:
+        """End the loop and its thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
 
 P = ParamSpec("P")
 log = logging.getLogger(__name__)

@@ -11,10 +11,15 @@ import msgspec
 import pytest
 
 from rlinf_async.runtime.ray.training import TrainArgs
-from rlinf_async.runtime.ray.training.actor_worker import load_function
-from rlinf_async.runtime.ray.training.checkpoints import Start, start_of, write_tracker
+from rlinf_async.runtime.ray.training.args import (
+    Start,
+    batches,
+    start_of,
+    trainer_config,
+    write_tracker,
+)
 from rlinf_async.runtime.ray.training.group import NOSET_VISIBLE_DEVICES, environment
-from rlinf_async.runtime.ray.training.settings import batches, trainer_config
+from rlinf_async.runtime.ray.training.worker import load_function
 from tests.runtime.ray.training.kit import args
 
 

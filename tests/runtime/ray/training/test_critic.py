@@ -9,7 +9,7 @@ import pytest
 import rlinf_async as ra
 from rlinf_async.messages.language import LanguageTrainReport, SampleGroup
 from rlinf_async.runtime.ray.training import RayTrainGroup, TrainArgs, create_placement_group
-from rlinf_async.runtime.ray.training.settings import batches, trainer_config
+from rlinf_async.runtime.ray.training.args import batches, trainer_config
 from rlinf_async.workers.actor import FSDPActor
 from rlinf_async.workers.critic import FSDPCritic
 from tests.runtime.ray.training.kit import GROUP, args, batch, columns

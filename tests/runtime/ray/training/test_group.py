@@ -17,9 +17,9 @@ from rlinf_async.runtime.ray.training import (
     TrainArgs,
     create_placement_group,
 )
-from rlinf_async.runtime.ray.training.settings import batches, trainer_config
+from rlinf_async.runtime.ray.training.args import batches, trainer_config
 from rlinf_async.workers.actor import FSDPActor
-from rlinf_async.workers.errors import BuildError
+from rlinf_async.workers.base import BuildError
 from tests.runtime.ray.training.kit import GROUP, args, batch, columns
 
 pytestmark = pytest.mark.xdist_group("ray")

@@ -16,7 +16,7 @@ from rlinf_async.runtime.ray.training import (
     RolloutDataError,
     create_placement_group,
 )
-from rlinf_async.runtime.ray.training.critics import PairSteps, from_peer
+from rlinf_async.runtime.ray.training.pairs import PairSteps, from_peer
 from tests.runtime.ray.training.kit import args, batch, columns
 
 pytestmark = pytest.mark.xdist_group("ray")

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from rlinf_async.runtime.ray.training import RayTrainGroup, create_placement_group, placement
-from rlinf_async.workers.errors import BuildError
+from rlinf_async.runtime.ray.training import RayTrainGroup, create_placement_group
+from rlinf_async.runtime.ray.training import group as placement
+from rlinf_async.workers.base import BuildError
 from tests.runtime.ray.training.kit import args
 
 pytestmark = pytest.mark.xdist_group("ray")

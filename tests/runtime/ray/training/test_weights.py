@@ -10,7 +10,7 @@ import pytest
 
 from rlinf_async.backends.transformers.config import TransformersEngineConfig
 from rlinf_async.messages.language import Generated, Prompt, Request, Sampling
-from rlinf_async.runtime.ray.library import of_ray
+from rlinf_async.runtime.ray.session import of_ray
 from rlinf_async.runtime.ray.training import (
     RayTrainGroup,
     RolloutEngineActor,

@@ -12,15 +12,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from rlinf_async.backends.language_training.kept_weights import KeptWeightsError
+from rlinf_async.backends.language_training.weights import KeptWeightsError
 from rlinf_async.channels import Latest
 from rlinf_async.messages.language import SampleGroup, TrainingSample
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.runtime.ray.training import RolloutData, TrainArgs
-from rlinf_async.runtime.ray.training.actor_worker import GroupActor
+from rlinf_async.runtime.ray.training.worker import GroupActor
 from rlinf_async.weights import unpack
-from rlinf_async.workers.base import make
-from rlinf_async.workers.context import WorkerContext, WorkerInfo
+from rlinf_async.workers.base import WorkerContext, WorkerInfo, make
 from tests.jobs.language.checkpoints import save_checkpoint
 from tests.runtime.ray.training.kit import args, batch, columns
 

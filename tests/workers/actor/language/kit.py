@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 import rlinf_async as ra
-from rlinf_async.backends.optimizer_config import OptimizerConfig
+from rlinf_async.backends.base import OptimizerConfig
 from rlinf_async.messages.language import (
     Generated,
     LanguageTrainReport,

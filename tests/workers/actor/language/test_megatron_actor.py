@@ -11,15 +11,14 @@ import numpy as np
 import pytest
 
 import rlinf_async as ra
-from rlinf_async.algorithms.language.config import LanguageAdvantageConfig
+from rlinf_async.algorithms.config import LanguageAdvantageConfig
 from rlinf_async.channels import Receiver, Sender
 from rlinf_async.channels.batching import BatchResizingIterator
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Sample, SampleGroup
 from rlinf_async.workers.actor import FSDPActor, LanguageBatches, MegatronActor
-from rlinf_async.workers.actor.groups import GroupOps
-from rlinf_async.workers.actor.micro_batches import channel_of
-from rlinf_async.workers.errors import WorkerError
+from rlinf_async.workers.actor.iteration import GroupOps, channel_of
+from rlinf_async.workers.base import WorkerError
 from tests.backends.language.kit import QWEN3
 from tests.workers.actor.language.kit import KEEPING, OPTIMIZER, Channels, as_sample, groups
 

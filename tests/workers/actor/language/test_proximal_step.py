@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import rlinf_async as ra
-from rlinf_async.algorithms.language.config import LanguageLossConfig
+from rlinf_async.algorithms.config import LanguageLossConfig
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 from rlinf_async.messages.language import SampleGroup, TrainingSample
 from rlinf_async.weights import unpack

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 import rlinf_async as ra
-from rlinf_async.algorithms.language.config import LanguageAdvantageConfig
-from rlinf_async.backends import registry
-from rlinf_async.backends.checkpoint import writer
+from rlinf_async.algorithms.config import LanguageAdvantageConfig
+from rlinf_async.backends import base as registry
+from rlinf_async.backends.base import OptimizerConfig
+from rlinf_async.backends.checkpoint import writing as writer
 from rlinf_async.backends.checkpoint.folders import rank_done
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
-from rlinf_async.backends.optimizer_config import OptimizerConfig
 from rlinf_async.channels.batching import BatchSizeError
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import (

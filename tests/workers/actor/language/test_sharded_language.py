@@ -11,7 +11,7 @@ import torch.distributed.tensor  # assert_close does so at its first use: not in
 from torch import Tensor
 
 import rlinf_async as ra
-from rlinf_async.algorithms.language.config import LanguageAdvantageConfig, LanguageLossConfig
+from rlinf_async.algorithms.config import LanguageAdvantageConfig, LanguageLossConfig
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.weights import unpack
 from rlinf_async.workers.actor import FSDPActor

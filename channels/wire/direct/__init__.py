@@ -1,1 +1,0 @@
-"""Large arrays that stay with their producer until their consumer fetches them."""

@@ -1,1 +1,0 @@
-"""Items as bytes and back, by the type of their channel. Pure."""

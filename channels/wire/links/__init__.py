@@ -1,1 +1,0 @@
-"""The ends of channels over a connection: credit, transfers, deliveries and their settling."""

@@ -1,1 +1,0 @@
-"""Arrays in shared memory, between two processes of one host."""

@@ -1,0 +1,393 @@
+"""The pair of an actor's rank and the critic of the same rank.
+
+Each step has two channels of its own, which live with the actor::
+
+    actor   samples with reference log-probs --prepared-->  critic      (only for KL in the rewards)
+    actor   <--values--  the same samples with their values  critic
+
+             waits for           unblocked by
+    actor    values              the critic: sends them, fails, or begins a later step; its
+                                 process is lost
+    critic   prepared            the actor: sends them, fails, or begins a later step; its
+                                 process is lost
+
+A side that fails in a step fails the channel into which it sends, one that begins a step without
+the step before fails those of the latter, and a process that is lost fails all channels of the
+pair: the other side gets a `PeerFailed`. What a failed step has left in its channels ends with
+them, so a step that is tried again takes nothing of it.
+
+Channels of one actor of Ray that another uses: over our connections, not through Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Awaitable
+from typing import Any, Final, Self, TypeVar
+
+import msgspec
+
+from rlinf_async.channels import Channel, ChannelError, Receiver, Sender, WireError
+from rlinf_async.channels.errors import error_text
+from rlinf_async.channels.wire import (
+    ChannelClient,
+    ChannelServer,
+    Connection,
+    EndRef,
+    Request,
+    Router,
+    Server,
+    connect,
+    serve,
+)
+from rlinf_async.channels.wire.server import Local
+from rlinf_async.messages.language import SampleGroup
+from rlinf_async.parallel import DataRank
+from rlinf_async.runtime.ray.session import own_address
+from rlinf_async.runtime.ray.training.args import TrainArgs
+from rlinf_async.runtime.ray.training.ranks import PeerFailed
+
+
+class HostTicket(msgspec.Struct, frozen=True):
+    """Where channels of another process are served. It holds a secret: it goes through Ray's calls,
+    and nowhere else."""
+
+    address: str
+    secret: bytes
+
+
+class Ticket(msgspec.Struct, frozen=True):
+    """The end of a channel on its way to another process."""
+
+    host: HostTicket
+    end: EndRef
+
+
+class ChannelHost:
+    """Serves channels of this process. Made by `open`.
+
+    Args:
+        router: what else the processes that come here may ask.
+    """
+
+    def __init__(
+        self, server: Server, channels: ChannelServer, router: Router, secret: bytes
+    ) -> None:
+        self._server, self._secret = server, secret
+        self.channels, self.router = channels, router
+
+    @classmethod
+    async def open(cls, address: str, name: str) -> Self:
+        """Listen at a free port of this host's address."""
+        router, secret = Router(), secrets.token_bytes(32)
+        channels = ChannelServer(router)
+        shown = f"[{address}]" if ":" in address else address
+        server = await serve(f"tcp://{shown}:0", secret, router=router, name=name)
+        return cls(server, channels, router, secret)
+
+    @property
+    def host_ticket(self) -> HostTicket:
+        """How others come here."""
+        return HostTicket(self._server.address, self._secret)
+
+    def ticket(self, end: Local, holder: str) -> Ticket:
+        """Open an end like this one for another process, ``holder`` in reports."""
+        return Ticket(self.host_ticket, self.channels.end_ref(end, holder))
+
+    async def close(self) -> None:
+        """Serve nobody any more."""
+        await self._server.close()
+
+
+class Guest:
+    """Makes ends of tickets, over one connection to each host."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._connections: dict[str, Connection] = {}
+        """by address"""
+
+    async def end(self, ticket: Ticket, item_type: Any) -> Any:
+        """Return the end that a ticket stands for. Raises `WireError`: its host is not there."""
+        return ChannelClient(await self.connection(ticket.host)).end(ticket.end, item_type)
+
+    async def connection(self, host: HostTicket) -> Connection:
+        """Return the connection to a host. Raises `WireError`: it is not there."""
+        found = self._connections.get(host.address)
+        if found is None or found.closed:
+            name = f"{self._name} ({os.getpid()})"
+            found = await connect(host.address, host.secret, name=name, router=Router())
+            self._connections[host.address] = found
+        return found
+
+    async def close(self) -> None:
+        """Leave all hosts."""
+        for connection in self._connections.values():
+            connection.close()
+            await connection.wait_closed()
+        self._connections.clear()
+
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+TELL_SECONDS: Final = 30.0
+"""interval between reports of a wait for the other side"""
+
+
+class PairSteps:
+    """Numbers the steps of two groups that are paired: a call of one group belongs to the newest
+    step of the same rollout in which it has no part so far, else it begins one.
+
+    So a rollout that is tried again is another step, whichever group is called first.
+    """
+
+    def __init__(self) -> None:
+        self._last = 0
+        self._newest: dict[int, int] = {}
+        """by rollout; those that one side still has to join"""
+        self._joined: dict[str, int] = {}
+        """the newest step of each role"""
+        self._lock = threading.Lock()
+
+    def join(self, role: str, rollout_id: int) -> int:
+        """Return the step, from 1, of this call for a rollout."""
+        with self._lock:
+            step = self._newest.get(rollout_id, 0)
+            if step <= self._joined.get(role, 0):
+                self._last = step = self._newest[rollout_id] = self._last + 1
+            self._joined[role] = step
+            if len(self._joined) == 2:  # of both: nobody joins a step that both have reached
+                over = min(self._joined.values())
+                self._newest = {at: one for at, one in self._newest.items() if one > over}
+            return step
+
+
+class PairTicket(msgspec.Struct, frozen=True):
+    """With it a critic opens its side of the pair."""
+
+    actor: str
+    """name of the actor's rank"""
+    host: HostTicket
+    data_rank: DataRank
+    """which share of a rollout the actor trains"""
+
+
+class StepEnds(msgspec.Struct, frozen=True):
+    """actor -> critic: its ends of the channels of a step."""
+
+    prepared: EndRef
+    values: EndRef
+
+
+class Step(msgspec.Struct, frozen=True):
+    """critic -> actor: give me the ends of this step."""
+
+    number: int
+
+
+class Channels:
+    """The two channels of a step. Both have a sender and a receiver here, so that neither side ends
+    one by coming last, or by going first."""
+
+    def __init__(self, number: int, prompts: int) -> None:
+        self.prepared = Channel(SampleGroup, name=f"prepared of step {number}", capacity=prompts)
+        self.values = Channel(SampleGroup, name=f"values of step {number}", capacity=prompts)
+        self.prepared.sender.open()
+        self.values.receiver.open()
+
+    def fail(self, reason: str) -> None:
+        self.prepared.fail(reason)
+        self.values.fail(reason)
+
+
+class ActorStep:
+    """The actor's ends of a step."""
+
+    def __init__(self, channels: Channels, peer: str, *, prepares: bool) -> None:
+        self.peer = peer
+        """name of the critic's rank"""
+        self.prepared: Sender[SampleGroup] | None = channels.prepared.sender if prepares else None
+        self.values: Receiver[SampleGroup] = channels.values.receiver
+        self._channels = channels
+
+    async def fail(self, error: BaseException) -> None:
+        """Let the critic know that this rank does not train the step."""
+        self._channels.prepared.fail(error_text(error))
+
+
+class ActorSide:
+    """The actor's side of a pair. Made by `open`."""
+
+    def __init__(
+        self, args: TrainArgs, data_rank: DataRank, host: ChannelHost, name: str, critic: str
+    ) -> None:
+        self._prompts = -(-args.rollout_batch_size // data_rank.size)
+        self._prepares = args.kl_coef > 0.0
+        self._name, self._critic = name, critic
+        self._host = host
+        host.router.add_sync("pair.open", None, self._opened)
+        host.router.add_sync("pair.step", Step, self._give_ends)
+        self.ticket = PairTicket(name, host.host_ticket, data_rank)
+        """what the critic opens its side with"""
+        self._steps: dict[int, Channels] = {}
+        self._current = 0
+        """the newest step that was begun here"""
+        self._given = 0
+        """the newest step whose ends the critic has: it takes no earlier one any more"""
+        self._lost = ""
+        """what happened to the critic's process"""
+
+    @classmethod
+    async def open(cls, args: TrainArgs, data_rank: DataRank, name: str, critic: str) -> Self:
+        """Serve the critic's rank of this name."""
+        return cls(args, data_rank, await ChannelHost.open(own_address(), name), name, critic)
+
+    async def begin(self, number: int) -> ActorStep:
+        """Begin a step. What is left of those before it ends here."""
+        self._current = number
+        for old in [one for one in self._steps if one < number]:
+            channels = self._steps.pop(old)
+            channels.fail(f"{self._name} is at another step")
+            self._host.channels.withdraw(channels.prepared)
+            self._host.channels.withdraw(channels.values)
+        return ActorStep(self._channels(number), self._critic, prepares=self._prepares)
+
+    async def close(self) -> None:
+        """Part with the critic."""
+        await self._host.close()
+
+    def _channels(self, number: int) -> Channels:
+        """Those of this step, whoever begins it first."""
+        found = self._steps.get(number)
+        if found is None:
+            found = self._steps[number] = Channels(number, self._prompts)
+            if self._lost:
+                found.fail(self._lost)
+            elif number < self._given:
+                found.fail(self._passed_over())
+        return found
+
+    def _passed_over(self) -> str:
+        return (
+            f"{self._critic} is at a later step: async_train of both groups must be called for the "
+            "same rollouts"
+        )
+
+    def _opened(self, request: Request[None]) -> None:
+        request.connection.on_close(self._left)
+        request.reply(None)
+
+    def _give_ends(self, request: Request[Step]) -> None:
+        number, give = request.meta.number, self._host.channels.end_ref
+        if number < self._current:
+            raise ChannelError(f"{self._name} is at another step")
+        channels = self._channels(number)
+        for step, passed_over in self._steps.items():
+            if self._given < step < number:
+                passed_over.fail(self._passed_over())
+        self._given = max(self._given, number)
+        prepared = give(channels.prepared.receiver, self._critic)
+        request.reply(StepEnds(prepared, give(channels.values.sender, self._critic)))
+
+    def _left(self, connection: Connection, reason: str) -> None:
+        self._lost = f"its process is lost: {reason}"
+        for channels in self._steps.values():
+            channels.fail(self._lost)
+
+
+class CriticStep:
+    """The critic's ends of a step."""
+
+    def __init__(
+        self, peer: str, prepared: Receiver[SampleGroup] | None, values: Sender[SampleGroup]
+    ) -> None:
+        self.peer = peer
+        """name of the actor's rank"""
+        self.prepared = prepared
+        self._values = values
+        self._complete = False
+
+    async def pass_on(self, groups: int, valued: Receiver[SampleGroup], key: int) -> None:
+        """Send the actor so many groups, each as soon as it has its values.
+
+        An actor that does not take them, since it failed, does not keep the critic from training:
+        the ranks of a critic train together.
+        """
+        try:
+            for _ in range(groups):
+                await self._values.put(await valued.get(key=key))
+            await self._values.flush()
+        except ChannelError as error:
+            log.warning("%s does not take values: %s", self.peer, error)
+        self._complete = True
+
+    async def fail(self, error: BaseException) -> None:
+        """Let the actor know that it gets no values, unless it has them all."""
+        if self._complete:
+            return
+        try:
+            self._values.fail(error_text(error))
+        except ChannelError as lost:
+            log.warning("%s was not told of a failure: %s", self.peer, lost)
+
+
+class CriticSide:
+    """The critic's side of a pair. Made by `open`."""
+
+    def __init__(self, ticket: PairTicket, args: TrainArgs, name: str) -> None:
+        self._ticket = ticket
+        self.peer = ticket.actor
+        """name of the actor's rank"""
+        self._takes_prepared = args.kl_coef > 0.0
+        self._guest = Guest(name)
+
+    @classmethod
+    async def open(cls, ticket: PairTicket, args: TrainArgs, name: str) -> Self:
+        """Connect to the actor. Raises `WireError`: it is not there."""
+        side = cls(ticket, args, name)
+        connection = await side._guest.connection(ticket.host)
+        await connection.request("pair.open", None, reply=type(None))
+        return side
+
+    async def begin(self, number: int) -> CriticStep:
+        """Begin a step. Raises `ChannelError`: the actor is lost, or further already."""
+        connection = await self._guest.connection(self._ticket.host)
+        ends, _ = await connection.request("pair.step", Step(number), reply=StepEnds)
+        client = ChannelClient(connection)
+        prepared: Any = client.end(ends.prepared, SampleGroup) if self._takes_prepared else None
+        values: Any = client.end(ends.values, SampleGroup)
+        return CriticStep(self.peer, prepared, values)
+
+    async def close(self) -> None:
+        """Part with the actor."""
+        await self._guest.close()
+
+
+async def from_peer(peer: str, doing: str, given: Awaitable[T]) -> T:
+    """Return what the peer gives; a long wait is reported, since the peer may not have been called.
+
+    Raises:
+        PeerFailed: it failed, or is lost.
+    """
+    waiting = asyncio.create_task(_report_wait(peer, doing))
+    try:
+        return await given
+    except ChannelError as error:
+        what = "is lost" if isinstance(error, WireError) else "failed"
+        raise PeerFailed(f"{doing}: {peer}, with which it is paired, {what}: {error}") from error
+    finally:
+        waiting.cancel()
+
+
+async def _report_wait(peer: str, doing: str) -> None:
+    began = asyncio.get_running_loop().time()
+    while True:
+        await asyncio.sleep(TELL_SECONDS)
+        log.warning(
+            "%s so far: it has waited %.0f s for %s. Was async_train of both groups called for "
+            "this rollout?", doing, asyncio.get_running_loop().time() - began, peer,
+        )  # fmt: skip

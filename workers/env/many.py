@@ -1,0 +1,713 @@
+"""A simulator that steps many environments in one call, as a stage.
+
+What such a simulator has to have is a part of `gymnasium.vector.VectorEnv`; arrays may be numpy's
+or torch's, on any device. How an episode that ended is followed by the next differs::
+
+    same_step   by the same step: it shows the new episode, and the last observation of the old one
+                in ``info["final_obs"]``
+    next_step   by the step after: that one ignores the action, and is no sample (`Outcome.valid`)
+    disabled    by ``reset(options={"reset_mask": ended})``, which this stage calls
+
+(`gymnasium.vector.AutoresetMode`). In all three an episode that was cut is bootstrapped from its
+own last observation.
+
+A simulator that steps many environments, and gives those that are ready.
+
+What such a simulator has to have is EnvPool's asynchronous interface; arrays may be numpy's or
+torch's, on any device::
+
+    async_reset()          begin an episode in all; each is ready when it has begun
+    send(actions, env_id)  begin a step in these
+    recv()                 wait for some: observations, rewards, terminations, truncations, and
+                           info, in which ``env_id`` says which they are
+
+``recv`` has no limit in time, so a thread of its own calls it: as often as environments are under
+way, never more.
+
+Environments of which some get ready before others, as a stage.
+
+::
+
+    step(answer, rows) --send--> [ in flight ] --receive--> those that are ready: the outcome
+                                       |
+                                       +--> the others go on, and are part of a later outcome
+
+`Readiness` says how long those that are ready wait for others. A reset is part of the step that
+ended the episode: its environment is not ready before, and nobody waits for it who need not.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from rlinf_async.config.registry import raised
+from rlinf_async.messages.embodied import Bools, Choice, Floats, Ints, success_at
+from rlinf_async.messages.spaces import ObservationSpec, Seen, all_finite, numbers_of
+from rlinf_async.rewards.judging import MAX_REWARD
+from rlinf_async.workers.env.config import Autoreset, EnvFailed, is_interrupt
+from rlinf_async.workers.env.evaluation import Readiness
+from rlinf_async.workers.env.spaces import ActionReader, ObservationWriter, array_of
+from rlinf_async.workers.env.stage import Episode, Outcome, chunk_rewards, reward_problem
+from rlinf_async.workers.foreign_calls import (
+    CLOSE,
+    NO_LENGTH,
+    NOT_NOTED,
+    RECV,
+    RECV_AND_RESET,
+    RESET,
+    SEND,
+    STEP,
+    STEP_AND_RESET,
+    Call,
+    in_words,
+)
+
+FINAL = ("final_obs", "final_observation")
+"""Where ``info`` has the last observations of episodes: since, and before, Gymnasium 1.0."""
+
+
+class BatchedEnv(Protocol):
+    """Many environments that are stepped in one call."""
+
+    num_envs: int
+    single_observation_space: Any
+    single_action_space: Any
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]: ...
+
+    def step(self, actions: Any, /) -> tuple[Any, Any, Any, Any, dict[str, Any]]: ...
+
+    def close(self) -> None: ...
+
+
+class BatchedStage:
+    """``E`` environments of one simulator; an `EnvStage`."""
+
+    rows: Ints | None = None
+    in_flight = 0
+
+    def __init__(
+        self,
+        env: BatchedEnv,
+        writer: ObservationWriter,
+        actions: ActionReader,
+        autoreset: Autoreset,
+        *,
+        label: str,
+        seed: int,
+        call: Call = NOT_NOTED,
+    ) -> None:
+        """``call`` is where its calls are noted."""
+        self.env, self.label, self.seed = env, label, seed
+        self._call = call
+        self._writer, self._actions, self._autoreset = writer, actions, autoreset
+        count = env.num_envs
+        self.observation: Seen = writer.spec.empty(count)
+        """``[E, D]``: present observations; a step makes a new array, the old stays as it is"""
+        self._fresh = True
+        self._ended = np.zeros(count, np.bool_)
+        self._returns = np.zeros(count)
+        self._lengths = np.zeros(count, np.int64)
+        self.steps = 0
+        """steps since the simulator was made"""
+
+    @property
+    def needs_reset(self) -> bool:
+        """Whether `reset` is due before the next step."""
+        return self._fresh or (self._autoreset == "disabled" and bool(self._ended.any()))
+
+    def reset(self) -> None:
+        """Begin all episodes, or those that ended where the simulator does not begin them itself.
+
+        Raises:
+            EnvFailed: the simulator raised, or showed NaN or infinity.
+        """
+        self._call.begin(RESET, self.seed, self.steps)
+        try:
+            if self._fresh:
+                seen, _ = self.env.reset(seed=self.seed)
+            else:
+                seen, _ = self.env.reset(options={"reset_mask": self._ended.copy()})
+            self.observation = self._written(seen)
+        except BaseException as error:
+            raise self._failed("reset", error) from error
+        finally:
+            self._call.end()
+        self._check(self.observation, "reset")
+        self._fresh = False
+        self._ended = np.zeros_like(self._ended)
+
+    def step(self, answer: Choice | None, rows: Ints | None = None) -> Outcome:
+        """Take one step in every environment, with actions ``[E, A]`` (or int64 ``[E]``).
+
+        Raises:
+            EnvFailed: the simulator raised, or returned NaN, infinity or arrays of another shape.
+            EnvError: the actions do not fit.
+        """
+        actions = batch_of(self._actions.read(answer, self.env.num_envs))
+        begins = self._ended if self._autoreset == "next_step" else None
+        self.steps += 1
+        self._call.begin(self._stepping, self.seed, self.steps)
+        try:
+            seen, rewards, terminations, truncations, info = self.env.step(actions)
+            shown = self._written(seen)
+            paid = self._each(rewards, "rewards").astype(np.float64)
+            terminated = self._each(terminations, "terminations").astype(np.bool_)
+            cut = self._each(truncations, "truncations").astype(np.bool_) & ~terminated
+            ended = terminated | cut
+            final = self._final(shown, cut, info) if cut.any() else None
+        except BaseException as error:
+            raise self._failed("step", error) from error
+        finally:
+            self._call.end()
+        self._check(shown, "step")
+        good = np.abs(paid) <= MAX_REWARD
+        if not good.all():
+            first = int(np.argmin(good))
+            problem = reward_problem(float(paid[first]))
+            raise EnvFailed(f"{self._where('step')} returned {problem}, environment {first}")
+        reward = paid.astype(np.float32)
+        valid = None if begins is None else ~begins
+        episodes = self._episodes(reward, ended, valid, info)
+        self.observation, self._ended = shown, ended
+        return Outcome(reward, terminated, cut, final, episodes, valid=valid)
+
+    def close(self) -> None:
+        """Close the simulator.
+
+        Raises:
+            EnvFailed: it raised.
+        """
+        self._call.begin(CLOSE, self.seed, self.steps)
+        try:
+            self.env.close()
+        except BaseException as error:
+            raise self._failed("close", error) from error
+        finally:
+            self._call.end()
+
+    @property
+    def _stepping(self) -> int:
+        """What a step is: with the resets of episodes that have ended, or without."""
+        if self._autoreset == "next_step":
+            return STEP_AND_RESET if self._ended.any() else STEP
+        return STEP_AND_RESET if self._autoreset == "same_step" else STEP
+
+    def _written(self, seen: Any) -> Seen:
+        rows = self._writer.spec.empty(self.env.num_envs)
+        self._writer.write_all(seen, rows)
+        return rows
+
+    def _each(self, values: Any, name: str) -> NDArray[Any]:
+        array = array_of(values)
+        if array.shape != (self.env.num_envs,):
+            raise ValueError(
+                f"{name} of shape {array.shape}, there are {self.env.num_envs} environments"
+            )
+        return array
+
+    def _final(self, shown: Seen, cut: Bools, info: Mapping[str, Any]) -> Seen:
+        """The last observations of the episodes that were cut."""
+        if self._autoreset != "same_step":
+            last: Seen = shown[cut]
+            return last
+        name = last_name(info)
+        rows = self._writer.spec.empty(int(cut.sum()))
+        for place, index in enumerate(np.flatnonzero(cut)):
+            self._writer.write(at(info[name], int(index)), rows[place])
+        return rows
+
+    def _episodes(
+        self, reward: Floats, ended: Bools, valid: Bools | None, info: Mapping[str, Any]
+    ) -> list[Episode]:
+        self._returns += reward if valid is None else np.where(valid, reward, 0.0)
+        self._lengths += 1 if valid is None else valid
+        if not ended.any():
+            return []
+        last = info.get("final_info", info) if self._autoreset == "same_step" else info
+        done = [
+            Episode(
+                float(self._returns[index]),
+                int(self._lengths[index]),
+                success_at(last, int(index)),
+            )
+            for index in np.flatnonzero(ended)
+        ]
+        self._returns[ended] = 0.0
+        self._lengths[ended] = 0
+        return done
+
+    def _check(self, observation: Seen, doing: str) -> None:
+        numbers = numbers_of(observation)
+        if numbers is None or all_finite(numbers):
+            return
+        rows = np.flatnonzero(~np.isfinite(numbers).all(-1))
+        if rows.size:
+            raise EnvFailed(
+                f"{self._where(doing)} returned observations with NaN or infinity as float32, in "
+                f"environments {rows.tolist()}"
+            )
+
+    def _failed(self, doing: str, error: BaseException) -> EnvFailed:
+        if is_interrupt(error):
+            raise error
+        return EnvFailed(f"{self._where(doing)} raised {raised(error)}")
+
+    def _where(self, doing: str) -> str:
+        where = in_words(f"simulator {self.label}", doing, self.seed, self.steps, NO_LENGTH)
+        return f"{where},"
+
+
+def last_name(info: Mapping[str, Any]) -> str:
+    """Return where info has the last observations of episodes that were cut.
+
+    Raises:
+        ValueError: nowhere.
+    """
+    name = next((name for name in FINAL if name in info), None)
+    if name is None:
+        raise ValueError(
+            f"episodes were cut, but info has none of {' and '.join(FINAL)}: with "
+            "env.autoreset = 'same_step' their last observations have to stand there"
+        )
+    return name
+
+
+def batch_of(actions: Sequence[Any] | NDArray[Any]) -> Any:
+    """One action with all environments in its first dimension, as a batched space has them."""
+    if isinstance(actions, np.ndarray):
+        return actions
+    first = actions[0]
+    if isinstance(first, dict):
+        return {key: batch_of([action[key] for action in actions]) for key in first}
+    if isinstance(first, tuple):
+        return tuple(batch_of(list(parts)) for parts in zip(*actions, strict=True))
+    return np.asarray(actions)
+
+
+def at(batch: Any, index: int) -> Any:
+    """One environment's observation out of a batch."""
+    if isinstance(batch, Mapping):
+        return {key: at(part, index) for key, part in batch.items()}
+    if isinstance(batch, tuple):
+        return tuple(at(part, index) for part in batch)
+    one = batch[index]
+    return one if isinstance(one, (str, Mapping, tuple)) else array_of(one)
+
+
+class Ready(msgspec.Struct, kw_only=True):
+    """An environment that has ended its step, or its reset."""
+
+    env: int
+    ready_at: float
+    """seconds of `time.monotonic`"""
+    observation: Any
+    """``[D]``, or a structured scalar: what it shows now, after a reset where its episode ended"""
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+    """cut, and not terminated"""
+    final_observation: Any = None
+    """the last observation of the episode, where that was cut"""
+    episode: Episode | None = None
+    """the one that ended"""
+    action_rewards: Sequence[float] = ()
+    """of the actions of a chunk that were executed"""
+    valid: bool = True
+    """False: the step only began an episode"""
+
+
+class AsyncEnvs(Protocol):
+    """Environments that step by themselves, numbered from 0.
+
+    Raises `EnvFailed` where one raised, or showed NaN or infinity.
+    """
+
+    def begin(self, seeds: Sequence[int] | None) -> None:
+        """Begin an episode in every environment; with a seed for each, where they are given."""
+        ...
+
+    def send(self, answer: Choice, rows: Ints) -> None:
+        """Begin a step in these environments, with actions ``[len(rows), A]``."""
+        ...
+
+    def receive(self, timeout: float | None) -> list[Ready]:
+        """Wait for at least one environment, and return all that are ready; none after so many
+        seconds. None: for as long as it takes."""
+        ...
+
+    def close(self) -> None:
+        """Close the environments, those in the middle of a step too."""
+        ...
+
+
+class AsyncStage:
+    """``E`` environments; an `EnvStage`."""
+
+    def __init__(
+        self,
+        envs: AsyncEnvs,
+        count: int,
+        spec: ObservationSpec,
+        actions: ActionReader,
+        readiness: Readiness,
+        *,
+        action_chunk: int = 1,
+        group_size: int = 1,
+        seeds: Sequence[int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``seeds`` are those of the first episodes; None: the simulator has its own."""
+        self._envs, self._spec, self._actions = envs, spec, actions
+        self._readiness, self._clock, self._seeds = readiness, clock, seeds
+        self._action_chunk, self._group_size = action_chunk, group_size
+        self.rows: Ints | None = np.arange(count)
+        self.observation: Seen = spec.empty(count)
+        """``[E, D]``: present observations; rows change in place as environments get ready"""
+        self._fresh = True
+        self._in_flight = 0
+        self._shown_at = -math.inf
+        """when the last outcome was returned"""
+
+    @property
+    def in_flight(self) -> int:
+        """How many have a step under way."""
+        return self._in_flight
+
+    @property
+    def needs_reset(self) -> bool:
+        """Whether `reset` is due before the first step: never again after it."""
+        return self._fresh
+
+    def reset(self) -> None:
+        """Begin the first episodes; wait for steps under way, of which nobody wants the outcome.
+
+        Raises:
+            EnvFailed: an environment raised, or showed NaN or infinity.
+        """
+        self._settle()
+        if self._fresh:
+            self._begin(self._seeds)
+
+    def begin_groups(self, seeds: Sequence[int]) -> None:
+        """Begin an episode in every environment, from one seed for each group.
+
+        Raises: as `reset`.
+        """
+        self._settle()
+        self._begin([seed for seed in seeds for _ in range(self._group_size)])
+
+    def step(self, answer: Choice | None, rows: Ints | None = None) -> Outcome:
+        """Begin a step in ``rows``, and return the steps that have ended: at least one.
+
+        Raises:
+            EnvFailed: an environment raised, or returned NaN or infinity.
+            EnvError: the actions do not fit.
+        """
+        sent = np.arange(len(self.observation)) if rows is None else rows
+        if sent.size:
+            if math.isfinite(self._shown_at):
+                self._readiness.answered(self._clock() - self._shown_at)
+            self._envs.send(self._actions.checked(answer, len(sent)), sent)
+            self._in_flight += len(sent)
+        ready = sorted(self._gather(), key=lambda one: one.env)
+        self._shown_at = self._clock()
+        return self._outcome(ready)
+
+    def close(self) -> None:
+        """Close the environments."""
+        self._envs.close()
+
+    def _begin(self, seeds: Sequence[int] | None) -> None:
+        self._envs.begin(seeds)
+        self._in_flight = len(self.observation)
+        self._settle()
+        self._fresh = False
+
+    def _settle(self) -> None:
+        while self._in_flight:
+            self._receive(None)
+
+    def _gather(self) -> list[Ready]:
+        """Those that are answered together."""
+        ready: list[Ready] = []
+        while self._in_flight:
+            until = self._readiness.wait_until([one.ready_at for one in ready], self._in_flight)
+            left = until - self._clock()
+            # One that is ready is taken, also where nobody would wait for it.
+            came = self._receive(None if left == math.inf else max(left, 0.0))
+            ready += came
+            if not came and left <= 0.0:
+                break
+        return ready
+
+    def _receive(self, timeout: float | None) -> list[Ready]:
+        came = self._envs.receive(timeout)
+        self._in_flight -= len(came)
+        for one in came:
+            self.observation[one.env] = one.observation
+        return came
+
+    def _outcome(self, ready: Sequence[Ready]) -> Outcome:
+        finals = [one.final_observation for one in ready if one.truncated]
+        action_reward, executed = None, None
+        if self._action_chunk > 1:
+            rewards = [one.action_rewards for one in ready]
+            action_reward, executed = chunk_rewards(rewards, self._action_chunk)
+        return Outcome(
+            _floats([one.reward for one in ready]),
+            np.array([one.terminated for one in ready], np.bool_),
+            np.array([one.truncated for one in ready], np.bool_),
+            self._stacked(finals) if finals else None,
+            [one.episode for one in ready if one.episode is not None],
+            action_reward,
+            executed,
+            None
+            if all(one.valid for one in ready)
+            else np.array([one.valid for one in ready], np.bool_),
+            np.array([one.env for one in ready], np.int64),
+        )
+
+    def _stacked(self, observations: Sequence[Any]) -> Seen:
+        rows = self._spec.empty(len(observations))
+        for place, one in enumerate(observations):
+            rows[place] = one
+        return rows
+
+
+def _floats(values: Sequence[float]) -> Floats:
+    return np.array(values, np.float32)
+
+
+class AsyncEnv(Protocol):
+    """Many environments, of which some are ready before others."""
+
+    num_envs: int
+    single_observation_space: Any
+    single_action_space: Any
+
+    def async_reset(self) -> None: ...
+
+    def send(self, actions: Any, env_id: Any, /) -> None: ...
+
+    def recv(self) -> tuple[Any, Any, Any, Any, dict[str, Any]]: ...
+
+    def close(self) -> None: ...
+
+
+class _Received(NamedTuple):
+    """What one `AsyncEnv.recv` gave, and when."""
+
+    ready_at: float
+    rows: Ints
+    batch: tuple[Any, Any, Any, Any, dict[str, Any]]
+
+
+class Simulated:
+    """`AsyncEnvs` of one simulator."""
+
+    def __init__(
+        self,
+        env: AsyncEnv,
+        writer: ObservationWriter,
+        actions: ActionReader,
+        autoreset: Autoreset,
+        *,
+        label: str,
+        seed: int,
+        calls: tuple[Call, Call] = (NOT_NOTED, NOT_NOTED),
+    ) -> None:
+        """``calls`` are where those of ``recv`` are noted, and all others."""
+        self._receiving, self._call = calls
+        self._env, self._writer, self._actions = env, writer, actions
+        self._autoreset, self._label, self._seed = autoreset, label, seed
+        count = env.num_envs
+        self._beginning = np.zeros(count, np.bool_)
+        """whether what comes next only begins an episode"""
+        self._asked = np.zeros(count, np.bool_)
+        """whether that was a step, and no reset"""
+        self._returns = np.zeros(count)
+        self._lengths = np.zeros(count, np.int64)
+        self._under_way = threading.Semaphore(0)
+        self._came: queue.SimpleQueue[_Received | BaseException] = queue.SimpleQueue()
+        self._closing = False
+        self._steps = 0
+        """times that it gave some"""
+        self._thread = threading.Thread(target=self._receive_all, name=label, daemon=True)
+        self._thread.start()
+
+    def begin(self, seeds: Sequence[int] | None) -> None:
+        """Begin an episode in every environment; the simulator was seeded when it was made."""
+        self._beginning[:], self._asked[:] = True, False
+        self._do(RESET, "async_reset", self._env.async_reset)
+        self._under_way.release(self._env.num_envs)
+
+    def send(self, answer: Choice, rows: Ints) -> None:
+        """Begin a step in these environments."""
+        self._asked[rows] = True
+        self._do(
+            SEND, "send", self._env.send, batch_of(self._actions.read(answer, len(rows))), rows
+        )
+        self._under_way.release(len(rows))
+
+    def receive(self, timeout: float | None) -> list[Ready]:
+        """Wait for at least one environment, and return all that are ready.
+
+        Raises:
+            EnvFailed: the simulator raised, or returned NaN, infinity or arrays of another shape.
+        """
+        ready: list[Ready] = []
+        try:
+            ready += self._read(self._came.get(timeout=timeout))
+            while True:
+                ready += self._read(self._came.get_nowait())
+        except queue.Empty:
+            return ready
+
+    def close(self) -> None:
+        """Wait for the steps that are under way, and close the simulator."""
+        self._closing = True
+        self._under_way.release()
+        self._thread.join()
+        self._do(CLOSE, "close", self._env.close)
+
+    def _receive_all(self) -> None:
+        while True:
+            self._under_way.acquire()
+            if self._closing:
+                return
+            resets = self._autoreset == "same_step" or bool(self._beginning.any())
+            self._receiving.begin(RECV_AND_RESET if resets else RECV, self._seed, self._steps)
+            try:
+                batch = self._env.recv()
+                rows = array_of(batch[4]["env_id"]).astype(np.int64)
+            except BaseException as error:  # raised where it is asked for
+                self._came.put(error)
+                return
+            finally:
+                self._receiving.end()
+            self._steps += 1
+            self._came.put(_Received(time.monotonic(), rows, batch))
+            for _ in range(len(rows) - 1):
+                self._under_way.acquire()
+
+    def _read(self, came: _Received | BaseException) -> list[Ready]:
+        if isinstance(came, BaseException):
+            raise self._failed("recv", came) from came
+        seen, rewards, terminations, truncations, info = came.batch
+        try:
+            columns = [
+                self._each(values, name, len(came.rows))
+                for values, name in (
+                    (rewards, "rewards"),
+                    (terminations, "terminations"),
+                    (truncations, "truncations"),
+                )
+            ]
+            shown = self._writer.spec.empty(len(came.rows))
+            self._writer.write_all(seen, shown)
+            return [
+                self._one(env, came.ready_at, place, shown, columns, info)
+                for place, env in enumerate(came.rows.tolist())
+            ]
+        except EnvFailed:
+            raise
+        except Exception as error:
+            raise self._failed("recv", error) from error
+
+    def _one(
+        self,
+        env: int,
+        ready_at: float,
+        place: int,
+        shown: Any,
+        columns: Sequence[NDArray[Any]],
+        info: Mapping[str, Any],
+    ) -> Ready:
+        self._check(shown[place], env)
+        if self._beginning[env]:
+            self._beginning[env] = False
+            self._returns[env], self._lengths[env] = 0.0, 0
+            valid = not self._asked[env]  # a step that began an episode is no sample
+            return Ready(env=env, ready_at=ready_at, observation=shown[place], valid=valid)
+        reward, terminated, truncated = (column[place] for column in columns)
+        if problem := reward_problem(float(reward)):
+            raise EnvFailed(f"{self._where('recv')} returned {problem}, environment {env}")
+        self._returns[env] += float(reward)
+        self._lengths[env] += 1
+        cut = bool(truncated) and not terminated
+        episode, final = None, None
+        if terminated or truncated:
+            last = info.get("final_info", info) if self._autoreset == "same_step" else info
+            episode = Episode(
+                float(self._returns[env]), int(self._lengths[env]), success_at(last, place)
+            )
+            final = self._final(place, shown, info) if cut else None
+            self._beginning[env] = self._autoreset == "next_step"
+            self._returns[env], self._lengths[env] = 0.0, 0
+        return Ready(
+            env=env,
+            ready_at=ready_at,
+            observation=shown[place],
+            reward=float(reward),
+            terminated=bool(terminated),
+            truncated=cut,
+            final_observation=final,
+            episode=episode,
+        )
+
+    def _final(self, place: int, shown: Any, info: Mapping[str, Any]) -> Any:
+        if self._autoreset == "next_step":
+            return shown[place]
+        name = next((name for name in FINAL if name in info), None)
+        if name is None:
+            raise ValueError(
+                f"an episode was cut, but info has none of {' and '.join(FINAL)}: with "
+                "env.autoreset = 'same_step' its last observation has to stand there"
+            )
+        row = self._writer.spec.empty(1)
+        self._writer.write(at(info[name], place), row[0])
+        return row[0]
+
+    def _each(self, values: Any, name: str, count: int) -> NDArray[Any]:
+        array = array_of(values)
+        if array.shape != (count,):
+            raise ValueError(f"{name} of shape {array.shape} for {count} environments")
+        return array
+
+    def _check(self, row: Any, env: int) -> None:
+        numbers = numbers_of(row)
+        if numbers is not None and not all_finite(numbers):
+            raise EnvFailed(
+                f"{self._where('recv')} returned an observation with NaN or infinity as float32, "
+                f"environment {env}"
+            )
+
+    def _do(self, what: int, doing: str, call: Any, *args: Any) -> None:
+        self._call.begin(what, self._seed, self._steps)
+        try:
+            call(*args)
+        except BaseException as error:
+            raise self._failed(doing, error) from error
+        finally:
+            self._call.end()
+
+    def _failed(self, doing: str, error: BaseException) -> EnvFailed:
+        if is_interrupt(error):
+            raise error
+        return EnvFailed(f"{self._where(doing)} raised {raised(error)}")
+
+    def _where(self, doing: str) -> str:
+        where = in_words(f"simulator {self._label}", doing, self._seed, self._steps, NO_LENGTH)
+        return f"{where},"
