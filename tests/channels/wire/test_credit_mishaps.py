@@ -49,7 +49,7 @@ def idle(sender: Sender[Any]) -> None:
 
 
 def small_heads(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    for where in ("frames.framing", "session.outbox"):
+    for where in ("frames", "session.outbox"):
         monkeypatch.setattr(f"rlinf_async.channels.wire.{where}.MAX_HEAD_BYTES", limit)
 
 

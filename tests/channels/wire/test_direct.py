@@ -352,7 +352,7 @@ async def test_a_put_that_is_cancelled_or_refused_keeps_nothing() -> None:
 async def test_large_arrays_are_copied_a_piece_for_each_turn_of_the_loop(
     monkeypatch: pytest.MonkeyPatch, room: bool
 ) -> None:
-    for module in ("encoded", "wire.memory.pool", "wire.direct.retained_payloads"):
+    for module in ("untyped", "wire.pool", "wire.retained_payloads"):
         monkeypatch.setattr(f"rlinf_async.channels.{module}.PIECE_BYTES", SIZE)
     channel = items()
     async with world() as one:

@@ -53,7 +53,7 @@ def test_the_wire_names_nothing_that_could_run_what_it_reads(source: Path) -> No
 
 
 def test_the_check_covers_the_decoder() -> None:
-    assert {"codec", "arrays", "framing", "connection"} <= {path.stem for path in SOURCES}
+    assert {"codec", "arrays", "frames", "connection"} <= {path.stem for path in SOURCES}
 
 
 def test_a_module_that_is_imported_by_a_computed_name_is_seen() -> None:
