@@ -1,12 +1,9 @@
-"""The base class of policies, their registry, and the check of their outputs.
+"""The base class of policies, their registry, and the distribution of an action.
 
-The distribution of an action of several factors: log-probs and entropies add up.
-
-A continuous factor is a normal distribution whose deviation does not depend on the state, a choice
-is categorical. The outputs of a network are one mean for each number and one logit for each choice,
-in the order of the factors.
-
-Observations as tensors: one vector each, or their fields by name.
+An action of several factors has a distribution for each, whose log-probs and entropies add up: a
+normal one for a continuous factor, with a deviation that does not depend on the state, and a
+categorical one for a choice. The outputs of a network are one mean for each number and one logit
+for each choice, in the order of the factors.
 """
 
 from __future__ import annotations
@@ -152,7 +149,6 @@ class PolicyBuilder(Protocol):
 policies: Registry[PolicyBuilder] = Registry(
     "policy",
     built_in=(
-        "rlinf_async.backends.policies.mlp",
         "rlinf_async.backends.policies.mlp",
         "rlinf_async.backends.policies.images",
         "rlinf_async.backends.policies.recurrent",

@@ -1,12 +1,10 @@
-"""Convolutional encoders of images: pixels to features, and features to a few numbers.
+"""Policies of images: convolutional encoders, and networks for action and value on top.
 
 `ImageEncoder` belongs to every policy that sees images. `FeatureHead` is what soft actor-critic has
 between it and each MLP: Yarats et al. 2019, "Improving Sample Efficiency in Model-Free
 Reinforcement Learning from Images" (SAC+AE), appendix B, and Yarats et al. 2021, "Image
 Augmentation Is All You Need" (DrQ). Of their convolutions only the first halves height and
 width; ours all do, which takes less arithmetic.
-
-A convolutional encoder of images, and an MLP each for the action and the value on top.
 """
 
 from __future__ import annotations
@@ -19,15 +17,9 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from rlinf_async.backends.policies.base import (
-    ActionDistribution,
-    Evaluation,
-    Policy,
-    Step,
-    register_policy,
-)
+from rlinf_async.backends.policies.base import register_policy
 from rlinf_async.backends.policies.config import PolicyConfig, cnn_misfit
-from rlinf_async.backends.policies.mlp import run_mlp, run_values, tanh_mlp
+from rlinf_async.backends.policies.mlp import ActorCriticPolicy
 from rlinf_async.messages.spaces import STATE, ObservationSpec, Part
 
 HEAD_SIZE: Final = 50
@@ -133,7 +125,7 @@ Observation = Mapping[str, Tensor]
 
 
 @register_policy("cnn")
-class CnnPolicy(Policy[Observation]):
+class CnnPolicy(ActorCriticPolicy[Observation]):
     """Images, and the state where there is one; any action space.
 
     Actor and critic share the encoder.
@@ -145,39 +137,9 @@ class CnnPolicy(Policy[Observation]):
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
-        self._spec = config.acts
         self.encoder = ImageEncoder(config.sees, config.channels)
-        inputs = (self.encoder.size, *config.hidden_sizes)
-        self.actor = tanh_mlp((*inputs, self._spec.outputs), output_gain=0.01)
-        self.critic = tanh_mlp((*inputs, 1), output_gain=1.0)
-        continuous = sum(one.size for one in self._spec.factors if one.kind == "continuous")
-        self.log_std = nn.Parameter(torch.full((continuous,), config.initial_log_std))
+        self.add_networks(config, self.encoder.size, config.hidden_sizes)
 
-    @torch.no_grad()
-    def act(self, observation: Observation, generator: torch.Generator | None = None) -> Step:
-        features = self.encoder(self.normalized(observation))
-        outputs, value = run_mlp(self.actor, features), run_values(self.critic, features)
-        self.require_finite(outputs=outputs, value=value)
-        action, log_prob = self._distribution(outputs).sample(generator)
-        return Step(action, log_prob, value)
-
-    @torch.no_grad()
-    def mode(self, observation: Observation) -> Tensor:
-        outputs = run_mlp(self.actor, self.encoder(self.normalized(observation)))
-        self.require_finite(outputs=outputs)
-        return self._distribution(outputs).mode()
-
-    @torch.no_grad()
-    def value(self, observation: Observation) -> Tensor:
-        value = run_values(self.critic, self.encoder(self.normalized(observation)))
-        self.require_finite(value=value)
-        return value
-
-    def forward(self, normalized: Observation, action: Tensor) -> Evaluation:
-        features = self.encoder(normalized)
-        distribution = self._distribution(run_mlp(self.actor, features))
-        value = run_values(self.critic, features)
-        return Evaluation(distribution.log_prob(action), distribution.entropy(), value)
-
-    def _distribution(self, outputs: Tensor) -> ActionDistribution:
-        return ActionDistribution(self._spec, outputs, self.log_std)
+    def features(self, normalized: Observation) -> Tensor:
+        encoded: Tensor = self.encoder(normalized)
+        return encoded

@@ -1,19 +1,19 @@
-"""Multi-layer perceptrons: one for the action, one for the value, tanh between the layers.
+"""Multi-layer perceptrons of one vector, and what every policy with two networks has in common.
 
-The Gaussian MLP acts on arrays: what `MlpGaussianPolicy.act` computes, in a third of its time.
-
-For the few rows of one step of environments, torch's calls cost several times the arithmetic. So
-numpy does it, on the memory of the parameters: loading weights in place changes what acts here.
-The noise is torch's, from the same generator. A test compares both.
-
-An MLP for actions of several factors: MultiDiscrete, MultiBinary, Dict, Tuple.
+`ArrayGaussian` computes what `MlpGaussianPolicy.act` does on arrays, in a third of its time: for
+the few rows of one step of environments, torch's calls cost several times the arithmetic. numpy
+works on the memory of the parameters, so loading weights in place changes what acts. The noise is
+torch's, from the same generator. A test compares both.
 """
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from itertools import pairwise
+from typing import ClassVar
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -24,13 +24,14 @@ from rlinf_async.backends.policies.base import (
     HALF_LOG_TWO_PI,
     ActionDistribution,
     Evaluation,
+    ObservedT,
     Policy,
     Step,
     register_policy,
 )
 from rlinf_async.backends.policies.config import PolicyConfig, mlp_misfit
 from rlinf_async.messages.embodied import Floats
-from rlinf_async.messages.spaces import Seen, all_finite
+from rlinf_async.messages.spaces import Seen, all_finite, choices
 
 
 def tanh_mlp(sizes: tuple[int, ...], output_gain: float) -> nn.Sequential:
@@ -67,24 +68,85 @@ def run_values(network: nn.Sequential, inputs: Tensor) -> Tensor:
     return run_mlp(network, inputs).sum(-1)
 
 
-class MlpPolicy(Policy[Tensor]):
-    """The common part of the MLPs: observations of one vector, and ``outputs`` of the actor."""
+class ActorCriticPolicy(Policy[ObservedT]):
+    """A network for the action and one for the value, both of the same features ``[N, F]``.
+
+    A subclass says what the features are, and calls `add_networks` when it is made.
+    """
+
+    deviates: ClassVar[bool] = True
+    """whether there are deviations of continuous numbers to learn, be it none"""
+    log_std: Tensor
+
+    def add_networks(self, config: PolicyConfig, features: int, hidden: tuple[int, ...]) -> None:
+        """Make both networks, with layers of these sizes, and the deviations."""
+        self.spec = config.acts
+        self.actor = tanh_mlp((features, *hidden, self.spec.outputs), output_gain=0.01)
+        self.critic = tanh_mlp((features, *hidden, 1), output_gain=1.0)
+        log_std = torch.full((self.spec.numbers,), config.initial_log_std)
+        self.log_std = nn.Parameter(log_std) if self.deviates else log_std
+
+    @abstractmethod
+    def features(self, normalized: ObservedT) -> Tensor:
+        """Return what both networks see, ``[N, F]``, with gradients."""
+
+    @torch.no_grad()
+    def act(self, observation: ObservedT, generator: torch.Generator | None = None) -> Step:
+        return self.step(self.features(self.normalized(observation)), generator)
+
+    @torch.no_grad()
+    def mode(self, observation: ObservedT) -> Tensor:
+        return self.likeliest(self.features(self.normalized(observation)))
+
+    @torch.no_grad()
+    def value(self, observation: ObservedT) -> Tensor:
+        value = run_values(self.critic, self.features(self.normalized(observation)))
+        self.require_finite(value=value)
+        return value
+
+    def forward(self, normalized: ObservedT, action: Tensor) -> Evaluation:
+        return self.evaluation(self.features(normalized), action)
+
+    def step(self, features: Tensor, generator: torch.Generator | None) -> Step:
+        """Sample actions; raises `PolicyOutputError` when an output is not finite."""
+        outputs, value = run_mlp(self.actor, features), run_values(self.critic, features)
+        self.require_finite(outputs=outputs, value=value)
+        action, log_prob = self._distribution(outputs).sample(generator)
+        self.require_finite(log_prob=log_prob)
+        return Step(action, log_prob, value)
+
+    def likeliest(self, features: Tensor) -> Tensor:
+        """Return the most likely actions."""
+        outputs = run_mlp(self.actor, features)
+        self.require_finite(outputs=outputs)
+        return self._distribution(outputs).mode()
+
+    def evaluation(self, features: Tensor, action: Tensor) -> Evaluation:
+        """Evaluate ``action``, with gradients."""
+        distribution = self._distribution(run_mlp(self.actor, features))
+        value = run_values(self.critic, features)
+        return Evaluation(distribution.log_prob(action), distribution.entropy(), value)
+
+    def _distribution(self, outputs: Tensor) -> ActionDistribution:
+        return ActionDistribution(self.spec, outputs, self.log_std)
+
+
+class MlpPolicy(ActorCriticPolicy[Tensor]):
+    """The common part of the MLPs: observations of one vector."""
+
+    draws: ClassVar[str] = ""
+    """name of the built-in policy whose kind of actions it draws; empty: of any kind"""
 
     @classmethod
     def misfit(cls, config: PolicyConfig) -> str:
-        return mlp_misfit(config)
+        return mlp_misfit(config, cls.draws)
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
-        inputs = (config.observation_size, *config.hidden_sizes)
-        self.actor = tanh_mlp((*inputs, config.action_size), output_gain=0.01)
-        self.critic = tanh_mlp((*inputs, 1), output_gain=1.0)
+        self.add_networks(config, config.observation_size, config.hidden_sizes)
 
-    @torch.no_grad()
-    def value(self, observation: Tensor) -> Tensor:
-        value = run_values(self.critic, self.observation_normalizer.forward(observation))
-        self.require_finite(value=value)
-        return value
+    def features(self, normalized: Tensor) -> Tensor:
+        return normalized
 
 
 @register_policy("mlp_gaussian")
@@ -94,79 +156,29 @@ class MlpGaussianPolicy(MlpPolicy):
     Actions ``[N, A]`` are not squashed; the environment's wrapper clips them to its bounds.
     """
 
-    @classmethod
-    def misfit(cls, config: PolicyConfig) -> str:
-        return mlp_misfit(config, "mlp_gaussian")
-
-    def __init__(self, config: PolicyConfig) -> None:
-        super().__init__(config)
-        self.log_std = nn.Parameter(torch.full((config.action_size,), config.initial_log_std))
-
-    @torch.no_grad()
-    def act(self, observation: Tensor, generator: torch.Generator | None = None) -> Step:
-        normalized = self.observation_normalizer.forward(observation)
-        mean = run_mlp(self.actor, normalized)
-        value = run_values(self.critic, normalized)
-        noise = torch.randn(mean.shape, generator=generator, device=mean.device)
-        action = torch.addcmul(mean, noise, self.log_std.exp())
-        # (action - mean) / deviation is the noise again.
-        log_prob = noise.square_().sum(-1).mul_(-0.5).sub_(self._log_scale())
-        self.require_finite(action=action, log_prob=log_prob, value=value)
-        return Step(action, log_prob, value)
-
-    @torch.no_grad()
-    def mode(self, observation: Tensor) -> Tensor:
-        mean = run_mlp(self.actor, self.observation_normalizer.forward(observation))
-        self.require_finite(action=mean)
-        return mean
-
-    def forward(self, normalized: Tensor, action: Tensor) -> Evaluation:
-        mean = run_mlp(self.actor, normalized)
-        value = run_values(self.critic, normalized)
-        standard = (action - mean) * (-self.log_std).exp()
-        log_scale = self._log_scale()
-        log_prob = -0.5 * standard.square().sum(-1) - log_scale
-        entropy = (log_scale + 0.5 * self.log_std.numel()).repeat(len(value))
-        return Evaluation(log_prob, entropy, value)
-
-    def _log_scale(self) -> Tensor:
-        # The logarithm of the density's normalising constant, a scalar.
-        return self.log_std.sum() + HALF_LOG_TWO_PI * self.log_std.numel()
+    draws = "mlp_gaussian"
 
 
 @register_policy("mlp_categorical")
 class MlpCategoricalPolicy(MlpPolicy):
     """Discrete actions, int64 ``[N]``."""
 
-    @classmethod
-    def misfit(cls, config: PolicyConfig) -> str:
-        return mlp_misfit(config, "mlp_categorical")
+    draws = "mlp_categorical"
+    deviates = False
 
-    @torch.no_grad()
-    def act(self, observation: Tensor, generator: torch.Generator | None = None) -> Step:
-        normalized = self.observation_normalizer.forward(observation)
-        log_probs = run_mlp(self.actor, normalized).log_softmax(-1)
-        value = run_values(self.critic, normalized)
-        self.require_finite(log_probs=log_probs, value=value)
-        action = torch.multinomial(log_probs.exp(), 1, generator=generator)
-        return Step(action.squeeze(-1), log_probs.gather(-1, action).squeeze(-1), value)
+    def __init__(self, config: PolicyConfig) -> None:
+        if not config.action.factors:
+            config = msgspec.structs.replace(config, action=choices(config.action_size))
+        super().__init__(config)
 
-    @torch.no_grad()
-    def mode(self, observation: Tensor) -> Tensor:
-        logits = run_mlp(self.actor, self.observation_normalizer.forward(observation))
-        self.require_finite(logits=logits)
-        return logits.argmax(-1)
 
-    def forward(self, normalized: Tensor, action: Tensor) -> Evaluation:
-        log_probs = run_mlp(self.actor, normalized).log_softmax(-1)
-        # As in `run_values`: a sum over one element, so that no view is returned.
-        chosen = log_probs.gather(-1, action.unsqueeze(-1)).sum(-1)
-        entropy = -(log_probs.exp() * log_probs).sum(-1)
-        return Evaluation(chosen, entropy, run_values(self.critic, normalized))
+@register_policy("mlp_factored")
+class MlpFactoredPolicy(MlpPolicy):
+    """Actions of several factors: MultiDiscrete, MultiBinary, Dict, Tuple."""
 
 
 class ArrayMlp:
-    """The layers of `policies.mlp.tanh_mlp`."""
+    """The layers of `tanh_mlp`, as arrays."""
 
     def __init__(self, network: nn.Sequential) -> None:
         linears = [layer for layer in network if isinstance(layer, nn.Linear)]
@@ -219,40 +231,3 @@ class ArrayGaussian:
                 action=torch.from_numpy(action), value=torch.from_numpy(value)
             )
         return PolicyAnswer(action, log_prob, value)
-
-
-@register_policy("mlp_factored")
-class MlpFactoredPolicy(MlpPolicy):
-    """A normal or categorical distribution for each factor of `PolicyConfig.acts`."""
-
-    def __init__(self, config: PolicyConfig) -> None:
-        super().__init__(config)
-        self._spec = config.acts
-        continuous = sum(
-            factor.size for factor in self._spec.factors if factor.kind == "continuous"
-        )
-        self.log_std = nn.Parameter(torch.full((continuous,), config.initial_log_std))
-
-    @torch.no_grad()
-    def act(self, observation: Tensor, generator: torch.Generator | None = None) -> Step:
-        normalized = self.observation_normalizer.forward(observation)
-        outputs = run_mlp(self.actor, normalized)
-        value = run_values(self.critic, normalized)
-        self.require_finite(outputs=outputs, value=value)
-        action, log_prob = self._distribution(outputs).sample(generator)
-        self.require_finite(log_prob=log_prob)
-        return Step(action, log_prob, value)
-
-    @torch.no_grad()
-    def mode(self, observation: Tensor) -> Tensor:
-        outputs = run_mlp(self.actor, self.observation_normalizer.forward(observation))
-        self.require_finite(outputs=outputs)
-        return self._distribution(outputs).mode()
-
-    def forward(self, normalized: Tensor, action: Tensor) -> Evaluation:
-        distribution = self._distribution(run_mlp(self.actor, normalized))
-        value = run_values(self.critic, normalized)
-        return Evaluation(distribution.log_prob(action), distribution.entropy(), value)
-
-    def _distribution(self, outputs: Tensor) -> ActionDistribution:
-        return ActionDistribution(self._spec, outputs, self.log_std)

@@ -18,14 +18,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rlinf_async.backends.policies.base import (
-    ActionDistribution,
     Evaluation,
     Policy,
     Step,
     register_policy,
 )
 from rlinf_async.backends.policies.config import PolicyConfig, mlp_misfit
-from rlinf_async.backends.policies.mlp import run_mlp, run_values, tanh_mlp
+from rlinf_async.backends.policies.mlp import ActorCriticPolicy, tanh_mlp
 from rlinf_async.messages.spaces import STATE
 
 MEMORY: Final = "memory"
@@ -63,7 +62,7 @@ class RecurrentPolicy(Policy[Observation]):
 
 
 @register_policy("gru")
-class GruPolicy(RecurrentPolicy):
+class GruPolicy(RecurrentPolicy, ActorCriticPolicy[Observation]):
     """An MLP, a gated recurrent unit (Cho et al. 2014), and a linear layer each for action and
     value; observations of one vector, any action space.
     """
@@ -78,7 +77,6 @@ class GruPolicy(RecurrentPolicy):
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
-        self._spec = config.acts
         self.memory_size = config.memory_size
         sizes = (config.observation_size, *config.hidden_sizes)
         self.encoder = nn.Sequential(
@@ -89,33 +87,23 @@ class GruPolicy(RecurrentPolicy):
             nn.init.orthogonal_(weight)
         nn.init.zeros_(self.gates.bias_ih)
         nn.init.zeros_(self.gates.bias_hh)
-        self.actor = tanh_mlp((config.memory_size, self._spec.outputs), output_gain=0.01)
-        self.critic = tanh_mlp((config.memory_size, 1), output_gain=1.0)
-        continuous = sum(one.size for one in self._spec.factors if one.kind == "continuous")
-        self.log_std = nn.Parameter(torch.full((continuous,), config.initial_log_std))
+        self.add_networks(config, config.memory_size, ())
+
+    def features(self, normalized: Observation) -> Tensor:
+        """Return the memory ``[N, H]`` after the observations."""
+        return self._gated(self._inputs(normalized[STATE]), normalized[MEMORY])
 
     @torch.no_grad()
     def act_and_remember(
         self, observation: Observation, generator: torch.Generator | None = None
     ) -> tuple[Step, Tensor]:
-        memory = self._advance(observation)
-        outputs, value = run_mlp(self.actor, memory), run_values(self.critic, memory)
-        self.require_finite(outputs=outputs, value=value)
-        action, log_prob = self._distribution(outputs).sample(generator)
-        return Step(action, log_prob, value), memory
+        memory = self.features(self.normalized(observation))
+        return self.step(memory, generator), memory
 
     @torch.no_grad()
     def mode_and_remember(self, observation: Observation) -> tuple[Tensor, Tensor]:
-        memory = self._advance(observation)
-        outputs = run_mlp(self.actor, memory)
-        self.require_finite(outputs=outputs)
-        return self._distribution(outputs).mode(), memory
-
-    @torch.no_grad()
-    def value(self, observation: Observation) -> Tensor:
-        value = run_values(self.critic, self._advance(observation))
-        self.require_finite(value=value)
-        return value
+        memory = self.features(self.normalized(observation))
+        return self.likeliest(memory), memory
 
     def forward(self, normalized: Observation, action: Tensor) -> Evaluation:
         state, memory, starts = normalized[STATE], normalized[MEMORY], normalized[STARTS]
@@ -126,27 +114,9 @@ class GruPolicy(RecurrentPolicy):
             memory = self._gated(inputs[:, step], memory * kept[:, step])
             remembered.append(memory)
         features = torch.stack(remembered, 1).flatten(0, 1)  # [N * T, H]
-        distribution = self._distribution(run_mlp(self.actor, features))
-        rows = action.flatten(0, 1)
-        shape = state.shape[:2]
+        flat = self.evaluation(features, action.flatten(0, 1))
         # Sums over one element: FSDP2 loses its hooks on outputs that are views.
-        log_prob, entropy, value = (
-            one.view(*shape, 1).sum(-1)
-            for one in (
-                distribution.log_prob(rows),
-                distribution.entropy(),
-                run_values(self.critic, features),
-            )
-        )
-        return Evaluation(log_prob, entropy, value)
-
-    def _distribution(self, outputs: Tensor) -> ActionDistribution:
-        return ActionDistribution(self._spec, outputs, self.log_std)
-
-    def _advance(self, observation: Observation) -> Tensor:
-        """The memory ``[N, H]`` after observations as the environment gave them."""
-        normalized = self.observation_normalizer.forward(observation[STATE])
-        return self._gated(self._inputs(normalized), observation[MEMORY])
+        return Evaluation(*(one.view(*state.shape[:2], 1).sum(-1) for one in flat))
 
     def _inputs(self, state: Tensor) -> Tensor:
         """The part of the gates ``[..., 3 H]`` that does not depend on the memory."""
