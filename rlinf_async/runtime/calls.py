@@ -1,4 +1,4 @@
-"""A call on some ranks of a group: one `RankCall` for each rank, and what becomes of them together.
+"""`WorkerGroup`, the ranks of one worker class, and the typed calls to them.
 
 No task runs for a call here. Each rank's call reports its end, and the last one settles the call::
 
@@ -9,8 +9,6 @@ No task runs for a call here. Each rank's call reports its end, and the last one
 
 A rank's call outlives the worker that runs it: where that dies and is started again, the call
 begins again in the next life, with the channel ends that it holds meanwhile.
-
-`WorkerGroup`: the ranks of one worker class, and typed calls to them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The main function of a worker's process.
-
-Messages between the owner of a cluster and its workers' processes, beside the channels.
+"""The main function of a worker's process, and its messages with the owner of the cluster.
 
 ::
 
@@ -15,7 +13,8 @@ Messages between the owner of a cluster and its workers' processes, beside the c
     worker.spans       send its spans since the last time        the spans
     worker.stop        cancel its calls, run teardown, and exit
 
-Arguments and results travel as bytes by the annotations of the method, and by nothing else.
+Channels have messages of their own. Arguments and results travel as bytes by the annotations of the
+method, and by nothing else.
 """
 
 from __future__ import annotations

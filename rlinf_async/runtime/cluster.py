@@ -10,19 +10,6 @@
 
 The body of ``async with`` and everything it started end together: the first failure cancels the
 rest and is raised once, with the worker, rank, host, method and traceback of its cause.
-
-The worker groups of a cluster by name: how they come to be, and how they end.
-
-::
-
-    launch --place--> devices are reserved --start--> all ranks serve, or none is left
-                           |                              |
-                           +------- close ----------------+--> calls end, then workers
-
-The channels of a cluster by name: those whose queues live here, and those that live with
-workers.
-
-The body of ``async with Cluster``: what cancels it, and with which error it is left.
 """
 
 from __future__ import annotations
@@ -47,7 +34,6 @@ from rlinf_async.runtime.launching import (
     Placement,
     check_launch,
     check_limits,
-    check_seconds,
     specs,
 )
 from rlinf_async.runtime.signals import run_signals
@@ -514,7 +500,6 @@ class Cluster:
         """
         from rlinf_async.runtime.ray.backend import RayBackend
 
-        check_seconds("heartbeat_limit", heartbeat_limit, "60 or so")
         if not 0.0 <= wait < math.inf:
             raise BuildError(f"wait must be seconds from 0, got {wait!r}")
         backend = RayBackend(
@@ -721,11 +706,13 @@ class Cluster:
 
     def pid(self, name: str) -> int | None:
         """The process of a worker by its name (``"Env[0]"``); None where it has none of its own."""
-        return self._backend.pid(name)
+        process = self._backend.process(name)
+        return None if process is None else process.pid
 
     def host(self, name: str) -> str | None:
         """The host of a worker's process; None where it has no process of its own."""
-        return self._backend.host(name)
+        process = self._backend.process(name)
+        return None if process is None else process.host
 
     async def spans(self) -> list[Span]:
         """All spans that workers have recorded since the last time."""

@@ -1,19 +1,15 @@
-"""A launch: its arguments, their checks before anything is started, and what each rank gets.
-
-The devices of a host, of a machine that is only stated, and what a worker's process sees of
-them. Nothing here imports torch.
+"""A launch: its arguments, the devices of each rank, and what a rank is started with.
 
 ::
 
-    host_devices        this host's accelerators, or its CPU cores
+    check_launch        arguments, before anything is started
+    host_devices        this host's accelerators, or its CPU cores where there are none
     stated_devices      "2x8xH100": a machine that is not this one
+    Packed, Spread      placements: which of these devices each rank gets; groups may share them
     device_environment  variables by which a process sees its own accelerators alone
     pinned_cores        cores that a process keeps to: its own, or those near its accelerators
 
-Which devices each rank of a group gets.
-
-Devices are the host's accelerators, or its CPU cores where there are none. Groups may share
-devices: that is how roles are collocated.
+Nothing here imports torch.
 """
 
 from __future__ import annotations

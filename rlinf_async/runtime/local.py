@@ -10,17 +10,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlinf_async.channels import Channel, Latest
-from rlinf_async.channels.wire import HomeMaker, Traffic
 from rlinf_async.observe.trace import Span, SpanRecorder
 from rlinf_async.runtime.launching import host_devices
 from rlinf_async.runtime.signals import make_temporary_folder, remove_temporary_folder
 from rlinf_async.runtime.supervise import (
+    Backend,
     Cancel,
     Standstill,
+    WorkerHandle,
     WorkerSpec,
-    refuse_what_ray_has,
-    with_rendezvous,
+    on_this_host,
 )
 from rlinf_async.runtime.wakers import free_task
 from rlinf_async.workers.base import BuildError, Device, WorkerDied
@@ -30,7 +29,7 @@ from rlinf_async.workers.methods import Method
 log = logging.getLogger(__name__)
 
 
-class LocalWorker:
+class LocalWorker(WorkerHandle):
     """One rank in this process."""
 
     def __init__(self, host: WorkerHost, recorder: SpanRecorder) -> None:
@@ -61,22 +60,12 @@ class LocalWorker:
             )
 
 
-class LocalBackend:
+class LocalBackend(Backend):
     """Starts workers in this event loop. Only one rank of a group may use torch.distributed
     here."""
 
     def __init__(self) -> None:
         self._folder: Path | None = None
-        self._rendezvous = 0
-        """number of rendezvous so far"""
-
-    @property
-    def address(self) -> None:
-        return None
-
-    @property
-    def isolates_devices(self) -> bool:
-        return False
 
     def devices(self) -> Sequence[Device]:
         return host_devices()
@@ -84,21 +73,10 @@ class LocalBackend:
     async def open(self) -> None:
         self._folder = make_temporary_folder()
 
-    def publish(self, channel: Channel[Any] | Latest[Any]) -> None:
-        pass
-
-    async def home(self, name: str) -> HomeMaker | None:
-        return None
-
     async def place(self, ranks: Sequence[WorkerSpec]) -> Sequence[WorkerSpec]:
         if self._folder is None:
             raise RuntimeError("the cluster was not entered")
-        refuse_what_ray_has(ranks)
-        self._rendezvous += 1
-        return with_rendezvous(ranks, (self._folder / f"rendezvous-{self._rendezvous}").as_uri())
-
-    async def release(self, ranks: Sequence[WorkerSpec]) -> None:
-        pass
+        return on_this_host(ranks, self._folder)
 
     async def start(self, spec: WorkerSpec) -> LocalWorker:
         if spec.info.collective is not None and spec.info.world_size > 1:
@@ -110,21 +88,6 @@ class LocalBackend:
         host = WorkerHost(spec.cls, spec.args, spec.kwargs, spec.info, recorder.span)
         await host.start()
         return LocalWorker(host, recorder)
-
-    def traffic(self) -> list[Traffic]:
-        return []
-
-    def check_load(self, workers: int) -> None:
-        pass
-
-    def cut_off(self) -> dict[str, float]:
-        return {}
-
-    def pid(self, name: str) -> int | None:
-        return None
-
-    def host(self, name: str) -> str | None:
-        return None
 
     async def close(self) -> None:
         if self._folder is not None:

@@ -1,35 +1,25 @@
-"""What workers print: their standard output and error, line by line, under the worker's name.
-
-::
-
-    worker's process: fd 1 and 2 ---pipe---> OutputPipe (this process) ---lines---> OutputLog
-                                                                               a file, or stderr
-
-What a worker prints last, before it is killed or crashes, is still in the pipe and is not lost. The
-pipe holds 1 MiB: a worker that prints more while this process stands still waits for it.
-
-A worker's process imports the main module before it has the pipe: what it prints until then, also
-an error of that import, goes to the standard error of this process.
-
-Workers as OS processes of this host, each with an event loop of its own.
+"""Workers as OS processes of this host, each with an event loop of its own.
 
 ::
 
     this process                                      a worker's process (child.py)
     queues of all channels                            ends of channels
     unix socket, owner only  <---- one connection --->  proves the cluster's secret
-    log, or stderr           <---- lines --------------  what it prints
+    OutputLog: file, stderr  <---- pipe ---------------  what it prints, line by line
     pidfd of the process     ---- death --------------x
                                                       watches this process, and goes with it
 
 The socket lives in a folder of the run's own, which is removed at the end; if this process is
 killed, its workers see it, remove the folder and go.
 
-Starts the process of a worker, and gives a file by which its end is seen.
+A worker's process leads a session of its own: the terminal's Ctrl-C is for the process that started
+it, and what the worker starts (simulators, loaders) is ended with it. What a worker starts in yet
+another session is its own to end.
 
-A worker's process leads a session of its own. So the terminal's Ctrl-C is for the process that
-started it alone, and whatever the worker starts (simulators, loaders) can be ended with it. What a
-worker starts in yet another session is its own to end.
+What a worker prints last, before it is killed or crashes, is still in the pipe and is not lost. The
+pipe holds 1 MiB: a worker that prints more while this process stands still waits for it. Before a
+process has the pipe it imports the main module: what it prints until then, also an error of that
+import, goes to the standard error of this process.
 """
 
 from __future__ import annotations
@@ -55,23 +45,18 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any, Final
 
-from rlinf_async.channels import Channel, Latest
-from rlinf_async.channels.wire import HomeMaker, Traffic
 from rlinf_async.rewards.pool import how_it_ended
 from rlinf_async.runtime.child import Boot, child_main
 from rlinf_async.runtime.forked import LOST, ForkedProcess, NotForked
 from rlinf_async.runtime.launching import device_environment, host_devices
 from rlinf_async.runtime.remote_worker import (
-    CONNECT_SECONDS,
     LISTEN_VARIABLE,
-    Ended,
-    Listeners,
+    RemoteBackend,
     RemoteWorker,
-    RemoteWorkers,
     shared_secret,
 )
 from rlinf_async.runtime.signals import OF_THE_DRIVER, kill_tree
-from rlinf_async.runtime.supervise import WorkerSpec, refuse_what_ray_has, with_rendezvous
+from rlinf_async.runtime.supervise import Ended, WorkerProcess, WorkerSpec, on_this_host
 from rlinf_async.workers.base import BuildError, Device
 
 log = logging.getLogger(__name__)
@@ -414,7 +399,7 @@ CROWDED: Final = 4
 """worker processes per core, above which a warning is logged"""
 
 
-class ChildProcess:
+class ChildProcess(WorkerProcess):
     """The process of one rank, a child of this one."""
 
     exit_seconds = 1.0
@@ -459,32 +444,17 @@ class ChildProcess:
         return f"; its error is on the stderr of this process ({MAIN_GUARD})"
 
 
-class ProcessBackend:
-    """Starts a process for each rank and owns the queues of all channels."""
+class ProcessBackend(RemoteBackend):
+    """Starts a process of this host for each rank."""
 
     def __init__(
-        self,
-        *,
-        heartbeat_limit: float,
-        listen: str | None = None,
-        log: Path | None = None,
-        connect_limit: float = CONNECT_SECONDS,
+        self, *, heartbeat_limit: float, listen: str | None = None, log: Path | None = None
     ) -> None:
         listen = listen or os.environ.get(LISTEN_VARIABLE)
         secret = None if listen is None else shared_secret()
-        self.workers = RemoteWorkers(
-            Listeners(listen, heartbeat_limit=heartbeat_limit, secret=secret),
-            heartbeat_limit=heartbeat_limit,
-            connect_limit=connect_limit,
-        )
+        super().__init__(heartbeat_limit, listen, secret)
         self._output = OutputLog(log)
         self._warned_of_load = False
-        self._rendezvous = 0
-        """number of rendezvous so far"""
-
-    @property
-    def isolates_devices(self) -> bool:
-        return True
 
     def devices(self) -> Sequence[Device]:
         return host_devices()
@@ -492,30 +462,14 @@ class ProcessBackend:
     async def open(self) -> None:
         if is_being_started():
             raise BuildError(f"this is the process of a worker that is being started: {MAIN_GUARD}")
-        await self.workers.open()
-
-    @property
-    def address(self) -> str | None:
-        return self.workers.listeners.address
-
-    def publish(self, channel: Channel[Any] | Latest[Any]) -> None:
-        self.workers.publish(channel)
-
-    async def home(self, name: str) -> HomeMaker | None:
-        return await self.workers.home(name)
+        await super().open()
 
     async def place(self, ranks: Sequence[WorkerSpec]) -> Sequence[WorkerSpec]:
-        refuse_what_ray_has(ranks)
         check_importable(ranks[0].cls)
-        self._rendezvous += 1
-        file = self.workers.listeners.socket.parent / f"rendezvous-{self._rendezvous}"
-        return with_rendezvous(ranks, file.as_uri())
-
-    async def release(self, ranks: Sequence[WorkerSpec]) -> None:
-        pass
+        return on_this_host(ranks, self.listeners.socket.parent)
 
     async def start(self, spec: WorkerSpec) -> RemoteWorker:
-        return await self.workers.start(spec, self._spawn)
+        return await self.start_by(spec, self._spawn)
 
     async def _spawn(self, boot: Boot) -> ChildProcess:
         output = OutputPipe(self._output, boot.spec.info.name)
@@ -537,20 +491,3 @@ class ProcessBackend:
                 workers,
                 cores,
             )
-
-    def cut_off(self) -> dict[str, float]:
-        return self.workers.cut_off()
-
-    def traffic(self) -> list[Traffic]:
-        return self.workers.traffic()
-
-    def pid(self, name: str) -> int | None:
-        worker = self.workers.get(name)
-        return None if worker is None else worker.process.pid
-
-    def host(self, name: str) -> str | None:
-        worker = self.workers.get(name)
-        return None if worker is None else worker.process.host
-
-    async def close(self) -> None:
-        await self.workers.close()

@@ -1,28 +1,20 @@
-"""Workers in processes of their own: connection, calls, liveness and orderly end.
+"""Workers in processes of their own: listening sockets, connection, calls, liveness, orderly end.
 
 ::
 
-    RemoteWorkers                                    all of a cluster: channels, listening sockets
+    RemoteBackend                                    all of a cluster: the queues of its channels
+     +-- Listeners      Unix socket for this host; TCP at one address where others may connect
      +-- RemoteWorker   one rank: connection, calls, death
+          +-- RemoteCall      a call, until its reply arrives; no task waits for it
           +-- WorkerProcess   its process: how it is killed, and how its end is seen
 
-Only the `WorkerProcess` differs between backends: a child of this process, or an actor of Ray.
-
-A call to a worker in another process, until its reply arrives. No task waits for it.
+Only the `WorkerProcess` differs between backends: a child of this process, or an actor of Ray. Both
+sockets lead to the same channels, and ask for proof of the cluster's secret.
 
 A call that is cancelled has ended once its method has: until then its channel ends stay open, so
 what the method had put by then is in its channels. A worker that does not report the end within
 `CANCEL_SECONDS`, because it is blocked or cut off, is not waited for. The request to report the end
 goes ahead of all data; its reply comes behind what the method has put.
-
-Where other processes reach the one that owns a cluster.
-
-::
-
-    workers of this host    a Unix socket in a folder of the run's own, owner only    always
-    other hosts             TCP, at the one address that was given                    with `listen`
-
-Both lead to the same channels, and both ask for proof of the cluster's secret.
 """
 
 from __future__ import annotations
@@ -34,7 +26,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
@@ -73,7 +65,16 @@ from rlinf_async.runtime.child import (
 )
 from rlinf_async.runtime.launching import check_seconds
 from rlinf_async.runtime.signals import make_temporary_folder, remove_temporary_folder
-from rlinf_async.runtime.supervise import Cancel, Doing, Standstill, WorkerSpec
+from rlinf_async.runtime.supervise import (
+    Backend,
+    Cancel,
+    Doing,
+    Ended,
+    Standstill,
+    WorkerHandle,
+    WorkerProcess,
+    WorkerSpec,
+)
 from rlinf_async.runtime.wakers import result_of
 from rlinf_async.workers.base import (
     BuildError,
@@ -275,7 +276,7 @@ class Listeners:
     def __init__(
         self, listen: str | None, *, heartbeat_limit: float, secret: bytes | None = None
     ) -> None:
-        self._listen = listen
+        self.listen = listen
         self._heartbeat_limit = heartbeat_limit
         self._folder: Path | None = None
         self._inner: Server | None = None
@@ -315,12 +316,12 @@ class Listeners:
 
         try:
             self._inner = await listen_at(self.socket)
-            if self._listen is not None:
-                self._outer = await listen_at(self._listen)
+            if self.listen is not None:
+                self._outer = await listen_at(self.listen)
         except (OSError, WireError) as error:
             raise BuildError(self._explain(error)) from error
         finally:
-            if self._inner is None or (self._listen is not None and self._outer is None):
+            if self._inner is None or (self.listen is not None and self._outer is None):
                 await self.close()
 
     async def close(self) -> None:
@@ -333,7 +334,7 @@ class Listeners:
 
     def _explain(self, error: Exception) -> str:
         if self._inner is not None:
-            return f"listen={self._listen!r}: {error}"
+            return f"listen={self.listen!r}: {error}"
         return (
             f"the cluster's socket {self.socket} cannot be made ({error}): let TMPDIR name a "
             "folder with a short path that can be written to"
@@ -359,36 +360,11 @@ CONNECT_SECONDS: Final = 120.0
 """time that a started process has to connect"""
 
 
-class Ended(msgspec.Struct, frozen=True):
-    """How a worker's process ended."""
-
-    how: str
-    """``"exit code 1"``, ``"its node was lost"``"""
-    hint: str = ""
-    """where to look, if the process never connected"""
-
-
-class WorkerProcess(Protocol):
-    """The process of one rank."""
-
-    host: str
-    """name of its host"""
-    pid: int
-    exit_seconds: float
-    """time that a process which closed its connection has to be seen to end by itself"""
-    ended: asyncio.Future[Ended]
-    """set once it is gone"""
-
-    def kill(self) -> None:
-        """Kill the process and what it started; `ended` is set soon."""
-        ...
-
-
 Spawn: TypeAlias = Callable[[Boot], Awaitable[WorkerProcess]]
 """Starts the process of a rank."""
 
 
-class RemoteWorker:
+class RemoteWorker(WorkerHandle):
     """One rank in a process of its own."""
 
     def __init__(
@@ -549,54 +525,48 @@ class RemoteWorker:
         return kind(failure)
 
 
-class RemoteWorkers:
-    """The workers of one cluster that have processes of their own, and the queues of all channels.
+class RemoteBackend(Backend):
+    """A backend whose workers have processes of their own. It owns the queues of all channels.
 
     Args:
-        listeners: where the processes connect.
         heartbeat_limit: seconds after which a worker whose event loop does not answer is killed.
-        connect_limit: seconds that a started process has to connect.
+        listen, secret: as of `Listeners`.
 
     Raises:
         BuildError: invalid time limit.
     """
 
+    isolates_devices = True
+
     def __init__(
-        self,
-        listeners: Listeners,
-        *,
-        heartbeat_limit: float,
-        connect_limit: float = CONNECT_SECONDS,
+        self, heartbeat_limit: float, listen: str | None = None, secret: bytes | None = None
     ) -> None:
         check_seconds("heartbeat_limit", heartbeat_limit, "60 or so")
-        self.listeners = listeners
+        self.listeners = Listeners(listen, heartbeat_limit=heartbeat_limit, secret=secret)
+        self.workers: dict[str, RemoteWorker] = {}
+        """the last life of each, by name"""
         self._heartbeat_limit = heartbeat_limit
-        self._connect_limit = connect_limit
         self._router = Router()
         self._channels = ChannelServer(self._router)
         self._expected: dict[str, asyncio.Future[Connection]] = {}
-        self._workers: dict[str, RemoteWorker] = {}
         self._makers: dict[str, HomeMaker] = {}
 
-    def __getitem__(self, name: str) -> RemoteWorker:
-        """The last life of a worker."""
-        return self._workers[name]
-
-    def get(self, name: str) -> RemoteWorker | None:
-        """The last life of a worker; None where it was never started, or has ended."""
-        worker = self._workers.get(name)
-        return None if worker is None or worker.process.ended.done() else worker
+    @property
+    def address(self) -> str | None:
+        return self.listeners.address
 
     async def open(self) -> None:
-        """Listen for the workers' processes."""
         await self.listeners.open(self._router, self._on_connect, self._on_disconnect)
 
     def publish(self, channel: Channel[Any] | Latest[Any]) -> None:
-        """Register a channel, so that its ends can be given to workers."""
         self._channels.publish(channel)
 
-    async def start(self, spec: WorkerSpec, spawn: Spawn) -> RemoteWorker:
-        """Start a rank's process and run the worker's ``setup`` there.
+    def process(self, name: str) -> WorkerProcess | None:
+        worker = self.workers.get(name)
+        return None if worker is None or worker.process.ended.done() else worker.process
+
+    async def start_by(self, spec: WorkerSpec, spawn: Spawn) -> RemoteWorker:
+        """Start a rank's process by this, and run the worker's ``setup`` there.
 
         Raises:
             WorkerError: ``__init__`` or ``setup`` raised, or the process died.
@@ -620,9 +590,9 @@ class RemoteWorkers:
                 heartbeat_limit=self._heartbeat_limit,
                 calls=calls_file(self.listeners.socket.parent, life),
             )
-            self._workers[spec.info.name] = worker
+            self.workers[spec.info.name] = worker
             try:
-                await worker.attach(connected, self._connect_limit)
+                await worker.attach(connected, CONNECT_SECONDS)
             except BaseException:
                 await worker.kill()
                 raise
@@ -631,23 +601,16 @@ class RemoteWorkers:
         return worker
 
     async def home(self, name: str) -> HomeMaker:
-        """Makes channels whose queues live with this worker.
-
-        Raises:
-            WorkerDied: it is gone.
-            HomeLost: it cannot be reached from here.
-        """
         found = self._makers.get(name)
         if found is None:
-            home = await self._workers[name].home()
+            home = await self.workers[name].home()
             found = self._makers[name] = await HomeMaker.open(
                 home, self.listeners.secret, "driver", heartbeat_limit=self._heartbeat_limit
             )
         return found
 
     def cut_off(self) -> dict[str, float]:
-        """Workers whose connection is cut, and for how many seconds they have been reconnecting."""
-        connections = {name: worker.connection for name, worker in self._workers.items()}
+        connections = {name: worker.connection for name, worker in self.workers.items()}
         return {
             name: one.reconnection.seconds
             for name, one in connections.items()
@@ -655,15 +618,13 @@ class RemoteWorkers:
         }
 
     def traffic(self) -> list[Traffic]:
-        """What went over each worker's connection."""
-        connections = (worker.connection for worker in self._workers.values())
+        connections = (worker.connection for worker in self.workers.values())
         return [traffic_of(one) for one in connections if one is not None]
 
     async def close(self) -> None:
-        """Kill what still runs, and close every connection."""
         for maker in self._makers.values():
             maker.connection.abort("the cluster was left")
-        for worker in list(self._workers.values()):
+        for worker in list(self.workers.values()):
             await worker.kill()
         await self.listeners.close()
 
@@ -676,6 +637,6 @@ class RemoteWorkers:
         expected.set_result(connection)
 
     def _on_disconnect(self, connection: Connection, reason: str) -> None:
-        worker = self._workers.get(connection.peer.rpartition("#")[0])
+        worker = self.workers.get(connection.peer.rpartition("#")[0])
         if worker is not None and worker.connection is connection:
             worker.lose(reason)

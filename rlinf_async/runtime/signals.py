@@ -26,12 +26,7 @@ drawn), SIGTERM raises `Terminated` there, as Ctrl-C raises KeyboardInterrupt.
 
 Workers ignore all four signals while the process that started them is alive, and go with it.
 
-`run`: an event loop for the main coroutine of a script, and the signals that end it.
-
-Ends this process at once and leaves nothing of it: no worker, no temporary folder.
-
-For the moment when an orderly end takes too long. It may run in any thread, whatever the event loop
-is doing, so it takes no lock and waits for nobody.
+`run` runs the main coroutine of a script in an event loop, under these signals.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Keeps the ranks of a group alive; starts and stops many at once.
+"""Supervision: keeps the ranks of a group alive, on any backend; starts and stops many at once.
 
 ::
 
@@ -11,21 +11,22 @@
 A call outlives the worker that runs it: it holds its channel ends meanwhile, so nobody downstream
 sees an end of channel, and items that the dead worker had leased are delivered again.
 
-What a cluster needs of the place where its workers run.
-
-``local`` runs them as coroutines of this event loop, ``process`` as OS processes of this host,
-``ray`` as actors on the hosts of a Ray cluster. All have the same two protocols, so everything
-above (groups, restarts, reports) is written once.
+`Backend` is where workers run: ``local`` as coroutines of this event loop, ``process`` as processes
+of this host, ``ray`` as actors on the hosts of a Ray cluster. Groups, restarts and reports are
+written once, over this base class and `WorkerHandle`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
 
 import msgspec
 
@@ -58,8 +59,13 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """whether the run goes on after its death: then what it has put must not be lost with it"""
 
 
-def refuse_what_ray_has(ranks: Sequence[WorkerSpec]) -> None:
-    """Raise `BuildError` for ranks that ask for what only a cluster of Ray can give them."""
+def on_this_host(ranks: Sequence[WorkerSpec], folder: Path) -> list[WorkerSpec]:
+    """The ranks of a launch on this host. Where they use torch.distributed, they meet at a file of
+    this folder.
+
+    Raises:
+        BuildError: they ask for what only a cluster of Ray can give them.
+    """
     for rank in ranks:
         for name in ("resources", "runtime_env"):
             if asked := getattr(rank, name):
@@ -67,6 +73,7 @@ def refuse_what_ray_has(ranks: Sequence[WorkerSpec]) -> None:
                     f"{rank.info.group}: {name}={dict(asked)} cannot be had here, only on a "
                     f"cluster of Ray: leave {name} out, or use Cluster.ray()"
                 )
+    return with_rendezvous(ranks, (folder / f"rendezvous-{uuid4().hex}").as_uri())
 
 
 def with_rendezvous(ranks: Sequence[WorkerSpec], rendezvous: str) -> list[WorkerSpec]:
@@ -91,12 +98,13 @@ class Standstill(msgspec.Struct, frozen=True):
     """changes while its process moves large items, though no channel changes: see `movement`"""
 
 
-class WorkerHandle(Protocol):
+class WorkerHandle(ABC):
     """One started rank."""
 
     died: asyncio.Future[WorkerDied]
     """set when the worker is gone though nobody stopped it"""
 
+    @abstractmethod
     def begin(self, method: Method, arguments: dict[str, Any], on_end: OnEnd) -> Cancel:
         """Start a method there and return at once, with a function that cancels it.
 
@@ -106,54 +114,76 @@ class WorkerHandle(Protocol):
         Raises:
             WorkerError, BuildError: nothing was started.
         """
-        ...
 
+    @abstractmethod
     async def doing(self) -> tuple[str, ...]:
         """Names of its open spans, without waits."""
-        ...
 
+    @abstractmethod
     async def standstill(self) -> Standstill:
         """Whether only others can let it go on. The worker searches its memory: a look at a run
         asks what it is `doing`."""
-        ...
 
+    @abstractmethod
     async def spans(self) -> list[Span]:
         """The spans recorded since the last time."""
-        ...
 
+    @abstractmethod
     async def stop(self, grace: float) -> None:
         """End the worker; by force after ``grace`` seconds, with 0 at once."""
-        ...
 
 
-class Backend(Protocol):
-    """Where workers run."""
+class Ended(msgspec.Struct, frozen=True):
+    """How a worker's process ended."""
+
+    how: str
+    """``"exit code 1"``, ``"its node was lost"``"""
+    hint: str = ""
+    """where to look, if the process never connected"""
+
+
+class WorkerProcess(ABC):
+    """The process of one rank."""
+
+    host: str
+    """name of its host"""
+    pid: int
+    exit_seconds: float
+    """time that a process which closed its connection has to be seen to end by itself"""
+    ended: asyncio.Future[Ended]
+    """set once it is gone"""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """Kill the process and what it started; `ended` is set soon."""
+
+
+class Backend(ABC):
+    """Where workers run. What is not abstract does nothing where they have no processes of their
+    own."""
+
+    isolates_devices: bool = False
+    """whether a worker's process sees its own accelerators alone, as ``cuda:0`` and on"""
 
     @property
     def address(self) -> str | None:
         """Where other hosts reach this process; None for nowhere."""
-        ...
+        return None
 
-    @property
-    def isolates_devices(self) -> bool:
-        """Whether a worker's process sees its own accelerators alone, as ``cuda:0`` and on."""
-        ...
-
+    @abstractmethod
     def devices(self) -> Sequence[Device]:
         """The devices that there are, by host.
 
         Raises:
             RuntimeError: they are not known before `open`.
         """
-        ...
 
+    @abstractmethod
     async def open(self) -> None:
         """Get ready to start workers."""
-        ...
 
-    def publish(self, channel: Channel[Any] | Latest[Any]) -> None:
+    def publish(self, channel: Channel[Any] | Latest[Any]) -> None:  # noqa: B027
         """Register a channel, so that its ends can be given to workers."""
-        ...
 
     async def home(self, name: str) -> HomeMaker | None:
         """Makes channels whose queues live with a started worker; None where it has no process of
@@ -163,8 +193,9 @@ class Backend(Protocol):
             WorkerDied: it is gone.
             HomeLost: it cannot be reached from here.
         """
-        ...
+        return None
 
+    @abstractmethod
     async def place(self, ranks: Sequence[WorkerSpec]) -> Sequence[WorkerSpec]:
         """Reserve what the ranks of one launch need, before any of them starts.
 
@@ -174,43 +205,36 @@ class Backend(Protocol):
         Raises:
             BuildError: it cannot be had; nothing is reserved.
         """
-        ...
 
-    async def release(self, ranks: Sequence[WorkerSpec]) -> None:
+    async def release(self, ranks: Sequence[WorkerSpec]) -> None:  # noqa: B027
         """Give back what was reserved for a launch; its ranks have ended."""
-        ...
 
+    @abstractmethod
     async def start(self, spec: WorkerSpec) -> WorkerHandle:
         """Start one placed rank and run its ``setup``; again, where its process has died.
 
         Raises:
             WorkerError: ``__init__`` or ``setup`` raised, or the process died.
         """
-        ...
 
-    def check_load(self, workers: int) -> None:
+    def check_load(self, workers: int) -> None:  # noqa: B027
         """Warn where so many workers are too many for this host."""
-        ...
 
     def cut_off(self) -> dict[str, float]:
         """Workers whose connection is cut, and for how many seconds they have been reconnecting."""
-        ...
+        return {}
 
     def traffic(self) -> list[Traffic]:
         """What went over the connections to workers that have a process of their own."""
-        ...
+        return []
 
-    def pid(self, name: str) -> int | None:
-        """The process of a worker, where it has one of its own."""
-        ...
+    def process(self, name: str) -> WorkerProcess | None:
+        """The process of a worker; None where it has none of its own, or has ended."""
+        return None
 
-    def host(self, name: str) -> str | None:
-        """The host on which a worker's process runs, where it has one of its own."""
-        ...
-
+    @abstractmethod
     async def close(self) -> None:
         """Leave nothing behind."""
-        ...
 
 
 log = logging.getLogger(__name__)

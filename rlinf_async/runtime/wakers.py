@@ -1,20 +1,16 @@
-"""What could wake this process from outside its tasks.
-
-A timer, a signal or a thread may put an item, close an end or cancel a task, and so may whatever is
-called when somebody connects or bytes come. What they will do nobody can know: while there is one
-that is not the runtime's own, a process in which every task is blocked need not be deadlocked.
-
-Streams and subprocesses of asyncio are none: what comes there wakes a task that awaits it, and of
-that task the same is asked. Nor are idle threads of an executor, threads that wait for a channel
-themselves, and those of libraries that are known to leave the loop alone.
-
-Whether this process stands still: could it make progress by itself?
+"""Whether this process stands still: could anything wake it, inside its tasks or outside of them?
 
 A task is *blocked* if what it awaits can be ended by others only: a wait on a channel, another
 task, of which the same is asked, or a computation that itself waits for a task. Anything else (a
 timer, a socket, a thread, a future of which nothing is known) may end by itself, and then the task
-does not count as blocked. Where all tasks are, something outside them may still wake one: see
-`wakers`. So "stands still" is certain.
+does not count as blocked. So "stands still" is certain.
+
+Where all tasks are blocked, a timer, a signal or a thread may still put an item, close an end or
+cancel a task, and so may whatever is called when somebody connects or bytes come. What they will do
+nobody can know: while there is one that is not the runtime's own, the process need not be
+deadlocked. Streams and subprocesses of asyncio are none: what comes there wakes a task that awaits
+it, and of that task the same is asked. Nor are idle threads of an executor, threads that wait for a
+channel themselves, and those of libraries that are known to leave the loop alone.
 """
 
 from __future__ import annotations

@@ -84,8 +84,8 @@ def test_the_environment_may_say_where_to_listen(
     monkeypatch: pytest.MonkeyPatch, secret: bytes
 ) -> None:
     monkeypatch.setenv("RLINF_ASYNC_LISTEN", "tcp://127.0.0.1:0")
-    listeners = ProcessBackend(heartbeat_limit=60).workers.listeners
-    assert listeners._listen == "tcp://127.0.0.1:0"
+    listeners = ProcessBackend(heartbeat_limit=60).listeners
+    assert listeners.listen == "tcp://127.0.0.1:0"
     assert listeners.secret == secret
 
 

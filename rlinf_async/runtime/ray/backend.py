@@ -2,33 +2,20 @@
 
 ::
 
-    this process                                     an actor of Ray (backend.py)
+    this process                                     an actor of Ray: `RankProcess`
     queues of all channels                           ends of channels
     TCP, and a unix socket  <---- one connection --->  proves the cluster's secret
-    Ray's API               ---- start, secret ------>
-                            <--- end, what it prints -
+    `RayBackend`            ---- start, `Payload` ---> imports the main module and the worker
+    `ActorProcess`          <--- end, by Ray --------  serves the worker until its end
 
 Ray owns hosts, devices, start and death; items, calls and heartbeats go over the connection.
 
-The Ray actor that is one rank's process.
+What a worker starts is in one process group, which a small process of its own kills once the
+actor's process is gone, however it ended: Ray kills the actor alone.
 
-::
-
-    Ray                      this process                         driver
-    starts the actor  --->   listen_for_ranks (rank 0 only)  <--  address of the rendezvous
-                             prepare: main module, worker    <--  `Payload`, through Ray
-                             serve: a worker, until its end  <->  one connection, not through Ray
-    sees it end       <---                                   -->  by the end of `serve`
-
-What the worker starts is in one process group, which a small process of its own kills once this
-one is gone, however it ended: Ray kills the actor alone.
-
-A rank's process on a host of the Ray cluster, as the driver sees it.
-
-Another Python for a role (``py_executable``), asked for its versions before Ray starts it.
-
-Ray starts a program that is not there again and again without a word, and a Python of another
-version dies by SIGSEGV of the classes that Ray sends it.
+Another Python for a role (``py_executable``) is asked for its versions before Ray starts it: Ray
+starts a program that is not there again and again without a word, and a Python of another version
+dies by SIGSEGV of the classes that Ray sends it.
 """
 
 from __future__ import annotations
@@ -54,8 +41,6 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from rlinf_async.channels import Channel, Latest
-from rlinf_async.channels.wire import HomeMaker, Traffic
 from rlinf_async.channels.wire.session.endpoint import TcpAddress
 from rlinf_async.runtime.child import Boot, remove_unused_torch_cache, serve
 from rlinf_async.runtime.process import OutputLog, cannot_be_sent, check_importable
@@ -77,9 +62,9 @@ from rlinf_async.runtime.ray.session import (
     of_ray,
     own_address,
 )
-from rlinf_async.runtime.remote_worker import Ended, Listeners, RemoteWorker, RemoteWorkers
+from rlinf_async.runtime.remote_worker import RemoteBackend, RemoteWorker
 from rlinf_async.runtime.signals import ignore_in_worker
-from rlinf_async.runtime.supervise import WorkerSpec, with_rendezvous
+from rlinf_async.runtime.supervise import Ended, WorkerProcess, WorkerSpec, with_rendezvous
 from rlinf_async.runtime.wakers import internal
 from rlinf_async.workers.base import BuildError, Device
 
@@ -223,7 +208,7 @@ UNCONFIRMED: Final = f"it was killed, which Ray did not confirm within {CALL_SEC
 HINT: Final = "; its output is in Ray's log folder on that host, /tmp/ray/session_latest/logs"
 
 
-class ActorProcess:
+class ActorProcess(WorkerProcess):
     """An actor of Ray that serves one rank.
 
     Args:
@@ -427,8 +412,8 @@ class _Actor(msgspec.Struct, frozen=True):
     """of its rank; others than asked, where the host of those was lost"""
 
 
-class RayBackend:
-    """Starts an actor for each rank and owns the queues of all channels.
+class RayBackend(RemoteBackend):
+    """Starts an actor of Ray for each rank.
 
     Args:
         heartbeat_limit: seconds after which a worker that does not answer is killed.
@@ -453,8 +438,8 @@ class RayBackend:
         # Given to each rank, and not to Ray for all of its processes: those that look whether it is
         # right on a host would be started with it themselves.
         self._interpreter: str | None = shared.pop("py_executable", None)
+        super().__init__(heartbeat_limit)
         self._session = RaySession(address, shared or None)
-        self._heartbeat_limit = heartbeat_limit
         self._interface = interface
         self._tls = tls
         self._output = RayOutput(OutputLog(log))
@@ -462,55 +447,32 @@ class RayBackend:
             self._session, wait=wait, label=f"rlinf_async {socket.gethostname()}:{os.getpid()}"
         )
         self._interpreters = Interpreters(self._session)
-        self._workers: RemoteWorkers | None = None
-        self._hosts: list[Host] = []
+        self._hosts: list[Host] | None = None
+        """None until it is opened"""
         self._started: dict[str, _Actor] = {}
         """actors of ranks that are placed and do not serve yet, by name"""
         self._remove_folder: Callable[[], None] = lambda: None
         """removes the folder of the Unix socket, also where this process is killed before"""
 
-    @property
-    def isolates_devices(self) -> bool:
-        return True
-
-    @property
-    def workers(self) -> RemoteWorkers:
-        """The workers' connections."""
-        if self._workers is None:
-            raise RuntimeError("the cluster was not entered: what Ray has is not known before")
-        return self._workers
-
     def devices(self) -> Sequence[Device]:
-        if self._workers is None:
+        if self._hosts is None:
             raise RuntimeError("the cluster was not entered: what Ray has is not known before")
         return devices_of(self._hosts)
 
     async def open(self) -> None:
         await self._session.open()
         try:
-            self._hosts = await self._session.hosts()
+            hosts = await self._session.hosts()
             host = address_of(self._interface) if self._interface else own_address()
-            address = str(TcpAddress(host, 0, self._tls))
-            listeners = Listeners(address, heartbeat_limit=self._heartbeat_limit)
-            workers = RemoteWorkers(listeners, heartbeat_limit=self._heartbeat_limit)
-            await workers.open()
-            folder = str(listeners.socket.parent)
+            self.listeners.listen = str(TcpAddress(host, 0, self._tls))
+            await super().open()
+            folder = str(self.listeners.socket.parent)
             self._remove_folder = when_this_process_ends(REMOVE_FOLDER, folder)
         except BaseException:
             await self._session.close()
             raise
-        self._workers = workers
+        self._hosts = hosts
         self._output.open()
-
-    @property
-    def address(self) -> str | None:
-        return None if self._workers is None else self._workers.listeners.address
-
-    def publish(self, channel: Channel[Any] | Latest[Any]) -> None:
-        self.workers.publish(channel)
-
-    async def home(self, name: str) -> HomeMaker | None:
-        return await self.workers.home(name)
 
     async def place(self, ranks: Sequence[WorkerSpec]) -> Sequence[WorkerSpec]:
         check_importable(ranks[0].cls)
@@ -550,7 +512,7 @@ class RayBackend:
         async def spawn(boot: Boot) -> ActorProcess:
             return await self._serve(actor, boot)
 
-        return await self.workers.start(replace(spec, info=info), spawn)
+        return await self.start_by(replace(spec, info=info), spawn)
 
     async def _listen_for_ranks(self, first: WorkerSpec) -> str:
         """Start the actor of rank 0, and return the address at which it waits for the others."""
@@ -611,27 +573,10 @@ class RayBackend:
                 raise HostLost(f"host {actor.place.host.name} was lost") from error
             raise BuildError(f"{where}: Ray cannot start its process: {_why(error)}") from error
 
-    def check_load(self, workers: int) -> None:
-        pass
-
-    def cut_off(self) -> dict[str, float]:
-        return {} if self._workers is None else self._workers.cut_off()
-
-    def traffic(self) -> list[Traffic]:
-        return [] if self._workers is None else self._workers.traffic()
-
-    def pid(self, name: str) -> int | None:
-        worker = self.workers.get(name)
-        return None if worker is None else worker.process.pid
-
-    def host(self, name: str) -> str | None:
-        worker = self.workers.get(name)
-        return None if worker is None else worker.process.host
-
     async def close(self) -> None:
-        if self._workers is None:
+        if self._hosts is None:
             return
-        await self._workers.close()
+        await super().close()
         for actor in self._started.values():
             self._session.submit(kill_actor, actor.handle)
         try:

@@ -1,15 +1,14 @@
-"""What actors of Ray print: line by line under the worker's name, as that of child processes.
+"""What is read, known and done on a host of a Ray cluster beside its actors.
+
+::
+
+    RayOutput               what actors print, line by line under the worker's name
+    address_of              network interfaces and their IPv4 addresses
+    when_this_process_ends  something to do then, also where it was killed
 
 Ray reads the files that its actors print to, on every host, and sends the lines to the driver, also
 the last ones of an actor that crashed. Its own way to print them goes to the driver's terminal,
 into the progress of a run.
-
-The network interfaces of this host, and their IPv4 addresses.
-
-Something to do once this process has ended, also where it was killed.
-
-A shell waits for the end of a pipe whose other end this process holds, and does it then. Forked
-children let go of the pipe.
 """
 
 from __future__ import annotations

@@ -8,9 +8,8 @@
 
 Each device is a bundle of its own, pinned to its host; so roles that share a device share its
 bundle, and what one launch reserved serves the next. Which accelerator Ray gave to a bundle only a
-task in it can say: it is asked, and the numbers of a host are given out in order.
-
-What a launch asks of Ray, and how it is said where it cannot be had.
+task in it can say: it is asked, and the numbers of a host are given out in order. What cannot be
+had is refused with what was asked, what there is, and who holds the rest.
 """
 
 from __future__ import annotations

@@ -1,18 +1,7 @@
-"""This process's connection to a Ray cluster.
+"""This process's connection to a Ray cluster, and the cluster's hosts by name with their devices.
 
-Ray's API blocks: its calls are made in one thread, in order, so that the event loop goes on.
-
-The hosts of a Ray cluster by name, and their devices.
-
-A thread that makes blocking calls, one after the other, and is not waited for.
-
-Threads of `concurrent.futures` are joined when the process ends: a call that never returns, as to a
-head of Ray that stands still, would keep the process for ever.
-
-Ray's runtime environments: checked before anything is started in them.
-
-Ray's own modules: an optional dependency, imported when it is first needed, which type checkers
-need not have.
+Ray's API blocks: its calls are made in one thread, in order, so that the event loop goes on. Ray is
+an optional dependency: its modules are imported when they are first needed.
 """
 
 from __future__ import annotations

@@ -1,37 +1,13 @@
-"""`LanguageTrainRayActor`: a language model as one rank of a training group, whatever trains it.
+"""`TrainRayActor`: one rank of a training group, as a plain actor of Ray whose methods block.
 
 ::
 
     method of Ray (blocks)  -->  event loop of this process  -->  GroupActor or GroupCritic
                                                                   (our FSDPActor, FSDPCritic)
 
-`TrainRayActor`: the base of the actors of a training group. A plain actor of Ray, whose methods
-block.
-
-::
-
-    rank 0 is made  -->  listens at a free port  -->  its address and port to the other ranks
+    rank 0 is made       listens at a free port; its address and port go to the other ranks
     meet (all ranks)     what the others are called, to ask Ray for those that are lost
-    init (all ranks)     they meet there
-
-`Pairing`: the pair that a rank of a training group is in, seen from this rank.
-
-::
-
-    actor   connect --ticket, first rollout--> link   critic
-    each    begin a step, on its own side: see `critics`
-
-Memory of a device that is given back while a rank sleeps: by torch_memory_saver where there are
-a GPU and that package, else by moving tensors to the CPU.
-
-`MegatronTrainRayActor`: a language model that Megatron cuts, as one rank of a training group.
-
-::
-
-    tp 2, dp 2   rank                  0   1   2   3
-                 share of a rollout    0   0   1   1      train_parallel_config: dp_size 2
-
-`FSDPTrainRayActor`: a Hugging Face model, sharded by FSDP, as one rank of a training group.
+    init (all ranks)     they meet at that port
 """
 
 from __future__ import annotations

@@ -1,26 +1,14 @@
-"""`TrainArgs`: what a training group is told, under the names that users of slime know.
-
-Names and defaults are listed in docs/ray-train-group.md. No torch, no Ray.
-
-Rollout data as users of slime pass it, and as our trainers take it.
+"""What a training group is told, under the names that users of slime know.
 
 ::
 
-    columns, or a list of samples --> RolloutData --this rank's prompts--> SampleGroup
-                                      (checked)
+    TrainArgs      any namespace --> checked fields --> settings of our language trainers
+    RolloutData    columns, or a list of samples --this rank's prompts--> SampleGroup
+    start_of       SAVE/iter_0000007/ and SAVE/latest_checkpointed_iteration.txt --> next rollout
 
-Samples of one prompt are next to each other, or say their prompt by ``group_indices``. Prompts go
-round the ranks in the order in which they come: the k-th one to rank ``k % ranks``.
-
-Arguments of a training group as the settings of our language trainers.
-
-Where the checkpoints of a training group are, and from which rollout it goes on.
-
-::
-
-    SAVE/
-      iter_0000007/                         every rank's shards, complete or absent
-      latest_checkpointed_iteration.txt     "7", written when they are
+Names and defaults are listed in docs/ray-train-group.md. Samples of one prompt are next to each
+other, or say their prompt by ``group_indices``. Prompts go round the ranks in the order in which
+they come: the k-th one to rank ``k % ranks``. No torch, no Ray.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""`RolloutEngineActor`: one of our generation engines as a plain actor of Ray.
-
-How the engines of a rollout manager are given the weights.
+"""Engines of a rollout manager, and how they are given the weights.
 
 ::
 
@@ -8,7 +6,8 @@ How the engines of a rollout manager are given the weights.
         colocate:  taken from there --Ray's object store--> engine.update_weights_from_tensor
         else:      `Latest` over our connections ---------> engine.update_weights_from_channel
 
-An engine is an actor of Ray with these two methods: `RolloutEngineActor`, or one's own.
+An engine is an actor of Ray with these two methods: `RolloutEngineActor`, one of our generation
+engines, or one's own.
 """
 
 from __future__ import annotations

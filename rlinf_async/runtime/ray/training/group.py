@@ -1,8 +1,10 @@
 """`RayTrainGroup`: the actors of Ray that train one model, on a placement group.
 
-`create_placement_group`: bundles of Ray, ordered by host and device.
+::
 
-Whether the bundles of a placement group have room for the ranks of a training group.
+    create_placement_group   bundles of Ray, ordered by host and device
+    check_room               whether they have room for the ranks
+    RayTrainGroup            starts the ranks there, and calls them
 
 Ray itself lets an actor for which its bundle has no room wait, for ever and without a word.
 """

@@ -1,6 +1,7 @@
 """The pair of an actor's rank and the critic of the same rank.
 
-Each step has two channels of its own, which live with the actor::
+Each step has two channels of its own, which live with the actor and go over our connections, not
+through Ray::
 
     actor   samples with reference log-probs --prepared-->  critic      (only for KL in the rewards)
     actor   <--values--  the same samples with their values  critic
@@ -15,8 +16,6 @@ A side that fails in a step fails the channel into which it sends, one that begi
 the step before fails those of the latter, and a process that is lost fails all channels of the
 pair: the other side gets a `PeerFailed`. What a failed step has left in its channels ends with
 them, so a step that is tried again takes nothing of it.
-
-Channels of one actor of Ray that another uses: over our connections, not through Ray.
 """
 
 from __future__ import annotations

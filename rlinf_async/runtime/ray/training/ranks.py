@@ -1,4 +1,4 @@
-"""The calls that the ranks of a group make together.
+"""The calls that the ranks of a group make together, and the event loop on which each runs them.
 
 One that fails alone leaves the others inside of a collective operation, which torch ends after
 minutes, with an error of its sockets. So the first that fails notes it where all look::
@@ -10,8 +10,6 @@ minutes, with an error of its sockets. So the first that fails notes it where al
 
 A rank whose process is lost notes nothing. The rank before it has asked Ray for an answer of it,
 and so learns how it ended; and one whose connection breaks asks for answers of all.
-
-An event loop in a thread of its own, for a Ray actor whose methods block.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`GroupActor`: our `FSDPActor` as one rank of a training group, with tagged weights.
+"""Our actor and critic as ranks of a training group.
 
 ::
 
@@ -7,10 +7,8 @@
                  (KL rewards) v                      | values
                         the critic of the same rank: `GroupCritic`
 
-`GroupRank`: what an actor and a critic have in common as one rank of a training group: where it
-begins, its checkpoints, its sleep in parts.
-
-`GroupCritic`: our `LanguageCritic` as one rank of a training group.
+`GroupRank` is what both have in common: where a rank begins, its checkpoints, its sleep in parts.
+`GroupActor` keeps weights by tag beside those that are trained.
 """
 
 from __future__ import annotations
