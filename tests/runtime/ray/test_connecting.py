@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -103,7 +104,10 @@ async def test_a_head_that_asks_for_a_token_is_thought_of(monkeypatch: pytest.Mo
         def init(self, **options: object) -> None:
             raise ConnectionError("Failed to connect to Ray cluster")
 
-    monkeypatch.setattr(session, "of_ray", lambda module="": Refusing())
+    def refusing(module: str = "") -> Any:
+        return of_ray(module) if module == "runtime_env" else Refusing()
+
+    monkeypatch.setattr(session, "of_ray", refusing)
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     with (
         listening(session.HTTP2_SETTINGS) as address,
