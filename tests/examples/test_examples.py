@@ -75,7 +75,7 @@ def test_the_custom_environment_trains(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize("example", ["fetch_reach_ppo.toml", "fetch_reach_pipelined.toml"])
 def test_the_robot_arm_trains_and_is_filmed(tmp_path: pathlib.Path, example: str) -> None:
     done = run(
-        *("-m", "rlinf_async.cli", "train", EXAMPLES / example),
+        *("-m", "rlinf_async", "train", EXAMPLES / example),
         *("--out", tmp_path / "run", "--training.total_steps", 1600),
         *("--evaluation.episodes", 4, "--evaluation.video_episodes", 1),
     )
@@ -130,7 +130,7 @@ def test_a_cue_is_remembered_with_a_memory_and_not_without(
     """In the environment of "remember_cue.py", with shorter episodes. A policy without a memory
     is refused with another size of it than the default."""
     done = run(
-        *("-m", "rlinf_async.cli", "train", EXAMPLES / "remember_cue.toml"),
+        *("-m", "rlinf_async", "train", EXAMPLES / "remember_cue.toml"),
         *("--out", tmp_path / "run", "--actor.fsdp.policy.name", policy),
         *("--actor.fsdp.policy.memory_size", memory_size),
         *("--env.kwargs.length", 4, "--training.steps_per_iteration", 16),
@@ -146,7 +146,7 @@ def test_a_cue_is_remembered_with_a_memory_and_not_without(
 @pytest.mark.parametrize("example", ["sac_pendulum.toml", "sac_pixel_reach.toml"])
 def test_replayed_transitions_are_learnt_from(tmp_path: pathlib.Path, example: str) -> None:
     done = run(
-        *("-m", "rlinf_async.cli", "train", EXAMPLES / example, "--out", tmp_path / "run"),
+        *("-m", "rlinf_async", "train", EXAMPLES / example, "--out", tmp_path / "run"),
         *("--training.total_steps", 320, "--training.learning_starts", 240),
         *("--training.updates_per_step", 1, "--evaluation.episodes", 2),
     )
@@ -159,7 +159,7 @@ def test_replayed_transitions_are_learnt_from(tmp_path: pathlib.Path, example: s
 def test_the_vision_language_action_policy_is_cloned_and_trained(tmp_path: pathlib.Path) -> None:
     """Which takes the environment and the script of "reach_env.py"."""
     done = run(
-        *("-m", "rlinf_async.cli", "train", EXAMPLES / "vla_reach.toml"),
+        *("-m", "rlinf_async", "train", EXAMPLES / "vla_reach.toml"),
         *("--out", tmp_path / "run", "--training.total_steps", 2048, "--env.envs", 32),
         *("--actor.cloning.steps", 5, "--demonstrations.episodes", 5),
         *("--evaluation.episodes", 4, "--evaluation.video_episodes", 1),
@@ -173,7 +173,7 @@ def test_the_vision_language_action_policy_is_cloned_and_trained(tmp_path: pathl
 
 def test_the_policy_that_sees_pixels_alone_trains(tmp_path: pathlib.Path) -> None:
     done = run(
-        *("-m", "rlinf_async.cli", "train", EXAMPLES / "pixel_reach.toml"),
+        *("-m", "rlinf_async", "train", EXAMPLES / "pixel_reach.toml"),
         *("--out", tmp_path / "run", "--training.total_steps", 2048),
         *("--evaluation.episodes", 4, "--evaluation.video_episodes", 0, "--actor.ppo.epochs", 1),
     )
@@ -185,7 +185,7 @@ def test_the_policy_that_sees_pixels_alone_trains(tmp_path: pathlib.Path) -> Non
 @pytest.mark.parametrize("example", ["simulated_long_reasoning.toml", "simulated_1024.toml"])
 def test_a_cluster_is_simulated(example: str) -> None:
     done = run(
-        *("-m", "rlinf_async.cli", "simulate", EXAMPLES / example, "--devices", 16),
+        *("-m", "rlinf_async", "simulate", EXAMPLES / example, "--devices", 16),
         *("--work.iterations", 1, "--hardware.actor_devices", 8),
     )
     assert (done.returncode, done.stderr.strip()) == (0, "")
@@ -205,7 +205,7 @@ def says_nothing_but_that_it_knows_nothing_yet(stderr: str) -> None:
 def test_the_language_model_is_warmed_up_and_trained(tmp_path: pathlib.Path, example: str) -> None:
     critic = ("--critic.warmup_iterations", 1) if example.startswith("ppo") else ()
     done = run(
-        *("-m", "rlinf_async.cli", "train", EXAMPLES / example, *critic),
+        *("-m", "rlinf_async", "train", EXAMPLES / example, *critic),
         *("--out", tmp_path / "run", "--warm_start.steps", 20, "--training.iterations", 2),
     )
     assert done.returncode == 1  # two iterations do not reach the target
@@ -220,7 +220,7 @@ def test_the_language_model_is_warmed_up_and_trained(tmp_path: pathlib.Path, exa
 def test_a_checkpoint_of_ones_own_is_trained(tmp_path: pathlib.Path) -> None:
     checkpoint = save_checkpoint(tmp_path / "checkpoint", "qwen3", max_position_embeddings=2048)
     done = run(
-        *("-m", "rlinf_async.cli", "train", EXAMPLES / "grpo_hf_checkpoint.toml"),
+        *("-m", "rlinf_async", "train", EXAMPLES / "grpo_hf_checkpoint.toml"),
         *("--model.path", checkpoint, "--out", tmp_path / "run", "--training.iterations", 2),
         *("--training.prompts", 4, "--training.group_size", 2, "--evaluation.samples", 4),
         *("--rollout.sampling.max_tokens", 8),
