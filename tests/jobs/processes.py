@@ -75,7 +75,7 @@ class Driver:
         self,
         temporary: pathlib.Path,
         *arguments: object,
-        module: tuple[object, ...] = ("rlinf_async.cli",),
+        module: tuple[object, ...] = ("rlinf_async",),
     ) -> None:
         self._log = temporary.with_suffix(".log")
         self._mark = f"TMPDIR={temporary}".encode()
