@@ -40,6 +40,7 @@ def touch(rank: int, ranks: int, parameters: float) -> dict[str, Any]:
     for size in SIZES:
         with timed_together() as seconds:
             found["bytes"] += _touch_next(model, rank, size, reserved, held)
+            reserved.mark_free()
         found[f"to_{size}"] = seconds[0]
     return found
 

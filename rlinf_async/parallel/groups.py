@@ -1,9 +1,4 @@
-"""The pieces of each data-parallel group: the ranks that share the same slices before sharding.
-
-A group is one (stage, tensor rank), or for experts one (stage, expert tensor rank, expert rank).
-Its parameters are cut once; its shards are worked out once, and repeated for its replicas.
-
-Which slice of which tensor each rank holds, and where: a model under a strategy.
+"""Which slice of which tensor each rank holds, and where: a model under a strategy.
 
 ::
 
@@ -12,6 +7,10 @@ model + strategy --split--> slices by stage and tensor rank --shard--> flat rang
 A *piece* is a box of a global tensor that lies row-major and without gaps at an offset of one of a
 rank's buffers. A layout is a table of pieces and a table of buffers, as numpy columns: a thousand
 ranks with a thousand tensors have a million pieces.
+
+A *group* are the ranks that share the same slices before sharding: one (stage, tensor rank), or for
+experts one (stage, expert tensor rank, expert rank). Its parameters are cut once; its shards are
+worked out once, and repeated for its replicas.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Making a plan from one layout to another: which rank sends which box to which rank.
+"""A plan from one layout to another: which rank sends which box to which rank, and when.
 
 ::
 
@@ -14,22 +14,17 @@ Invariants (``tests/parallel`` holds them for random models and strategies):
 - no rank sends more than 1.1 x the least possible maximum, but for the row at which a box is cut;
 - the same two layouts give the same plan on every rank, move for move.
 
-A plan: moves between two layouts, and what each rank has to do for them.
-
 A rank's part are *runs*: views of buffers that any array library can read and write. A run is a
 box on both sides; boxes that lie behind one another without gaps on both sides are one run. The
 order of the runs between two ranks is the same on both: by round, then by where the sender has
 them.
 
-Moves in rounds: in none of them does any rank send, or receive, more than a bucket.
-
-An executor needs memory for one round beside the new shards, and frees it before the next. Rounds
-are one order for all ranks, and a rank goes through its own in that order, so nobody waits in a
-circle; ranks that have nothing in a round skip it.
-
-All receivers advance alike: in each round every one gets about the same part of what it gets in
-all, tensor by tensor. Where one had its moves before another's, the second would wait for the
-first's rounds to end.
+*Rounds*: in none of them does any rank send, or receive, more than a bucket. An executor needs
+memory for one round beside the new shards, and frees it before the next. Rounds are one order for
+all ranks, and a rank goes through its own in that order, so nobody waits in a circle; ranks that
+have nothing in a round skip it. All receivers advance alike: in each round every one gets about the
+same part of what it gets in all, tensor by tensor. Where one had its moves before another's, the
+second would wait for the first's rounds to end.
 """
 
 from __future__ import annotations
@@ -109,7 +104,7 @@ class RankPlan(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Moves as columns. Made by `planning.plan`, in an order that the two layouts decide."""
+    """Moves as columns. Made by `plan`, in an order that the two layouts decide."""
 
     old: Layout
     new: Layout

@@ -1,4 +1,11 @@
-"""The choice of the rank that sends a region, among its holders: traffic is levelled over ranks.
+"""Arithmetic of plans on columns of numbers, millions of rows long: which boxes of tensors overlap,
+who holds the same region, and who of them sends it.
+
+A table of boxes has ``tensor`` ``[n]``, ``start`` and ``size`` ``[n, D]``; tensors of fewer than D
+dimensions have trailing extents of 1. Tensors that both layouts hold in flat ranges (all FSDP and
+distributed-optimizer shards, column-parallel slices) are treated as one-dimensional: ranges then
+need not be cut into boxes, and neighbours are one. A *region* is a box that pieces of several ranks
+hold; source regions are made disjoint.
 
 A *pool* is a set of ranks that hold the same regions; what others need of them may come from any
 rank of the pool. Levelling pours each pool's bytes onto its least loaded ranks, again and again
@@ -6,20 +13,6 @@ until nothing moves (block coordinate descent on the sum of squared loads, a con
 minimum also has the least possible maximum). Then the pool's items are laid end to end on a line
 of bytes, the line is cut at the ranks' quotas, and an item that crosses a cut is cut there too
 when it is large enough to matter.
-
-Regions and their holders: pieces of the same box as one, and source regions made disjoint.
-
-Tensors that both layouts hold in flat ranges (all FSDP and distributed-optimizer shards,
-column-parallel slices) are treated as one-dimensional: ranges then need not be cut into boxes, and
-neighbours are one.
-
-Boxes of tensors as arrays of numbers: cutting flat ranges into boxes, and finding which boxes
-overlap.
-
-A table of boxes has ``tensor`` ``[n]``, ``start`` and ``size`` ``[n, D]``; tensors of fewer than D
-dimensions have trailing extents of 1. All of it is vectorised: tables have millions of rows.
-
-Columns of numbers, millions of rows long: operations that numpy lacks, or has slower.
 """
 
 from __future__ import annotations

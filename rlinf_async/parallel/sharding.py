@@ -80,11 +80,7 @@ class Replicated(msgspec.Struct, frozen=True, tag="replicated", forbid_unknown_f
         self, held: Sequence[Held], ranks: int, label: str = ""
     ) -> tuple[list[GroupBuffer], Shards]:
         """Return the buffers of a group of one: the same on each of its ranks."""
-        buffers = [_whole(one, index, 1) for index, one in enumerate(held)]
-        index = np.arange(len(held))
-        zero = np.zeros_like(index)
-        sizes = np.array([math.prod(one.shape) for one in held], np.int64)
-        return buffers, Shards(zero, index, zero, sizes, index, zero)
+        return _with_whole(held, range(len(held)), [], [], 1)
 
 
 class FSDP2(msgspec.Struct, frozen=True, tag="fsdp2", forbid_unknown_fields=True):

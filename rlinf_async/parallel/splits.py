@@ -14,16 +14,6 @@
 
 Invariant: a piece is a box of a global tensor that lies row-major and without gaps in the rank's
 parameter. So the piece and its offset are enough to move any sub-box of it.
-
-Errors about a strategy, a model or a pair of layouts.
-
-::
-
-    ParallelError
-     +-- StrategyError    the strategy does not fit the model or the ranks: names what would
-     +-- ModelMismatch    two layouts, or a layout and a live model, disagree about the tensors
-     +-- NotHeld          the new layout needs elements that no rank of the old one holds
-     +-- PlanTooLarge     more moves than a plan may have
 """
 
 from __future__ import annotations
@@ -40,7 +30,7 @@ UNEVEN: Final = "; or stage_layers="
 
 
 class ParallelError(Exception):
-    """Root of the errors about layouts and plans."""
+    """Root of the errors about strategies, layouts and plans."""
 
 
 class StrategyError(ParallelError, ValueError):

@@ -1,4 +1,4 @@
-"""Parallel strategies: the sizes of each kind of parallelism, and the numbers of the ranks.
+"""Parallel strategies, and the models that they spread over ranks.
 
 Ranks are numbered as Megatron's default order ``tp-cp-ep-dp-pp`` does: tensor-parallel neighbours
 are next to each other, pipeline stages farthest apart. For experts the same ranks form a
@@ -9,31 +9,12 @@ grid of their own::
 
 Context-parallel ranks hold the same parameters, so data-sharding spreads over ``DP x CP`` ranks.
 
-Global tensors, and the parameters of a backend, in which a rank holds slices of them.
-
 A *global tensor* is a tensor of a checkpoint: whole, unfused, unpadded. A *parameter* has one name
 in one backend: some global tensors, cut over the tensor-parallel ranks by a `Split`
 and put one behind the other. Two backends that hold the same global tensors in different
 parameters (``q_proj``, ``k_proj``, ``v_proj`` here, ``qkv_proj`` there) can exchange weights;
-nothing else need agree.
-
-Optimizer moments have the shapes of their tensors: the layout and the plan of the weights are
-theirs too.
-
-The order in which ranks hold shards, so that another number of ranks finds much where it is.
-
-::
-
-    shard            0 1 2 3 4 5 6 7
-    2 ranks    held  0       1
-    4 ranks    by    0   2   1   3
-    8 ranks          0 4 2 6 1 5 3 7
-    3 ranks          0  2  1
-
-A rank has the same place among any number of ranks, as far as there are places: the order of n is
-that of n + 1 without the last rank. So the size alone says it, whatever the sizes before were.
-
-Which samples a rank trains on: several ranks may hold parts of one model, for the same ones.
+nothing else need agree. Optimizer moments have the shapes of their tensors: the layout and the plan
+of the weights are theirs too.
 """
 
 from __future__ import annotations
@@ -328,17 +309,29 @@ def describe(tensor: GlobalTensor) -> str:
 def nested_order(ranks: int) -> tuple[int, ...]:
     """Return which of ``0 .. ranks - 1`` holds shard 0, 1, ...: by their van der Corput numbers.
 
-    That of a rank is its binary digits, the lowest first, behind the point. Where powers of two
-    double or halve, every rank keeps all that it can, and half of the bytes travel; in the natural
-    order three quarters do from 2 to 4 ranks, seven eighths from 4 to 8. No other change leaves
-    less in place than in the natural order, but for tensors whose rows the ranks do not divide.
+    ::
+
+        shard            0 1 2 3 4 5 6 7
+        2 ranks    held  0       1
+        4 ranks    by    0   2   1   3
+        8 ranks          0 4 2 6 1 5 3 7
+        3 ranks          0  2  1
+
+    A rank has the same place among any number of ranks, as far as there are places: the order of n
+    is that of n + 1 without the last rank. So the size alone says it, whatever the sizes before.
+
+    The number of a rank is its binary digits, the lowest first, behind the point. Where powers of
+    two double or halve, every rank keeps all that it can, and half of the bytes travel; in the
+    natural order three quarters do from 2 to 4 ranks, seven eighths from 4 to 8. No other change
+    leaves less in place than in the natural order, but for tensors whose rows the ranks do not
+    divide.
     """
     digits = max(ranks - 1, 0).bit_length()
     return tuple(sorted(range(ranks), key=lambda rank: f"{rank:0{digits}b}"[::-1]))
 
 
 class DataRank(NamedTuple):
-    """Where a rank stands among those that train on other samples.
+    """Which samples a rank trains on: several ranks may hold parts of one model, for the same ones.
 
     ::
 

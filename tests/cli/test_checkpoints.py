@@ -123,7 +123,7 @@ def test_out_of_a_run_comes_a_run_at_its_newest_checkpoint(
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from rlinf_async.backends.checkpoint import folders, resharding
+from rlinf_async.backends.checkpoint import exporting
 rename = os.rename
 def dying(*given):
     left.append(given)
@@ -133,7 +133,7 @@ def dying(*given):
 left = []
 os.rename = dying
 Path.rename = lambda self, target: dying(self, target)
-resharding.Resharding(Path(sys.argv[1]), dp=2, tp=1).run(Path(sys.argv[2]))
+exporting.Resharding(Path(sys.argv[1]), dp=2, tp=1).run(Path(sys.argv[2]))
 """
 
 

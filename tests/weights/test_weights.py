@@ -18,7 +18,7 @@ from rlinf_async.weights import (
     unpack,
     verify,
 )
-from rlinf_async.weights.checksum import update_checksum
+from rlinf_async.weights.pack import update_checksum
 
 DTYPES = [
     torch.float32,

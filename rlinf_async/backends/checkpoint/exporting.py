@@ -1,44 +1,32 @@
-"""A checkpoint as a Hugging Face folder, which transformers and vLLM load.
+"""A checkpoint's folder made into another one: for transformers and vLLM (`Export`), or for other
+ranks, to resume from (`Resharding`).
 
 ::
 
-    model-00001-of-00003.safetensors, ...   weights, in the requested dtype
-    model.safetensors.index.json            file of each tensor; a small model is one file without
-                                            index, model.safetensors
-    config.json, generation_config.json, tokenizer files
+    Export: weights alone                   Resharding: a checkpoint, or a run at its newest one
 
-Tied weights are stored once. Weights get the names and shapes that checkpoints of their
-architecture have: experts, which transformers keeps fused in memory, are stored one by one. One
-tensor at a time is in memory.
+    OUT                                     IN                            OUT
+    model-00001-of-00003.safetensors, ...   checkpoint/                   checkpoint/
+    model.safetensors.index.json              actor's files                 cut by the new layout
+    config.json, generation_config.json,      critic/, a checkpoint too     likewise
+    tokenizer files                           run.msgpack                   copied, as all else
+                                            run/                          run/
+                                              checkpoints/version-000010/   as above
+                                              checkpoints/latest.json       copied
+                                              (older checkpoints)           --
+                                              everything else, not hidden   copied
 
-One trainer's checkpoint folder, resharded for other ranks, one tensor at a time.
+IN is only read; OUT gets its name when all of it is on the disk. One tensor at a time is in memory.
 
-::
+An export has the names and shapes that checkpoints of the architecture have: experts, which
+transformers keeps fused in memory, are stored one by one; tied weights are stored once; a small
+model is one file without index.
 
-    any folder --read: boxes of global tensors--> cut by the new layout --> one file for each rank
-
-``dp`` alone cuts every tensor by FSDP2's rows, for which the model need not be known. ``tp`` cuts
-by the name map of the folder's decoder (`name_map`); a rank's file then holds its slices, under the
-names of transformers, with the boxes that each is made of. Both are read back by the same command
-and by trainers. The rank's own values of each rank of the run are copied unchanged.
-
-A checkpoint, or a run at its newest one, resharded offline for other ranks.
-
-::
-
-    IN                              OUT
-    checkpoint/                     checkpoint/
-      actor's files                   resharded (`cutting`)
-      critic/                         resharded, as every folder that is a checkpoint itself
-      run.msgpack                     copied, as everything else
-    run/                            run/
-      checkpoints/version-000010/     as above
-      checkpoints/latest.json         copied
-      (older checkpoints)             --
-      everything else, not hidden     copied
-
-So a run resumes from OUT as it would from IN. Invariants: IN is only read; OUT gets its name when
-all of it is on the disk, and the metadata that marks a checkpoint as complete is written last.
+In a resharded checkpoint ``dp`` alone cuts every tensor by FSDP2's rows, for which the model need
+not be known. ``tp`` cuts by the name map of the folder's decoder; a rank's file then holds its
+slices, under the names of transformers, with the boxes that each is made of. The rank's own values
+of each rank of the run are copied unchanged. The metadata that marks a checkpoint as complete is
+written last.
 """
 
 from __future__ import annotations
@@ -274,122 +262,6 @@ def _pretty(value: object) -> bytes:
     return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
 
 
-class Cutting:
-    """One trainer's checkpoint, resharded. `write` writes it; ``total_bytes`` is known before.
-
-    Args:
-        folder: of the checkpoint.
-        dp: ranks that share each tensor's rows.
-        tp: tensor-parallel ranks.
-
-    Raises `CheckpointError` for a folder that is damaged, or whose tensors are not known where that
-    is needed, and `StrategyError` for sizes that do not divide, with the nearest that do.
-    """
-
-    def __init__(self, folder: Path, *, dp: int, tp: int) -> None:
-        self._strategy = notes.Strategy(dp=dp, tp=tp)
-        strategy = Strategy(dp=dp, tp=tp, sharding=FSDP2() if dp > 1 else Replicated())
-        with being_read(folder):
-            self._saved = read_checkpoint(folder)
-            self._model_files = model_files(self._saved)
-        self._folder = self._saved.folder
-        named = self._named(tp)
-        self._aliases = {**self._saved.aliases, **named.aliases}
-        found = layout(named.model, strategy)
-        self._files = [in_file_order(self._entries(found, named, rank)) for rank in range(dp * tp)]
-        self.total_bytes = sum(one.nbytes for file in self._files for one in file)
-
-    @property
-    def ranks(self) -> int:
-        """The number of files of tensors in the result."""
-        return len(self._files)
-
-    @property
-    def names(self) -> set[str]:
-        """The trainer's own files and folders in its folder."""
-        known = self._saved.metadata
-        of_format_1 = {own_file(rank, self._ranks_before) for rank in range(self._ranks_before)}
-        files = {one.name for one in (*known.tensors, *known.own)} if known else of_format_1
-        return files | {METADATA, MODEL_FOLDER}
-
-    def write(self, folder: Path, advance: Advance) -> None:
-        """Write into an empty folder. It is complete when `finish` has been called."""
-        tensors = [
-            self._write(folder, tensor_file(rank, self.ranks), entries, advance)
-            for rank, entries in enumerate(self._files)
-        ]
-        self._note = Metadata(
-            strategy=self._strategy,
-            tensors=tuple(tensors),
-            own=tuple(self._write_own(folder)),
-            model=self._copy_model(folder),
-            aliases=self._aliases,
-        )
-
-    def finish(self, folder: Path) -> None:
-        """Write the metadata, which marks the folder as a complete checkpoint."""
-        sync(folder)
-        write_whole(folder / METADATA, notes.encode(self._note))
-
-    @property
-    def _ranks_before(self) -> int:
-        return len(self._saved.own)
-
-    def _named(self, tp: int) -> Named:
-        if tp > 1:
-            return by_name_map(self._saved, self._model_files)
-        tensors = self._saved.tensors
-        return Named(Model.of({name: one.shape for name, one in tensors.items() if one.shape}))
-
-    def _entries(self, found: Layout, named: Named, rank: int) -> Iterator[Entry]:
-        saved = self._saved.tensors
-        for buffer in found.of_rank(rank):
-            boxes = tuple(named.box(piece) for piece in buffer.pieces)
-            yield Entry(buffer.name, saved[buffer.name].dtype, buffer.shape, boxes)
-        if rank == 0:
-            for name, one in saved.items():
-                if not one.shape:
-                    yield Entry(name, one.dtype, (), (Box(name, (), (), 0),))
-
-    def _write(self, folder: Path, name: str, entries: list[Entry], advance: Advance) -> FileRecord:
-        shapes = {one.name: self._saved.tensors[one.name].shape for one in entries}
-        head = header(entries, shapes)
-        return write_tensors(folder, name, head, entries, self._make, advance)
-
-    def _make(self, entry: Entry) -> Tensor:
-        made = torch.zeros(entry.shape, dtype=entry.dtype)
-        flat = made.reshape(-1)
-        for box in entry.boxes:
-            view = flat[box.offset : box.offset + math.prod(box.size)].view(box.size)
-            self._saved.tensors[box.tensor].fill(view, box.start)
-        return made
-
-    def _write_own(self, folder: Path) -> Iterator[FileRecord]:
-        if self._saved.metadata is not None:
-            for record in self._saved.metadata.own:
-                yield self._copy(folder, record)
-            return
-        for rank, own in enumerate(self._saved.own):
-            content = io.BytesIO()
-            torch.save(own, content)
-            yield write_file(folder, own_file(rank, self._ranks_before), content.getvalue())
-
-    def _copy_model(self, folder: Path) -> tuple[FileRecord, ...]:
-        if self._saved.metadata is None or not self._model_files:
-            return ()
-        (folder / MODEL_FOLDER).mkdir()
-        records = tuple(self._copy(folder, one) for one in self._saved.metadata.model)
-        sync(folder / MODEL_FOLDER)
-        return records
-
-    def _copy(self, folder: Path, record: FileRecord) -> FileRecord:
-        """Copy a file, and check that it is the recorded one."""
-        copied = copy_file(self._folder, folder, record.name)
-        if copied != record:
-            raise CheckpointError(f"{self._folder / record.name} was changed while it was copied")
-        return copied
-
-
 class Resharded(NamedTuple):
     """The result of a resharding."""
 
@@ -424,11 +296,11 @@ class Resharding:
         self._inside = Path() if self._newest is None else checkpoint.relative_to(path)
         self._folder = find_checkpoint(checkpoint)
         with being_read(self._folder):
-            self._whole = _Contents(self._folder, dp, tp)
+            self._cutting = Cutting(self._folder, dp=dp, tp=tp)
         self._of_run = len(self._inside.parts) > 1
         around = set(visible(path)) - {self._inside.parts[0]} if self._of_run else set[str]()
         self._around = Copies(path, around)
-        self.total_bytes = self._whole.total_bytes + self._around.total_bytes
+        self.total_bytes = self._cutting.total_bytes + self._around.total_bytes
 
     def run(self, out: Path, advance: Advance = lambda _: None) -> Resharded:
         """Write the folder ``out``, which must not exist yet."""
@@ -439,40 +311,138 @@ class Resharding:
         with being_read(self._folder), new_folder(out) as folder:
             target = folder / self._inside
             target.mkdir(parents=True, exist_ok=True)
-            self._whole.write(target, advance)
+            self._cutting.write(target, advance)
             self._around.write(folder, advance)
             if self._newest is not None:
                 note = folder / self._newest.note.relative_to(self._path)
                 sync(note.parent)
                 write_whole(note, self._newest.content)
-        whole = self._whole
-        cut, copied = tuple(sorted(whole.inner)), whole.copies.names
+        made = self._cutting
         return Resharded(
-            out, whole.cutting.ranks, self.total_bytes, cut, copied, of_run=self._of_run
+            out,
+            made.ranks,
+            self.total_bytes,
+            tuple(made.inner),
+            made.copies.names,
+            of_run=self._of_run,
         )
 
 
-class _Contents:
-    """A checkpoint's folder with everything in it."""
+class Cutting:
+    """A checkpoint's folder with everything in it, resharded. `write` writes it; ``total_bytes`` is
+    known before.
 
-    def __init__(self, folder: Path, dp: int, tp: int) -> None:
-        self.cutting = Cutting(folder, dp=dp, tp=tp)
-        beside = set(visible(folder)) - self.cutting.names
-        checkpoints = {one for one in beside if (folder / one / METADATA).is_file()}
-        self.inner = {one: _Contents(folder / one, dp, tp) for one in sorted(checkpoints)}
-        self.copies = Copies(folder, beside - checkpoints)
+    Args:
+        folder: of the checkpoint.
+        dp: ranks that share each tensor's rows.
+        tp: tensor-parallel ranks.
 
-    @property
-    def total_bytes(self) -> int:
-        """The size of the result."""
-        inside = sum(one.total_bytes for one in self.inner.values())
-        return self.cutting.total_bytes + self.copies.total_bytes + inside
+    Raises `CheckpointError` for a folder that is damaged, or whose tensors are not known where that
+    is needed, and `StrategyError` for sizes that do not divide, with the nearest that do.
+    """
 
-    def write(self, target: Path, advance: Advance) -> None:
-        """Write it into an empty folder."""
-        self.cutting.write(target, advance)
+    def __init__(self, folder: Path, *, dp: int, tp: int) -> None:
+        self._strategy = notes.Strategy(dp=dp, tp=tp)
+        self.ranks = dp * tp
+        with being_read(folder):
+            self._saved = read_checkpoint(folder)
+            self._model_files = model_files(self._saved)
+        self._folder = self._saved.folder
+        tensors = self._saved.tensors
+        if tp > 1:
+            named = by_name_map(self._saved, self._model_files)
+        else:
+            shapes = {name: one.shape for name, one in tensors.items() if one.shape}
+            named = Named(Model.of(shapes))
+        self._aliases = {**self._saved.aliases, **named.aliases}
+        sharding = FSDP2() if dp > 1 else Replicated()
+        found = layout(named.model, Strategy(dp=dp, tp=tp, sharding=sharding))
+        self._files = [
+            in_file_order(self._entries(found, named, rank)) for rank in range(self.ranks)
+        ]
+        beside = set(visible(folder)) - self._own_names()
+        checkpoints = sorted(one for one in beside if (folder / one / METADATA).is_file())
+        self.inner = {one: Cutting(folder / one, dp=dp, tp=tp) for one in checkpoints}
+        self.copies = Copies(folder, beside - self.inner.keys())
+        self.total_bytes: int = (
+            sum(one.nbytes for file in self._files for one in file)
+            + self.copies.total_bytes
+            + sum(one.total_bytes for one in self.inner.values())
+        )
+
+    def write(self, folder: Path, advance: Advance) -> None:
+        """Write into an empty folder. The metadata, which marks it as complete, comes last."""
+        tensors = [
+            self._write(folder, tensor_file(rank, self.ranks), entries, advance)
+            for rank, entries in enumerate(self._files)
+        ]
+        note = Metadata(
+            strategy=self._strategy,
+            tensors=tuple(tensors),
+            own=tuple(self._write_own(folder)),
+            model=self._copy_model(folder),
+            aliases=self._aliases,
+        )
         for name, one in self.inner.items():
-            (target / name).mkdir()
-            one.write(target / name, advance)
-        self.copies.write(target, advance)
-        self.cutting.finish(target)
+            (folder / name).mkdir()
+            one.write(folder / name, advance)
+        self.copies.write(folder, advance)
+        sync(folder)
+        write_whole(folder / METADATA, notes.encode(note))
+
+    def _own_names(self) -> set[str]:
+        """The trainer's own files and folders in its folder."""
+        known, ranks = self._saved.metadata, len(self._saved.own)
+        if known is None:
+            files = {own_file(rank, ranks) for rank in range(ranks)}
+        else:
+            files = {one.name for one in (*known.tensors, *known.own)}
+        return files | {METADATA, MODEL_FOLDER}
+
+    def _entries(self, found: Layout, named: Named, rank: int) -> Iterator[Entry]:
+        saved = self._saved.tensors
+        for buffer in found.of_rank(rank):
+            boxes = tuple(named.box(piece) for piece in buffer.pieces)
+            yield Entry(buffer.name, saved[buffer.name].dtype, buffer.shape, boxes)
+        if rank == 0:
+            for name, one in saved.items():
+                if not one.shape:
+                    yield Entry(name, one.dtype, (), (Box(name, (), (), 0),))
+
+    def _write(self, folder: Path, name: str, entries: list[Entry], advance: Advance) -> FileRecord:
+        shapes = {one.name: self._saved.tensors[one.name].shape for one in entries}
+        head = header(entries, shapes)
+        return write_tensors(folder, name, head, entries, self._make, advance)
+
+    def _make(self, entry: Entry) -> Tensor:
+        made = torch.zeros(entry.shape, dtype=entry.dtype)
+        flat = made.reshape(-1)
+        for box in entry.boxes:
+            view = flat[box.offset : box.offset + math.prod(box.size)].view(box.size)
+            self._saved.tensors[box.tensor].fill(view, box.start)
+        return made
+
+    def _write_own(self, folder: Path) -> Iterator[FileRecord]:
+        if self._saved.metadata is not None:
+            for record in self._saved.metadata.own:
+                yield self._copy(folder, record)
+            return
+        for rank, own in enumerate(self._saved.own):
+            content = io.BytesIO()
+            torch.save(own, content)
+            yield write_file(folder, own_file(rank, len(self._saved.own)), content.getvalue())
+
+    def _copy_model(self, folder: Path) -> tuple[FileRecord, ...]:
+        if self._saved.metadata is None or not self._model_files:
+            return ()
+        (folder / MODEL_FOLDER).mkdir()
+        records = tuple(self._copy(folder, one) for one in self._saved.metadata.model)
+        sync(folder / MODEL_FOLDER)
+        return records
+
+    def _copy(self, folder: Path, record: FileRecord) -> FileRecord:
+        """Copy a file, and check that it is the recorded one."""
+        copied = copy_file(self._folder, folder, record.name)
+        if copied != record:
+            raise CheckpointError(f"{self._folder / record.name} was changed while it was copied")
+        return copied

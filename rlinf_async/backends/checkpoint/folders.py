@@ -11,19 +11,11 @@ Invariants: a folder called NAME is complete. A folder is not removed while it i
 a shared lock on it and on its parent (which may be a checkpoint too, and removed as one), and it is
 removed under an exclusive lock.
 
-The contents of ``metadata.json``, and the record that each rank writes before it exists.
-
 ::
 
     rank_0_of_2.json   `RankRecord`: written last by each rank, so that one of them sees that all
                        are done; removed from a complete folder
     metadata.json      `Metadata`: a folder that has it is complete
-
-The error of this folder.
-
-::
-
-    CheckpointError     a checkpoint could not be written or read, or does not fit
 """
 
 from __future__ import annotations
@@ -42,7 +34,10 @@ import msgspec
 
 
 class CheckpointError(Exception):
-    """The message names the file, the tensor, and what differs."""
+    """A checkpoint could not be written or read, or does not fit.
+
+    The message names the file, the tensor, and what differs.
+    """
 
 
 FORMAT = 2
@@ -200,6 +195,7 @@ LATEST = "latest.json"
 """file beside a run's checkpoints with the name of the one that the run resumes from"""
 
 _NUMBERED = re.compile(r"version-\d+")
+"""names of a run's own checkpoints; a user's copy (``version-000010-four``) must not be removed"""
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<what>partial|previous|beside)")
 
 
@@ -422,7 +418,7 @@ def keep_newest(checkpoints: Path, newest: str, count: int, *, previous: str | N
     so_far = sorted(
         path
         for path in checkpoints.iterdir()
-        if path.is_dir() and _is_numbered(path.name) and path.name <= newest
+        if path.is_dir() and _NUMBERED.fullmatch(path.name) and path.name <= newest
     )
     never_named = [path for path in so_far if previous and previous < path.name < newest]
     named = [path for path in so_far if path not in never_named]
@@ -446,8 +442,3 @@ def clean(checkpoints: Path) -> None:
             os.rename(path, target)
         else:
             remove(path)
-
-
-def _is_numbered(name: str) -> bool:
-    # A user's copy (``version-000010-four``) must not be removed.
-    return _NUMBERED.fullmatch(name) is not None

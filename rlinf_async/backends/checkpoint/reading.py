@@ -12,19 +12,11 @@ with the files.
 Nothing is copied until a piece is cut out. Files are read as safetensors, or by torch's
 ``weights_only`` loader: a checkpoint cannot run code.
 
-How tensor-parallel ranks cut a trainer's tensors: the name map of their decoder.
-
-::
-
-    config.json -> decoder -> its parameters, and those of their moments that are stored
-    other tensors (a critic's value head) -> whole on every tensor rank
-
-The map has a name for each expert; transformers 5 and checkpoints have them fused,
-``[experts, ...]``. `Named.places` holds the place of each in the fused tensor.
-
-The language model in a checkpoint: its configuration, and its tensors by their names in memory.
-
-Weights are stored as ``model.language.NAME``, moments as ``optimizer.language.NAME.exp_avg``.
+A language model's weights are stored as ``model.language.NAME``, moments as
+``optimizer.language.NAME.exp_avg``. How tensor-parallel ranks cut them says the name map of their
+decoder (`by_name_map`); a critic's value head is whole on every tensor rank. The map has a name for
+each expert; transformers 5 and checkpoints have them fused, ``[experts, ...]``: `Named.places` has
+the place of each in the fused tensor.
 """
 
 from __future__ import annotations
@@ -220,12 +212,8 @@ _ELSEWHERE = "use another checkpoint, or restore the file"
 _OF_ONE = "the files are not of one checkpoint; use another, or restore them"
 
 
-def load_plain(target: Path) -> dict[str, Any]:
+def load_plain(target: Path, *, mmap: bool = False) -> dict[str, Any]:
     """Read plain values and tensors that torch saved; `CheckpointError` for anything else."""
-    return _load(target, mmap=False)
-
-
-def _load(target: Path, *, mmap: bool) -> dict[str, Any]:
     try:
         with _no_other_objects():
             content = torch.load(target, map_location="cpu", weights_only=True, mmap=mmap)
@@ -355,7 +343,7 @@ def _read_v1(folder: Path, metadata: MetadataV1, checked: Wanted) -> Saved:
     for number, record in enumerate(metadata.files):
         path = folder / record.name
         check_file(folder, record, summed=checked(number))
-        content = _load(path, mmap=True)
+        content = load_plain(path, mmap=True)
         try:
             for name, entry in content.pop("state").items():
                 data, rows = entry["data"], entry["rows"]

@@ -1,9 +1,5 @@
-"""Files of tensors, written one tensor at a time, so that one is in memory.
-
-Copies of the other files in a checkpoint's or run's folder, flushed to the disk.
-
-Links stay links to their targets. Only files, folders and links are copied.
-"""
+"""New folders, written without more than one tensor in memory: files of tensors, and copies of the
+other files of a checkpoint or run, flushed to the disk."""
 
 from __future__ import annotations
 
@@ -117,6 +113,8 @@ def copy_file(source: Path, target: Path, name: str) -> FileRecord:
 class Copies:
     """Copies of the contents of a folder. `write` makes them; ``total_bytes`` is known before.
 
+    Links stay links to their targets. Only files, folders and links are copied.
+
     Args:
         folder: the source.
         names: files and folders in it; folders are copied with their contents.
@@ -126,8 +124,9 @@ class Copies:
         self._folder = folder
         self.names = tuple(sorted(names))
         self._found = [one for name in self.names for one in _within(folder, Path(name))]
+        paths = [folder / one for one in self._found]
         self.total_bytes = sum(
-            (folder / one).stat().st_size for one in self._found if _is_plain(folder / one)
+            one.stat().st_size for one in paths if one.is_file() and not one.is_symlink()
         )
 
     def write(self, target: Path, advance: Advance) -> None:
@@ -157,7 +156,3 @@ def _within(folder: Path, one: Path) -> Iterator[Path]:
     if (folder / one).is_dir() and not (folder / one).is_symlink():
         for inner in sorted((folder / one).iterdir()):
             yield from _within(folder, one / inner.name)
-
-
-def _is_plain(path: Path) -> bool:
-    return path.is_file() and not path.is_symlink()

@@ -7,8 +7,6 @@
 The safetensors library reads and checks it, but would write it from copies in memory and without a
 checksum, so it is written here. The header's ``__metadata__`` has the global shapes and, for each
 tensor of the file, the boxes of global tensors that it is made of.
-
-What one rank writes into a checkpoint.
 """
 
 from __future__ import annotations
@@ -184,7 +182,7 @@ def checksum(path: Path) -> int:
 
 
 class Part(NamedTuple):
-    """A rank's part of the state."""
+    """What one rank writes of the state."""
 
     entries: list[Entry]
     """in the order of the file"""

@@ -1,20 +1,32 @@
-"""Collectives of the ranks that train; and `fail_together`: what fails on one is an error on each.
+"""Ranks that train together: their collectives, errors, and a checkpoint that all of them write and
+read.
 
-A rank that left alone would keep the others in the next collective until that times out. At world
-size 1 nothing is exchanged.
+What fails on one rank is an error on each (`fail_together`): a rank that left alone would keep the
+others in the next collective until that times out. At world size 1 nothing is exchanged.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Protocol
+import io
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlinf_async.backends.checkpoint.folders import CheckpointError
+from rlinf_async.backends.checkpoint.folders import (
+    CheckpointError,
+    being_read,
+    find_checkpoint,
+    fresh_staging,
+    staging_folder,
+)
+from rlinf_async.backends.checkpoint.reading import Saved, read_checkpoint
+from rlinf_async.backends.checkpoint.writing import CheckpointWriter
 
 
 class Rank(Protocol):
@@ -99,3 +111,81 @@ def fail_together(member: Rank, doing: str) -> Iterator[None]:
     culprits = [rank for rank, flag in enumerate(flags) if flag.item()]
     if culprits:
         raise CheckpointError(f"{doing} failed on rank {culprits}; see that rank's error")
+
+
+class Counters(msgspec.Struct, frozen=True):
+    """How far a training is, in optimizer steps. Part of checkpoints; equal on all ranks."""
+
+    steps: int
+    skipped_steps: int
+    scaler_factor: float = 1.0
+    scaler_good_steps: int = 0
+
+
+class Own(NamedTuple):
+    """What each rank saves besides its tensors."""
+
+    counters: Counters
+    rng: Tensor
+    """state of torch's random numbers on the CPU"""
+    extra: dict[str, Any]
+
+
+def encode_own(counters: Counters, extra: Mapping[str, Any]) -> bytes:
+    """Encode what this rank saves besides its tensors: now, as some of it goes on changing."""
+    buffer = io.BytesIO()
+    progress = msgspec.structs.asdict(counters)
+    torch.save({"progress": progress, "rng": torch.get_rng_state(), "extra": dict(extra)}, buffer)
+    return buffer.getvalue()
+
+
+def prepare_writing(member: Rank, writer: CheckpointWriter, path: Path) -> None:
+    """Make an empty staging folder, once the checkpoint before is written. Collective."""
+    with fail_together(member, "writing the checkpoint before"):
+        writer.wait()
+    with fail_together(member, f"preparing {staging_folder(path)}"):
+        if member.rank == 0:
+            fresh_staging(path)
+
+
+@contextlib.contextmanager
+def reading_together(
+    member: Rank, writer: CheckpointWriter, path: Path, check: Callable[[Saved], None]
+) -> Iterator[tuple[Saved, list[Own]]]:
+    """Map a checkpoint folder into memory, and keep it from being removed inside the block.
+
+    Returns it with what every rank saved besides its tensors. ``check`` raises for what does not
+    fit the model. Where one rank raises `CheckpointError`, all do.
+    """
+    writer.settle()
+    with fail_together(member, "writing the checkpoint before"):
+        writer.wait()
+    with contextlib.ExitStack() as reading:
+        with fail_together(member, f"reading {path}"):
+            folder = find_checkpoint(path)
+            reading.enter_context(being_read(folder))
+        with fail_together(member, f"reading {folder}"):
+            size = member.world_size
+            saved = read_checkpoint(folder, lambda number: number % size == member.rank)
+            check(saved)
+            own = [_decode_own(one, folder) for one in saved.own]
+            if not own:
+                raise CheckpointError(
+                    f"{folder} has no file with a rank's own state (counters, random numbers): "
+                    f"{_FOREIGN}"
+                )
+        yield saved, own
+
+
+_FOREIGN = "it was not written by save_checkpoint()"
+
+
+def _decode_own(content: dict[str, Any], folder: Path) -> Own:
+    """Return a rank's own state, as `encode_own` wrote it."""
+    try:
+        counters = msgspec.convert(content["progress"], Counters)
+        return Own(counters, content["rng"], content["extra"])
+    except (KeyError, msgspec.ValidationError) as error:
+        raise CheckpointError(
+            f"{folder} lacks a part of a rank's own state ({error}): {_FOREIGN}"
+        ) from error

@@ -8,29 +8,19 @@
     thread             the disk
     end of process     the thread, which is no daemon
 
-    thread: copy -> tensors' file -> own file -> [rank 0: model's files] -> record of the rank
-            -> the rank whose record is the last: metadata, rename
+    begin:  small tensors and buffers are copied, the rest is referred to
+    thread: copy of the rest -> tensors' file -> own file -> [rank 0: model's files]
+            -> record of the rank -> the rank whose record is the last: metadata, rename
 
-An error of the thread is set in the checkpoint's future; it is raised where that is awaited, and by
-the next `wait` at the latest. The folder does not exist then, and the one before it still does.
-
-A copy of this rank's part in host memory, made while training goes on.
-
-::
-
-    begin      small tensors and buffers are copied, the rest is referred to
-    run        in the writer's thread: parameters and moments are copied
-    settled    from here on they may change: the next optimizer step waits for that
-
-Parameters and moments change in optimizer steps alone, so the copy runs beside the forward and
+Parameters and moments change in optimizer steps alone, so their copy runs beside the forward and
 backward passes of the next one. Whatever else changes them has to wait too
 (`CheckpointWriter.settle`). Code that does not is detected only in some cases: torch's version
 counters, which are compared, count operations on the tensor that was copied, but neither changes of
 FSDP2's shards through their parameter, nor fused kernels (AdamW's). A detected change fails the
 checkpoint.
 
-The memory is kept for the next copy: fresh pages cost more than the copy itself. It is pinned where
-there is a CUDA device.
+An error of the thread is set in the checkpoint's future; it is raised where that is awaited, and by
+the next `wait` at the latest. The folder does not exist then, and the one before it still does.
 """
 
 from __future__ import annotations
@@ -40,7 +30,7 @@ import time
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,7 +53,8 @@ SMALL_BYTES = 64 * 1024
 
 
 class HostMemory:
-    """Memory for one rank's tensors, in the order of its file."""
+    """Memory for one rank's tensors, in the order of its file; pinned where they are on a CUDA
+    device. It is kept for the next copy: fresh pages cost more than the copy itself."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
@@ -120,7 +111,8 @@ class Snapshot:
         return self._memory.content(self.part)
 
     def _copy(self) -> None:
-        streams = {device: _stream(device) for device in self._ready}
+        new_stream: Any = torch.cuda.Stream  # beside those of the training
+        streams = {device: new_stream(device) for device in self._ready}
         for device, stream in streams.items():
             stream.wait_event(self._ready[device])
         for _, live, target, _ in self._later:
@@ -149,11 +141,6 @@ def _event(device: torch.device) -> torch.cuda.Event:
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
-
-
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Make a stream beside that of the training."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 ModelFiles = Mapping[str, bytes | Path]

@@ -1,31 +1,29 @@
-"""Saving and loading one rank's model: what a checkpoint holds besides the tensors.
+"""Saving and loading one rank's model, and what a checkpoint holds besides the tensors: counters,
+parameter groups, loss scaling.
 
 Moments and weights are read and written where they are, so nothing has to be onloaded for it.
-
-Learning-rate schedule, parameter groups, loss scaling, and the counters of a training.
 """
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 from torch import Tensor, nn
 
 from rlinf_async.backends.base import OptimizerConfig
-from rlinf_async.backends.checkpoint.folders import (
-    CheckpointError,
-    being_read,
-    find_checkpoint,
-    fresh_staging,
-    staging_folder,
+from rlinf_async.backends.checkpoint.folders import CheckpointError, staging_folder
+from rlinf_async.backends.checkpoint.together import (
+    Counters,
+    Own,
+    encode_own,
+    prepare_writing,
+    reading_together,
 )
-from rlinf_async.backends.checkpoint.reading import read_checkpoint
 from rlinf_async.backends.checkpoint.writing import CheckpointWriter, Content, ModelFiles
 from rlinf_async.backends.fsdp import ranks
 from rlinf_async.backends.fsdp.state import (
@@ -43,20 +41,6 @@ from rlinf_async.backends.fsdp.state import (
 FSDP1_PREFIX = "_fsdp_wrapped_module."
 
 
-class Counters(msgspec.Struct, frozen=True):
-    """How far a training is, in optimizer steps. Part of checkpoints; equal on all ranks."""
-
-    steps: int
-    skipped_steps: int
-    scaler_factor: float
-    scaler_good_steps: int
-
-
-def clean_name(name: str) -> str:
-    """Return a parameter's name without the prefix of FSDP1."""
-    return name.replace(FSDP1_PREFIX, "")
-
-
 def parameter_groups(
     model: nn.Module, value_names: set[str], config: OptimizerConfig, *, freeze_rest: bool
 ) -> list[dict[str, Any]]:
@@ -68,7 +52,8 @@ def parameter_groups(
     split: dict[str, list[nn.Parameter]] = {"policy": [], "value": []}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            split["value" if clean_name(name) in value_names else "policy"].append(parameter)
+            plain = name.replace(FSDP1_PREFIX, "")
+            split["value" if plain in value_names else "policy"].append(parameter)
     if freeze_rest and not split["value"]:
         raise ValueError(
             "critic_warmup_steps is set, but the model names no parameters that only the value "
@@ -123,18 +108,6 @@ class LossScaler:
             self.good_steps = 0
 
 
-_FOREIGN = "it was not written by save_checkpoint()"
-
-
-class Own(NamedTuple):
-    """What each rank saves besides its tensors."""
-
-    counters: Counters
-    rng: Tensor
-    """state of torch's random numbers on the CPU"""
-    extra: dict[str, Any]
-
-
 class Source(NamedTuple):
     """What one rank saves."""
 
@@ -148,12 +121,7 @@ class Source(NamedTuple):
 
 def begin(member: ranks.Rank, writer: CheckpointWriter, path: Path, source: Source) -> Future[Path]:
     """Start writing a checkpoint folder; see `FSDPModelManager.begin_checkpoint`."""
-    staging = staging_folder(path)
-    with ranks.fail_together(member, "writing the checkpoint before"):
-        writer.wait()
-    with ranks.fail_together(member, f"preparing {staging}"):
-        if member.rank == 0:
-            fresh_staging(path)
+    prepare_writing(member, writer, path)
     # FSDP1 gathers its state in collectives: they stay outside of what may fail on one rank.
     state = _state(source)
     with ranks.fail_together(member, f"copying what goes to {path}"):
@@ -187,37 +155,10 @@ def load(
 
     Where this raises `CheckpointError`, nothing was changed.
     """
-    writer.settle()
-    with ranks.fail_together(member, "writing the checkpoint before"):
-        writer.wait()
-    with ranks.fail_together(member, f"reading {path}"):
-        folder = find_checkpoint(path)
-    with being_read(folder):
-        with ranks.fail_together(member, f"reading {folder}"):
-            size = member.world_size
-            saved = read_checkpoint(folder, lambda number: number % size == member.rank)
-            check_state(model, saved)
-            own = [_decode(one, folder) for one in saved.own]
-            if not own:
-                raise CheckpointError(
-                    f"{folder} has no file with a rank's own state (counters, random numbers): "
-                    f"{_FOREIGN}"
-                )
+    with reading_together(member, writer, path, partial(check_state, model)) as (saved, own):
         # From here on nothing may fail: half of it would be loaded.
         load_state(model, optimizer, saved, add_moments)
-        return own
-
-
-def _decode(content: dict[str, Any], folder: Path) -> Own:
-    """Return a rank's own state, as `_content` wrote it."""
-    try:
-        counters = msgspec.convert(content["progress"], Counters)
-        rng, extra = content["rng"], content["extra"]
-    except (KeyError, msgspec.ValidationError) as error:
-        raise CheckpointError(
-            f"{folder} lacks a part of a rank's own state ({error}): {_FOREIGN}"
-        ) from error
-    return Own(counters, rng, extra)
+    return own
 
 
 def _state(source: Source) -> dict[str, Tensor]:
@@ -227,24 +168,12 @@ def _state(source: Source) -> dict[str, Tensor]:
 
 
 def _content(source: Source, state: Mapping[str, Tensor], rank: int) -> Content:
-    own = {
-        "progress": msgspec.structs.asdict(source.counters),
-        "rng": torch.get_rng_state(),
-        "extra": dict(source.extra),
-    }
     tied = {MODEL + name: MODEL + first for name, first in tied_names(source.model).items()}
     return Content(
         part=part_of_rank(state, rank),
         # Buffers change without an optimizer step.
         at_once={MODEL + name for name, _ in source.model.named_buffers()},
-        own=_encoded(own),
+        own=encode_own(source.counters, source.extra),
         model=source.files if rank == 0 else {},
         aliases={name: first for name, first in tied.items() if name not in state},
     )
-
-
-def _encoded(own: dict[str, Any]) -> bytes:
-    """Encode plain values and tensors now: some of them go on changing."""
-    buffer = io.BytesIO()
-    torch.save(own, buffer)
-    return buffer.getvalue()

@@ -1,16 +1,4 @@
-"""Settings of the FSDP backend, checked once, here. No torch.
-
-What can go wrong in the FSDP backend.
-
-::
-
-    FSDPError
-    ├── OffloadedError      computation with a model that is offloaded
-    └── IdleRank            training on a rank outside the active world size
-
-`CheckpointError` is that of `rlinf_async.backends.checkpoint`, `RescaleError` that of
-`rlinf_async.backends.rescale`.
-"""
+"""Settings of the FSDP backend, checked once, here; and its errors. No torch."""
 
 from __future__ import annotations
 

@@ -7,11 +7,6 @@
 
 Invariant: everything of one iteration (observations, rewards) is normalised by the statistics of
 the version that is being trained, and the statistics change together with the version.
-
-Behaviour cloning: the policy learns to do what demonstrations show, before reinforcement.
-
-The loss is the mean negative log-prob of the demonstrated actions, or of their tokens. All ranks
-draw the same samples and take a share each, so that the numbers do not depend on their number.
 """
 
 from __future__ import annotations
@@ -29,13 +24,18 @@ from torch import Tensor, nn
 from rlinf_async.backends.base import RescaleReport
 from rlinf_async.backends.building import building
 from rlinf_async.backends.fsdp import ranks
-from rlinf_async.backends.fsdp.columns import side_by_side, valid_steps
 from rlinf_async.backends.fsdp.config import CloningConfig, EmbodiedTrainerConfig, PPOConfig
 from rlinf_async.backends.fsdp.fused_ppo import FlatBatch
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.fsdp.ppo import ppo_epochs
 from rlinf_async.backends.fsdp.rescale import check_strategy, rescale
-from rlinf_async.backends.fsdp.rollout_batch import flat_batch, of_sequences, rows
+from rlinf_async.backends.fsdp.rollout_batch import (
+    flat_batch,
+    of_sequences,
+    rows,
+    side_by_side,
+    valid_steps,
+)
 from rlinf_async.backends.fsdp.state import unwrapped
 from rlinf_async.backends.policies.base import Evaluation, Policy, to_tensors
 from rlinf_async.backends.policies.moments import batch_moments, discounted_returns
@@ -60,6 +60,10 @@ def clone(
     on_step: Callable[[int], None] | None = None,
 ) -> Mapping[str, float]:
     """Train ``config.steps`` optimizer steps on the demonstrations; return metrics. Collective.
+
+    Behaviour cloning: the loss is the mean negative log-prob of the demonstrated actions, or of
+    their tokens. All ranks draw the same samples and take a share each, so that the numbers do not
+    depend on their number.
 
     The optimizer begins anew afterwards: its moments are of another loss. Raises `DataError` for
     demonstrations that cannot be read.

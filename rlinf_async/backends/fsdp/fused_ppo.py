@@ -1,4 +1,5 @@
-"""The gradient of the PPO loss of a Gaussian tanh policy, written out by hand.
+"""A batch of samples, and the gradient of the PPO loss of a Gaussian tanh policy, written out by
+hand.
 
 For tensors this small, autograd's bookkeeping and torch's tanh cost several times the matrix
 products. So: matrix products by torch into buffers that are kept, everything of one number a sample
@@ -6,8 +7,6 @@ by numpy on the same memory (its tanh is an order of magnitude faster here). The
 of `algorithms.losses.ppo_loss` through autograd; a test compares them.
 
 Notation: ``B`` samples, ``A`` action values, ``L`` the loss.
-
-A batch of samples, and the interface of what computes its gradient.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ class Gradient(Protocol):
 
 
 class FusedMlp:
-    """Forward and backward of `policies.mlp.tanh_mlp` for batches of ``size`` rows.
+    """Forward and backward of `policies.mlp.tanh_mlp`, for batches of ``size`` rows.
 
     The parameters stay in the memory where they are now.
     """
@@ -150,7 +149,7 @@ class _PolicyTerm(NamedTuple):
 
 
 class FusedPpo:
-    """A `minibatch.Gradient` for `MlpGaussianPolicy` with the loss ``ppo``, on one CPU."""
+    """A `Gradient` for `MlpGaussianPolicy` with the loss ``ppo``, on one CPU."""
 
     def __init__(self, model: nn.Module, config: LossConfig) -> None:
         if not isinstance(model, MlpGaussianPolicy):

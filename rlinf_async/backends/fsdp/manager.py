@@ -8,14 +8,6 @@
 
 Names are those of RLinf's manager; ``docs/coming-from-rlinf.md`` has what they mean. World size 1
 needs no process group. How the number of ranks changes: `rlinf_async.backends.fsdp.rescale`.
-
-The gradients of one rank: added up, measured, clipped, and given to the optimizer.
-
-Those of a model that is not sharded lie in one piece of memory for each parameter group. Measuring
-and scaling them is then one call for the whole group instead of one for each tensor: for a tiny
-policy that is a tenth of the update.
-
-The model of an embodied trainer: a registered policy, or a Hugging Face folder.
 """
 
 from __future__ import annotations
@@ -39,10 +31,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from rlinf_async.backends.base import NotSetUp, lr_factor, made_by
+from rlinf_async.backends.checkpoint.together import Counters
 from rlinf_async.backends.checkpoint.writing import CheckpointWriter, ModelFiles
 from rlinf_async.backends.fsdp import checkpoint, ranks
 from rlinf_async.backends.fsdp import sharding as offload
-from rlinf_async.backends.fsdp.checkpoint import Counters, LossScaler, parameter_groups
+from rlinf_async.backends.fsdp.checkpoint import LossScaler, parameter_groups
 from rlinf_async.backends.fsdp.config import FSDPConfig, IdleRank, OffloadedError, ShardingConfig
 from rlinf_async.backends.fsdp.sharding import (
     Groups,
@@ -59,6 +52,9 @@ from rlinf_async.parallel import FSDP2, Strategy
 
 class GradientBuffer:
     """Lays the gradients of ``parameters`` back to back; each ``.grad`` is a view of ``flat``.
+
+    Measuring and scaling them is then one call for the whole group instead of one for each tensor:
+    for a tiny policy that saves a tenth of the update.
 
     Invariant: after `attach` every gradient is a view, and autograd adds into it in place.
     """
@@ -211,16 +207,6 @@ def _clip_sharded(model: nn.Module, max_norm: float | None) -> float:
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
-def build_policy(config: FSDPConfig) -> nn.Module:
-    """Return a new model, on the CPU: the registered policy, or ``pretrained`` where it is set.
-
-    Raises what `load_pretrained` does.
-    """
-    if config.pretrained is not None:
-        return load_pretrained(config.pretrained)
-    return find_policy(config.policy.name)(config.policy)
-
-
 def load_pretrained(folder: str) -> nn.Module:
     """Return the causal language model in ``folder``, float32.
 
@@ -321,11 +307,6 @@ class FSDPModelManager:
         """The strategy that is in force."""
         return Strategy(dp=self.world_size, sharding=FSDP2())
 
-    @property
-    def can_rescale(self) -> bool:
-        """Whether the number of active ranks can change."""
-        return self.groups.launched > 1 and self.cfg.strategy == "fsdp2"
-
     def check_active(self, doing: str) -> None:
         """Raise `IdleRank` on a rank that is not active, `NotSetUp` before there is a model."""
         if "model" not in vars(self):
@@ -345,7 +326,7 @@ class FSDPModelManager:
     # -- building -----------------------------------------------------------------------------
 
     def model_provider_func(self) -> nn.Module:
-        """Return a new model, on the CPU."""
+        """Return a new model, on the CPU. Raises what `load_pretrained` does."""
         if self._provider is not None:
             return self._provider()
         if not isinstance(self.cfg, FSDPConfig):
@@ -353,7 +334,9 @@ class FSDPModelManager:
                 f"there is no model to build: pass model_provider, or a FSDPConfig, which names a "
                 f"policy, instead of a {type(self.cfg).__name__}"
             )
-        return build_policy(self.cfg)
+        if self.cfg.pretrained is not None:
+            return load_pretrained(self.cfg.pretrained)
+        return find_policy(self.cfg.policy.name)(self.cfg.policy)
 
     def setup_model_and_optimizer(self) -> None:
         """Build the model, shard it, and build optimizer, LR scheduler and loss scaler. Collective.
@@ -363,7 +346,7 @@ class FSDPModelManager:
         module = self.model_provider_func().to(self.device)
         ranks.broadcast_module(module, self.world_size)
         self._value_names = getattr(module, "value_parameter_names", set)()
-        if self.can_rescale:
+        if self.world_size > 1 and self.cfg.strategy == "fsdp2":  # their number can change
             self.shard_memory = ShardMemory(meta_copy(module), self.rank)
             self.group = self.groups.launch()
         model = shard(module, self.cfg.strategy, self.world_size, self.device, self.group)

@@ -3,8 +3,6 @@
 It waits for no other worker: the batch is complete, and only gradients cross ranks. A minibatch is
 one optimizer step; micro-batches split it to save memory, and do not change the numbers.
 
-At which level an embodied sample is trained: token, action or chunk, and what is masked.
-
 A step of an environment that takes chunks executes ``k`` actions, each of some tokens. A policy may
 answer with a log-prob for each token, ``[N, k * tokens]``, and with a value for each action,
 ``[N, k]``, or each token. Two settings say what the loss is made of::

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from rlinf_async.backends.base import RescaleReport
-from rlinf_async.backends.fsdp.checkpoint import Counters
+from rlinf_async.backends.checkpoint.together import Counters
 from rlinf_async.backends.fsdp.config import FSDPError, OffloadedError
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.fsdp.sharding import (
@@ -215,11 +215,12 @@ class FSDPChange(Change):
         manager.take(ready.model, ready.optimizer, ready.lr_scheduler)
         manager.kept = dict(ready.kept)
         manager.counters = self._progress.counters
+        collect_unless_freed(before)
         if manager.active:
+            self._memory.reserved.mark_free()
             manager.zero_grad()
         else:
-            self._memory.give_back()
-        collect_unless_freed(before)
+            self._memory.reserved.give_back()
         trim_heap()
 
     def roll_back(self) -> None:
@@ -228,8 +229,10 @@ class FSDPChange(Change):
         if self._new_shards is not None:
             self._new_shards.release()
         self._ready = None
-        if not manager.active and manager.shard_memory is not None:
-            manager.shard_memory.give_back()
+        if manager.shard_memory is not None and manager.active:
+            manager.shard_memory.reserved.mark_free()
+        elif manager.shard_memory is not None:
+            manager.shard_memory.reserved.give_back()
         if manager.active and not manager.param_offloaded and not manager.gradients.pending():
             manager.zero_grad()
 

@@ -1,11 +1,10 @@
-"""Trajectories of one iteration -> one flat batch: advantages, levels, masks.
+"""Trajectories of one iteration -> one batch: columns, advantages, levels, masks.
 
-Trajectories of one iteration -> whole sequences, for a recurrent policy.
-
-A sequence is what one environment did in the iteration, ``T`` steps; all columns are ``[N, T]``,
-with ``N`` sequences, and minibatches are of whole sequences. It begins with the memory that the
-acting policy had there, and forgets at the steps that begin an episode, as that one did: before the
-first update the log-probs are those of the acting policy.
+A batch has a row for each step; of a recurrent policy, one for each sequence: what one environment
+did in the iteration, ``T`` steps, so that all columns are ``[N, T]`` and minibatches are of whole
+sequences. It begins with the memory that the acting policy had there, and forgets at the steps that
+begin an episode, as that one did: before the first update the log-probs are those of the acting
+policy.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from torch import Tensor
 from rlinf_async.algorithms.advantages import AdvantageInputs, compute_advantages
 from rlinf_async.backends.fsdp import ppo as levels
 from rlinf_async.backends.fsdp import ranks
-from rlinf_async.backends.fsdp.columns import side_by_side, valid_steps
 from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig, PPOConfig
 from rlinf_async.backends.fsdp.fused_ppo import FlatBatch
 from rlinf_async.backends.policies.base import Observed, Policy, to_tensors
@@ -32,31 +30,84 @@ from rlinf_async.messages.embodied import Bools, Floats, Trajectory
 from rlinf_async.messages.spaces import STATE
 
 
-def sequence_batch(
-    member: ranks.Rank,
-    policy: RecurrentPolicy,
-    ordered: Sequence[Trajectory],
-    config: EmbodiedTrainerConfig,
-) -> FlatBatch:
-    """Return the sequences of all trajectories, with their advantages. Collective."""
-    reward = side_by_side(ordered, "reward")
-    if config.normalize_reward:
-        reward = policy.return_normalizer.normalize(reward)
-    inputs = AdvantageInputs(
+def side_by_side(ordered: Sequence[Trajectory], field: str) -> NDArray[Any]:
+    """The envs of all stages as columns of one array: [T, E, ...] each -> [T, sum E, ...]."""
+    return np.concatenate([getattr(one, field) for one in ordered], axis=1)
+
+
+def valid_steps(ordered: Sequence[Trajectory]) -> Bools | None:
+    """``[T, E]``: which steps are samples; None where all are."""
+    if all(one.valid is None for one in ordered):
+        return None
+    every = [np.ones_like(one.terminated) if one.valid is None else one.valid for one in ordered]
+    return np.concatenate(every, axis=1)
+
+
+def _inputs(ordered: Sequence[Trajectory], reward: Floats) -> AdvantageInputs:
+    """What one number for each step has to say about advantages."""
+    return AdvantageInputs(
         reward=reward,
         value=side_by_side(ordered, "value"),
         terminated=side_by_side(ordered, "terminated"),
         truncated=side_by_side(ordered, "truncated"),
         final_value=side_by_side(ordered, "final_value"),
     )
+
+
+def flat_batch(
+    member: ranks.Rank,
+    policy: Policy[Any],
+    ordered: Sequence[Trajectory],
+    config: EmbodiedTrainerConfig,
+) -> FlatBatch:
+    """Return the samples of all trajectories, with their advantages. Collective.
+
+    A sample of a recurrent policy is a whole sequence.
+    """
+    reward = side_by_side(ordered, "reward")
+    if config.normalize_reward:
+        reward = policy.return_normalizer.normalize(reward)
+    if isinstance(policy, RecurrentPolicy):
+        return _sequence_batch(member, policy, ordered, config, reward)
+    observation = policy.normalized(
+        to_tensors(rows(side_by_side(ordered, "observation")), member.device)
+    )
+    one_by_one = ordered[0].executed is None and ordered[0].log_prob.ndim == 2
+    if one_by_one and config.advantage.group_size == 1:
+        return _plain(member, ordered, config, reward, observation)
+    return _masked(member, policy, ordered, config, reward, observation)
+
+
+def of_sequences(config: PPOConfig, steps: int) -> PPOConfig:
+    """Return sizes in sequences of ``steps`` steps; `ValueError` where they do not divide."""
+    micro = config.micro_batch_size
+    if config.minibatch_size % steps or (micro or 0) % steps:
+        raise ValueError(
+            f"minibatch_size is {config.minibatch_size}, micro_batch_size is {micro}: a recurrent "
+            f"policy is trained on whole sequences of {steps} steps, take multiples of that"
+        )
+    return msgspec.structs.replace(
+        config,
+        minibatch_size=config.minibatch_size // steps,
+        micro_batch_size=None if micro is None else micro // steps,
+    )
+
+
+def _sequence_batch(
+    member: ranks.Rank,
+    policy: RecurrentPolicy,
+    ordered: Sequence[Trajectory],
+    config: EmbodiedTrainerConfig,
+    reward: Floats,
+) -> FlatBatch:
+    """Return the sequences of all trajectories, with their advantages. Collective."""
+    inputs = _inputs(ordered, reward)
     made = compute_advantages(inputs, config.advantage)
     valid = valid_steps(ordered)
     counted = None if valid is None else _sequences(member, valid)
     advantage = _sequences(member, made.advantage)
     if config.ppo.normalize_advantage == "batch":
-        seen = advantage.flatten() if counted is None else advantage[counted]
-        moments = ranks.merged_moments(member, batch_moments(seen))
-        advantage = ((advantage - moments.mean) / (moments.variance.sqrt() + 1e-8)).float()
+        advantage = _normalized_over_ranks(member, advantage, counted)
     weight = None if counted is None else levels.weights(member, counted)
     observation = policy.normalized(
         {STATE: _sequences(member, side_by_side(ordered, "observation"))}
@@ -74,21 +125,6 @@ def sequence_batch(
         returns=_sequences(member, made.returns),
         weight=weight,
         value_weight=weight,
-    )
-
-
-def of_sequences(config: PPOConfig, steps: int) -> PPOConfig:
-    """Return sizes in sequences of ``steps`` steps; `ValueError` where they do not divide."""
-    micro = config.micro_batch_size
-    if config.minibatch_size % steps or (micro or 0) % steps:
-        raise ValueError(
-            f"minibatch_size is {config.minibatch_size}, micro_batch_size is {micro}: a recurrent "
-            f"policy is trained on whole sequences of {steps} steps, take multiples of that"
-        )
-    return msgspec.structs.replace(
-        config,
-        minibatch_size=config.minibatch_size // steps,
-        micro_batch_size=None if micro is None else micro // steps,
     )
 
 
@@ -118,30 +154,6 @@ def _sequences(member: ranks.Rank, array: NDArray[Any]) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array.swapaxes(0, 1))).to(member.device)
 
 
-def flat_batch(
-    member: ranks.Rank,
-    policy: Policy[Any],
-    ordered: Sequence[Trajectory],
-    config: EmbodiedTrainerConfig,
-) -> FlatBatch:
-    """Return the samples of all trajectories, with their advantages. Collective.
-
-    A sample of a recurrent policy is a whole sequence.
-    """
-    if isinstance(policy, RecurrentPolicy):
-        return sequence_batch(member, policy, ordered, config)
-    reward = side_by_side(ordered, "reward")
-    if config.normalize_reward:
-        reward = policy.return_normalizer.normalize(reward)
-    observation = policy.normalized(
-        to_tensors(rows(side_by_side(ordered, "observation")), member.device)
-    )
-    one_by_one = ordered[0].executed is None and ordered[0].log_prob.ndim == 2
-    if one_by_one and config.advantage.group_size == 1:
-        return _plain(member, ordered, config, reward, observation)
-    return _masked(member, policy, ordered, config, reward, observation)
-
-
 def rows(array: NDArray[Any]) -> NDArray[Any]:
     """[T, E, ...] -> [T * E, ...]."""
     return np.ascontiguousarray(array.reshape(-1, *array.shape[2:]))
@@ -155,13 +167,7 @@ def _plain(
     observation: Observed,
 ) -> FlatBatch:
     """One number for each step, and nothing masked."""
-    inputs = AdvantageInputs(
-        reward=reward,
-        value=side_by_side(ordered, "value"),
-        terminated=side_by_side(ordered, "terminated"),
-        truncated=side_by_side(ordered, "truncated"),
-        final_value=side_by_side(ordered, "final_value"),
-    )
+    inputs = _inputs(ordered, reward)
     advantages = compute_advantages(inputs, config.advantage)
     batch = FlatBatch(
         observation=observation,
@@ -261,19 +267,17 @@ def _steps(
         each = side_by_side(ordered, "action_reward")
         if config.normalize_reward:
             each = policy.return_normalizer.normalize(each)
-    terminated = side_by_side(ordered, "terminated")
-    truncated = side_by_side(ordered, "truncated")
+    inputs, log_prob = _inputs(ordered, reward), side_by_side(ordered, "log_prob")
     if config.advantage.group_size > 1:
-        executed = levels.masked_after_done(executed, terminated | truncated)
-    value, log_prob = side_by_side(ordered, "value"), side_by_side(ordered, "log_prob")
+        executed = levels.masked_after_done(executed, inputs.terminated | inputs.truncated)
     return levels.Steps(
         reward=each,
         executed=executed,
-        value=value if value.ndim == 3 else value[..., None],
+        value=inputs.value if inputs.value.ndim == 3 else inputs.value[..., None],
         tokens=log_prob.shape[2] if log_prob.ndim == 3 else 1,
-        terminated=terminated,
-        truncated=truncated,
-        final_value=side_by_side(ordered, "final_value"),
+        terminated=inputs.terminated,
+        truncated=inputs.truncated,
+        final_value=inputs.final_value,
     )
 
 
@@ -284,7 +288,7 @@ def _flat(member: ranks.Rank, array: NDArray[Any]) -> Tensor:
 def _normalized_over_ranks(
     member: ranks.Rank, advantage: Tensor, counted: Tensor | None = None
 ) -> Tensor:
-    seen = advantage if counted is None else advantage[counted]
+    seen = advantage.flatten() if counted is None else advantage[counted]
     moments = ranks.merged_moments(member, batch_moments(seen))
     deviation = moments.variance.sqrt() + 1e-8
     return ((advantage - moments.mean) / deviation).to(torch.float32)

@@ -11,23 +11,6 @@ of the critics before the step, where other implementations update the critics f
 
 Any number of ranks takes the same steps as one, as far as rounding goes: every rank draws the noise
 of the whole batch (of actions, and of the shifts of images), and takes the part of its share.
-
-The model of soft actor-critic: a policy, two critics, their targets, the entropy coefficient.
-
-::
-
-    batch --+--> target critics --> target --+
-            +--> critics ---------------------+--> critics' loss --+
-            +--> policy --> critics, frozen -----> policy's loss --+--> total
-                       +-------------------> entropy coefficient --+
-
-Images have one encoder, which policy and critics share. It is part of the policy, which acts with
-it, but only the critics' loss trains it; the targets see with it, too, as in Yarats et al. 2021,
-"Mastering Visual Continuous Control: Improved Data-Augmented Reinforcement Learning" (DrQ-v2).
-
-All losses are of one forward pass, because FSDP2 gathers weights around that. They are means over
-the share of a rank, and linear in it: their gradients, averaged over ranks of equal shares, are
-those of the whole batch. That holds for the entropy coefficient's, too.
 """
 
 from __future__ import annotations
@@ -144,7 +127,24 @@ class TwinCritics(nn.Module):
 
 
 class SacModel(nn.Module):
-    """Everything that soft actor-critic learns, and the targets that follow it."""
+    """Everything that soft actor-critic learns, and the targets that follow it.
+
+    ::
+
+        batch --+--> target critics --> target --+
+                +--> critics ---------------------+--> critics' loss --+
+                +--> policy --> critics, frozen -----> policy's loss --+--> total
+                           +-------------------> entropy coefficient --+
+
+    Images have one encoder, which policy and critics share. It is part of the policy, which acts
+    with it, but only the critics' loss trains it; the targets see with it, too, as in Yarats et al.
+    2021, "Mastering Visual Continuous Control: Improved Data-Augmented Reinforcement Learning"
+    (DrQ-v2).
+
+    All losses are of one forward pass, because FSDP2 gathers weights around that. They are means
+    over the share of a rank, and linear in it: their gradients, averaged over ranks of equal
+    shares, are those of the whole batch. That holds for the entropy coefficient's, too.
+    """
 
     def __init__(self, policy: PolicyConfig, sac: SacLossConfig) -> None:
         super().__init__()

@@ -1,28 +1,9 @@
-"""Memory for the shards of one rank: of a new model, of the optimizer's first step, of a rescale.
+"""The shards of one rank: process groups of the ranks that hold them, memory for them, their way
+between accelerator and CPU, and models that are built from them.
 
 On the CPU a shard has its place by where it is in the whole tensor (`reshard.reserved`), so that
 what a rank keeps in a rescale stays where it is. Parameters and moments are put in their places
 from the beginning; those that came to lie elsewhere are copied there by the next rescale.
-
-The process groups of one rank: of all that were launched, and of the first n that are active.
-
-One group serves all collectives of the active ranks. Its order is that in which they hold shards
-(`order_of`), since the mesh of a model depends on it. A second group, in the order of the ranks,
-would cost its connections (with NCCL, memory) and could break alone; of the collectives, only
-`ranks.all_gather` depends on the order in the group, and it returns tensors by rank.
-
-Every rank makes every group, at the same place of the program, also those it is not in: torch
-counts them. They are kept, because making one costs connections.
-
-State is moved in a group of its own: `TransferGroup`.
-
-Moving a model and its optimizer between the accelerator and the CPU.
-
-Through pinned memory, which is copied thirty times as fast as other memory (55 against 1.8 GB/s on
-an H200). Pinning takes far longer than the copy; torch keeps what was pinned for the next one, and
-rounds each tensor up to a power of two. Shards (`DTensor`) are copied to other memory.
-
-A model without storage, from which the model of any number of ranks is built.
 
 ::
 
@@ -31,12 +12,6 @@ A model without storage, from which the model of any number of ranks is built.
 
 Invariant: a meta model has no storage, and what is built from it shares nothing with the model that
 trains meanwhile.
-
-Freeing the memory of a model and its optimizer at once, and cheaply.
-
-A sharded model and the hooks of FSDP2 are in reference cycles, an optimizer and its schedule too:
-reference counts never reach zero, and a full garbage collection visits every object of the process,
-which takes longer than moving some hundred megabytes. So the cycles are broken by hand.
 """
 
 from __future__ import annotations
@@ -44,9 +19,9 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -67,7 +42,7 @@ from rlinf_async.backends.fsdp.state import (
     sharded_like,
 )
 from rlinf_async.backends.rescale import TransferGroup
-from rlinf_async.backends.rescale.rescale import Storages
+from rlinf_async.backends.rescale.rescale import Storages, new_group
 from rlinf_async.backends.reshard import Report, Reservations, State, allocate, reshard
 from rlinf_async.parallel import (
     FSDP2,
@@ -96,9 +71,17 @@ def order_of(ranks: int) -> tuple[int, ...]:
 
 
 class Groups:
-    """Groups of the first n of ``launched`` ranks. None stands for torch's default group.
+    """Process groups of the first n of ``launched`` ranks. None stands for torch's default group.
 
-    They are never replaced: torch remembers the group of a mesh by its ranks.
+    One group serves all collectives of the active ranks. Its order is that in which they hold
+    shards (`order_of`), since the mesh of a model depends on it. A second group, in the order of
+    the ranks, would cost its connections (with NCCL, memory) and could break alone; of the
+    collectives, only `ranks.all_gather` depends on the order in the group, and it returns tensors
+    by rank.
+
+    Every rank makes every group, at the same place of the program, also those it is not in: torch
+    counts them. They are never replaced: making one costs connections, and torch remembers the
+    group of a mesh by its ranks. State is moved in a group of its own: `TransferGroup`.
     """
 
     def __init__(self, launched: int) -> None:
@@ -114,7 +97,7 @@ class Groups:
         """
         order = order_of(self.launched)
         if order != tuple(range(self.launched)):
-            self._active[self.launched], failed = _made(order, TRAINING_LIMIT)
+            self._active[self.launched], failed = new_group(order, TRAINING_LIMIT)
             if failed is not None:
                 raise failed
         return self._active[self.launched]
@@ -132,7 +115,7 @@ class Groups:
         """
         if known:
             return
-        self._active[size], failed = _made(order_of(size), TRAINING_LIMIT)
+        self._active[size], failed = new_group(order_of(size), TRAINING_LIMIT)
         if failed is not None:
             del self._active[size]
             raise failed
@@ -140,18 +123,6 @@ class Groups:
     def active(self, size: int) -> dist.ProcessGroup | None:
         """Return the group of the first ``size`` ranks, which was prepared."""
         return self._active[size]
-
-
-def _made(
-    ranks: Sequence[int], limit: timedelta
-) -> tuple[dist.ProcessGroup | None, RuntimeError | None]:
-    # A failure is raised later: all ranks have to ask for the same number of groups.
-    # Where this rank is not in the group, torch returns a number that its collectives know.
-    ordered: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
-    try:
-        return cast(dist.ProcessGroup, dist.new_group(list(ranks), timeout=limit, **ordered)), None
-    except RuntimeError as error:
-        return None, error
 
 
 def _can_order() -> bool:
@@ -214,7 +185,13 @@ def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> No
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor on another device. It may still be copied: see `finish_copies`."""
+    """Return the tensor on another device. It may still be copied: see `finish_copies`.
+
+    To the CPU it goes through pinned memory, which is copied thirty times as fast as other memory
+    (55 against 1.8 GB/s on an H200). Pinning takes far longer than the copy; torch keeps what was
+    pinned for the next one, and rounds each tensor up to a power of two. Shards (`DTensor`) are
+    copied to other memory.
+    """
     if device.type != "cpu" or not tensor.is_cuda or isinstance(tensor, DTensor):
         return tensor.to(device, non_blocking=device.type != "cpu")
     return pinned_like(tensor).copy_(tensor, non_blocking=True)
@@ -317,7 +294,7 @@ class ShardMemory:
         self.meta_model = meta_model
         self.description = describe(meta_model)
         self._rank = rank
-        self._reserved = Reservations()
+        self.reserved = Reservations()
 
     def allocate(
         self, part: Layout, kind: str, device: torch.device, held: Shards | None = None
@@ -327,7 +304,7 @@ class ShardMemory:
         ``kind``: what the tensors are (weights, a moment), which each have their own memory.
         """
         return allocate(
-            part, self._rank, device=device, reserved=self._reserved, kind=kind, held=held
+            part, self._rank, device=device, reserved=self.reserved, kind=kind, held=held
         )
 
     def allocate_named(
@@ -336,10 +313,6 @@ class ShardMemory:
         """Return shards of the tensors with these names, sharded over ``ranks``."""
         part = select(self.description, frozenset(names))
         return self.allocate(sharded_over(part, ranks), kind, device)
-
-    def give_back(self) -> None:
-        """Free all of it, as soon as no tensor uses it."""
-        self._reserved.give_back()
 
 
 def place_parameters(
@@ -476,7 +449,12 @@ def storages_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Storages:
 
 
 def break_cycles(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Make a model and its optimizer useless, so that no reference cycle holds their memory."""
+    """Make a model and its optimizer useless, so that no reference cycle holds their memory.
+
+    A sharded model and the hooks of FSDP2 are in reference cycles, an optimizer and its schedule
+    too: reference counts never reach zero, and a full garbage collection visits every object of the
+    process, which takes longer than moving some hundred megabytes.
+    """
     optimizer.state.clear()
     optimizer.param_groups.clear()
     for module in model.modules():

@@ -1,13 +1,9 @@
-"""Model and optimizer state by name: ``"model.NAME"``, ``"optimizer.NAME.exp_avg"``.
+"""Sharding a model over the ranks; its state, and its optimizer's, by name.
 
-Values are the live tensors (FSDP2, plain) or sharded copies of them (FSDP1); each rank has its own
-shards. A rank writes its `Part` of them into a checkpoint: of a sharded tensor a range of rows,
-dealt as by ``torch.chunk``; tensors that are the same on all ranks are written by rank 0 alone.
-
-Sharding a model over the ranks, and the part of a tensor that one rank holds.
-
-At world size 1 the model stays a plain module: there is nothing to shard, and the hooks of FSDP
-cost more than the arithmetic of a small policy.
+Names are ``"model.NAME"`` and ``"optimizer.NAME.exp_avg"``. Values are the live tensors (FSDP2,
+plain) or sharded copies of them (FSDP1); each rank has its own shards. A rank writes its `Part` of
+them into a checkpoint: of a sharded tensor a range of rows, dealt as by ``torch.chunk``; tensors
+that are the same on all ranks are written by rank 0 alone.
 """
 
 from __future__ import annotations
@@ -47,6 +43,8 @@ def shard(
 ) -> nn.Module:
     """Return the model, sharded over the ``world_size`` ranks of a group (torch's default one).
 
+    At world size 1 it stays a plain module: there is nothing to shard, and the hooks of FSDP cost
+    more than the arithmetic of a small policy.
     Every block of a transformer (the longest ModuleList) is a unit of its own, so that no more than
     two blocks are unsharded at a time.
     """
@@ -60,7 +58,8 @@ def shard(
         return FullyShardedDataParallel(
             model, use_orig_params=True, device_mesh=mesh, device_id=device
         )
-    for block in _blocks(model):
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    for block in max(lists, key=len, default=[]):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     gc.collect(1)  # a function of torch's that refers to itself, and holds the model until then
@@ -112,11 +111,6 @@ def sharded_like(target: Tensor, local: Tensor) -> Any:
     if isinstance(target, nn.Parameter):
         return nn.Parameter(made, requires_grad=target.requires_grad)
     return made
-
-
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return list(max(lists, key=len, default=[]))
 
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)

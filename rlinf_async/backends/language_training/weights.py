@@ -44,8 +44,15 @@ from rlinf_async.backends.checkpoint.together import (
 from rlinf_async.messages.weights import Allocate, TensorSlot, WeightBucket, WeightUpdate
 from rlinf_async.weights import WeightsError, pack
 from rlinf_async.weights.behind import Place, map_place, places_of, this_host
-from rlinf_async.weights.checksum import data_checksum, update_checksum
-from rlinf_async.weights.pack import GLANCE, buckets_by_slots, elements_of, grouped, slots_of
+from rlinf_async.weights.pack import (
+    GLANCE,
+    buckets_by_slots,
+    data_checksum,
+    elements_of,
+    grouped,
+    slots_of,
+    update_checksum,
+)
 
 Memory = NDArray[np.uint8]
 

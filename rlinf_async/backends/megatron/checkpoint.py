@@ -10,27 +10,25 @@ So any strategy loads any other's, and either backend the other's.
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rlinf_async.backends.checkpoint.folders import (
-    CheckpointError,
-    being_read,
-    find_checkpoint,
-    fresh_staging,
-    staging_folder,
-)
-from rlinf_async.backends.checkpoint.reading import Saved, read_checkpoint
+from rlinf_async.backends.checkpoint.folders import CheckpointError, staging_folder
+from rlinf_async.backends.checkpoint.reading import Saved
 from rlinf_async.backends.checkpoint.tensor_file import Box, Entry, Part, in_file_order
-from rlinf_async.backends.checkpoint.together import fail_together
+from rlinf_async.backends.checkpoint.together import (
+    Counters,
+    Own,
+    encode_own,
+    fail_together,
+    prepare_writing,
+    reading_together,
+)
 from rlinf_async.backends.checkpoint.writing import CheckpointWriter, Content
 from rlinf_async.backends.megatron.config import OUTPUT_LAYER, VALUE_HEAD
 from rlinf_async.backends.megatron.manager import MegatronModelManager
@@ -46,15 +44,6 @@ from rlinf_async.backends.megatron.weights import (
 MODEL, OPTIMIZER = "model.", "optimizer."
 KINDS = {"param": (MODEL, "")} | {kind: (OPTIMIZER, f".{kind}") for kind in MOMENTS}
 """prefix and suffix of the names in the files, by what a rank has of a parameter"""
-FOREIGN = "it was not written by save_checkpoint()"
-
-
-class Own(NamedTuple):
-    """What a rank saved besides its tensors."""
-
-    steps: int
-    skipped_steps: int
-    extra: dict[str, Any]
 
 
 def begin(
@@ -67,14 +56,9 @@ def begin(
     """
     if not manager.active:
         return writer.idle(path)
-    staging = staging_folder(path)
-    with fail_together(manager, "writing the checkpoint before"):
-        writer.wait()
-    with fail_together(manager, f"preparing {staging}"):
-        if manager.rank == 0:
-            fresh_staging(path)
+    prepare_writing(manager, writer, path)
     with fail_together(manager, f"copying what goes to {path}"), manager.awake():
-        if not staging.is_dir():
+        if not staging_folder(path).is_dir():
             raise CheckpointError(
                 f"{path} cannot be written: not all ranks write to the same disk; give a path that "
                 "they share"
@@ -98,28 +82,18 @@ def load(manager: MegatronModelManager, writer: CheckpointWriter, path: Path) ->
     rank raises, and nothing was changed on any.
     """
     manager.active_part()
-    with fail_together(manager, "writing the checkpoint before"):
-        writer.settle()
-        writer.wait()
-    with contextlib.ExitStack() as reading:
-        with fail_together(manager, f"reading {path}"):
-            folder = find_checkpoint(path)
-            reading.enter_context(being_read(folder))
-        with fail_together(manager, f"reading {folder}"):
-            size = manager.world_size
-            saved = read_checkpoint(folder, lambda number: number % size == manager.rank)
-            own = [_own(one, folder) for one in saved.own]
-            if not own:
-                raise CheckpointError(f"{folder} has no file with a rank's own state: {FOREIGN}")
-            _check(manager, saved)
-        # Not assembled before: that would take the memory of a second float32 model with moments.
-        # All that the files can lack was checked.
-        with fail_together(manager, f"loading {folder}"), manager.awake():
-            for held in manager.held:
-                found = _assembled(held, saved)
-                empty = manager.arena.empty
-                set_state(manager.optimizer, held.parameter, found, own[0].steps, empty)
-    manager.steps, manager.skipped_steps = own[0].steps, own[0].skipped_steps
+    # Not assembled before: that would take the memory of a second float32 model with moments. All
+    # that the files can lack was checked.
+    with (
+        reading_together(manager, writer, path, partial(_check, manager)) as (saved, own),
+        fail_together(manager, f"loading {saved.folder}"),
+        manager.awake(),
+    ):
+        for held in manager.held:
+            found = _assembled(held, saved)
+            set_state(manager.optimizer, held.parameter, found, own[0].counters.steps)
+    counters = own[0].counters
+    manager.steps, manager.skipped_steps = counters.steps, counters.skipped_steps
     return own
 
 
@@ -130,22 +104,10 @@ def saved_name(tensor: str) -> str:
 
 
 def _content(manager: MegatronModelManager, part: Part, extra: Mapping[str, object]) -> Content:
-    own = {
-        "progress": {
-            "steps": manager.steps,
-            "skipped_steps": manager.skipped_steps,
-            "scaler_factor": 1.0,
-            "scaler_good_steps": 0,
-        },
-        "rng": torch.get_rng_state(),
-        "extra": dict(extra),
-    }
-    buffer = io.BytesIO()
-    torch.save(own, buffer)
     return Content(
         part=part,
         at_once=part.live.keys(),
-        own=buffer.getvalue(),
+        own=encode_own(Counters(manager.steps, manager.skipped_steps), extra),
         model=manager.model_files if manager.rank == 0 else {},
         aliases={},
     )
@@ -255,13 +217,3 @@ def _check(manager: MegatronModelManager, saved: Saved) -> None:
             f"{saved.folder} is of another model: {'; '.join(faults[:8])}. Use the configuration "
             "it was written with"
         )
-
-
-def _own(content: Mapping[str, Any], folder: Path) -> Own:
-    try:
-        progress = content["progress"]
-        return Own(progress["steps"], progress["skipped_steps"], content["extra"])
-    except KeyError as error:
-        raise CheckpointError(
-            f"{folder} lacks a part of a rank's own state ({error}): {FOREIGN}"
-        ) from error

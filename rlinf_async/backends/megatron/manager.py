@@ -51,7 +51,6 @@ from rlinf_async.backends.megatron.model import (
     buffers_in,
     build_chunk,
     build_stage,
-    zero_gaps,
 )
 from rlinf_async.backends.megatron.schedule import Schedule, Work, make_data_iterator_list
 from rlinf_async.backends.megatron.weights import (
@@ -59,11 +58,8 @@ from rlinf_async.backends.megatron.weights import (
     first_weights,
     held_weights,
     load_weights,
-    make_moments,
     on_first_rank,
 )
-from rlinf_async.backends.reshard import Arena
-from rlinf_async.backends.reshard.reserved import Empty, untouched
 from rlinf_async.parallel import DataRank, GlobalTensor
 
 
@@ -91,7 +87,6 @@ def with_gradients(
     grid: Grid,
     sharding: Sharding,
     reused: Iterable[Tensor] = (),
-    empty: Empty = untouched,
 ) -> list[Any]:
     """Wrap each chunk of a stage in Megatron's data parallelism, which holds its gradients in
     float32.
@@ -101,7 +96,6 @@ def with_gradients(
         grid: of the ranks.
         sharding: whether parameters have buffers, too.
         reused: buffers to hold them in.
-        empty: makes new buffers of parameters.
     """
     distributed = of_megatron("distributed")
     config = distributed.DistributedDataParallelConfig(
@@ -112,14 +106,13 @@ def with_gradients(
         average_in_collective=False,
         bucket_size=sharding.bucket_elements(grid.strategy.dp),
     )
-    with buffers_in(reused, empty if sharding.distributed else None):
+    with buffers_in(reused):
         wrapped = [
             distributed.DistributedDataParallel(
                 chunk.config, config, chunk, pg_collection=grid.groups, disable_bucketing=number > 0
             )
             for number, chunk in enumerate(chunks)
         ]
-    zero_gaps(wrapped)
     finalize = partial(_finalize, distributed.finalize_model_grads)
     for chunk in chunks:
         of_chunk: Any = chunk.config
@@ -247,8 +240,6 @@ class MegatronModelManager(Offloading):
         check_offered(self.architecture, self.strategy, cp=cfg.cp, ep=cfg.ep)
         layout_of(self.architecture, self.strategy)  # refuses what does not divide, first of all
         self.groups = Groups()
-        self.arena = Arena()
-        """of weights and moments, on a CPU"""
         self.options = Options(
             dtype=DTYPES[cfg.precision],
             sequence_parallel=cfg.sequence_parallel,
@@ -281,7 +272,7 @@ class MegatronModelManager(Offloading):
         ]
         held = held_weights(chunks, self.architecture, grid)
         fill(held)
-        models = with_gradients(chunks, grid, self.sharding, reused, self.arena.empty)
+        models = with_gradients(chunks, grid, self.sharding, reused)
         optimizer = make_optimizer(models, grid, self.cfg.optimizer, self.sharding)
         vocabulary = self.architecture.decoder.vocabulary
         read = read_values if self.architecture.values else read_statistics(vocabulary, grid)
@@ -478,9 +469,6 @@ class MegatronModelManager(Offloading):
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
         if math.isfinite(norm):
-            if self.steps == 0 and self.device.type == "cpu":
-                for held in self.held:
-                    make_moments(self.optimizer, held.parameter, self.arena.empty)
             self.optimizer.step()
             self.steps += 1
         else:

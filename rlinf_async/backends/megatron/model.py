@@ -6,10 +6,8 @@ maps for, without experts and without attention in windows.
 Memory for Megatron's buffers of parameters and gradients.
 
 Megatron makes them with ``torch.zeros``, whose first touch of every page is most of what building a
-part of a model costs on a CPU. Here those of gradients are memory of the system that is 0 without
-being touched, and those of parameters memory that parameters of earlier strategies had, if there is
-some; or all are those of the part that is being replaced, where parameters lie in them in the same
-places.
+part of a model costs on a CPU. Here they are memory of the system that is 0 without being touched;
+or those of the part that is being replaced, where parameters lie in them in the same places.
 
 Attention inside each sample of a packed row, as a core attention of Megatron's layers.
 
@@ -29,7 +27,6 @@ RMSNorm for Megatron's layers: PyTorch's, also where the sequence is cut over te
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -43,25 +40,20 @@ from torch.nn.functional import scaled_dot_product_attention
 from rlinf_async.backends.megatron.config import VOCABULARY_MULTIPLE, Architecture
 from rlinf_async.backends.megatron.cpu import of_megatron
 from rlinf_async.backends.megatron.grid import Grid
-from rlinf_async.backends.reshard.address_space import without
-from rlinf_async.backends.reshard.reserved import Empty, untouched_zeros
+from rlinf_async.backends.reshard.reserved import untouched_zeros
 from rlinf_async.parallel import Strategy
 from rlinf_async.parallel.decoders import Decoder
 
 
 @contextmanager
-def buffers_in(
-    reused: Iterable[Tensor] = (), for_parameters: Empty | None = None
-) -> Iterator[None]:
+def buffers_in(reused: Iterable[Tensor] = ()) -> Iterator[None]:
     """Let Megatron make its buffers in these, in this order, and in new ones where there are none.
 
-    A reused buffer keeps its content; it must have the size and dtype that is asked for. Where
-    parameters have buffers, each before that of its gradients, ``for_parameters`` makes them: what
-    is between parameters is for `zero_gaps` then.
+    A reused buffer keeps its content; it must have the size and dtype that is asked for.
     """
     module = of_megatron("distributed.param_and_grad_buffer")
     before = module.torch
-    module.torch = _Torch(reused, for_parameters)
+    module.torch = _Torch(reused)
     try:
         yield
     finally:
@@ -75,24 +67,11 @@ def buffers_of(models: Iterable[Any]) -> Iterator[Tensor]:
             yield from (one for one in (buffer.param_data, buffer.grad_data) if one is not None)
 
 
-def zero_gaps(models: Iterable[Any]) -> None:
-    """Zero what is between the parameters in their buffers, as Megatron has it."""
-    for model in models:
-        for buffer in (*model.buffers, *model.expert_parallel_buffers):
-            if buffer.param_data is not None:
-                places = (place[:2] for place in buffer.param_index_map.values())
-                for low, high in without(0, buffer.param_data.numel(), places):
-                    buffer.param_data[low:high].zero_()
-
-
 class _Torch:
     """torch, as that one module of Megatron sees it."""
 
-    def __init__(self, reused: Iterable[Tensor], for_parameters: Empty | None) -> None:
+    def __init__(self, reused: Iterable[Tensor]) -> None:
         self._reused = list(reused)
-        self._turns = itertools.cycle(
-            (untouched_zeros,) if for_parameters is None else (for_parameters, untouched_zeros)
-        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -103,7 +82,6 @@ class _Torch:
         """A buffer of ``size`` elements."""
         if not isinstance(size, int) or dtype is None:
             return torch.zeros(size, dtype=dtype, device=device, **options)
-        make = next(self._turns)
         if self._reused:
             found = self._reused.pop(0)
             if (found.numel(), found.dtype) != (size, dtype):
@@ -111,7 +89,7 @@ class _Torch:
                     f"a buffer of {found.numel()} {found.dtype} cannot hold {size} {dtype}"
                 )
             return found
-        return make((size,), dtype, torch.device(device))
+        return untouched_zeros((size,), dtype, torch.device(device))
 
 
 class PackedAttention(nn.Module):

@@ -237,7 +237,6 @@ class MegatronChange(Change):
         self._moves, self._moments, self._part = [], {}, None
         if old is not None:
             take_apart(old, manager.part)
-        self._give_back_unless_active()
         trim_heap()
 
     def roll_back(self) -> None:
@@ -248,12 +247,6 @@ class MegatronChange(Change):
             _tracker().set_states(self._random_states)
         if part is not None:
             take_apart(part, self._manager.part)
-        self._give_back_unless_active()
-
-    def _give_back_unless_active(self) -> None:
-        """An idle rank holds no memory of the model."""
-        if not self._manager.active:
-            self._manager.arena.give_back()
 
     # ---- planning
 
@@ -280,7 +273,7 @@ class MegatronChange(Change):
                 one.parameter.data = zero.expand(one.parameter.shape)
             else:
                 like = one.parameter
-                like.data = manager.arena.empty(like.shape, like.dtype, manager.device)
+                like.data = torch.empty(like.shape, dtype=like.dtype, device=manager.device)
         if not manager.sharding.distributed:
             zero_padding([one for one in held if one.name not in shared])
 
@@ -359,8 +352,7 @@ class MegatronChange(Change):
         already where they stay the same."""
         rank = self._manager.rank
         same = unchanged(old, new, rank) & have.keys()
-        empty = self._manager.arena.empty
-        made = allocate(new, rank, device=device, dtype=dtype, empty=empty, without=same)
+        made = allocate(new, rank, device=device, dtype=dtype, without=same)
         return {name: one.view(-1) for name, one in (made | {n: have[n] for n in same}).items()}
 
 

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from rlinf_async.backends.megatron.config import VALUE_HEAD, Architecture, layout_of
 from rlinf_async.backends.megatron.cpu import of_megatron
 from rlinf_async.backends.megatron.grid import Grid
-from rlinf_async.backends.reshard.reserved import Empty, untouched
 from rlinf_async.parallel import Layout, ModelMismatch, Piece, Strategy
 from rlinf_async.parallel.regions import cut_ranges
 
@@ -188,10 +187,8 @@ def set_state(
     parameter: nn.Parameter,
     whole: Mapping[str, Tensor],
     steps: int,
-    empty: Empty = untouched,
 ) -> None:
-    """Take a whole flat parameter, and its moments if there are any, as this rank keeps them;
-    ``empty`` makes room for these."""
+    """Take a whole flat parameter, and its moments if there are any, as this rank keeps them."""
     with torch.no_grad():
         parameter.view(-1).copy_(whole["param"])
     kept = kept_of(optimizer, parameter)
@@ -201,7 +198,7 @@ def set_state(
     with torch.no_grad():
         kept.main.view(-1).copy_(whole["param"][kept.start : end])
     moments = {
-        name: empty(kept.main.shape, torch.float32, kept.main.device).copy_(
+        name: torch.empty_like(kept.main, dtype=torch.float32).copy_(
             whole[name][kept.start : end].view(kept.main.shape)
         )
         for name in MOMENTS
@@ -227,16 +224,6 @@ def replace_moments(kept: Kept, moments: Mapping[str, Tensor], steps: float) -> 
             if any(kept.main is held for held in group["params"]):
                 group["step"] = int(steps) if moments else 0
     kept.optimizer.state[kept.main] = state
-
-
-def make_moments(optimizer: Any, parameter: nn.Parameter, empty: Empty) -> None:
-    """Make the moments of a parameter where there are none: what the optimizer's first step would
-    do, in memory of ``empty``."""
-    kept = kept_of(optimizer, parameter)
-    if kept is None or kept.state:
-        return
-    shape, device = kept.main.shape, kept.main.device
-    replace_moments(kept, {one: empty(shape, torch.float32, device).zero_() for one in MOMENTS}, 0)
 
 
 def torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:

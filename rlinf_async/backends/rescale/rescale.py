@@ -14,19 +14,11 @@ Every stage ends in an exchange of results (`transaction`). Until the commit not
 model, its optimizer or its groups is touched, so a failure or a timeout at any place on any rank
 leaves all of them as they were; the commit itself does nothing that could fail. What a stage does
 is the backend's: `Change`.
-
-`Change`: what a backend does at each stage of a change of strategy.
-
-Whether the memory of an old model is freed, and what is done where it is not.
-
-The process group in which state is moved from one strategy to another.
-
-No model computes in it: a timeout while waiting for a rank breaks the connections of the group in
-which that happened, and training must not depend on it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import itertools
@@ -35,7 +27,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import torch.distributed as dist
@@ -44,14 +36,18 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rlinf_async.backends.base import RescaleReport
-from rlinf_async.backends.rescale.errors import RescaleError, RescaleUndecided
-from rlinf_async.backends.rescale.transaction import StageResult, Transaction
+from rlinf_async.backends.rescale.transaction import (
+    RescaleError,
+    RescaleUndecided,
+    StageResult,
+    Transaction,
+)
 from rlinf_async.backends.reshard import NotAgreed, PeerLost, Report
 from rlinf_async.parallel import Strategy, StrategyError
 
 
 class Storages:
-    """Weak references to the storages of some tensors."""
+    """Weak references to the storages of some tensors, to see whether they are freed."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._storages: list[StorageWeakRef] = [
@@ -80,20 +76,32 @@ def trim_heap() -> None:
     glibc keeps freed blocks of up to some tens of megabytes, such as an optimizer's moments, for
     later allocations; new shards are mapped, and do not come from there.
     """
-    trim = getattr(_c_library(), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    with contextlib.suppress(OSError, TypeError, AttributeError):  # another library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
-def _c_library() -> ctypes.CDLL | None:
+def new_group(
+    ranks: Sequence[int], limit: timedelta
+) -> tuple[dist.ProcessGroup | None, RuntimeError | None]:
+    """Make a process group with this limit of one collective, in the order given.
+
+    torch's error is returned, to be raised later: all ranks have to ask for the same number of
+    groups. Where this rank is not in the group, torch returns a number that its collectives know.
+    """
+    ordered: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
     try:
-        return ctypes.CDLL(None)
-    except (OSError, TypeError):  # no such library on this platform
-        return None
+        return cast(dist.ProcessGroup, dist.new_group(list(ranks), timeout=limit, **ordered)), None
+    except RuntimeError as error:
+        return None, error
 
 
 class TransferGroup:
-    """A group of all launched ranks. Every rank makes it at the same place of the program."""
+    """The process group of all launched ranks in which state is moved.
+
+    No model computes in it: a timeout while waiting for a rank breaks the connections of the group
+    in which that happened, and training must not depend on it. Every rank makes it at the same
+    place of the program.
+    """
 
     def __init__(self) -> None:
         self.group: dist.ProcessGroup | None = None
@@ -109,12 +117,8 @@ class TransferGroup:
             return None
         self.forget()
         self._limit = limit
-        everyone = list(range(dist.get_world_size()))
-        try:
-            self.group = cast(dist.ProcessGroup, dist.new_group(everyone, timeout=limit))
-        except RuntimeError as error:
-            return error
-        return None
+        self.group, failed = new_group(range(dist.get_world_size()), limit)
+        return failed
 
     def forget(self) -> None:
         """Destroy the group, which may be broken; `prepare` makes another. On all ranks."""

@@ -1,5 +1,5 @@
 """`Transaction`: ranks agree, through the store of their process group, that all or none of them
-changes.
+changes; and what can go wrong.
 
 ::
 
@@ -24,7 +24,7 @@ from typing import Any, Literal
 import msgspec
 from torch.distributed.distributed_c10d import Store
 
-from rlinf_async.backends.rescale.errors import RescaleError
+from rlinf_async.backends.base import StrategyUnknown
 from rlinf_async.backends.reshard import PeerLost
 
 GO_ON = b"go on"
@@ -33,6 +33,21 @@ SHORTEST_POLL, LONGEST_POLL = 0.0002, 0.01
 """seconds between two reads of the store: a tenth of the time waited so far"""
 GRACE = 2.0
 """seconds that the other ranks have for their results after one rank has lost another"""
+
+
+class RescaleError(Exception):
+    """Another strategy was refused or failed; every rank trains on as before.
+
+    The message names the stage, the rank, and the cause. A rank that was lost is a
+    `reshard.PeerLost`.
+    """
+
+
+class RescaleUndecided(StrategyUnknown):
+    """This rank was ready, so the others may have changed, and the store with the decision is gone.
+
+    Its model may be the old or the new one: end the process, and go on from a checkpoint.
+    """
 
 
 class StageResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

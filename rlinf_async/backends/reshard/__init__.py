@@ -1,7 +1,7 @@
 """Plans of `rlinf_async.parallel`, carried out on live tensors."""
 
 from rlinf_async.backends.reshard.executor import Report, State, allocate, reshard
-from rlinf_async.backends.reshard.reserved import Arena, Reservations
+from rlinf_async.backends.reshard.reserved import Reservations
 from rlinf_async.backends.reshard.signals import (
     BucketDamaged,
     BuffersDiffer,
@@ -11,7 +11,6 @@ from rlinf_async.backends.reshard.signals import (
 )
 
 __all__ = [
-    "Arena",
     "BucketDamaged",
     "BuffersDiffer",
     "NotAgreed",

@@ -6,19 +6,11 @@ checksum.
     run, run, ...        each from a multiple of ALIGNMENT bytes on, row-major
     seal                 int64 checksum of all bytes before it, int64 round
 
-Sender and receiver have the same runs in the same order, so there is no header. Bytes are copied
-and hashed a block at a time, while the block is in the cache.
-
-Checksum of a bucket, computed while its bytes are copied.
-
-::
-
-    CPU       xxh3 of the bytes, each block while it is in the cache; faster than a copy
-    others    a sum of the words by place, on the device, once the bucket is whole
-
-xxh3 (64 bits) misses a change by chance once in 2^64, whatever changed: flipped bits, blocks in
-another order, old bytes. It does not protect against deliberate changes. The sum always detects one
-changed word, and words in another order nearly always.
+Sender and receiver have the same runs in the same order, so there is no header. Bytes on the CPU
+are copied and hashed a block at a time, while the block is in the cache: xxh3 (64 bits) misses a
+change by chance once in 2^64, whatever changed; it does not protect against deliberate changes.
+On other devices the checksum is a sum of the words by their place, taken once the bucket is whole:
+it always detects one changed word, and words in another order nearly always.
 """
 
 from __future__ import annotations
@@ -34,8 +26,8 @@ from torch import Tensor
 
 from rlinf_async.parallel import Run, View
 
-WIDTH = 512
-"""words of a row of the sum's table"""
+SUMMED_WORDS = 1 << 16
+"""words that are summed at a time, on other devices than the CPU"""
 
 
 class Digest:
@@ -68,17 +60,11 @@ def sum_by_place(data: Tensor) -> Tensor:
 
     An int64 scalar on their device.
     """
-    words = data.view(torch.int64)
-    whole = len(words) // WIDTH * WIDTH
-    table, rest = words[:whole].view(-1, WIDTH), words[whole:]
-    columns, rows = table.sum(0), table.sum(1)
-    total = rows.sum() + (columns * _even(WIDTH, 2, words)).sum()
-    total += (rows * _even(len(rows), 1028, words)).sum()
-    return total + (rest * (_even(len(rest), 6, words) + 1)).sum()
-
-
-def _even(count: int, step: int, like: Tensor) -> Tensor:
-    return torch.arange(count, dtype=torch.int64, device=like.device) * step
+    odd = 2 * torch.arange(SUMMED_WORDS, dtype=torch.int64, device=data.device) + 1
+    total = odd.new_zeros(())
+    for block, words in enumerate(torch.split(data.view(torch.int64), SUMMED_WORDS)):
+        total += (words * (odd[: len(words)] + 2 * SUMMED_WORDS * block)).sum()
+    return total
 
 
 ALIGNMENT = 16

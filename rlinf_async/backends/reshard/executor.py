@@ -13,8 +13,6 @@
 
 Old buffers are only read, so a failure at any point leaves them as they were. Beside old and new
 shards a rank has at most ``bucket_bytes`` of buckets, and at most 16 bytes of padding for each run.
-
-One rank's side of an exchange: its rounds, and the votes before and after.
 """
 
 from __future__ import annotations
@@ -31,8 +29,8 @@ from torch import Tensor
 
 from rlinf_async.backends.reshard import buckets
 from rlinf_async.backends.reshard.buckets import DtypeOf, window
-from rlinf_async.backends.reshard.reserved import Empty, Reservations, untouched
-from rlinf_async.backends.reshard.shared_memory import Collective, Transport, connect
+from rlinf_async.backends.reshard.reserved import Reservations, untouched_zeros
+from rlinf_async.backends.reshard.shared_memory import Collective, Transport, connect, gathered
 from rlinf_async.backends.reshard.signals import (
     BucketDamaged,
     BuffersDiffer,
@@ -111,13 +109,10 @@ def vote(
 ) -> None:
     """Raise ``error`` here and `NotAgreed` on the others, unless no rank has one. Collective."""
     mine = torch.tensor([error is not None], dtype=torch.int64, device=device)
-    votes = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     try:
-        work = dist.all_gather(votes, mine, group=group, async_op=True)
-        if work is not None:
-            work.wait(timeout)
-    except RuntimeError as lost:
-        raise PeerLost(f"a rank was lost before the vote: {lost}") from (error or lost)
+        votes = gathered(mine, group, timeout, "before the vote")
+    except PeerLost as lost:
+        raise lost from (error or lost.__cause__)
     if error is not None:
         raise error
     failed = [rank for rank, one in enumerate(votes) if one.item()]
@@ -191,15 +186,14 @@ def allocate(
     reserved: Reservations | None = None,
     kind: str = "",
     held: Mapping[str, Tensor] | None = None,
-    empty: Empty = untouched,
     without: Collection[str] = (),
 ) -> dict[str, Tensor]:
-    """Return the buffers of a rank, to be filled; those with padding are zero.
+    """Return the buffers of a rank, to be filled; padding is zero.
 
     ``dtype`` replaces that of the layout (float32 moments of bfloat16 weights). Buffers on the CPU
     that are a range of one tensor lie in its place among ``reserved``, as ``kind``; what they share
-    with those of ``held``, this rank's present ones, keeps its content. The others come from
-    ``empty``. Those named in ``without`` are left out.
+    with those of ``held``, this rank's present ones, keeps its content. The others are
+    new, and zero. Those named in ``without`` are left out.
     """
     found: dict[str, Tensor] = {}
     shapes = {one.name: one.shape for one in layout.tensors}
@@ -209,9 +203,7 @@ def allocate(
         as_ = dtype or getattr(torch, one.dtype)
         first = _first(one, shapes)
         if reserved is None or device.type != "cpu" or first is None:
-            found[one.name] = made = empty(one.shape, as_, device)
-            if _is_padded(one):
-                made.zero_()
+            found[one.name] = untouched_zeros(one.shape, as_, device)
         else:
             [piece] = one.pieces
             whole, now = shapes[piece.tensor], (held or {}).get(one.name)
@@ -325,8 +317,3 @@ def _first(one: Buffer, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
     if one.shape != piece.size or piece.size[1:] != whole[1:]:
         return None
     return piece.start[0] * math.prod(whole[1:]) if whole else 0
-
-
-def _is_padded(one: Buffer) -> bool:
-    held = sum(torch.Size(piece.size).numel() for piece in one.pieces)
-    return held < torch.Size(one.shape).numel()

@@ -1,4 +1,4 @@
-"""Memory for shards, with a place for every element of a model's tensors.
+"""Memory for shards on the CPU, with a place for every element of a model's tensors.
 
 ::
 
@@ -6,30 +6,13 @@
     held by 2 ranks, this one               |<---- old shard ->|
     held by 4 ranks, this one               |<- new ->|                      nothing moves
 
-A rank reserves the address space of whole tensors. A shard lies where its elements are in the
-tensor, whatever the number of ranks: what a rank keeps in a rescale it neither copies nor has
-twice.
+A rank reserves the address space of whole tensors, which costs nothing until it is written to. A
+shard lies where its elements are in the tensor, whatever the number of ranks: what a rank keeps in
+a rescale it neither copies nor has twice. Rows that it gives up are marked free: the system takes
+them when it needs memory, and until then a change back finds them there. Fresh memory costs a
+system many times what filling it does, a virtual machine above all.
 
 Invariant: no tensor but ``held`` refers to memory that is given out.
-
-Large pages: the kernel clears a page at its first touch, which is most of what filling new memory
-costs. Pages of 2 MiB, where asked for, take half the time of those of 4 KiB. Neighbouring mappings
-that ask for the same become one to the kernel, so that a large page may span two buffers.
-
-Memory for what strategies replace by one another: what was touched once is used again.
-
-::
-
-    address space      |old weights|old moments|.........................................
-    during a change    |old weights|old moments|new weights|new moments|.................
-    after it           |free, was touched      |new weights|new moments|.................
-    in the next one    |newer weights|newer mo-|new weights|new moments|ments|...........
-
-A tensor lies in the lowest gap that has room for it, so memory of earlier strategies comes first.
-That is small pages: large ones are no faster to touch again, and several times slower the first
-time on a virtual machine whose host has to find them.
-
-Invariant: no two tensors that anything refers to overlap.
 """
 
 from __future__ import annotations
@@ -37,46 +20,35 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-import os
-from collections.abc import Sequence
-from typing import Protocol
+import sys
+import weakref
+from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from rlinf_async.backends.reshard import address_space
-from rlinf_async.backends.reshard.address_space import LARGE_PAGE, AddressSpace, locked, without
-
+MAPPED_BYTES = 1 << 20
+"""size from which a tensor has address space of its own; smaller ones come from torch's
+allocator"""
+LARGE_PAGE = 1 << 21
+"""bytes; the first touch of a large page takes half the time of that of as many small ones"""
 WORTH_LARGE_PAGES = 2 * LARGE_PAGE
 """bytes; each range with large pages of its own is an entry in the system's table of them"""
-
-
-class Empty(Protocol):
-    """Returns an uninitialised tensor."""
-
-    def __call__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return it."""
-        ...
-
-
-def untouched(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a new, uninitialised buffer; a large one has large pages, none of them touched yet."""
-    size = torch.Size(shape).numel() * dtype.itemsize
-    is_small = size < address_space.MAPPED_BYTES
-    if device.type != "cpu" or is_small or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(tuple(shape), dtype=dtype, device=device)
-    room = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without large pages
-        room.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(room, dtype=dtype).view(tuple(shape))
+NO_RESERVE = 0x4000
+"""of Linux: address space, of which only a part will be used; Python 3.11 has no name for it"""
+MARK_FREE: int | None = mmap.MADV_FREE if sys.platform == "linux" else None
+"""how free memory is marked; None where the system cannot, and no address space is reserved then"""
 
 
 def untouched_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a new buffer of zeros; the pages of a large one on the CPU are touched by whoever uses
     them first, as the system clears them then."""
-    made = untouched(shape, dtype, device)
-    is_mapped = device.type == "cpu" and made.nbytes >= address_space.MAPPED_BYTES
-    return made if is_mapped and hasattr(mmap, "MADV_HUGEPAGE") else made.zero_()
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or size < MAPPED_BYTES:
+        return torch.zeros(tuple(shape), dtype=dtype, device=device)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
 
 
 class Reservations:
@@ -106,14 +78,23 @@ class Reservations:
         size = math.prod(whole) * dtype.itemsize
         low = first * dtype.itemsize
         high = low + math.prod(shape) * dtype.itemsize
-        if size >= address_space.MAPPED_BYTES and high > low:
+        given: memoryview | None = None
+        if MARK_FREE is not None and size >= MAPPED_BYTES and high > low:
             reserved = self._tensors.get((kind, name))
-            if reserved is None or reserved.size != size:
-                reserved = self._tensors[kind, name] = _Reserved(size)
-            given = reserved.take(low, high, dtype, held)
-            if given is not None:
-                return torch.frombuffer(given, dtype=dtype).view(tuple(shape))
-        return untouched(shape, dtype, torch.device("cpu"))
+            with contextlib.suppress(OSError):  # no address space is left
+                if reserved is None or reserved.size != size:
+                    reserved = self._tensors[kind, name] = _Reserved(size)
+                given = reserved.take(
+                    low, high, held if held is not None and held.dtype == dtype else None
+                )
+        if given is None:
+            return torch.empty(tuple(shape), dtype=dtype)
+        return torch.frombuffer(given, dtype=dtype).view(tuple(shape))
+
+    def mark_free(self) -> None:
+        """Let the system take what no tensor refers to any more; it stays reserved."""
+        for one in self._tensors.values():
+            one.mark_free()
 
     def give_back(self) -> None:
         """Free all of it, as soon as no tensor refers to it; later shards have other places."""
@@ -121,72 +102,49 @@ class Reservations:
 
 
 class _Reserved:
-    """The address space of one tensor."""
+    """The address space of one tensor, and the parts of it that tensors refer to."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._space: AddressSpace | None = None
-        with contextlib.suppress(OSError):
-            self._space = AddressSpace(size)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
+        self._memory = mmap.mmap(-1, size, flags=flags)
+        self._address = np.frombuffer(self._memory, np.uint8).ctypes.data
+        self._given: list[tuple[int, int, weakref.ref[memoryview]]] = []
+        # Where the system makes all pages large by default, it would also do so at a shard's ends.
+        self._advise(mmap.MADV_NOHUGEPAGE, 0, size, mmap.PAGESIZE)
 
-    def take(
-        self, low: int, high: int, dtype: torch.dtype, held: Tensor | None
-    ) -> memoryview | None:
-        """Return these bytes, or None where a tensor refers to them, or nothing is reserved."""
-        space = self._space
-        if space is None:
-            return None
+    def take(self, low: int, high: int, held: Tensor | None) -> memoryview | None:
+        """Return these bytes, or None where a tensor other than ``held`` refers to some of them."""
         kept = None
-        if held is not None and held.dtype == dtype:
-            start = held.data_ptr() - space.address
+        if held is not None:
+            start = held.data_ptr() - self._address
             kept = (start, start + held.nbytes)
-        with locked():
-            if any(a < high and low < b and (a, b) != kept for a, b in space.taken):
-                return None
-            given = space.give(low, high)
-        # Inside only: a large page at an end would take memory that the shard does not need.
-        begin, end = -(-low // LARGE_PAGE) * LARGE_PAGE, high // LARGE_PAGE * LARGE_PAGE
-        if end - begin >= WORTH_LARGE_PAGES:
-            space.advise(mmap.MADV_HUGEPAGE, begin, end)
+        if any(a < high and low < b and (a, b) != kept for a, b in self._taken()):
+            return None
+        given = memoryview(self._memory)[low:high]
+        self._given.append((low, high, weakref.ref(given)))
+        if high - low >= WORTH_LARGE_PAGES:
+            # Inside only: a large page at an end would take memory that the shard does not need.
+            self._advise(mmap.MADV_HUGEPAGE, low, high, LARGE_PAGE)
         return given
 
+    def mark_free(self) -> None:
+        """Let the system take what no tensor refers to."""
+        assert MARK_FREE is not None
+        low = 0
+        for start, stop in sorted([*self._taken(), (self.size, self.size)]):
+            self._advise(MARK_FREE, low, start, mmap.PAGESIZE)
+            low = max(low, stop)
 
-class Arena:
-    """The memory of one rank on the CPU; small tensors, and those of devices, come from torch.
+    def _taken(self) -> Iterable[tuple[int, int]]:
+        """The ranges of bytes that tensors refer to: each of them keeps its memory view alive."""
+        self._given = [one for one in self._given if one[2]() is not None]
+        return [(low, high) for low, high, _ in self._given]
 
-    Args:
-        size: bytes of address space; four times the machine's memory by default.
-    """
-
-    def __init__(self, size: int | None = None) -> None:
-        self._size = size or 4 * os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
-        self._space: AddressSpace | None = None
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialised tensor, whose memory is the arena's again with the last view."""
-        size = math.prod(shape) * dtype.itemsize
-        given = None
-        if device.type == "cpu" and size >= address_space.MAPPED_BYTES:
-            given = self._take(size)
-        if given is None:
-            return torch.empty(tuple(shape), dtype=dtype, device=device)
-        count = math.prod(shape)
-        return torch.frombuffer(given, dtype=dtype, count=count).view(tuple(shape))
-
-    def give_back(self) -> None:
-        """Free all of it, as soon as no tensor refers to it; later tensors lie elsewhere."""
-        self._space = None
-
-    def _take(self, size: int) -> memoryview | None:
-        """Return so many bytes, from a page's begin on; None where there is no room."""
-        if self._space is None:
-            with contextlib.suppress(OSError):
-                self._space = AddressSpace(self._size)
-        space = self._space
-        if space is None:
-            return None
-        room = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-        with locked():
-            gaps = without(0, self._size, space.taken)
-            low = next((low for low, high in gaps if high - low >= room), None)
-            return space.give(low, low + room) if low is not None else None
+    def _advise(self, advice: int, low: int, high: int, page: int) -> None:
+        """Tell the system how the whole pages of this size in a range will be used."""
+        begin = -(-(self._address + low) // page) * page - self._address
+        end = (self._address + high) // page * page - self._address
+        if end > begin:
+            with contextlib.suppress(OSError):  # a kernel may not know it; nothing depends on it
+                self._memory.madvise(advice, begin, end - begin)

@@ -1,14 +1,4 @@
-"""Buckets in memory that all ranks of one host share.
-
-::
-
-    sender     wait until the slot is read .. pack into it .. PLACE -->
-    receiver                                       <-- DONE .. check, unpack out of it
-
-A rank's memory has two slots, so that it packs a round while peers still read the one before. The
-memory has no name, and neither have the pipes, so a kill leaves nothing behind.
-
-How buckets are moved: as messages of the process group, or through shared memory of one host.
+"""How buckets are moved: as messages of the process group, or through shared memory of one host.
 
 ::
 
@@ -16,7 +6,11 @@ How buckets are moved: as messages of the process group, or through shared memor
     SharedMemory   pack into own memory, send the place -> check, unpack from the peer's memory
                    the peer sends when it is done, and the memory is reused       one host, CPU
 
-`SharedMemory`: see `shared_memory`.
+    sender     wait until the slot is read .. pack into it .. PLACE -->
+    receiver                                       <-- DONE .. check, unpack out of it
+
+A rank's shared memory has two slots, so that it packs a round while peers still read the one
+before. The memory has no name, and neither have the pipes, so a kill leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -144,6 +138,7 @@ def _lost(now: int, peers: Iterable[int]) -> str:
 
 
 SLOTS = 2
+FIRST = "before anything was sent"
 
 
 class SharedMemory:
@@ -221,11 +216,11 @@ def connect(
         size = max(SLOTS * (-(-room // mmap.PAGESIZE) * mmap.PAGESIZE), mmap.PAGESIZE)
         os.ftruncate(memory, size)
         mine = torch.tensor([this_host(), os.getpid(), memory, size, *inboxes.numbers()])
-        found = (one.tolist() for one in _gathered(mine, ranks, group, timeout))
+        found = (one.tolist() for one in gathered(mine, group, timeout, FIRST))
         addresses = [_Address(one[0], one[1], one[2], one[3], tuple(one[4:])) for one in found]
         peers, writers = _mapped(addresses, {rank, *sources}), _opened(inboxes, addresses, rank)
         sees_all = torch.tensor([peers is not None and writers is not None])
-        all_see = all(bool(one) for one in _gathered(sees_all, ranks, group, timeout))
+        all_see = all(bool(one) for one in gathered(sees_all, group, timeout, FIRST))
         if all_see and peers is not None and writers is not None:
             own = peers.pop(rank)
             made = SharedMemory(Signals(inboxes.readers(), writers, timeout), own, peers)
@@ -238,16 +233,17 @@ def connect(
                 os.close(one)
 
 
-def _gathered(
-    mine: Tensor, ranks: int, group: dist.ProcessGroup | None, timeout: timedelta
+def gathered(
+    mine: Tensor, group: dist.ProcessGroup | None, timeout: timedelta, when: str
 ) -> list[Tensor]:
-    found = [torch.empty_like(mine) for _ in range(ranks)]
+    """Return the tensor of every rank. Raises `PeerLost`, which says when that was."""
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     try:
         work = dist.all_gather(found, mine, group=group, async_op=True)
         if work is not None:
             work.wait(timeout)
     except RuntimeError as error:
-        raise PeerLost(f"a rank was lost before anything was sent: {error}") from error
+        raise PeerLost(f"a rank was lost {when}: {error}") from error
     return found
 
 

@@ -8,9 +8,7 @@ Every rank has a pipe for the signals of each peer. A peer opens the writing end
 ``/proc``, and the owner closes its own: when the peer dies, the pipe ends at once. A rank that
 gives up signals which one it lost before, so that all name the same one.
 
-Errors while shards are moved. After each of them the old buffers are unchanged.
-
-::
+Errors; after each of them the old buffers are unchanged::
 
     ReshardError
      +-- BuffersDiffer    this rank's buffers are not those of the layout

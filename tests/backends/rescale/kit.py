@@ -15,7 +15,7 @@ from rlinf_async.backends.fsdp.embodied import EmbodiedTrainer
 from rlinf_async.backends.fsdp.language.config import LanguageTrainerConfig
 from rlinf_async.backends.fsdp.language.trainer import CriticTrainer, PolicyTrainer
 from rlinf_async.backends.policies.config import PolicyConfig
-from rlinf_async.backends.reshard import address_space
+from rlinf_async.backends.reshard import reserved
 from rlinf_async.messages.embodied import Floats, Trajectory
 from tests.backends.language.kit import micro_batches, samples, trainer_config
 
@@ -37,8 +37,8 @@ def small_shards_too() -> None:
 
     What they leave is gone at once, as if the system were always short of memory.
     """
-    address_space.MAPPED_BYTES = 1
-    address_space.MARK_FREE = mmap.MADV_DONTNEED
+    reserved.MAPPED_BYTES = 1
+    reserved.MARK_FREE = mmap.MADV_DONTNEED
 
 
 def language_config() -> LanguageTrainerConfig:

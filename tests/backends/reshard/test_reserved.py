@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import mmap
-import subprocess
-import sys
 import threading
 from typing import Any
 
@@ -15,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlinf_async.backends.reshard import Reservations, address_space
+from rlinf_async.backends.reshard import Reservations, reserved
 from tests.backends.reshard.memory import MEGABYTE, lazily_free, own_bytes
 
 KEPT_HERE = "w", "a"
@@ -25,7 +23,7 @@ KEPT_HERE = "w", "a"
 @pytest.fixture(autouse=True)
 def given_up_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The system takes at once what it may take at any time."""
-    monkeypatch.setattr(address_space, "MARK_FREE", mmap.MADV_DONTNEED)
+    monkeypatch.setattr(reserved, "MARK_FREE", mmap.MADV_DONTNEED)
 
 
 class Rank:
@@ -42,6 +40,7 @@ class Rank:
         new = self.prepare(low, high)
         new.copy_(self.truth[low:high])
         self.shard, self.rows = new, range(low, high)
+        self.reserved.mark_free()
         return new
 
     def prepare(self, low: int, high: int) -> Tensor:
@@ -141,9 +140,11 @@ def test_what_nobody_looks_at_goes_back_and_nothing_else() -> None:
     assert own_bytes() - empty == pytest.approx(128 * MEGABYTE, abs=4 * MEGABYTE)
     looked_at = whole[6000:6001].numpy()
     del whole
+    rank.reserved.mark_free()
     assert own_bytes() - empty == pytest.approx(128 * MEGABYTE, abs=4 * MEGABYTE)
     assert (looked_at == 6001).all()
     del looked_at
+    rank.reserved.mark_free()
     assert own_bytes() - empty == pytest.approx(32 * MEGABYTE, abs=4 * MEGABYTE)
     rank.reserved.give_back()
     assert rank.shard is not None
@@ -191,7 +192,7 @@ def test_a_garbage_collection_amid_it_all_ends_other_shards(
     circle.append(circle)
     begin = circle[0].data_ptr()
     del circle
-    advise = address_space.AddressSpace.advise
+    advise = reserved._Reserved._advise
 
     def collect(*given: Any) -> None:
         gc.collect()
@@ -199,35 +200,12 @@ def test_a_garbage_collection_amid_it_all_ends_other_shards(
 
     gc.disable()
     try:
-        monkeypatch.setattr(address_space.AddressSpace, "advise", collect)
+        monkeypatch.setattr(reserved._Reserved, "_advise", collect)
         rank.hold(0, 4096)
         rank.hold(0, 2048)
     finally:
         gc.enable()
     assert rank.room(4096, 8192).data_ptr() == begin
-
-
-def test_a_forked_process_lets_shards_go_while_its_parents_thread_did_too() -> None:
-    script = """
-import os, signal, threading, torch
-from rlinf_async.backends.reshard import Reservations, address_space
-shard = Reservations().room("w", "a", (1024, 1024), 0, (512, 1024), torch.float32)
-held, forked = threading.Event(), threading.Event()
-def hold():
-    with address_space.locked():
-        held.set()
-        forked.wait()
-threading.Thread(target=hold).start()
-held.wait()
-child = os.fork()
-if not child:
-    signal.alarm(200)  # and no orphan waits for ever
-    del shard
-    os._exit(0)
-forked.set()
-raise SystemExit(os.waitpid(child, 0)[1])
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=240)
 
 
 def test_a_shard_of_another_dtype_lies_elsewhere() -> None:
@@ -245,7 +223,7 @@ def test_without_address_space_shards_come_from_elsewhere(
     def refused(*_: object, **__: object) -> mmap.mmap:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr("rlinf_async.backends.reshard.address_space._address_space", refused)
+    monkeypatch.setattr("rlinf_async.backends.reshard.reserved.mmap.mmap", refused)
     rank = Rank(ROWS, WIDTH)
     assert rank.hold(0, 0).shape == (0, WIDTH)
     assert rank.hold(0, 96).equal(rank.truth)

@@ -11,19 +11,6 @@ reinforcement, all of them by cloning. With parallel decoding every slot is a le
 all tokens come out of one forward pass, each independent of the others given the observation (Kim,
 Finn and Liang 2025, "OpenVLA-OFT"). Autoregressive, slot ``j`` is the embedding of token ``j - 1``,
 as in OpenVLA (Kim et al. 2024).
-
-A vision-language model of Hugging Face, and the text it reads.
-
-Images and text become embeddings here, and go into its language model together; so any model will
-do that has the methods which transformers gives all of them: `get_image_features`,
-`get_input_embeddings`, `get_decoder`. Images are prepared by torch alone.
-
-Low-rank adapters in a vision-language model, by peft. Its own weights are frozen.
-
-Numbers of actions in [-1, 1], and the bins that stand for them (Kim et al. 2024, section 3.2).
-
-OpenVLA's bins lie between quantiles of the training data; these are equal parts of [-1, 1], which
-the environment stretches to its bounds: no data is needed, and decoding is exact.
 """
 
 from __future__ import annotations
@@ -48,7 +35,11 @@ SPECIAL = 4  # ids below: padding, begin, end, image
 
 
 class Backbone(nn.Module):
-    """Images and texts -> embeddings; embeddings -> hidden states ``[N, S, hidden]``.
+    """A vision-language model of Hugging Face: images and texts -> embeddings, which go into its
+    language model together; embeddings -> hidden states ``[N, S, hidden]``.
+
+    Any model will do that has the methods which transformers gives all of them:
+    `get_image_features`, `get_input_embeddings`, `get_decoder`. Images are prepared by torch alone.
 
     ``config``: of the policy; ``image_size``: pixels along a side of the environment's images,
     which a new model is built for, and which a folder's model scales to its own.
@@ -190,7 +181,8 @@ def _new(config: VisionLanguageConfig, image_size: int) -> Any:
 
 
 def add_adapters(model: nn.Module, config: LoraConfig) -> None:
-    """Give every linear layer of the language model an adapter, in place.
+    """Give every linear layer of the language model a low-rank adapter, in place; its own weights
+    are frozen.
 
     Raises `ModuleNotFoundError` where peft is not installed.
     """
@@ -205,7 +197,12 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> None:
 
 
 def encode(action: Tensor, bins: int) -> Tensor:
-    """Return the bin, int64, of each number; numbers outside [-1, 1] are in the outer ones."""
+    """Return the bin, int64, of each number; numbers outside [-1, 1] are in the outer ones.
+
+    OpenVLA's bins (Kim et al. 2024, section 3.2) lie between quantiles of the training data; these
+    are equal parts of [-1, 1], which the environment stretches to its bounds: no data is needed,
+    and decoding is exact.
+    """
     return ((action + 1.0) * (0.5 * bins)).floor().long().clamp(0, bins - 1)
 
 

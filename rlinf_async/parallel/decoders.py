@@ -1,10 +1,15 @@
-"""Sizes of a decoder-only language model, and its global tensors by their names in checkpoints.
+"""Name maps of decoder-only language models: their parameters in three backends.
 
-megatron-core: ``linear_qkv`` by key-value group, ``linear_fc1``; norms apart or fused.
+::
 
-vLLM: ``qkv_proj``, ``gate_up_proj``, experts ``w13_weight`` and ``w2_weight``.
+    megatron      megatron-core: linear_qkv by key-value group, linear_fc1; norms apart or fused
+    vllm          qkv_proj, gate_up_proj, experts w13_weight and w2_weight
+    huggingface   transformers 5: query, key, value, gate and up apart; experts fused
 
-transformers 5: query, key, value, gate and up apart; experts fused.
+All hold the same global tensors, which have the names that checkpoints of the architecture have. So
+``plan(layout(huggingface(d), ...), layout(vllm(d), ...))`` publishes a trainer's weights to an
+engine. Megatron and vLLM number the layers of a stage from 0 on; here a parameter has its layer's
+number in the whole model.
 """
 
 from __future__ import annotations
@@ -66,6 +71,8 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
             )
         _refuse_variants(kind, config)
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        # Their number has two names; transformers writes the second.
+        experts = "num_experts" if "num_experts" in config else "num_local_experts"
         return cls(
             layers=config["num_hidden_layers"],
             hidden=hidden,
@@ -78,7 +85,7 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
             qkv_bias=kind == "qwen2",
             qk_norm=kind in {"qwen3", "qwen3_moe", "gemma3_text"},
             post_norms=kind == "gemma3_text",
-            experts=_experts(config) if kind in {"mixtral", "qwen3_moe"} else 0,
+            experts=config[experts] if kind in {"mixtral", "qwen3_moe"} else 0,
             block_sparse=kind == "mixtral",
             dtype=dtype,
         )
@@ -200,12 +207,6 @@ def parameter(
 
 def layer_name(layer: int) -> str:
     return f"model.layers.{layer}"
-
-
-def _experts(config: Mapping[str, Any]) -> int:
-    """Return the number of experts, which has two names; transformers writes the second."""
-    found: int = config["num_experts" if "num_experts" in config else "num_local_experts"]
-    return found
 
 
 def _refuse_variants(kind: str, config: Mapping[str, Any]) -> None:
