@@ -28,6 +28,7 @@ import numpy as np
 
 from rlinf_async.backends.base import made_by
 from rlinf_async.backends.language import require_finite
+from rlinf_async.backends.parts import DEFAULT_LANGUAGE_TRAINER, language_trainers
 from rlinf_async.channels import LatestReceiver, Receiver, Sender
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Kept, Sample, Tokens, TrainingSample
@@ -163,7 +164,11 @@ class InferenceWorker(Worker):
     _trainer: LanguageTrainer = made_by("setup()")
 
     def __init__(
-        self, trainer: Any, config: InferenceConfig | None = None, *, backend: str = "fsdp"
+        self,
+        trainer: Any,
+        config: InferenceConfig | None = None,
+        *,
+        backend: str = DEFAULT_LANGUAGE_TRAINER,
     ) -> None:
         self.config = config or InferenceConfig()
         self._trainer_config = trainer
@@ -171,9 +176,8 @@ class InferenceWorker(Worker):
 
     @classmethod
     def slow_imports(cls, arguments: Mapping[str, Any]) -> Sequence[str]:
-        from rlinf_async.backends.base import LANGUAGE_TRAINERS, slow_imports
-
-        return slow_imports(LANGUAGE_TRAINERS, arguments.get("backend"))
+        name = arguments.get("backend", DEFAULT_LANGUAGE_TRAINER)
+        return language_trainers.load(name).slow_imports
 
     async def setup(self) -> None:
         """Build the model; the actor's weights come with the first update."""
@@ -183,9 +187,7 @@ class InferenceWorker(Worker):
 
     def make_trainer(self) -> LanguageTrainer:
         """Build the trainer. Runs in the compute thread; override it to bring your own."""
-        from rlinf_async.backends.base import load_language_trainer
-
-        return load_language_trainer(self._backend_name)(self._trainer_config, 1, 0)
+        return language_trainers.load(self._backend_name).make(self._trainer_config, 1, 0)
 
     async def run(
         self,

@@ -532,6 +532,9 @@ class VersionTrainer(VersionCounter):
 
     normalizes = False
     recomputes = False
+    has_weights: ClassVar[bool] = False
+    collective: ClassVar[bool] = False
+    """its ranks exchange nothing"""
     file: ClassVar[str]
     """of a checkpoint"""
 

@@ -1,8 +1,5 @@
-"""``rlinf-async export`` and ``rlinf-async reshard``: checkpoints on the disk, without a run.
-
-``rlinf-async demonstrations``: record them from a scripted policy.
-
-``rlinf-async bench``: measure against the bars, and against others.
+"""Commands that need no run: ``export`` and ``reshard`` of a checkpoint, ``demonstrations`` of a
+scripted policy, and ``bench`` against the bars and against others.
 """
 
 from __future__ import annotations

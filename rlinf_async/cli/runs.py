@@ -1,6 +1,5 @@
-"""``rlinf-async status`` and ``rlinf-async stop``: a run of another process, by its folder.
-
-``rlinf-async evaluate``: a trained policy at work again, in figures and in pictures.
+"""Commands about another run, by its folder: ``status``, ``stop``, and ``evaluate``, which has its
+policy act again.
 """
 
 from __future__ import annotations

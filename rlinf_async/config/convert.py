@@ -4,10 +4,6 @@ A table is walked beside its type, so every error knows its whole path. What the
 no name is ignored, no value is coerced (but an integer where a number is due), and a field that is
 not named keeps the default of its *parent's* default where there is one (``actor = Actor(lr=1e-3)``
 keeps its ``lr`` when a file sets only ``actor.eps``).
-
-Types and values in the words of an error message.
-
-Looking into types: which Struct stands behind an annotation, and what its fields are.
 """
 
 from __future__ import annotations

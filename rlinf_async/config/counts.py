@@ -27,3 +27,11 @@ def check_counts(
             raise ValueError(f"{name} is {value}; it must be at least {least}")
         if value > most:
             raise ValueError(f"{name} is {value}; it must be at most {most:.0f}")
+
+
+def near_divisors(number: int, wanted: int) -> str:
+    """Return the divisors of ``number`` next to a wanted one, as an error names them."""
+    divisors = [one for one in range(1, number + 1) if number % one == 0]
+    below = [one for one in divisors if one < wanted][-1:]
+    above = [one for one in divisors if one > wanted][:1]
+    return " or ".join(str(one) for one in below + above)

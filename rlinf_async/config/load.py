@@ -1,10 +1,9 @@
 """Reading a configuration: a TOML file, then the command line over it, into one typed Struct.
 
-Settings from the command line: ``--actor.optimizer.lr 1e-5``.
-
-The text is read by the type of the field it is for: ``64,64`` is two integers for a ``list[int]``
-and a string for a ``str``; ``none`` is None where the field allows it. Numbers, tables and lists
-are written as in TOML. A flag without a value is None here, and sets a switch to true.
+The text of a flag (``--actor.optimizer.lr 1e-5``) is read by the type of the field it is for:
+``64,64`` is two integers for a ``list[int]`` and a string for a ``str``; ``none`` is None where the
+field allows it. Numbers, tables and lists are written as in TOML. A flag without a value is None
+here, and sets a switch to true.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from rlinf_async.config import convert as describe
 from rlinf_async.config import convert as schema
 from rlinf_async.config.convert import NONE, convert, convert_struct, unknown_name
 from rlinf_async.config.registry import ConfigError, Path, dotted, nearest
@@ -74,7 +72,7 @@ def _type_within(type_: Any, table: Table, name: str, path: Path) -> Any:
         return _field_type(struct, name, path)
     values = schema.value_type(type_)
     if values is None:
-        wanted = describe.expected(type_)
+        wanted = schema.expected(type_)
         raise ConfigError(f"has no settings inside it (it takes {wanted})", path=path)
     return values
 
@@ -92,7 +90,7 @@ def _switched_on(type_: Any, path: Path) -> bool:
     try:
         convert(True, type_, path)
     except ConfigError:
-        wanted = describe.expected(type_)
+        wanted = schema.expected(type_)
         raise ConfigError(f"no value is given: it takes {wanted}", path=path) from None
     return True
 
@@ -112,8 +110,8 @@ def _value_of(text: str, type_: Any, path: Path) -> object:
             return candidate
     if problem is not None and len(problem.path) > len(path):
         raise problem
-    hint = nearest(text, describe.choices(type_))
-    raise ConfigError(f"expected {describe.expected(type_)}, found {text!r}{hint}", path=path)
+    hint = nearest(text, schema.choices(type_))
+    raise ConfigError(f"expected {schema.expected(type_)}, found {text!r}{hint}", path=path)
 
 
 def _readings(text: str) -> Iterator[object]:

@@ -1,5 +1,5 @@
-"""Parts that a setting names: one way for advantages, losses, verifiers, policies, jobs, engines,
-trainers, scaling policies and metrics sinks.
+"""Parts that a setting names: one way for advantages, losses, verifiers, policies, environments,
+jobs, engines, trainers, scaling policies and metrics sinks. See docs/parts.md.
 
 ::
 
@@ -11,16 +11,12 @@ trainers, scaling policies and metrics sinks.
 What a process registers, its workers find as well: they are told where it stands
 (`names_for_workers`), in a variable of their environment, which their own children inherit.
 
-Wrong input: what ends a command with exit code 2 before any worker starts.
-
-::
+A setting that is wrong ends a command with exit code 2 before any worker starts::
 
     UsageError            the user asked for something that cannot be done as asked
     +-- ConfigError       one setting is wrong: names its path, its place, and what would be right
     +-- MissingExtra      an optional dependency is not installed
     +-- MissingDevice     a device that the configuration names is not there
-
-A user's function, named in a setting as ``"module:function"`` or ``"file.py:function"``.
 """
 
 from __future__ import annotations
@@ -36,7 +32,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path as FilePath
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar, cast
 
 import msgspec
 
@@ -164,6 +160,43 @@ def _from_file(where: str) -> Any:
     return module
 
 
+class Part:
+    """What an engine or a trainer says about itself, before and without its library.
+
+    It stands in a module of its own that imports nothing slow; `make` does. A plain factory (a
+    class or function with the arguments of `make`) is a part, too: its class attributes of the
+    names that stand here count as said, the rest is as the defaults have it.
+    """
+
+    Config: ClassVar[Any] = None
+    """Struct of its settings, read from the section ``options``; None: it has none"""
+    library: ClassVar[str] = ""
+    """module that has to be installed"""
+    extra: ClassVar[str] = ""
+    """extra of rlinf-async by which ``library`` is installed"""
+    slow_imports: ClassVar[tuple[str, ...]] = ()
+    """modules that take seconds to import and start no threads: forked workers share them"""
+    factory: ClassVar[str] = ""
+    """``"module:name"`` of what `make` calls"""
+
+    def make(self, *arguments: Any) -> Any:
+        """Return the engine or trainer itself."""
+        return load_entry_point(self.factory)(*arguments)
+
+    @classmethod
+    def of(cls, factory: Callable[..., Any]) -> Self:
+        """Return the part that a plain factory is."""
+        said = {name for one in cls.__mro__ for name in getattr(one, "__annotations__", ())}
+        found = {name: getattr(factory, name) for name in said if hasattr(factory, name)}
+        part: Self = type(cls.__name__, (cls,), {**found, "make": staticmethod(factory)})()
+        return part
+
+    def check_installed(self, needed_for: str) -> None:
+        """Raise `MissingExtra` where the library is not there. Nothing is imported."""
+        if self.library and importlib.util.find_spec(self.library) is None:
+            raise MissingExtra(self.library, extra=self.extra, needed_for=needed_for)
+
+
 T = TypeVar("T")
 
 NAMES = "RLINF_ASYNC_NAMES"
@@ -193,6 +226,7 @@ class Registry(Generic[T]):
         group: of the entry points by which packages add names; none are looked for without.
         called_with: what a part is called with, one word for each argument. One that takes others
             is refused.
+        described_by: class of the parts, where these say more than how they are made.
     """
 
     _by_kind: dict[str, Registry[Any]] = {}  # noqa: RUF012 - every registry of this process
@@ -205,6 +239,7 @@ class Registry(Generic[T]):
         entries: Mapping[str, str] | None = None,
         group: str = "",
         called_with: tuple[str, ...] | None = None,
+        described_by: type[Part] | None = None,
     ) -> None:
         self.kind = kind
         self._built_in = built_in
@@ -212,6 +247,7 @@ class Registry(Generic[T]):
         """import paths of names that are imported when they are asked for"""
         self._group = group
         self._called_with = called_with
+        self._described_by = described_by
         self._entries: dict[str, T] = {}
         self._by_kind[kind] = self
 
@@ -241,10 +277,12 @@ class Registry(Generic[T]):
                 its module raises when it is imported.
         """
         self._import_built_in()
-        if name in self._entries:
+        if name in self._entries and self._described_by is None:
             return self._entries[name]
         found: Any
-        if name in self.paths:
+        if name in self._entries:
+            found = self._entries[name]
+        elif name in self.paths:
             found = load_entry_point(self.paths[name], path)
         elif ":" in name or name.endswith(".py"):
             found = load_entry_point(name, path)
@@ -262,10 +300,14 @@ class Registry(Generic[T]):
                 ) from error
         else:
             raise UnknownName(self.kind, name, self.names())
+        described_by = self._described_by
+        if described_by and isinstance(found, type) and issubclass(found, described_by):
+            described: Any = found()
+            return cast(T, described)
         if self._called_with is not None:
             check_arguments(found, name, self.kind, self._called_with, path)
-        part: T = found
-        return part
+        part: Any = found if described_by is None else described_by.of(found)
+        return cast(T, part)
 
     def check(self, name: str, path: Path, *, apart: bool = False) -> T:
         """Return what `load` does; an unknown name is a `ConfigError`, too.
@@ -276,7 +318,7 @@ class Registry(Generic[T]):
             part = self.load(name, path)
         except UnknownName as error:
             raise ConfigError(str(error), path=path) from error
-        if apart and name in self._entries and not _imported_from(part):
+        if apart and name in self._entries and not _imported_from(self._entries[name]):
             raise ConfigError(
                 f"{self.kind} {name!r} was registered in this process, and other processes cannot "
                 "import it: define it at the top of a module or file, not in a function and not "

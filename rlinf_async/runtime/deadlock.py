@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlinf_async.channels import Channel, Latest, Statistics, Wait
 from rlinf_async.channels.wire.session.movement import movement
+from rlinf_async.runtime.calls import WorkerGroup
 from rlinf_async.runtime.supervise import Standstill, Supervisor
 from rlinf_async.runtime.wakers import internal, what_can_go_on
 from rlinf_async.workers.base import Deadlock
@@ -40,7 +41,7 @@ class DeadlockWatch:
     def __init__(
         self,
         channels: Mapping[str, Channel[Any] | Latest[Any]],
-        supervisors: Callable[[], list[Supervisor]],
+        groups: Mapping[str, WorkerGroup[Any]],
         *,
         homed: Callable[[], Awaitable[Sequence[Statistics]]],
         waits: Callable[[], list[Wait]],
@@ -49,7 +50,7 @@ class DeadlockWatch:
         limit: float | None,
     ) -> None:
         self._channels = channels
-        self._supervisors = supervisors
+        self._groups = groups
         self._homed = homed
         self._waits = waits
         self._report = report
@@ -91,13 +92,7 @@ class DeadlockWatch:
     async def _look(self) -> None:
         homed = await self._homed()
         waits = self._waits()
-        here = (channel.statistics() for channel in self._channels.values())
-        items: list[object] = [
-            (seen.puts, seen.gets, seen.leases_out)
-            if isinstance(seen, Statistics)
-            else seen.version
-            for seen in (*here, *homed)
-        ]
+        items = [*self._item_counts(), *map(_moved, homed)]
         if items != self._items or not waits or waits[0].seconds < PERIOD:
             self._items = items
             self._moved.clear()
@@ -135,11 +130,18 @@ class DeadlockWatch:
             + self._report()
         )
 
+    def _item_counts(self) -> list[object]:
+        """Changes whenever an item moves on any channel of this process."""
+        return [
+            _moved(seen) if isinstance(seen := channel.statistics(), Statistics) else seen.version
+            for channel in self._channels.values()
+        ]
+
     async def _at_work(self) -> list[str]:
         """A line for every worker that has open spans: it may wait for something else too."""
         lines = []
         for supervisor in self._supervisors():
-            handle = supervisor.live
+            handle = supervisor.handle_nowait()
             doing = await handle.doing() if handle is not None else ()
             if doing:
                 lines.append(f"  {supervisor.name} is at work: {', '.join(doing)}")
@@ -152,8 +154,16 @@ class DeadlockWatch:
         for supervisor in self._supervisors():
             if not every and any(one.unless for one in found.values()):
                 break
-            handle = supervisor.live
+            handle = supervisor.handle_nowait()
             found[supervisor.name] = (
                 Standstill("it is being started") if handle is None else await handle.standstill()
             )
         return found
+
+    def _supervisors(self) -> Iterator[Supervisor]:
+        for group in self._groups.values():
+            yield from group.supervisors
+
+
+def _moved(seen: Statistics) -> object:
+    return seen.puts, seen.gets, seen.leases_out

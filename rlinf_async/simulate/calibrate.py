@@ -333,7 +333,7 @@ def _shape(
         "actor_tp": config.actor.model_ranks,
     }
     samples = config.training.prompts * config.training.group_size
-    engine = getattr(config.rollout, config.rollout.backend)
+    engine = config.rollout.engine
     slots = min(getattr(engine, "slots", getattr(engine, "max_concurrent", samples)), samples)
     return work, hardware, {"slots": config.rollout.serving.max_concurrent or slots}
 

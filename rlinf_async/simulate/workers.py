@@ -33,12 +33,15 @@ from rlinf_async.workers.base import Worker
 from rlinf_async.workers.rollout.language import LanguageRolloutWorker
 from rlinf_async.workers.scheduler import SchedulerWorker
 
+ENGINE = "rlinf_async.backends.cost.engine:CostEngine"
+TRAINER = "rlinf_async.backends.cost.trainer:CostTrainer"
+
 
 class SimulatedRollout(LanguageRolloutWorker):
     """One rollout instance."""
 
     def __init__(self, site: Site, engine: Any, config: Any) -> None:
-        super().__init__(engine, config, backend="cost", scheduled=True)
+        super().__init__(engine, config, backend=ENGINE, scheduled=True)
         self._site = site
         site.rollouts[self.rank] = self
 
@@ -110,7 +113,7 @@ class SimulatedActor(LanguageActor):
     ) -> None:
         self.stands_for = site.config.hardware.actor_tp
         super().__init__(
-            trainer, batches, backend="cost", max_staleness=max_staleness, scheduled=True
+            trainer, batches, backend=TRAINER, max_staleness=max_staleness, scheduled=True
         )
         self._site, self._pipelined = site, pipelined
         site.actors[self.rank] = self

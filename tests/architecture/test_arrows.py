@@ -92,6 +92,7 @@ def test_workers_and_runtime_know_only_the_protocols_and_configs_of_backends() -
         "rlinf_async.backends",
         "rlinf_async.backends.base",
         "rlinf_async.backends.language",
+        "rlinf_async.backends.parts",
     }
     wrong = [
         each

@@ -15,15 +15,14 @@ from rlinf_async.algorithms.config import AdvantageConfig
 from rlinf_async.backends.base import (
     OptimizerConfig,
     PolicyOutputError,
-    UnknownBackend,
-    load_policy_backend,
-    load_trainer_backend,
 )
 from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig, FSDPConfig, PPOConfig
 from rlinf_async.backends.fsdp.embodied import EmbodiedTrainer
+from rlinf_async.backends.parts import policy_backends, trainers
 from rlinf_async.backends.policies.base import Policy
 from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.backends.policies.serving import PolicyServer
+from rlinf_async.config.registry import UnknownName
 from rlinf_async.messages.embodied import Trajectory
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.weights import WeightsError, unpack
@@ -269,17 +268,17 @@ def test_an_observation_with_nan_is_an_error_and_not_an_action() -> None:
 
 
 def test_backends_are_found_by_name() -> None:
-    trainer = load_trainer_backend("fsdp")(CONFIG, 1, 0)
-    server = load_policy_backend("torch")(POLICY, 0, "cpu")
+    trainer = trainers.load("fsdp").make(CONFIG, 1, 0)
+    server = policy_backends.load("torch").make(POLICY, 0, "cpu")
     server.load(trainer.publish())
     assert server.version == trainer.version == 0
 
 
 def test_an_unknown_backend_is_answered_with_the_nearest() -> None:
-    with pytest.raises(UnknownBackend, match=r"did you mean 'fsdp'\? \(known: 'fsdp'\)"):
-        load_trainer_backend("fdsp")
-    with pytest.raises(UnknownBackend, match=r"known: 'torch'"):
-        load_policy_backend("zzz")
+    with pytest.raises(UnknownName, match=r"did you mean 'fsdp'\? \(known: 'fsdp'\)"):
+        trainers.load("fdsp")
+    with pytest.raises(UnknownName, match=r"known: 'torch'"):
+        policy_backends.load("zzz")
 
 
 def test_configuration_and_registry_do_not_import_torch() -> None:

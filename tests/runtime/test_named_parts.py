@@ -16,7 +16,7 @@ from rlinf_async.algorithms.advantages import advantage_functions
 from rlinf_async.algorithms.language.advantages import group_advantages
 from rlinf_async.algorithms.language.losses import language_losses
 from rlinf_async.algorithms.losses import loss_functions
-from rlinf_async.backends import base as backends
+from rlinf_async.backends import parts as backends
 from rlinf_async.backends.policies.base import policies
 from rlinf_async.config import ConfigError
 from rlinf_async.config.registry import NAMES, Registry
@@ -35,11 +35,11 @@ KINDS: dict[str, tuple[Registry[Any], int]] = {
     "scaling_policy": (scaling_policies, 0),
     "job": (jobs, 0),
     "sink": (sinks, 2),
-    "trainer": (backends._trainers, 3),
-    "language_trainer": (backends._language_trainers, 3),
-    "off_policy_trainer": (backends._off_policy_trainers, 4),
-    "policy_backend": (backends._policies, 3),
-    "engine": (backends._engines, 3),
+    "trainer": (backends.trainers, 3),
+    "language_trainer": (backends.language_trainers, 3),
+    "off_policy_trainer": (backends.off_policy_trainers, 4),
+    "policy_backend": (backends.policy_backends, 3),
+    "engine": (backends.engines, 3),
 }
 """name -> the registry, and the number of arguments of its parts"""
 SOURCE = "".join(
@@ -59,7 +59,8 @@ class Finder(ra.Worker):
 def call(kind: str, name: str) -> str:
     """Load a part and call it, as whoever needs it does."""
     registry, count = KINDS[kind]
-    answer: str = registry.load(name)(*range(count))
+    part = registry.load(name)
+    answer: str = getattr(part, "make", part)(*range(count))
     return answer
 
 

@@ -36,13 +36,19 @@ priorities of all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from rlinf_async.backends.base import GradientStep, OffPolicyTrainer, TrainerBackend
+from rlinf_async.backends.parts import (
+    DEFAULT_OFF_POLICY_TRAINER,
+    DEFAULT_TRAINER,
+    off_policy_trainers,
+    trainers,
+)
 from rlinf_async.channels import LatestSender, Receiver, Sender
 from rlinf_async.messages.embodied import (
     BatchRequest,
@@ -73,7 +79,12 @@ class TrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
 class EmbodiedFSDPActor(TrainingWorker[TrainerBackend]):
     """One rank of the actor group; see `TrainingWorker`."""
 
-    def __init__(self, trainer: Any, *, backend: str = "fsdp", resume: str | None = None) -> None:
+    parts = trainers
+    backend = DEFAULT_TRAINER
+
+    def __init__(
+        self, trainer: Any, *, backend: str | None = None, resume: str | None = None
+    ) -> None:
         super().__init__(trainer, backend=backend, resume=resume)
         self._early: dict[int, dict[Place, Trajectory]] = {}
         """trajectories that arrived before their iteration is trained"""
@@ -82,17 +93,6 @@ class EmbodiedFSDPActor(TrainingWorker[TrainerBackend]):
         self._reported_duplicates = 0
         self._stages = 0
         """stages that share an iteration, over all env workers; 0 before the first is trained"""
-
-    @classmethod
-    def slow_imports(cls, arguments: Mapping[str, Any]) -> Sequence[str]:
-        from rlinf_async.backends.base import TRAINERS, slow_imports
-
-        return slow_imports(TRAINERS, arguments.get("backend"))
-
-    def make_trainer(self) -> TrainerBackend:
-        from rlinf_async.backends.base import load_trainer_backend
-
-        return load_trainer_backend(self._backend_name)(self._config, self.world_size, self.rank)
 
     async def clone(self) -> dict[str, float]:
         """Learn from demonstrations, before the first iteration; returns metrics. On all ranks."""
@@ -260,8 +260,11 @@ class SacActor(TrainingWorker[OffPolicyTrainer]):
         resume: folder of the checkpoint to go on from.
     """
 
+    parts = off_policy_trainers
+    backend = DEFAULT_OFF_POLICY_TRAINER
+
     def __init__(
-        self, trainer: Any, policy: Any, *, backend: str = "sac", resume: str | None = None
+        self, trainer: Any, policy: Any, *, backend: str | None = None, resume: str | None = None
     ) -> None:
         super().__init__(trainer, backend=backend, resume=resume)
         self._policy_config = policy
@@ -270,18 +273,10 @@ class SacActor(TrainingWorker[OffPolicyTrainer]):
         """of batches whose priorities the replay worker does not know yet"""
         self._duplicates = 0
 
-    @classmethod
-    def slow_imports(cls, arguments: Mapping[str, Any]) -> Sequence[str]:
-        from rlinf_async.backends.base import OFF_POLICY_TRAINERS, slow_imports
-
-        return slow_imports(OFF_POLICY_TRAINERS, arguments.get("backend"))
-
     def make_trainer(self) -> OffPolicyTrainer:
-        from rlinf_async.backends.base import load_off_policy_trainer
-
-        return load_off_policy_trainer(self._backend_name)(
-            self._config, self._policy_config, self.world_size, self.rank
-        )
+        size, rank = self.world_size, self.rank
+        trainer: OffPolicyTrainer = self.part.make(self._config, self._policy_config, size, rank)
+        return trainer
 
     def check_share(self, dp: int) -> None:
         """Raise `StrategyError` for another number of ranks than were launched."""

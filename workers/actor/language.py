@@ -42,6 +42,7 @@ import msgspec
 import numpy as np
 
 from rlinf_async.backends.language import LanguageTrainer, ReadsForOthers
+from rlinf_async.backends.parts import DEFAULT_LANGUAGE_TRAINER, language_trainers
 from rlinf_async.channels import (
     ChannelError,
     EndOfChannel,
@@ -86,16 +87,15 @@ class SupervisedWorker(Worker):
         backend: the trainer's registered name.
     """
 
-    def __init__(self, trainer: Any, phase: Any, backend: str = "fsdp") -> None:
+    def __init__(self, trainer: Any, phase: Any, backend: str = DEFAULT_LANGUAGE_TRAINER) -> None:
         self._backend_name = backend
         self._config = trainer
         self._phase = phase
 
     @classmethod
     def slow_imports(cls, arguments: Mapping[str, Any]) -> Sequence[str]:
-        from rlinf_async.backends.base import LANGUAGE_TRAINERS, slow_imports
-
-        return slow_imports(LANGUAGE_TRAINERS, arguments.get("backend"))
+        name = arguments.get("backend", DEFAULT_LANGUAGE_TRAINER)
+        return language_trainers.load(name).slow_imports
 
     async def setup(self) -> None:
         if self.world_size > 1:
@@ -120,11 +120,10 @@ class SupervisedWorker(Worker):
 
     def _begin(self, examples: list[tuple[Tokens, Tokens]]) -> tuple[Any, Iterator[float]]:
         """The trainer, and its steps, which are taken one by one."""
-        from rlinf_async.backends.base import load_language_trainer
         from rlinf_async.backends.language_training.supervised import Example, supervised_steps
 
-        make: Any = load_language_trainer(self._backend_name)
-        trainer = make(self._config, self.world_size, self.rank)
+        part = language_trainers.load(self._backend_name)
+        trainer: Any = part.make(self._config, self.world_size, self.rank)
         return trainer, supervised_steps(trainer, [Example(*one) for one in examples], self._phase)
 
 
@@ -183,8 +182,8 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
             global batch after the other.
     """
 
-    backend: ClassVar[str] = "fsdp"
-    """registered name of the trainer"""
+    parts = language_trainers
+    backend = DEFAULT_LANGUAGE_TRAINER
     collects: ClassVar[bool] = False
     """it trains a mini-batch only once all of it is there, so it may change while it waits"""
 
@@ -198,7 +197,7 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
         max_staleness: int | None = None,
         scheduled: bool = False,
     ) -> None:
-        super().__init__(trainer, backend=backend or self.backend, resume=resume)
+        super().__init__(trainer, backend=backend, resume=resume)
         self._scheduled = scheduled
         self._linked = asyncio.Event()
         self._link: SchedulerLink | None = None
@@ -213,18 +212,6 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
         self._offloaded = False
         self._holds = True
         """its devices are not lent"""
-
-    @classmethod
-    def slow_imports(cls, arguments: Mapping[str, Any]) -> Sequence[str]:
-        from rlinf_async.backends.base import LANGUAGE_TRAINERS, slow_imports
-
-        return slow_imports(LANGUAGE_TRAINERS, arguments.get("backend") or cls.backend)
-
-    def make_trainer(self) -> LanguageTrainer:
-        """Build the trainer. Runs in the compute thread; override it to bring your own."""
-        from rlinf_async.backends.base import load_language_trainer
-
-        return load_language_trainer(self._backend_name)(self._config, self.world_size, self.rank)
 
     async def setup(self) -> None:
         """Build the model; then it is known which ranks train on the same samples."""

@@ -37,15 +37,16 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import msgspec
 
 from rlinf_async.backends.base import Rescalable, StrategyUnknown, Trainer, made_by
+from rlinf_async.config.registry import Registry
 from rlinf_async.observe.files import explaining
 from rlinf_async.parallel import Strategy, StrategyError
 from rlinf_async.workers.base import GroupStore, Worker
@@ -355,23 +356,31 @@ class TrainingWorker(Worker, ABC, Generic[TrainerT]):
         resume: folder of the checkpoint to go on from.
     """
 
+    parts: ClassVar[Registry[Any]]
+    """where its trainer is found by name"""
+    backend: ClassVar[str]
+    """name of the trainer, where none is given"""
     _trainer: TrainerT = made_by("setup()")
     stands_for = 1
     """ranks that this worker is: one, but in simulations, where those of one copy of a model do the
     same at the same time"""
 
-    def __init__(self, trainer: Any, *, backend: str, resume: str | None) -> None:
+    def __init__(self, trainer: Any, *, backend: str | None, resume: str | None) -> None:
         self._config = trainer
-        self._backend_name = backend
+        self._backend_name = backend or self.backend
         self._resume = resume
         self._checkpoint = PendingCheckpoint(self)
         self._changes = StrategyChanges(self, self)
 
+    @classmethod
+    def slow_imports(cls, arguments: Mapping[str, Any]) -> Sequence[str]:
+        name = arguments.get("backend") or cls.backend
+        modules: tuple[str, ...] = cls.parts.load(name).slow_imports
+        return modules
+
     async def setup(self) -> None:
         """Build the model, with the other ranks, and load the checkpoint to go on from."""
-        from rlinf_async.backends.base import WITHOUT_COLLECTIVES
-
-        if self.world_size > 1 and self._backend_name not in WITHOUT_COLLECTIVES:
+        if self.world_size > 1 and self.part.collective:
             await self.join_collective()
         self._trainer = await self.compute(self.make_trainer)
         if self._resume is not None:
@@ -381,9 +390,15 @@ class TrainingWorker(Worker, ABC, Generic[TrainerT]):
         """Let a checkpoint that is being written become complete."""
         await self._checkpoint.settle()
 
-    @abstractmethod
+    @property
+    def part(self) -> Any:
+        """What the trainer says about itself."""
+        return self.parts.load(self._backend_name)
+
     def make_trainer(self) -> TrainerT:
         """Build the trainer. Runs in the compute thread; override it to bring your own."""
+        trainer: TrainerT = self.part.make(self._config, self.world_size, self.rank)
+        return trainer
 
     async def version(self) -> int:
         """Return the number of iterations that the model was trained for."""

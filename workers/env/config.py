@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import signal
+from collections.abc import Callable
 from typing import Any, Final, Literal
 
 import msgspec
@@ -24,7 +25,7 @@ import numpy as np
 
 from rlinf_async.channels import ChannelError
 from rlinf_async.config import ConfigError
-from rlinf_async.config.registry import raised
+from rlinf_async.config.registry import Registry, raised
 from rlinf_async.workers.foreign_calls import Limits
 
 Autoreset = Literal["same_step", "next_step", "disabled"]
@@ -34,13 +35,20 @@ MOST_ENVS: Final = 65_536
 """environments of one worker: more than any simulator steps at once"""
 
 
+environments: Registry[Callable[..., Any]] = Registry(
+    "environment", group="rlinf_async.environments"
+)
+"""functions that ``entry_point`` names"""
+
+
 class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The environments of each env worker."""
 
     id: str = ""
     """registered Gymnasium id; with ``entry_point``, a name for reports"""
     entry_point: str = ""
-    """``"module:function"`` or ``"file.py:function"``: takes ``kwargs``, returns the env"""
+    """``"module:function"``, ``"file.py:function"``, or the name that a package gives one: takes
+    ``kwargs``, returns the env"""
     kwargs: dict[str, Any] = {}
     """arguments of ``gymnasium.make`` or of the entry point"""
     envs: int = 8
@@ -84,10 +92,11 @@ class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 'as in entry_point = "my_module:make_env"'
             )
         module, _, function = self.entry_point.rpartition(":")
-        if self.entry_point and not (module and function):
+        named = not self.entry_point or self.entry_point in environments
+        if not named and not (module and function):
             raise ValueError(
-                f"entry_point is {self.entry_point!r}; it must be 'module:function' or "
-                "'file.py:function'"
+                f"entry_point is {self.entry_point!r}; it must be 'module:function', "
+                "'file.py:function', or a name of the entry point group rlinf_async.environments"
             )
         if self.envs < 1 or self.stages < 1 or self.seed < 0:
             raise ValueError(

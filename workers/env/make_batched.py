@@ -12,8 +12,7 @@ import warnings
 from typing import Any, cast
 
 from rlinf_async.config import ConfigError, MissingExtra, UsageError
-from rlinf_async.config.registry import load_entry_point
-from rlinf_async.workers.env.config import Autoreset, EnvConfig, not_made
+from rlinf_async.workers.env.config import Autoreset, EnvConfig, environments, not_made
 from rlinf_async.workers.env.known import known_gymnasium
 from rlinf_async.workers.env.many import AsyncEnv, BatchedEnv
 
@@ -72,7 +71,7 @@ def make_async(config: EnvConfig, count: int, seed: int) -> AsyncEnv:
 def loaded(config: EnvConfig) -> Any:
     """The function of the entry point; raises `EnvError` where the import of its module raises."""
     try:
-        return load_entry_point(config.entry_point, path=("entry_point",))
+        return environments.load(config.entry_point, ("entry_point",))
     except UsageError:
         raise
     except BaseException as error:

@@ -49,6 +49,7 @@ from rlinf_async.backends.language import (
     Resizable,
     require_finite,
 )
+from rlinf_async.backends.parts import DEFAULT_ENGINE, engines
 from rlinf_async.channels import EndOfChannel, LatestReceiver, Lease, Receiver, Sender
 from rlinf_async.channels.statistics import KeyState, WaitFuture
 from rlinf_async.messages.embodied import Floats
@@ -182,7 +183,7 @@ class LanguageRolloutWorker(Worker):
         engine: Any,
         config: LanguageRolloutConfig | None = None,
         *,
-        backend: str = "transformers",
+        backend: str = DEFAULT_ENGINE,
         scheduled: bool = False,
         guests: int = 0,
     ) -> None:
@@ -206,9 +207,7 @@ class LanguageRolloutWorker(Worker):
 
     @classmethod
     def slow_imports(cls, arguments: Mapping[str, Any]) -> Sequence[str]:
-        from rlinf_async.backends.base import ENGINES, slow_imports
-
-        return slow_imports(ENGINES, arguments.get("backend"))
+        return engines.load(arguments.get("backend", DEFAULT_ENGINE)).slow_imports
 
     async def setup(self) -> None:
         """Start the engine; its weights come with the first update, unless it loads its own.
@@ -226,11 +225,10 @@ class LanguageRolloutWorker(Worker):
 
     def make_engine(self) -> GenerationEngine:
         """Make the engine, not started. Override it to bring your own."""
-        from rlinf_async.backends.base import load_generation_engine
-
         parts = (self.config.seed, self.rank, self.incarnation)
         seed = int(np.random.SeedSequence(parts).generate_state(1)[0])
-        return load_generation_engine(self._backend_name)(self._engine_config, seed, self.device)
+        part = engines.load(self._backend_name)
+        return part.make(self._engine_config, seed, self.device)
 
     async def serve(
         self,

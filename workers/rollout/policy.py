@@ -60,6 +60,7 @@ from rlinf_async.backends.base import (
     PolicyOutputError,
     RecurrentPolicyBackend,
 )
+from rlinf_async.backends.parts import DEFAULT_POLICY_BACKEND, policy_backends
 from rlinf_async.channels import (
     ChannelError,
     EndOfChannel,
@@ -333,7 +334,11 @@ class RolloutWorker(Worker):
     """
 
     def __init__(
-        self, policy: Any, config: RolloutConfig | None = None, *, backend: str = "torch"
+        self,
+        policy: Any,
+        config: RolloutConfig | None = None,
+        *,
+        backend: str = DEFAULT_POLICY_BACKEND,
     ) -> None:
         self.config = config or RolloutConfig()
         self._policy_config = policy
@@ -342,9 +347,7 @@ class RolloutWorker(Worker):
 
     @classmethod
     def slow_imports(cls, arguments: Mapping[str, Any]) -> Sequence[str]:
-        from rlinf_async.backends.base import POLICIES, slow_imports
-
-        return slow_imports(POLICIES, arguments.get("backend"))
+        return policy_backends.load(arguments.get("backend", DEFAULT_POLICY_BACKEND)).slow_imports
 
     async def setup(self) -> None:
         """Build the policy; its weights come with the first update."""
@@ -356,11 +359,10 @@ class RolloutWorker(Worker):
 
     def make_policy(self) -> PolicyBackend:
         """Build the policy. Runs in the compute thread; override it to bring your own."""
-        from rlinf_async.backends.base import load_policy_backend
-
         parts = (self.config.seed, self.rank, self.incarnation)
         seed = int(np.random.SeedSequence(parts).generate_state(1)[0])
-        return load_policy_backend(self._backend_name)(self._policy_config, seed, self.device)
+        part = policy_backends.load(self._backend_name)
+        return part.make(self._policy_config, seed, self.device)
 
     def _limit_threads(self) -> None:
         torch = sys.modules.get("torch")

@@ -17,6 +17,7 @@ from rlinf_async.backends.language_training.config import (
     LanguageModelConfig,
     LanguageTrainingConfig,
 )
+from rlinf_async.config.counts import check_counts
 from rlinf_async.parallel import (
     GlobalTensor,
     Layout,
@@ -138,7 +139,27 @@ def _with_value_head(model: Model, decoder: Decoder) -> Model:
     return Model(tuple(kept), model.layers)
 
 
-class MegatronConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MegatronOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How Megatron trains, beside ``tp`` and ``pp``; see docs/megatron.md."""
+
+    virtual_stages: int = 1
+    """model chunks of each pipeline stage, whose passes are interleaved"""
+    cp: int = 1
+    """context parallel actors: refused where Transformer Engine's attention is not there"""
+    ep: int = 1
+    """expert parallel actors: refused for models without experts"""
+    sequence_parallel: bool = False
+    """actors that share layers share the tokens between them, too"""
+    distributed_optimizer: bool = True
+    """actors that train on other samples share the optimizer's state, instead of having copies"""
+    overlap: bool = False
+    """reduce gradients and gather parameters while others are computed"""
+
+    def __post_init__(self) -> None:
+        check_counts(self, least=1, names=("virtual_stages", "cp", "ep"))
+
+
+class MegatronConfig(MegatronOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A language model, how it is cut over ranks, and how it is optimised."""
 
     model: LanguageModelConfig
@@ -152,24 +173,10 @@ class MegatronConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """ranks that share each layer"""
     pp: int = 1
     """pipeline stages, which share the layers"""
-    virtual_stages: int = 1
-    """model chunks of each stage, whose passes are interleaved (``vpp_size``)"""
-    cp: int = 1
-    """ranks that share the tokens of each sample: not offered, see `offered`"""
-    ep: int = 1
-    """ranks that share the experts of each layer: not offered, see `offered`"""
-    sequence_parallel: bool = False
-    """tensor ranks share the tokens between layers, too"""
-    distributed_optimizer: bool = True
-    """data ranks share the optimizer's state (ZeRO 1), instead of having copies of it"""
-    overlap: bool = False
-    """reduce gradients while the backward pass goes on, gather parameters while the forward pass
-    does"""
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "virtual_stages", "cp", "ep"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        super().__post_init__()
+        check_counts(self, least=1, names=("tp", "pp"))
         if self.virtual_stages > 1 and self.pp == 1:
             raise ValueError(
                 f"virtual_stages is {self.virtual_stages}, but pp is 1: one stage has nothing to "

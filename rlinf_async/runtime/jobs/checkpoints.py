@@ -1,4 +1,4 @@
-"""How far a run has come, and the checkpoints that it goes on from.
+"""How far a run has come, the checkpoints that it goes on from, and what ends it before its time.
 
 ::
 
@@ -10,13 +10,11 @@
 How a checkpoint looks inside, a backend knows. `rlinf_async.backends.checkpoint.folders` needs no
 torch; it is imported when it is needed, as all of a backend is.
 
-What ends a run before its time, beside an error of a worker's call.
-
-- An item that was given up: whoever waits for it would wait for ever. A ticket or a question that a
-  death interrupts is delivered again. The restart policy is meant to give up first, so an item may
-  be delivered more often than its holders may die in a minute; an item whose holders die slowly,
-  again and again, is given up all the same.
-- A task of the driver that nobody awaits.
+Beside an error of a worker's call, two things end a run early: a task of the driver that nobody
+awaits fails; or an item is given up, for which somebody would wait for ever. A ticket or a question
+that a death interrupts is delivered again, more often than its holders may die in a minute, so that
+the restart policy gives up first; an item whose holders die slowly, again and again, is given up
+all the same.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Settings that every kind of run has, and checks of any configuration against this host, against
-what is registered here, and against the run that is to go on.
-
-What a run reads besides its configuration, recorded in its folder and compared by a resume.
+"""Settings that every kind of run has, and checks of them against this host, against what is
+registered here, and against what the run that is to go on has read.
 
 ::
 

@@ -1,17 +1,14 @@
-"""Makes the plan of a run: every worker of every role gets its devices.
-
-Roles whose devices are not set get theirs from a preset, which says which roles share devices.
-Nothing is started here: a plan can be made for a machine that is not this one.
-
-Which devices each role of a run has: the settings of ``[cluster.placement]``, and a `Plan`.
+"""Which devices each role of a run has: the settings of ``[cluster.placement]``, and a `Plan`.
 
 ::
 
     roles of the job  --+
     settings            +--> make_plan --> Plan --> devices of each launch, number of workers,
-    devices, by host  --+    (planning.py)          memory shares, turns; the table of `check`
+    devices, by host  --+                           memory shares, turns; the table of `check`
 
-The devices that a setting names: ``"0-3"``, ``"alpha"``, ``"trainers:0-3"``.
+A setting names devices: ``"0-3"``, ``"alpha"``, ``"trainers:0-3"``. Roles whose devices are not set
+get theirs from a preset, which says which roles share devices. Nothing is started here: a plan can
+be made for a machine that is not this one.
 """
 
 from __future__ import annotations

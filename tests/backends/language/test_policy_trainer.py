@@ -16,14 +16,14 @@ from rlinf_async.algorithms.config import LanguageAdvantageConfig, LanguageLossC
 from rlinf_async.backends.base import (
     OptimizerConfig,
     TrainingDiverged,
-    UnknownBackend,
-    load_language_trainer,
 )
 from rlinf_async.backends.fsdp.config import FSDPError, OffloadedError
 from rlinf_async.backends.fsdp.language.config import LanguageFSDPConfig, LanguageTrainerConfig
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 from rlinf_async.backends.language_training.config import LanguageModelConfig, SupervisedConfig
 from rlinf_async.backends.language_training.supervised import Example, fit_supervised
+from rlinf_async.backends.parts import language_trainers
+from rlinf_async.config.registry import UnknownName, load_entry_point
 from rlinf_async.messages.language import TrainingSample
 from rlinf_async.weights import WeightsError
 from tests.backends.language.kit import (
@@ -507,6 +507,6 @@ def test_a_model_is_a_folder_or_a_configuration(fields: dict[str, Any], says: st
 
 
 def test_trainers_are_found_by_name() -> None:
-    assert load_language_trainer("fsdp") is PolicyTrainer
-    with pytest.raises(UnknownBackend, match=r"did you mean 'fsdp_critic'"):
-        load_language_trainer("fsdp_critics")
+    assert load_entry_point(language_trainers.load("fsdp").factory) is PolicyTrainer
+    with pytest.raises(UnknownName, match=r"did you mean 'fsdp_critic'"):
+        language_trainers.load("fsdp_critics")

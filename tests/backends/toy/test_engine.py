@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlinf_async.backends.base import UnknownBackend, load_generation_engine
 from rlinf_async.backends.language import EngineDied, MicroBatch, PromptTooLong
+from rlinf_async.backends.parts import engines
 from rlinf_async.backends.toy.config import ToyEngineConfig, ToyTrainerConfig
 from rlinf_async.backends.toy.engine import ToyEngine, response_length
 from rlinf_async.backends.toy.trainer import ToyTrainer
+from rlinf_async.config.registry import UnknownName
 from rlinf_async.messages.language import Generated, Sample
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.testing import explore, run
@@ -180,8 +181,8 @@ def test_a_prompt_that_does_not_fit_is_named_with_the_numbers() -> None:
 
 
 def test_a_wrong_name_lists_the_engines_there_are() -> None:
-    with pytest.raises(UnknownBackend, match=r"did you mean 'vllm'.*toy.*transformers.*vllm"):
-        load_generation_engine("vlm")
+    with pytest.raises(UnknownName, match=r"did you mean 'vllm'.*toy.*transformers.*vllm"):
+        engines.load("vlm")
 
 
 def test_a_cost_model_that_makes_no_sense_is_refused() -> None:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from rlinf_async.backends.base import load_policy_backend
 from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig, FSDPConfig
+from rlinf_async.backends.parts import policy_backends
 from rlinf_async.backends.policies.base import find_policy, to_tensors
 from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.backends.policies.mlp import MlpGaussianPolicy
@@ -184,7 +184,7 @@ def _act(config: EmbodiedConfig) -> None:
         assert policy.name == config.actor.fsdp.policy.name
     if policy.name == "vision_language_action":  # tests/backends/vision_language builds it
         return
-    backend: Any = load_policy_backend("torch")(policy, 0, "cpu")
+    backend: Any = policy_backends.load("torch").make(policy, 0, "cpu")
     stage = Environments(full.env, rank=0, incarnation=0).stage(0)
     stage.reset()
     for _ in range(2):
@@ -246,7 +246,7 @@ def test_only_normalised_observations_are_held_within_a_bound(
     config = configured(PolicyConfig(name=policy), seen, "box", "clip")
     actor = msgspec.structs.replace(config.actor, normalize_observation=normalize)
     full = fitted(msgspec.structs.replace(config, actor=actor), described(config))
-    backend: Any = load_policy_backend("torch")(full.acting_policy, 0, "cpu")
+    backend: Any = policy_backends.load("torch").make(full.acting_policy, 0, "cpu")
     size = full.acting_policy.observation_size
     counts = np.array([[123_456.0, -98_765.25, 3.5][:size]], np.float32)
     shown = torch.from_numpy(counts)

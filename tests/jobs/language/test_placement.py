@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rlinf_async.backends.vllm import part as vllm_part
 from rlinf_async.backends.vllm.library import _arguments
 from rlinf_async.config import ConfigError, Document
 from rlinf_async.runtime.jobs.language import backends as placement
@@ -149,7 +150,7 @@ def test_settings_that_contradict_the_devices_are_refused(
 def test_an_engine_for_gpus_is_not_started_where_it_has_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: str, vllm: str, refused: bool
 ) -> None:
-    monkeypatch.setattr(placement, "version", lambda name: vllm)
+    monkeypatch.setattr(vllm_part, "version", lambda name: vllm)
     asked = config(tmp_path, rollout__backend="vllm", cluster__placement__rollout="cpu")
     plan = plan_roles(asked, stated_devices(machine))
     if not refused:

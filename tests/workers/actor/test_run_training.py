@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import rlinf_async as ra
-from rlinf_async.backends import base as registry
+from rlinf_async.backends import parts
 from rlinf_async.messages.embodied import TrainReport
 from rlinf_async.testing import explore, run
 from tests.workers.actor.toy import (
@@ -30,7 +30,7 @@ STAGES = 2
 
 @pytest.fixture(autouse=True)
 def toy_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setitem(registry.TRAINERS, "toy", "tests.workers.actor.toy:ToyTrainer")
+    monkeypatch.setitem(parts.trainers.paths, "toy", "tests.workers.actor.toy:ToyTrainer")
     yield
     ToyTrainer.made.clear()
 

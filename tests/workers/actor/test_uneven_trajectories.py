@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 import rlinf_async as ra
-from rlinf_async.backends import base as registry
+from rlinf_async.backends import parts
 from rlinf_async.backends.base import RescaleReport
 from rlinf_async.parallel import Strategy
 from tests.workers.actor.toy import Channels, Plan, ToyActor, ToyTrainer, nothing_moved
@@ -34,7 +34,7 @@ class RescalableToy(ToyTrainer):
 
 @pytest.fixture(autouse=True)
 def toy_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setitem(registry.TRAINERS, "toy", f"{__name__}:RescalableToy")
+    monkeypatch.setitem(parts.trainers.paths, "toy", f"{__name__}:RescalableToy")
     yield
     ToyTrainer.made.clear()
 

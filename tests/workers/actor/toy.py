@@ -26,6 +26,7 @@ STEPS, ENVS = 3, 2
 class ToyTrainer:
     """A `TrainerBackend` without torch. ``made`` has all of them since the list was cleared."""
 
+    collective: ClassVar[bool] = False
     made: ClassVar[list[ToyTrainer]] = []
 
     def __init__(self, config: Any, world_size: int, rank: int) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rlinf_async.backends import base as registry
+from rlinf_async.backends import parts
 
 
 @contextmanager
 def registered(name: str, trainer: type) -> Iterator[None]:
     """Have the name stand for this class."""
-    known = registry.LANGUAGE_TRAINERS[name]
-    registry.LANGUAGE_TRAINERS[name] = f"{trainer.__module__}:{trainer.__qualname__}"
+    known = parts.language_trainers.paths[name]
+    parts.language_trainers.paths[name] = f"{trainer.__module__}:{trainer.__qualname__}"
     try:
         yield
     finally:
-        registry.LANGUAGE_TRAINERS[name] = known
+        parts.language_trainers.paths[name] = known

@@ -3,7 +3,7 @@
 ::
 
     job.py         checks a configuration, and runs it
-    config.py, settings.py   the configuration, and what all jobs in environments share of it
+    settings.py    the configuration, and what all jobs in environments share of it
     choosing.py    which simulator, and how many rollout workers
     run.py         the flow, from the first ticket to the evaluation; metrics, pictures
     collectors.py  channels; env and rollout workers, or env workers that run the policy themselves

@@ -12,10 +12,8 @@ A pass is one step of all environments of an env worker, in ``S`` stages. With `
 With ``env.parallel`` the stages of a worker step at the same time: ``S t`` is ``t`` then.
 Apart has to be a tenth better, because forward passes there are of what happens to be ready.
 
-Whether environments can be made here, and which policy fits them.
-
-Each is made in a process of its own: a simulator that crashes for want of a driver, or hangs, ends
-that process and nothing else.
+An environment is tried in a process of its own: a simulator that crashes for want of a driver, or
+hangs, ends that process and nothing else.
 """
 
 from __future__ import annotations
@@ -176,13 +174,14 @@ def compare(measured: Measured, env: EnvConfig, cluster: ClusterConfig, cores: i
 def _answering(config: EnvironmentSettings, seen: Seen) -> float:
     import torch
 
-    from rlinf_async.backends.base import load_policy_backend
+    from rlinf_async.backends.parts import DEFAULT_POLICY_BACKEND, policy_backends
 
     before = torch.get_num_threads()
     random = torch.random.get_rng_state()
     try:
         torch.set_num_threads(config.rollout.torch_threads or before)
-        policy = load_policy_backend("torch")(config.acting_policy, 0, "cpu")
+        part = policy_backends.load(DEFAULT_POLICY_BACKEND)
+        policy = part.make(config.acting_policy, 0, "cpu")
         return seconds_of(lambda: policy.act(seen), ENOUGH)
     finally:
         torch.set_num_threads(before)

@@ -1,9 +1,7 @@
-"""The workers that collect trajectories: env and rollout workers, or env workers that run the
-policy themselves.
+"""The workers that collect trajectories, and the channels of a run: env and rollout workers, or env
+workers that run the policy themselves.
 
 The run uses both in the same way: it puts tickets, trajectories come, and at the end it evaluates.
-
-The channels of an embodied run, and how much each may hold.
 
 ::
 

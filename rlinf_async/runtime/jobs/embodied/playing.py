@@ -1,6 +1,5 @@
-"""Demonstrations, recorded from a scripted policy in the environment of a configuration.
-
-A trained policy at work, without a run: evaluated, and filmed.
+"""Policies at work without a run: a trained one is evaluated and filmed, a scripted one recorded as
+demonstrations.
 
 ::
 
@@ -382,7 +381,7 @@ def film_run(trained: Trained, checkpoint: Path, path: Path) -> VideoReport:
 def _where_the_run_was(
     config: EnvironmentSettings, function: Callable[..., T], returns: type[T], *args: Any
 ) -> T:
-    from rlinf_async.backends.base import POLICIES, slow_imports
+    from rlinf_async.backends.parts import DEFAULT_POLICY_BACKEND, policy_backends
 
     if not config.cluster.processes:
         return function(*args)
@@ -393,7 +392,7 @@ def _where_the_run_was(
             returns=returns,
             name="Env",
             raises=(EnvError, VideoError),
-            imports=slow_imports(POLICIES, "torch"),
+            imports=policy_backends.load(DEFAULT_POLICY_BACKEND).slow_imports,
         )
     except WorkerDied as death:
         raise EnvFailed(ended_in(config.env, death)) from death
@@ -425,11 +424,11 @@ def trained_policy(
     config: EnvironmentSettings, make_trainer: Callable[[], Checkpointed], checkpoint: Path
 ) -> PolicyBackend:
     """The policy of a checkpoint, which is a folder."""
-    from rlinf_async.backends.base import load_policy_backend
+    from rlinf_async.backends.parts import DEFAULT_POLICY_BACKEND, policy_backends
 
     trainer = make_trainer()
     trainer.load_checkpoint(checkpoint)
-    policy = load_policy_backend("torch")(config.acting_policy, 0, "cpu")
+    policy = policy_backends.load(DEFAULT_POLICY_BACKEND).make(config.acting_policy, 0, "cpu")
     policy.load(trainer.publish())
     return policy
 

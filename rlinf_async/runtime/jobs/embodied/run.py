@@ -1,4 +1,5 @@
-"""One embodied run, from the first ticket to the evaluation.
+"""A run in environments, from the first ticket to the evaluation: `EnvironmentRun` is what all jobs
+have in common, `EmbodiedRun` the one that trains on whole iterations.
 
 ::
 
@@ -13,8 +14,6 @@
     tickets          version ``v`` for iteration        this process: at most ``max_staleness``
                      ``v + max_staleness``              iterations ahead
 
-What the runs of all jobs in environments have in common: tickets, step boundaries, what is left.
-
 ::
 
     main --> launch --> train --[ step boundary ]--> evaluate --> the workers end
@@ -24,12 +23,6 @@ What the runs of all jobs in environments have in common: tickets, step boundari
 A job launches its own workers and trains its own iterations. Admission: the ticket of iteration
 ``i`` is issued once version ``i - max_staleness`` is trained, so no step can be more than
 ``max_staleness`` versions old when it is trained.
-
-What an embodied run reports: progress, rows of the metrics, the top line of the live view.
-
-The pictures of an embodied run: its learning curve, and a video of the trained policy.
-
-The evaluation of a run in environments, and what it leaves.
 """
 
 from __future__ import annotations
@@ -545,9 +538,9 @@ class ActorShards:
 
 def make_trainer(config: EmbodiedConfig) -> TrainerBackend:
     """What reads a checkpoint, in this process; ``config`` is fitted to its environment."""
-    from rlinf_async.backends.base import load_trainer_backend
+    from rlinf_async.backends.parts import DEFAULT_TRAINER, trainers
 
-    return load_trainer_backend("fsdp")(config.actor, 1, 0)
+    return trainers.load(DEFAULT_TRAINER).make(config.actor, 1, 0)
 
 
 class EmbodiedRun(EnvironmentRun[EmbodiedConfig, EmbodiedProgress, EmbodiedChannels]):

@@ -1,6 +1,5 @@
-"""What the jobs in environments have in common: settings, sizes, devices, seeds.
-
-The configuration of the ``embodied_ppo`` job: who does what, how often, for how long.
+"""The configuration of the ``embodied_ppo`` job, and what the jobs in environments share of it:
+settings, sizes, devices, seeds.
 """
 
 from __future__ import annotations

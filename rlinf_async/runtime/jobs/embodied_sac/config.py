@@ -1,6 +1,4 @@
-"""The configuration of the ``embodied_sac`` job.
-
-The channels of a run with a replay worker, and how much each may hold.
+"""The configuration of the ``embodied_sac`` job, and the channels that only it has.
 
 ::
 

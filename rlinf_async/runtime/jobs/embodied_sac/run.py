@@ -84,9 +84,10 @@ class SacShards:
 
 def make_trainer(config: FittedSac) -> OffPolicyTrainer:
     """What reads a checkpoint, in this process."""
-    from rlinf_async.backends.base import load_off_policy_trainer
+    from rlinf_async.backends.parts import DEFAULT_OFF_POLICY_TRAINER, off_policy_trainers
 
-    return load_off_policy_trainer("sac")(config.actor, config.policy, 1, 0)
+    part = off_policy_trainers.load(DEFAULT_OFF_POLICY_TRAINER)
+    return part.make(config.actor, config.policy, 1, 0)
 
 
 class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):

@@ -1,52 +1,40 @@
-"""What trains: for each backend its actor, its critic, and the configuration of their trainers.
+"""Which devices the roles of a language run have, and what their engines and trainers are told.
 
 ::
 
-    [actor], [critic], [warm_start] --Learner--> Backend.trainer --> the trainer's own configuration
-                                                 Backend.actor, Backend.critic: the workers
+    [actor], [critic], [warm_start] --Learner--> LanguageTrainerPart.config --> the trainer's own
+    [rollout], devices ------------------------> EnginePart.placed ----------> the engine's own
 
-The devices of a language run's roles, and what follows from them for engines and trainers.
-
-Which devices the actors and the rollout workers of a scheduled run are launched on.
-
-::
+Actors and rollout workers of a scheduled run::
 
     device     0  1 | 2      3      4
     actor      0  1 |        3      2      idle members at first, from the last rollout worker on
     rollout         | 0      1      2      rollout worker 0 always serves
     guests     3    |                      start when the actors lend devices for the first time
 
-Actors and rollout workers have devices of their own; beyond theirs actors are launched on those of
-rollout workers, too, and hold nothing there until a worker has given its device back. So are the
+Each role has devices of its own; beyond these, actors are launched on those of rollout workers,
+too, and hold nothing there until a worker has given its device back. So are the
 ``scheduler.guests`` among the rollout workers on devices of the actors: their engines start once
 the actors have given these back.
-
-The folder of a model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 
-from rlinf_async.algorithms.config import LanguageAdvantageConfig, LanguageLossConfig
+from rlinf_async.algorithms.config import LanguageLossConfig
 from rlinf_async.backends.base import OptimizerConfig, SchedulerConfig
-from rlinf_async.backends.fsdp.language.config import LanguageFSDPConfig, LanguageTrainerConfig
 from rlinf_async.backends.language_training.config import LanguageModelConfig
-from rlinf_async.backends.megatron.config import MegatronConfig, MegatronTrainerConfig
-from rlinf_async.backends.toy.config import ToyPolicyConfig
-from rlinf_async.backends.vllm.config import GPU_MEMORY
+from rlinf_async.backends.parts import EngineDevices, Learner, language_trainers
 from rlinf_async.config import ConfigError
-from rlinf_async.runtime.jobs.language.config import LanguageConfig, MegatronOptions, RolloutConfig
+from rlinf_async.runtime.jobs.language.config import LanguageConfig, RolloutConfig
 from rlinf_async.runtime.jobs.placement import LaunchOptions, Plan, Role, make_plan
 from rlinf_async.runtime.launching import VISIBLE, Ranks
-from rlinf_async.workers.actor import FSDPActor, LanguageActor, MegatronActor
 from rlinf_async.workers.base import Device
-from rlinf_async.workers.critic import FSDPCritic, LanguageCritic, MegatronCritic
 
 HYBRID = (("actor", "critic", "inference"), ("rollout",))
 """rollout workers have devices of their own; the others share"""
@@ -66,7 +54,7 @@ def plan_roles(config: LanguageConfig, devices: Sequence[Device]) -> Plan:
         actors = cluster.critics // config.critic_parts.world_size * together or together
     if actors is None and all(one.kind == "cpu" for one in devices):
         actors = together
-    computes = config.actor.backend != "toy"
+    computes, engine = config.actor.part.has_weights, config.rollout.part
     roles = [
         Role(
             name="actor",
@@ -97,8 +85,8 @@ def plan_roles(config: LanguageConfig, devices: Sequence[Device]) -> Plan:
             count=cluster.rollout_workers,
             asked=asked.rollout,
             accelerated=computes,
-            takes_turns=config.rollout.vllm.sleep is not False,
-            one_device=config.rollout.backend == "transformers",
+            takes_turns=not engine.keeps_memory(config.rollout.engine),
+            one_device=engine.one_device,
         ),
         Role(
             name="reward",
@@ -134,12 +122,12 @@ def placed(config: LanguageConfig, plan: Plan) -> LanguageConfig:
 def environment_of(config: LanguageConfig, plan: Plan, learner: str) -> dict[str, str]:
     """Environment variables of an actor's or critic's processes.
 
-    Megatron computes on any GPU that its process sees: where it is to have none, it sees none.
+    A trainer that computes on any GPU in sight sees none where it is to have none.
     """
-    backend = config.actor.backend if learner == "actor" else config.critic_backend
+    part = config.actor.part if learner == "actor" else config.critic_part
     environment = dict(config.cluster.environment)
     on_gpus = any(one.kind != "cpu" for one in plan.machine)
-    if backend == "megatron" and on_gpus and not plan.accelerated(learner):
+    if part.sees_every_gpu and on_gpus and not plan.accelerated(learner):
         return {VISIBLE: ""} | environment
     return environment
 
@@ -161,50 +149,25 @@ def _check_turns(config: LanguageConfig, plan: Plan) -> None:
     offloads = takes_turns(plan) or plan.shared("actor", "critic")
     learners = [one for one in LEARNERS if one in plan.ranks]
     on_gpus = any(plan.count(one) > 1 and plan.accelerated(one) for one in learners)
-    if config.actor.strategy == "fsdp1" and offloads and on_gpus:
+    strategy = config.actor.strategy
+    if offloads and on_gpus and not config.actor.part.can_offload(strategy):
         raise ConfigError(
             "actors that share GPUs with rollout workers or critics have to be offloaded, which "
-            "fsdp1 cannot on several GPUs: use 'fsdp2', or give each role its own devices",
+            f"{strategy} cannot on several GPUs: use 'fsdp2', or give each role its own devices",
             path=("actor", "strategy"),
         )
 
 
 def _rollout(config: LanguageConfig, plan: Plan) -> RolloutConfig:
-    vllm = config.rollout.vllm
-    if config.rollout.backend != "vllm":
-        return config.rollout
-    if not plan.accelerated("rollout"):
-        if any(one.kind != "cpu" for one in plan.machine) and not _computes_on_cpus():
-            raise ConfigError(
-                "rollout workers are to have no GPU, but the installed vLLM computes on GPUs alone "
-                "and would take those of other roles: give them devices, or set rollout.backend "
-                "to 'transformers'",
-                path=("cluster", "placement", "rollout"),
-            )
-        return config.rollout
-    devices = plan.devices_per_worker("rollout")
-    if vllm.tensor_parallel not in (None, devices):
-        raise ConfigError(
-            f"tensor_parallel is {vllm.tensor_parallel}, but each rollout worker has {devices} "
-            "devices: leave it out, or set devices_per_worker in cluster.placement.rollout",
-            path=("rollout", "vllm", "tensor_parallel"),
-        )
-    memory = GPU_MEMORY * plan.memory_share("rollout")
-    engine = msgspec.structs.replace(
-        vllm,
-        tensor_parallel=devices,
-        gpu_memory=memory if vllm.gpu_memory is None else vllm.gpu_memory,
-        sleep=takes_turns(plan) or config.scheduled if vllm.sleep is None else vllm.sleep,
+    rollout, accelerated = config.rollout, plan.accelerated("rollout")
+    devices = EngineDevices(
+        number=plan.devices_per_worker("rollout") if accelerated else 1,
+        accelerated=accelerated,
+        others=any(one.kind != "cpu" for one in plan.machine),
+        share=plan.memory_share("rollout") if accelerated else 1.0,
+        lent=takes_turns(plan) or config.scheduled,
     )
-    return msgspec.structs.replace(config.rollout, vllm=engine)
-
-
-def _computes_on_cpus() -> bool:
-    """Whether the installed vLLM is built for CPUs; True also where none is installed."""
-    try:
-        return "cpu" in version("vllm")
-    except PackageNotFoundError:
-        return True  # the build for CPUs may have a name of its own
+    return rollout.with_engine(rollout.part.placed(rollout.engine, devices, rollout.where))
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -266,109 +229,25 @@ def has_weights(folder: Path) -> bool:
     return any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
 
 
-class Learner(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that is trained, in whichever backend."""
-
-    model: LanguageModelConfig
-    device: str
-    precision: Literal["float32", "bfloat16"]
-    optimizer: OptimizerConfig
-    scheduler: SchedulerConfig
-    loss: LanguageLossConfig
-    advantage: LanguageAdvantageConfig = LanguageAdvantageConfig()
-    value_clip: float | None = None
-    reference: bool = False
-    engine_tolerance: float | None = None
-    publish_precision: Literal["float32", "bfloat16", "float16"] = "float32"
-    seed: int
-    strategy: Literal["fsdp2", "fsdp1"] = "fsdp2"
-    """of FSDP"""
-    tp: int = 1
-    pp: int = 1
-    megatron: MegatronOptions = MegatronOptions()
-
-
-class Backend(NamedTuple):
-    """The workers of a backend, and their trainers."""
-
-    actor: type[LanguageActor]
-    critic: type[LanguageCritic]
-    actor_trainer: str
-    """registered name"""
-    critic_trainer: str
-    trainer: Callable[[Learner], Any]
-
-
-def _fsdp(one: Learner) -> LanguageTrainerConfig:
-    return LanguageTrainerConfig(
-        fsdp=LanguageFSDPConfig(
-            model=one.model,
-            device=one.device,
-            precision=one.precision,
-            strategy=one.strategy,
-            optimizer=one.optimizer,
-            scheduler=one.scheduler,
-        ),
-        **_common(one),
-    )
-
-
-def _megatron(one: Learner) -> MegatronTrainerConfig:
-    return MegatronTrainerConfig(
-        megatron=MegatronConfig(
-            model=one.model,
-            device=one.device,
-            precision=one.precision,
-            optimizer=one.optimizer,
-            scheduler=one.scheduler,
-            tp=one.tp,
-            pp=one.pp,
-            **msgspec.structs.asdict(one.megatron),
-        ),
-        **_common(one),
-    )
-
-
-def _common(one: Learner) -> dict[str, Any]:
-    names = (
-        *("advantage", "loss", "value_clip", "reference", "publish_precision", "seed"),
-        "engine_tolerance",
-    )
-    return {name: getattr(one, name) for name in names}
-
-
-def _toy(_: Learner) -> Any:
-    raise AssertionError("a toy's configuration is [actor.toy]")
-
-
-BACKENDS = {
-    "fsdp": Backend(FSDPActor, FSDPCritic, "fsdp", "fsdp_critic", _fsdp),
-    "megatron": Backend(MegatronActor, MegatronCritic, "megatron", "megatron_critic", _megatron),
-    "toy": Backend(LanguageActor, LanguageCritic, "toy", "toy", _toy),
-}
-"""``actor.backend``, ``critic.backend`` -> what trains"""
-
-
 def actor_config(config: LanguageConfig, model: Path, device: str) -> Any:
     """The actors' trainer's own configuration; ``device`` is that of each, in its process."""
-    return _policy(config, model, device, config.actor.backend)
+    return config.actor.part.config(_policy(config, model, device))
 
 
 def inference_backend(config: LanguageConfig) -> str:
     """The trainer that inference workers compute log-probs with: one device has the whole model."""
-    return "toy" if config.actor.backend == "toy" else "fsdp"
+    return config.actor.part.inference or config.actor.backend
 
 
 def inference_config(config: LanguageConfig, model: Path, device: str) -> Any:
     """The inference workers' trainer's own configuration."""
-    return _policy(config, model, device, inference_backend(config))
+    part = language_trainers.load(inference_backend(config))
+    return part.config(_policy(config, model, device))
 
 
 def critic_config(config: LanguageConfig, model: Path, device: str) -> Any:
     """The critics' trainer's own configuration: the actor's, but for what ``[critic]`` says."""
     actor, critic = config.actor, config.critic
-    if config.critic_backend == "toy":
-        return actor.toy
     folder = Path(critic.path).expanduser() if critic.path else model
     learner = Learner(
         model=_described(config, folder),
@@ -383,9 +262,9 @@ def critic_config(config: LanguageConfig, model: Path, device: str) -> Any:
         strategy=actor.strategy,
         tp=config.critic_tp,
         pp=config.critic_pp,
-        megatron=config.critic_megatron,
+        options=config.critic_trainer,
     )
-    return BACKENDS[config.critic_backend].trainer(learner)
+    return config.critic_part.config(learner)
 
 
 def supervised_config(config: LanguageConfig, model: Path, device: str) -> Any:
@@ -407,16 +286,14 @@ def supervised_config(config: LanguageConfig, model: Path, device: str) -> Any:
         strategy=actor.strategy,
         tp=actor.tp,
         pp=actor.pp,
-        megatron=actor.megatron,
+        options=actor.trainer,
     )
-    return BACKENDS[actor.backend].trainer(learner)
+    return actor.part.config(learner)
 
 
-def _policy(config: LanguageConfig, model: Path, device: str, backend: str) -> Any:
+def _policy(config: LanguageConfig, model: Path, device: str) -> Learner:
     actor = config.actor
-    if backend == "toy":
-        return ToyPolicyConfig(loss=actor.loss, **msgspec.structs.asdict(actor.toy))
-    learner = Learner(
+    return Learner(
         model=_described(config, model),
         device=device,
         precision=actor.precision,
@@ -431,9 +308,8 @@ def _policy(config: LanguageConfig, model: Path, device: str, backend: str) -> A
         strategy=actor.strategy,
         tp=actor.tp,
         pp=actor.pp,
-        megatron=actor.megatron,
+        options=actor.trainer,
     )
-    return BACKENDS[backend].trainer(learner)
 
 
 def _described(

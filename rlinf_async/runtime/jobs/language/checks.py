@@ -16,22 +16,23 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from rlinf_async.backends.language import UnsupportedModel, check_family
+from rlinf_async.backends.parts import EngineRun, TrainerRun, engines, language_trainers
 from rlinf_async.config import ConfigError, MissingExtra
+from rlinf_async.config.counts import near_divisors
 from rlinf_async.data import DataError, Prompts, PromptTooLong, load_tokenizer
 from rlinf_async.messages.language import Rejected
-from rlinf_async.parallel import ModelMismatch, Strategy, StrategyError
 from rlinf_async.rewards import ScoringPool, UnknownVerifier, load_verifier
 from rlinf_async.rewards.judging import INLINE, VERIFIERS, Answer, judge
 from rlinf_async.rewards.judging import verifiers as own_verifiers
 from rlinf_async.runtime.jobs.language.backends import has_weights
-from rlinf_async.runtime.jobs.language.config import ActorConfig, LanguageConfig, MegatronOptions
+from rlinf_async.runtime.jobs.language.config import ActorConfig, LanguageConfig
 from rlinf_async.runtime.jobs.language.model import check_weights
 from rlinf_async.runtime.signals import run
 
@@ -48,42 +49,56 @@ def check_backends(config: LanguageConfig) -> None:
         MissingExtra: with what to install.
         ConfigError: an unknown name, with the nearest.
     """
-    if (config.rollout.backend == "toy") != (config.actor.backend == "toy"):
+    engine, trainer = config.rollout.part, config.actor.part
+    if engine.has_weights != trainer.has_weights:
         raise ConfigError(
             f"rollout.backend is {config.rollout.backend!r} and actor.backend is "
             f"{config.actor.backend!r}: a toy has no weights: set both to 'toy', or neither",
             path=("actor", "backend"),
         )
-    for module, extra in (("transformers", "llm"), ("vllm", "vllm")):
-        wanted = module == "transformers" or config.rollout.backend == module
-        if wanted and importlib.util.find_spec(module) is None:
-            raise MissingExtra(module, extra=extra, needed_for="the language_rl job")
+    if importlib.util.find_spec("transformers") is None:  # tokenizers, whatever computes
+        raise MissingExtra("transformers", extra="llm", needed_for="the language_rl job")
+    for part in (engine, trainer, config.critic_part):
+        part.check_installed("the language_rl job")
+    if config.cluster.processes:
+        engines.check(config.rollout.backend, ("rollout", "backend"), apart=True)
+        language_trainers.check(config.actor.backend, ("actor", "backend"), apart=True)
     _check_names(config)
 
 
 def check_families(config: LanguageConfig) -> None:
-    """Refuse models of the actor and the critic that cannot be trained, or served by the engine.
+    """Ask engine and trainers whether they can do with the settings and the models of the run.
 
     Raises:
-        ConfigError: names the family, the reason, and what is supported.
+        ConfigError: names the setting, the reason, and what is supported.
     """
-    if config.actor.backend == "toy":
-        return
-    path = config.model.path
+    path, rollout = config.model.path, config.rollout
     described = _read(path) if path else config.model.config
     where = ("model", "path") if path else ("model", "config", "model_type")
-    if described:
-        _check_family(described, config.rollout.backend, where)
-        _check_heads(config, described)
-        if config.actor.backend == "megatron":
-            _check_megatron(described, where, "actor", config.actor_parts, config.actor.megatron)
+    asked = EngineRun(rollout.engine, rollout.where, rollout.sampling, described, where)
+    with _at(where):
+        rollout.part.check(asked)
+    actor = config.actor
+    if not actor.part.has_weights:
+        return
+    actor.part.check(TrainerRun("actor", described, where, config.actor_parts, actor.trainer))
     if not config.has_critic:
         return
     if config.critic.path and (read := _read(config.critic.path)):
         described, where = read, ("critic", "path")
-        _check_family(described, None, where)
-    if config.critic_backend == "megatron" and described:
-        _check_megatron(described, where, "critic", config.critic_parts, config.critic_megatron)
+        with _at(where):
+            check_family(described)
+    parts, options = config.critic_parts, config.critic_trainer
+    config.critic_part.check(TrainerRun("critic", described, where, parts, options))
+
+
+@contextlib.contextmanager
+def _at(where: tuple[str, ...]) -> Iterator[None]:
+    """Say by which setting a model came that is refused."""
+    try:
+        yield
+    except UnsupportedModel as error:
+        raise ConfigError(str(error), path=where) from error
 
 
 def _read(folder: str) -> dict[str, Any]:
@@ -94,85 +109,6 @@ def _read(folder: str) -> dict[str, Any]:
         return msgspec.json.decode(content, type=dict[str, Any])
     except (OSError, msgspec.DecodeError):
         return {}
-
-
-def _check_heads(config: LanguageConfig, described: Mapping[str, Any]) -> None:
-    """Refuse attention heads that vLLM cannot divide among the devices of a rollout worker."""
-    text: Mapping[str, Any] = described.get("text_config") or described
-    heads, parallel = text.get("num_attention_heads"), config.rollout.vllm.tensor_parallel or 1
-    if config.rollout.backend == "vllm" and isinstance(heads, int) and heads % parallel:
-        raise ConfigError(
-            f"the model has {heads} attention heads, which {parallel} devices of each rollout "
-            f"worker do not divide: use {_near_divisors(heads, parallel)} (devices_per_worker in "
-            "cluster.placement.rollout)",
-            path=("rollout", "vllm", "tensor_parallel"),
-        )
-
-
-def _check_megatron(
-    described: dict[str, Any],
-    where: tuple[str, ...],
-    role: str,
-    parts: Strategy,
-    options: MegatronOptions,
-) -> None:
-    """Refuse what Megatron cannot train, or not cut so, and where it is not installed."""
-    from rlinf_async.backends.megatron.config import architecture_of, check_offered, layout_of
-    from rlinf_async.backends.megatron.cpu import MegatronUnavailable, check_installed
-
-    try:
-        check_installed()
-        architecture = architecture_of(_complete(described))
-    except MegatronUnavailable as error:
-        raise ConfigError(str(error), path=(role, "backend")) from error
-    except ModelMismatch as error:
-        raise ConfigError(str(error), path=where) from error
-    try:
-        check_offered(architecture, parts, cp=options.cp, ep=options.ep)
-        layout_of(architecture, parts)
-    except StrategyError as error:
-        path: tuple[str, ...]
-        if options.cp > 1 or options.ep > 1:
-            path = ("actor", "megatron", "cp" if options.cp > 1 else "ep")
-        else:
-            path = _at_fault(role, parts, partial(layout_of, architecture))
-        raise ConfigError(str(error).replace("\n", "; "), path=path) from error
-
-
-def _at_fault(role: str, parts: Strategy, check: Callable[[Strategy], object]) -> tuple[str, ...]:
-    """Return the path of the setting without which a strategy would pass the check."""
-    replace = msgspec.structs.replace
-    without = {
-        ("actor", "megatron", "virtual_stages"): replace(parts, virtual_stages=1),
-        (role, "pp"): replace(parts, pp=1, virtual_stages=1),
-    }
-    for path, others in without.items():
-        with contextlib.suppress(StrategyError):
-            if others != parts:
-                check(others)
-                return path
-    return (role, "tp")
-
-
-def _complete(described: dict[str, Any]) -> dict[str, Any]:
-    """A configuration with the architecture's defaults, as transformers has them."""
-    from transformers import AutoConfig
-
-    fields = {name: value for name, value in described.items() if name != "model_type"}
-    try:
-        complete: dict[str, Any] = AutoConfig.for_model(described["model_type"], **fields).to_dict()
-    except (KeyError, ValueError, TypeError):
-        return described  # whoever builds the model reports it
-    return complete
-
-
-def _check_family(described: dict[str, Any], engine: str | None, where: tuple[str, ...]) -> None:
-    from rlinf_async.backends.language import UnsupportedModel, check_family
-
-    try:
-        check_family(described, engine)
-    except UnsupportedModel as error:
-        raise ConfigError(str(error), path=where) from error
 
 
 def _check_names(config: LanguageConfig) -> None:
@@ -238,22 +174,18 @@ def _check_batches(config: LanguageConfig) -> None:
 
 def _check_sampling(config: LanguageConfig) -> None:
     """Refuse samples that would be drawn from another distribution than is trained."""
-    rollout = config.rollout
-    if rollout.sampling.greedy:
+    if config.rollout.sampling.greedy:
         raise ConfigError(
             "at temperature 0 the most likely token is taken, but a policy is trained on what it "
             "draws: all samples of a prompt would be equal, and their log-probs those of another "
             "policy. Set it to 0.01 or more (evaluations are greedy in any case)",
             path=("rollout", "sampling", "temperature"),
         )
-    if rollout.backend == "vllm" and (why := rollout.vllm.untold(rollout.sampling)):
-        name = "top_k" if rollout.sampling.top_k else "top_p"
-        raise ConfigError(why, path=("rollout", "sampling", name))
 
 
 def _check_places(config: LanguageConfig) -> None:
-    toys = config.actor.backend == "toy"  # they exchange nothing
-    if config.cluster.backend == "local" and config.actors > 1 and not toys:
+    together = config.actor.part.collective
+    if config.cluster.backend == "local" and config.actors > 1 and together:
         raise ConfigError(
             "several actors need a process each: use backend = 'process', or actors = 1",
             path=("cluster", "backend"),
@@ -282,7 +214,7 @@ def _check_evaluation(config: LanguageConfig) -> None:
 
 def _check_learning(config: LanguageConfig) -> None:
     actor = config.actor
-    learns = actor.backend != "toy"
+    learns = actor.part.has_weights
     if learns and config.training.group_size == 1 and actor.advantage.name in COMPARING:
         raise ConfigError(
             f"one sample of each prompt, but {actor.advantage.name} compares the samples of a "
@@ -302,7 +234,7 @@ def _check_learning(config: LanguageConfig) -> None:
             f"{config.model.path!r}, which has weights: set it to 0",
             path=("warm_start", "steps"),
         )
-    if config.warm_start.steps and actor.backend == "toy":
+    if config.warm_start.steps and not learns:
         raise ConfigError(
             "a toy actor has no weights to warm up: set it to 0", path=("warm_start", "steps")
         )
@@ -319,7 +251,7 @@ def _check_micro_batches(whose: str, samples: int, size: int | None) -> None:
     if size is not None and samples % size:
         raise ConfigError(
             f"a global batch has {samples} samples on each {whose}, which micro_batch_size = "
-            f"{size} does not divide: use {_near_divisors(samples, size)}",
+            f"{size} does not divide: use {near_divisors(samples, size)}",
             path=(whose, "micro_batch_size"),
         )
 
@@ -343,13 +275,18 @@ def _check_balancing(samples: int, actor: ActorConfig) -> None:
     if samples % window:
         raise ConfigError(
             f"a global batch has {samples} samples on each actor, which balance_window = {window} "
-            f"does not divide: use {_near_divisors(samples, window)}",
+            f"does not divide: use {near_divisors(samples, window)}",
             path=("actor", "balance_window"),
         )
 
 
 def _check_critics(config: LanguageConfig) -> None:
     critics, actors = config.cluster.critics, config.data_ranks
+    if critics and not config.critic_part.critic_trainer:
+        raise ConfigError(
+            f"{config.critic_backend!r} trains no critics: set critic.backend to one that does",
+            path=("critic", "backend"),
+        )
     needed, together = config.critics_needed, config.critic_parts.world_size
     advantage = config.actor.advantage.name
     if advantage == "gae" and not critics:
@@ -393,8 +330,8 @@ def _check_off_policy(config: LanguageConfig) -> None:
             "it out (also to resume a run that has it)",
             path=where,
         )
-    toy = actor.backend == "toy"  # its optimizer steps change nothing
-    one_policy = loss.proximal == "step" or actor.global_batches == 1 or toy
+    changes = actor.part.has_weights and actor.global_batches > 1
+    one_policy = loss.proximal == "step" or not changes
     if one_policy and not staleness and _engine_is_exact(config):
         raise ConfigError(
             f"{loss.off_policy!r} weights tokens by proximal / behaviour, but with "
@@ -407,7 +344,7 @@ def _check_off_policy(config: LanguageConfig) -> None:
 
 def _engine_is_exact(config: LanguageConfig) -> bool:
     """Whether the engine's log-probs are the trainer's, up to the last bits of float32."""
-    return config.rollout.backend != "vllm" and not config.rounded
+    return config.rollout.part.exact and not config.rounded
 
 
 def _check_reference(config: LanguageConfig) -> None:
@@ -423,13 +360,6 @@ def _check_reference(config: LanguageConfig) -> None:
             "a KL to the reference needs reference log-probs: set cluster.inference_workers",
             path=("cluster", "inference_workers"),
         )
-
-
-def _near_divisors(number: int, wanted: int) -> str:
-    divisors = [one for one in range(1, number + 1) if number % one == 0]
-    below = [one for one in divisors if one < wanted][-1:]
-    above = [one for one in divisors if one > wanted][:1]
-    return " or ".join(str(one) for one in below + above)
 
 
 def _near(number: int, divisor: int) -> str:
@@ -568,20 +498,13 @@ def check_engine(config: LanguageConfig, model: Path, device: str) -> None:
     Raises:
         ConfigError: a limit or an argument that the engine cannot have with this model.
     """
-    name = config.rollout.backend
-    if name == "toy":
-        return
-    from rlinf_async.backends.transformers.folder import ModelFolderError, open_folder
+    from rlinf_async.backends.transformers.folder import ModelFolderError
 
-    settings = config.rollout.vllm if name == "vllm" else config.rollout.transformers
+    rollout = config.rollout
     try:
-        folder = open_folder(settings.model or str(model), context=settings.context)
-        if name == "vllm":
-            from rlinf_async.backends.vllm.library import check_llm
-
-            check_llm(config.rollout.vllm, folder, device)
+        rollout.part.inspect(rollout.engine, model, device)
     except (ModelFolderError, ValueError) as error:
-        raise ConfigError(str(error), path=("rollout", name)) from error
+        raise ConfigError(str(error), path=rollout.where) from error
 
 
 def check_critic(config: LanguageConfig, model: Path) -> None:
@@ -636,11 +559,7 @@ def _room(config: LanguageConfig, model: Path) -> tuple[int | None, str]:
 def _context(config: LanguageConfig, model: Path) -> int | None:
     """Largest number of tokens of a prompt with its response; None: no limit."""
     rollout = config.rollout
-    if rollout.backend == "toy":
-        return rollout.toy.context
-    engine = rollout.vllm if rollout.backend == "vllm" else rollout.transformers
-    limits = (_described(model).get("max_position_embeddings"), engine.context)
-    return min((one for one in limits if one), default=None)
+    return rollout.part.context(rollout.engine, _described(model))
 
 
 def _check_count(config: LanguageConfig, prompts: Prompts) -> None:

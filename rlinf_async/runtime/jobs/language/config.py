@@ -1,7 +1,4 @@
-"""The sections of the configuration of the ``language_rl`` job.
-
-The configuration of the ``language_rl`` job.
-"""
+"""The configuration of the ``language_rl`` job, section by section."""
 
 from __future__ import annotations
 
@@ -12,11 +9,22 @@ import msgspec
 
 from rlinf_async.algorithms.config import LanguageAdvantageConfig, LanguageLossConfig
 from rlinf_async.backends.base import OptimizerConfig, SchedulerConfig
+from rlinf_async.backends.megatron.config import MegatronOptions
+from rlinf_async.backends.parts import (
+    DEFAULT_ENGINE,
+    DEFAULT_LANGUAGE_TRAINER,
+    EnginePart,
+    LanguageTrainerPart,
+    engines,
+    language_trainers,
+)
 from rlinf_async.backends.toy.config import ToyEngineConfig, ToyTrainerConfig
 from rlinf_async.backends.transformers.config import TransformersEngineConfig
 from rlinf_async.backends.vllm.config import VllmEngineConfig
 from rlinf_async.config import ConfigError
+from rlinf_async.config.convert import convert
 from rlinf_async.config.counts import MOST_WORKERS, check_counts
+from rlinf_async.config.registry import Part, Path
 from rlinf_async.data import DataConfig
 from rlinf_async.messages.language import Sampling
 from rlinf_async.parallel import Strategy
@@ -53,15 +61,71 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError("config has no model_type; name an architecture, such as 'qwen3'")
 
 
+def has_section(section: RolloutConfig | ActorConfig) -> bool:
+    """Whether the backend of a section is built in and has a section of its own there."""
+    built_in = {*engines.paths, *language_trainers.paths}
+    return section.backend in built_in and section.backend in section.__struct_fields__
+
+
+def own_settings(section: RolloutConfig | ActorConfig, part: Part) -> Any:
+    """Return the settings of a section's backend, by its own ``Config``.
+
+    Raises:
+        ConfigError: ``options`` has what the backend does not know, or is of another one.
+    """
+    if has_section(section):
+        if section.options:
+            raise ConfigError(
+                f"the settings of {section.backend!r} stand in the section {section.backend}: "
+                "leave this out",
+                path=("options",),
+            )
+        return getattr(section, section.backend)
+    if part.Config is None:
+        if section.options:
+            raise ConfigError(
+                f"{section.backend!r} has no settings of its own: leave it out", path=("options",)
+            )
+        return None
+    return convert(section.options, part.Config, ("options",))
+
+
 class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The engine that generates, and how samples are drawn."""
 
-    backend: Literal["transformers", "vllm", "toy"] = "transformers"
+    backend: str = DEFAULT_ENGINE
+    """the engine's name; ``"file.py:Name"`` or ``"module:Name"``: one of your own"""
     sampling: Sampling = Sampling()
     serving: LanguageRolloutConfig = LanguageRolloutConfig()
     transformers: TransformersEngineConfig = TransformersEngineConfig()
     vllm: VllmEngineConfig = VllmEngineConfig()
     toy: ToyEngineConfig = ToyEngineConfig()
+    options: dict[str, Any] = {}
+    """settings of an engine that has no section here, by its own ``Config``"""
+
+    def __post_init__(self) -> None:
+        own_settings(self, self.part)
+
+    @property
+    def part(self) -> EnginePart:
+        """What the engine says about itself."""
+        return engines.check(self.backend, ("backend",))
+
+    @property
+    def where(self) -> Path:
+        """Section of the engine's settings."""
+        return ("rollout", self.backend if has_section(self) else "options")
+
+    @property
+    def engine(self) -> Any:
+        """The engine's own settings."""
+        return own_settings(self, self.part)
+
+    def with_engine(self, settings: Any) -> RolloutConfig:
+        """Return the same with other settings of the engine."""
+        field = self.where[-1]
+        given = settings if has_section(self) else msgspec.to_builtins(settings)
+        return msgspec.structs.replace(self, **{field: given})
 
 
 class LanguageOptimizerConfig(
@@ -74,30 +138,11 @@ class LanguageOptimizerConfig(
     max_grad_norm: float | None = 1.0
 
 
-class MegatronOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How Megatron trains, beside ``tp`` and ``pp``; see docs/megatron.md."""
-
-    virtual_stages: int = 1
-    """model chunks of each pipeline stage, whose passes are interleaved"""
-    cp: int = 1
-    """context parallel actors: refused where Transformer Engine's attention is not there"""
-    ep: int = 1
-    """expert parallel actors: refused for models without experts"""
-    sequence_parallel: bool = False
-    """actors that share layers share the tokens between them, too"""
-    distributed_optimizer: bool = True
-    """actors that train on other samples share the optimizer's state, instead of having copies"""
-    overlap: bool = False
-    """reduce gradients and gather parameters while others are computed"""
-
-    def __post_init__(self) -> None:
-        check_counts(self, least=1, names=("virtual_stages", "cp", "ep"))
-
-
 class ActorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The training of the policy."""
 
-    backend: Literal["fsdp", "megatron", "toy"] = "fsdp"
+    backend: str = DEFAULT_LANGUAGE_TRAINER
+    """the trainer's name; ``"file.py:Name"`` or ``"module:Name"``: one of your own"""
     tp: int = 1
     """actors that share each layer, with Megatron"""
     pp: int = 1
@@ -125,28 +170,44 @@ class ActorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     activation_checkpointing: bool = False
     publish_precision: Literal["float32", "bfloat16", "float16"] = "float32"
     toy: ToyTrainerConfig = ToyTrainerConfig()
+    options: dict[str, Any] = {}
+    """settings of a trainer that has no section here, by its own ``Config``"""
 
     def __post_init__(self) -> None:
         check_counts(self, least=1, names=("global_batches", "epochs", "tp", "pp"))
         check_counts(self, least=1, names=("micro_batch_size", "max_tokens", "balance_window"))
-        if self.backend != "megatron" and self.model_ranks > 1:
+        part = self.part
+        own_settings(self, part)
+        if not part.actor:
+            raise ConfigError(f"{self.backend!r} trains critics alone", path=("backend",))
+        if not part.cuts and self.model_ranks > 1:
             name = "tp" if self.tp > 1 else "pp"
             raise ConfigError(
                 f"{name} is {getattr(self, name)}, but the backend {self.backend!r} does not cut a "
-                "model so: set actor.backend to 'megatron', or leave it out",
+                f"model so: set actor.backend to {_that_cut()}, or leave it out",
                 path=(name,),
             )
-        if self.megatron.virtual_stages > 1 and self.pp == 1:
-            raise ConfigError(
-                f"virtual_stages is {self.megatron.virtual_stages}, but pp is 1: one stage has "
-                "nothing to interleave; leave it out, or set actor.pp",
-                path=("megatron", "virtual_stages"),
-            )
+
+    @property
+    def part(self) -> LanguageTrainerPart:
+        """What the trainer says about itself."""
+        return language_trainers.check(self.backend, ("backend",))
+
+    @property
+    def trainer(self) -> Any:
+        """The trainer's own settings."""
+        return own_settings(self, self.part)
 
     @property
     def model_ranks(self) -> int:
         """Actors that hold one copy of the model together, and train on the same samples."""
         return self.tp * self.pp
+
+
+def _that_cut() -> str:
+    """The built-in trainers of actors of which several hold one copy of a model."""
+    parts = {name: language_trainers.load(name) for name in language_trainers.paths}
+    return " or ".join(repr(name) for name, one in parts.items() if one.cuts and one.actor)
 
 
 class CriticOptimizerConfig(
@@ -162,7 +223,7 @@ class CriticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     path: str = ""
     """folder of the model that it begins with; the actor's when left out"""
-    backend: Literal["fsdp", "megatron"] | None = None
+    backend: str | None = None
     """the actor's when left out"""
     tp: int | None = None
     """critics that share each layer, with Megatron; the actor's when left out"""
@@ -183,6 +244,10 @@ class CriticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def __post_init__(self) -> None:
         check_counts(self, least=0, names=("warmup_iterations",))
         check_counts(self, least=1, names=("tp", "pp", "micro_batch_size"))
+        if self.backend is not None:
+            part = language_trainers.check(self.backend, ("backend",))
+            if not (part.critic_trainer and part.has_weights):
+                raise ConfigError(f"{self.backend!r} trains no critics", path=("backend",))
         if self.value_clip is not None and not self.value_clip > 0.0:
             raise ValueError(f"value_clip is {self.value_clip}; it must be above 0, or left out")
 
@@ -375,9 +440,6 @@ MAY_DIFFER = (
 )
 """settings and sections that a resumed run may change"""
 
-COARSER = frozenset({"kv_cache_dtype", "quantization"})
-"""arguments in ``rollout.vllm.extra`` by which it computes in less than its ``dtype``"""
-
 
 class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Reinforcement learning of a language model on verifiable tasks."""
@@ -402,14 +464,11 @@ class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         if self.seed < 0:
             raise ConfigError(f"{self.seed} is below 0: seeds count from 0", path=("seed",))
-        if "megatron" not in (self.actor.backend, self.critic_backend):
-            for field in msgspec.structs.fields(MegatronOptions):
-                if (given := getattr(self.actor.megatron, field.name)) != field.default:
-                    raise ConfigError(
-                        f"{given} is for the backend 'megatron', and actor.backend is "
-                        f"{self.actor.backend!r}: set that to 'megatron', or leave it out",
-                        path=("actor", "megatron", field.name),
-                    )
+        chosen = {self.actor.backend, self.critic_backend}
+        for name in language_trainers.paths.keys() & set(ActorConfig.__struct_fields__):
+            instead = "" if name in chosen else self.actor.backend
+            part, options = language_trainers.load(name), getattr(self.actor, name)
+            part.check_options(options, pp=self.actor.pp, instead=instead)
         if self.critic.warmup_iterations >= self.training.iterations:
             raise ConfigError(
                 f"with {self.critic.warmup_iterations} of {self.training.iterations} iterations "
@@ -419,10 +478,10 @@ class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             )
         for name in ("tp", "pp"):
             size = getattr(self.critic, name)
-            if size is not None and size > 1 and self.critic_backend != "megatron":
+            if size is not None and size > 1 and not self.critic_part.cuts:
                 raise ConfigError(
                     f"{name} is {size}, but the backend {self.critic_backend!r} does not cut a "
-                    "critic so: set critic.backend to 'megatron', or leave it out",
+                    f"critic so: set critic.backend to {_that_cut()}, or leave it out",
                     path=("critic", name),
                 )
 
@@ -451,12 +510,10 @@ class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """Whether engine, actor or what is published between them is less than float32: log-probs
         of single tokens differ by tenths then, logits of 20 being an eighth apart in bfloat16."""
         rollout, actor = self.rollout, self.actor
-        if rollout.backend == "toy":
+        if not rollout.part.has_weights:
             return False
-        engine = rollout.vllm if rollout.backend == "vllm" else rollout.transformers
-        quantized = rollout.backend == "vllm" and not COARSER.isdisjoint(rollout.vllm.extra)
-        precisions = {actor.precision, actor.publish_precision, engine.dtype}
-        return quantized or precisions != {"float32"}
+        engine = rollout.part.precision(rollout.engine)
+        return {actor.precision, actor.publish_precision, engine} != {"float32"}
 
     @property
     def weights_tolerance(self) -> float:
@@ -490,40 +547,45 @@ class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def actor_parts(self) -> Strategy:
         """How each copy of the policy is cut."""
         actor = self.actor
-        stages = actor.megatron.virtual_stages
-        return Strategy(tp=actor.tp, pp=actor.pp, virtual_stages=stages)
+        return actor.part.strategy(actor.tp, actor.pp, actor.trainer)
 
     @property
     def critic_backend(self) -> str:
         """What trains the critics."""
-        toy = self.actor.backend == "toy"
-        return "toy" if toy else self.critic.backend or self.actor.backend
+        actor = self.actor
+        return actor.backend if not actor.part.has_weights else self.critic.backend or actor.backend
+
+    @property
+    def critic_part(self) -> LanguageTrainerPart:
+        """What that says about itself."""
+        return language_trainers.check(self.critic_backend, ("critic", "backend"))
+
+    @property
+    def critic_trainer(self) -> Any:
+        """The settings of that trainer, which stand in ``[actor]``."""
+        actor = self.actor
+        options = actor.trainer
+        if self.critic_backend != actor.backend:
+            options = getattr(actor, self.critic_backend, None)
+        same = self.critic_pp == actor.pp
+        return self.critic_part.critic_options(options, same_stages=same)
 
     @property
     def critic_parts(self) -> Strategy:
         """How each copy of the critic is cut."""
-        if self.critic_backend != "megatron":
+        if not self.critic_part.cuts:
             return Strategy()
-        stages = self.critic_megatron.virtual_stages
-        return Strategy(tp=self.critic_tp, pp=self.critic_pp, virtual_stages=stages)
+        return self.critic_part.strategy(self.critic_tp, self.critic_pp, self.critic_trainer)
 
     @property
     def critic_tp(self) -> int:
-        """Critics that share each layer, with Megatron."""
+        """Critics that share each layer."""
         return self.critic.tp or self.actor.tp
 
     @property
     def critic_pp(self) -> int:
-        """Pipeline stages of a critic, with Megatron."""
+        """Pipeline stages of a critic."""
         return self.critic.pp or self.actor.pp
-
-    @property
-    def critic_megatron(self) -> MegatronOptions:
-        """How Megatron trains critics: as actors, interleaved where both have as many stages."""
-        options = self.actor.megatron
-        if self.critic_pp == self.actor.pp:
-            return options
-        return msgspec.structs.replace(options, virtual_stages=1)
 
     @property
     def critics_needed(self) -> int:

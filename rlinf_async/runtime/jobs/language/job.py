@@ -153,13 +153,13 @@ def _inputs(config: LanguageConfig, into: Path) -> _Inputs:
         UsageError: one of them cannot be read, or does not fit the others.
     """
     model = make_model_folder(config.model, into, config.data.chat_template)
-    if config.actor.backend != "toy":
+    if config.actor.part.has_weights:
         check_tokens(model, ("model", "tokenizer" if config.model.tokenizer else "path"))
-    if not config.model.path and config.actor.backend != "toy":
+    if not config.model.path and config.actor.part.has_weights:
         check_forward(model, ("model", "config"))
     try:
         prompts = open_prompts(config, model)
-        if config.model.path and config.actor.backend != "toy":
+        if config.model.path and config.actor.part.has_weights:
             check_weights(Path(config.model.path).expanduser(), ("model", "path"))
         check_critic(config, model)
         warm = config.warm_start.steps and not has_weights(model)

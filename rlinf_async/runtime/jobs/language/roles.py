@@ -1,38 +1,11 @@
-"""The workers of a language run, and what this process asks of them.
+"""The workers of a language run, their channels, and what this process asks of them.
 
 ::
 
     rollout      serve       from start to end; takes turns with the actors where they share devices
     inference    run         from start to end
     reward       run         from start to end
-    learners     train, publish, save, compare: by turns (`roles.py`)
-
-Rollout, inference and reward workers are restarted when they die: what they held comes back. An
-actor's death ends the run, which can be resumed.
-
-The workers of a language run that train: actors, and critics where the advantage needs values.
-
-::
-
-    groups --> [ critic of data rank r --with values--> ] actor of data rank r
-                                                              |
-                                               version + 1 ---+--> rollout, inference
-
-                waits for                                unblocked by
-    critic      the groups of its share; all of them     the collector
-                before it learns
-    actor       the groups of its share                  the critic of its data rank, or the
-                                                         collector
-
-A checkpoint holds both: the critic's shards lie in ``critic/`` inside the actor's folder. The
-death of either ends the run, which can be resumed.
-
-How their batches follow from the run's configuration stands at the end; their trainers:
-`backends`.
-
-The channels of a language run, and how much each may hold.
-
-::
+    learners     train, publish, save, compare: by turns
 
     this process --Request--> rollout --Sample--> [inference] --Sample--> reward
          ^                                                                  |
@@ -40,6 +13,17 @@ The channels of a language run, and how much each may hold.
     this process --SampleGroup, by key of the DP rank--> [critic] --SampleGroup--> actor
     where the actors' number changes: critic --SampleGroup--> this process --SampleGroup--> actor
     actor --WeightUpdate, `Latest`--> rollout --WeightsTaken--> this process
+
+Rollout, inference and reward workers are restarted when they die: what they held comes back. The
+death of an actor or a critic ends the run, which can be resumed.
+
+                waits for                                unblocked by
+    critic      the groups of its share; all of them     the collector
+                before it learns
+    actor       the groups of its share                  the critic of its data rank, or the
+                                                         collector
+
+A checkpoint holds both: the critic's shards lie in ``critic/`` inside the actor's folder.
 """
 
 from __future__ import annotations
@@ -49,12 +33,13 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, assert_never
+from typing import NamedTuple, cast
 
 import msgspec
 import numpy as np
 
 from rlinf_async.channels import Channel, Latest
+from rlinf_async.config.registry import load_entry_point
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import (
     LanguageTrainReport,
@@ -71,7 +56,6 @@ from rlinf_async.runtime.calls import GroupCall, WorkerGroup
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.checkpoints import max_deliveries, sibling
 from rlinf_async.runtime.jobs.language.backends import (
-    BACKENDS,
     actor_config,
     critic_config,
     environment_of,
@@ -214,13 +198,13 @@ class Learners:
     async def launch_actors(self, resume: Path | None) -> None:
         """Start the actors."""
         config = self._config
-        backend = BACKENDS[config.actor.backend]
+        part = config.actor.part
         environment = environment_of(config, self._plan, "actor")
         self._actors: WorkerGroup[LanguageActor] = await self._cluster.launch(
-            backend.actor,
+            cast(type[LanguageActor], load_entry_point(part.actor)),
             actor_config(config, self._model, self._device("actor")),
             batches(config),
-            backend=backend.actor_trainer,
+            backend=config.actor.backend,
             resume=None if resume is None else str(resume),
             max_staleness=config.training.max_staleness,
             scheduled=config.scheduled,
@@ -235,13 +219,13 @@ class Learners:
         config = self._config
         if not config.has_critic:
             return
-        backend = BACKENDS[config.critic_backend]
+        part = config.critic_part
         self._critics: WorkerGroup[LanguageCritic] = await self._cluster.launch(
-            backend.critic,
+            cast(type[LanguageCritic], load_entry_point(part.critic)),
             critic_config(config, self._model, self._device("critic")),
             critic_batches(config),
             actor_ranks=config.data_ranks,
-            backend=backend.critic_trainer,
+            backend=part.critic_trainer,
             resume=None if resume is None else str(resume / CRITIC),
             max_staleness=config.training.max_staleness,
             count=config.cluster.critics,
@@ -257,7 +241,7 @@ class Learners:
 
     def _collective(self) -> str | None:
         """torch.distributed's backend between the actors."""
-        if self._config.actor.backend == "toy":
+        if not self._config.actor.part.collective:
             return None
         if self._layout is not None:
             return "nccl" if self._layout.accelerated else "gloo"
@@ -543,7 +527,7 @@ class Roles:
         Raises:
             WeightsDisagree: they differ by more than the configuration allows.
         """
-        if not prompts or self._config.rollout.backend == "toy":
+        if not prompts or not self._config.rollout.part.has_weights:
             return None
         sequences = [_sequence(one.token_ids) for one in prompts]
         await self._taken(version)
@@ -571,7 +555,7 @@ class Roles:
         config, counts = self._config, self._config.cluster
         self._rollouts: WorkerGroup[LanguageRolloutWorker] = await self._cluster.launch(
             LanguageRolloutWorker,
-            _engine_config(config, self._model),
+            config.rollout.part.with_model(config.rollout.engine, self._model),
             config.rollout.serving,
             backend=config.rollout.backend,
             scheduled=config.scheduled,
@@ -616,17 +600,3 @@ def _retrieve(watching: asyncio.Task[None]) -> None:
 def _sequence(prompt: Tokens) -> tuple[Tokens, Tokens]:
     """A prompt, and a response made of its own tokens: any would do."""
     return prompt, np.resize(prompt, COMPARED_TOKENS).astype(np.int32)
-
-
-def _engine_config(config: LanguageConfig, model: Path) -> Any:
-    """The rollout engine's own configuration: it reads the model folder, weights come later."""
-    rollout = config.rollout
-    match rollout.backend:
-        case "toy":
-            return rollout.toy
-        case "vllm":
-            return msgspec.structs.replace(rollout.vllm, model=str(model))
-        case "transformers":
-            return msgspec.structs.replace(rollout.transformers, model=str(model))
-        case _:
-            assert_never(rollout.backend)

@@ -342,7 +342,7 @@ class LanguageRun:
         flow.view.note = note
 
     async def _export(self, flow: Flow) -> None:
-        if self.config.training.export and self.config.actor.backend != "toy":
+        if self.config.training.export and self.config.actor.part.has_weights:
             flow.view.note = "exporting"
             await export(flow.roles.export, self.model, self.folder.trained)
             flow.view.note = ""

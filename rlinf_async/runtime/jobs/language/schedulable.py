@@ -71,19 +71,8 @@ def _check_hosts(config: LanguageConfig, layout: Layout) -> None:
 
 def _check_actors(config: LanguageConfig) -> None:
     actor, wanted = config.actor, _wanted(config)
-    if actor.backend == "fsdp" and actor.strategy == "fsdp1":
-        raise ConfigError(
-            f"the scheduler changes the ranks of actors while they train, which fsdp1 cannot: "
-            f"{wanted}use strategy = 'fsdp2'",
-            path=("actor", "strategy"),
-        )
-    if actor.backend == "megatron" and actor.megatron.virtual_stages > 1:
-        raise ConfigError(
-            "actors with interleaved stages cannot change while they train: "
-            f"{wanted}set virtual_stages to 1",
-            path=("actor", "megatron", "virtual_stages"),
-        )
-    if config.cluster.backend == "local" and actor.backend != "toy":
+    actor.part.check_scheduled(actor.strategy, actor.trainer, wanted)
+    if config.cluster.backend == "local" and actor.part.collective:
         raise ConfigError(
             f"ranks that change need a process each, and {wanted}use backend = 'process'",
             path=("cluster", "backend"),
@@ -117,11 +106,12 @@ def _check_devices(config: LanguageConfig, plan: Plan) -> None:
             f"{wanted}set devices_per_worker to 1 or more",
             path=(*PLACEMENT, "rollout"),
         )
-    if config.rollout.backend == "vllm" and config.rollout.vllm.sleep is False:
+    rollout = config.rollout
+    if kept := rollout.part.keeps_memory(rollout.engine):
         raise ConfigError(
-            "a rollout worker that gives its devices away has to free their memory, and sleep is "
+            f"a rollout worker that gives its devices away has to free their memory, and {kept} is "
             f"false: {wanted}leave it out",
-            path=("rollout", "vllm", "sleep"),
+            path=(*rollout.where, kept),
         )
 
 

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from rlinf_async.backends.language import GenerationEngine
+from rlinf_async.backends.parts import DEFAULT_ENGINE, engines
 from rlinf_async.channels import Latest, LatestReceiver
-from rlinf_async.channels.wire import Router
 from rlinf_async.messages.language import Generated, Request
 from rlinf_async.messages.weights import WeightUpdate
-from rlinf_async.runtime.ray.session import of_ray
+from rlinf_async.runtime.ray.session import of_ray, own_address
 from rlinf_async.runtime.ray.training.pairs import ChannelHost, Guest, Ticket
 from rlinf_async.runtime.ray.training.ranks import LoopThread
 
@@ -46,7 +46,7 @@ class RolloutEngineActor:
     """
 
     def __init__(
-        self, config: Any, backend: str = "transformers", *, seed: int = 0, device: str = "cpu"
+        self, config: Any, backend: str = DEFAULT_ENGINE, *, seed: int = 0, device: str = "cpu"
     ) -> None:
         self._given = config, seed, device
         self._backend = backend
@@ -57,9 +57,7 @@ class RolloutEngineActor:
     async def start(self) -> None:
         """Build the engine."""
         if self._engine is None:
-            from rlinf_async.backends.base import load_generation_engine
-
-            engine = load_generation_engine(self._backend)(*self._given)
+            engine = engines.load(self._backend).make(*self._given)
             await engine.start()
             self._engine = engine
 
@@ -108,15 +106,22 @@ class RolloutEngineActor:
         return self._engine
 
 
+class WeightUpdater(Protocol):
+    """Hands what rank 0 has published to the engines."""
+
+    def deliver(self, engines: Sequence[Any], version: int) -> None:
+        """Return when all engines have this version."""
+        ...
+
+
 class FromTensors:
-    """Hands engines the tensors that rank 0 has published, by Ray's object store: shared memory of
-    the host."""
+    """The tensors themselves, by Ray's object store: shared memory of the host."""
 
     def __init__(self, published: Latest[WeightUpdate]) -> None:
         self._published = published
 
     def deliver(self, engines: Sequence[Any], version: int) -> None:
-        """Return when all engines have this version. It is put there once, for all of them."""
+        """Put them there once, for all engines."""
         found = self._published.take_newer(0)
         assert found is not None  # `version` was published
         ray = of_ray()
@@ -124,8 +129,8 @@ class FromTensors:
         ray.get([engine.update_weights_from_tensor.remote(update) for engine in engines])
 
 
-class FromChannel:
-    """Lets engines follow what rank 0 publishes, on whatever host they are."""
+class Distributed:
+    """Every engine follows the channel of rank 0, on whatever host it is."""
 
     def __init__(self, published: Latest[WeightUpdate], loop: LoopThread) -> None:
         self._published = published
@@ -135,7 +140,7 @@ class FromChannel:
         """by the engine's identifier"""
 
     def deliver(self, engines: Sequence[Any], version: int) -> None:
-        """Return when all engines have this version."""
+        """Tell the engines which version to wait for."""
         self._loop.run(self._admit([engine._actor_id.hex() for engine in engines]))
         of_ray().get(
             [
@@ -148,8 +153,15 @@ class FromChannel:
 
     async def _admit(self, engines: Sequence[str]) -> None:
         if self._host is None:
-            self._host = await ChannelHost.open("weights", Router())
+            self._host = await ChannelHost.open(own_address(), "weights")
         for engine in engines:
             if engine not in self._tickets:
                 receiver = self._published.receiver
                 self._tickets[engine] = self._host.ticket(receiver, f"engine {engine}")
+
+
+def make_updater(
+    published: Latest[WeightUpdate], loop: LoopThread, *, colocate: bool
+) -> WeightUpdater:
+    """Return the updater that follows the placement of the engines."""
+    return FromTensors(published) if colocate else Distributed(published, loop)

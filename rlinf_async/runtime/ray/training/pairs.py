@@ -30,7 +30,6 @@ from typing import Any, Final, Self, TypeVar
 
 import msgspec
 
-from rlinf_async.backends.base import made_by
 from rlinf_async.channels import Channel, ChannelError, Receiver, Sender, WireError
 from rlinf_async.channels.errors import error_text
 from rlinf_async.channels.wire import (
@@ -45,7 +44,6 @@ from rlinf_async.channels.wire import (
     serve,
 )
 from rlinf_async.channels.wire.server import Local
-from rlinf_async.channels.wire.session.connection import Closed
 from rlinf_async.messages.language import SampleGroup
 from rlinf_async.parallel import DataRank
 from rlinf_async.runtime.ray.session import own_address
@@ -69,33 +67,35 @@ class Ticket(msgspec.Struct, frozen=True):
 
 
 class ChannelHost:
-    """Serves channels of this process. Made by `open`."""
+    """Serves channels of this process. Made by `open`.
 
-    def __init__(self, server: Server, channels: ChannelServer, here: HostTicket) -> None:
-        self._server = server
-        self.channels = channels
-        self.here = here
-        """how others come here"""
+    Args:
+        router: what else the processes that come here may ask.
+    """
+
+    def __init__(
+        self, server: Server, channels: ChannelServer, router: Router, secret: bytes
+    ) -> None:
+        self._server, self._secret = server, secret
+        self.channels, self.router = channels, router
 
     @classmethod
-    async def open(cls, name: str, router: Router, on_left: Closed | None = None) -> Self:
-        """Listen at a free port of this host's address.
-
-        Args:
-            name: of this process, in reports.
-            router: what else the processes that come here may ask.
-            on_left: called when one of them has gone.
-        """
-        channels, secret, address = ChannelServer(router), secrets.token_bytes(32), own_address()
+    async def open(cls, address: str, name: str) -> Self:
+        """Listen at a free port of this host's address."""
+        router, secret = Router(), secrets.token_bytes(32)
+        channels = ChannelServer(router)
         shown = f"[{address}]" if ":" in address else address
-        server = await serve(
-            f"tcp://{shown}:0", secret, router=router, name=name, on_disconnect=on_left
-        )
-        return cls(server, channels, HostTicket(server.address, secret))
+        server = await serve(f"tcp://{shown}:0", secret, router=router, name=name)
+        return cls(server, channels, router, secret)
+
+    @property
+    def host_ticket(self) -> HostTicket:
+        """How others come here."""
+        return HostTicket(self._server.address, self._secret)
 
     def ticket(self, end: Local, holder: str) -> Ticket:
         """Open an end like this one for another process, ``holder`` in reports."""
-        return Ticket(self.here, self.channels.end_ref(end, holder))
+        return Ticket(self.host_ticket, self.channels.end_ref(end, holder))
 
     async def close(self) -> None:
         """Serve nobody any more."""
@@ -188,40 +188,51 @@ class Step(msgspec.Struct, frozen=True):
     number: int
 
 
-class ActorStep:
-    """A step of the actor: its two channels. Both have a sender and a receiver here, so that
-    neither side ends one by coming last, or by going first."""
+class Channels:
+    """The two channels of a step. Both have a sender and a receiver here, so that neither side ends
+    one by coming last, or by going first."""
 
-    def __init__(self, number: int, prompts: int, peer: str, *, prepares: bool) -> None:
-        self.peer = peer
-        """name of the critic's rank"""
-        self.prepares = prepares
-        """whether the critic waits for reference log-probs"""
+    def __init__(self, number: int, prompts: int) -> None:
         self.prepared = Channel(SampleGroup, name=f"prepared of step {number}", capacity=prompts)
         self.values = Channel(SampleGroup, name=f"values of step {number}", capacity=prompts)
         self.prepared.sender.open()
         self.values.receiver.open()
 
-    def end(self, reason: str) -> None:
-        """Let whoever waits on either side know why the step is not trained."""
+    def fail(self, reason: str) -> None:
         self.prepared.fail(reason)
         self.values.fail(reason)
 
+
+class ActorStep:
+    """The actor's ends of a step."""
+
+    def __init__(self, channels: Channels, peer: str, *, prepares: bool) -> None:
+        self.peer = peer
+        """name of the critic's rank"""
+        self.prepared: Sender[SampleGroup] | None = channels.prepared.sender if prepares else None
+        self.values: Receiver[SampleGroup] = channels.values.receiver
+        self._channels = channels
+
     async def fail(self, error: BaseException) -> None:
         """Let the critic know that this rank does not train the step."""
-        self.prepared.fail(error_text(error))
+        self._channels.prepared.fail(error_text(error))
 
 
 class ActorSide:
-    """The actor's side of a pair, once it is opened."""
+    """The actor's side of a pair. Made by `open`."""
 
-    _host: ChannelHost = made_by("open()")
-
-    def __init__(self, args: TrainArgs, data_rank: DataRank, name: str, critic: str) -> None:
+    def __init__(
+        self, args: TrainArgs, data_rank: DataRank, host: ChannelHost, name: str, critic: str
+    ) -> None:
         self._prompts = -(-args.rollout_batch_size // data_rank.size)
         self._prepares = args.kl_coef > 0.0
-        self._data_rank, self._name, self._critic = data_rank, name, critic
-        self._steps: dict[int, ActorStep] = {}
+        self._name, self._critic = name, critic
+        self._host = host
+        host.router.add_sync("pair.open", None, self._opened)
+        host.router.add_sync("pair.step", Step, self._give_ends)
+        self.ticket = PairTicket(name, host.host_ticket, data_rank)
+        """what the critic opens its side with"""
+        self._steps: dict[int, Channels] = {}
         self._current = 0
         """the newest step that was begun here"""
         self._given = 0
@@ -229,38 +240,34 @@ class ActorSide:
         self._lost = ""
         """what happened to the critic's process"""
 
-    async def open(self) -> PairTicket:
-        """Serve the critic; return what it opens its side with."""
-        router = Router()
-        router.add_sync("pair.step", Step, self._give_ends)
-        self._host = await ChannelHost.open(self._name, router, self._left)
-        return PairTicket(self._name, self._host.here, self._data_rank)
+    @classmethod
+    async def open(cls, args: TrainArgs, data_rank: DataRank, name: str, critic: str) -> Self:
+        """Serve the critic's rank of this name."""
+        return cls(args, data_rank, await ChannelHost.open(own_address(), name), name, critic)
 
     async def begin(self, number: int) -> ActorStep:
         """Begin a step. What is left of those before it ends here."""
         self._current = number
         for old in [one for one in self._steps if one < number]:
-            step = self._steps.pop(old)
-            step.end(f"{self._name} is at another step")
-            self._host.channels.withdraw(step.prepared)
-            self._host.channels.withdraw(step.values)
-        return self._step(number)
+            channels = self._steps.pop(old)
+            channels.fail(f"{self._name} is at another step")
+            self._host.channels.withdraw(channels.prepared)
+            self._host.channels.withdraw(channels.values)
+        return ActorStep(self._channels(number), self._critic, prepares=self._prepares)
 
     async def close(self) -> None:
         """Part with the critic."""
         await self._host.close()
 
-    def _step(self, number: int) -> ActorStep:
-        """The step of this number, whoever begins it first."""
+    def _channels(self, number: int) -> Channels:
+        """Those of this step, whoever begins it first."""
         found = self._steps.get(number)
         if found is None:
-            found = self._steps[number] = ActorStep(
-                number, self._prompts, self._critic, prepares=self._prepares
-            )
+            found = self._steps[number] = Channels(number, self._prompts)
             if self._lost:
-                found.end(self._lost)
+                found.fail(self._lost)
             elif number < self._given:
-                found.end(self._passed_over())
+                found.fail(self._passed_over())
         return found
 
     def _passed_over(self) -> str:
@@ -269,22 +276,26 @@ class ActorSide:
             "same rollouts"
         )
 
+    def _opened(self, request: Request[None]) -> None:
+        request.connection.on_close(self._left)
+        request.reply(None)
+
     def _give_ends(self, request: Request[Step]) -> None:
         number, give = request.meta.number, self._host.channels.end_ref
         if number < self._current:
             raise ChannelError(f"{self._name} is at another step")
-        step = self._step(number)
-        for other, passed_over in self._steps.items():
-            if self._given < other < number:
-                passed_over.end(self._passed_over())
+        channels = self._channels(number)
+        for step, passed_over in self._steps.items():
+            if self._given < step < number:
+                passed_over.fail(self._passed_over())
         self._given = max(self._given, number)
-        prepared = give(step.prepared.receiver, self._critic)
-        request.reply(StepEnds(prepared, give(step.values.sender, self._critic)))
+        prepared = give(channels.prepared.receiver, self._critic)
+        request.reply(StepEnds(prepared, give(channels.values.sender, self._critic)))
 
     def _left(self, connection: Connection, reason: str) -> None:
         self._lost = f"its process is lost: {reason}"
-        for step in self._steps.values():
-            step.end(self._lost)
+        for channels in self._steps.values():
+            channels.fail(self._lost)
 
 
 class CriticStep:
@@ -337,7 +348,8 @@ class CriticSide:
     async def open(cls, ticket: PairTicket, args: TrainArgs, name: str) -> Self:
         """Connect to the actor. Raises `WireError`: it is not there."""
         side = cls(ticket, args, name)
-        await side._guest.connection(ticket.host)
+        connection = await side._guest.connection(ticket.host)
+        await connection.request("pair.open", None, reply=type(None))
         return side
 
     async def begin(self, number: int) -> CriticStep:

@@ -14,7 +14,7 @@ import pytest
 
 import rlinf_async as ra
 from rlinf_async.algorithms.config import LanguageAdvantageConfig
-from rlinf_async.backends import base as registry
+from rlinf_async.backends import parts
 from rlinf_async.backends.base import OptimizerConfig
 from rlinf_async.backends.checkpoint import writing as writer
 from rlinf_async.backends.checkpoint.folders import rank_done
@@ -88,7 +88,7 @@ class Announcing(PolicyTrainer):
 @pytest.fixture
 def announcing(monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of that trainer, which has not begun."""
-    monkeypatch.setitem(registry.LANGUAGE_TRAINERS, "announcing", f"{__name__}:Announcing")
+    monkeypatch.setitem(parts.language_trainers.paths, "announcing", f"{__name__}:Announcing")
     monkeypatch.setattr(Announcing, "began", threading.Event())
     return "announcing"
 

@@ -1,0 +1,26 @@
+"""The transformers engine as an engine of a run. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlinf_async.backends.parts import LANGUAGE_IMPORTS, EnginePart
+from rlinf_async.backends.transformers.config import TransformersEngineConfig
+
+
+class Transformers(EnginePart):
+    """The trainer's own arithmetic, on one device."""
+
+    Config = TransformersEngineConfig
+    library = "transformers"
+    extra = "llm"
+    factory = "rlinf_async.backends.transformers.engine:TransformersEngine"
+    slow_imports = (*LANGUAGE_IMPORTS, "rlinf_async.backends.transformers.engine")
+    one_device = True
+    exact = True
+
+    def inspect(self, settings: TransformersEngineConfig, folder: Path, device: str) -> None:
+        """Refuse a context that is longer than the model's own."""
+        from rlinf_async.backends.transformers.folder import open_folder
+
+        open_folder(settings.model or str(folder), context=settings.context)

@@ -1,0 +1,1 @@
+"""A package of parts that knows of this project only what its documentation says."""
