@@ -157,7 +157,8 @@ class GroupCall(Generic[R]):
         self._done = True
         ranks, self._rank_calls = self._rank_calls, ()
         if self.failures:
-            self._error = _first_error(self.failures)
+            primary = (error for error in self.failures if not is_secondary(error))
+            self._error = next(primary, self.failures[0])  # it explains the others
         elif self._single:
             self._cancelled = self._cancelled or ranks[0].cancelled
             self._value = ranks[0].value
@@ -229,8 +230,8 @@ class RankCall:
 
     def start(self) -> None:
         """Begin on the live worker, or on the next one as soon as it has started."""
-        self._supervisor.call_begun()
-        worker = self._supervisor.handle_nowait()
+        self._supervisor.calls += 1
+        worker = self._supervisor.live
         if worker is None:
             self._wait_for_worker()
         else:
@@ -278,7 +279,7 @@ class RankCall:
         self._wait.add_done_callback(self._on_wait_done)
 
     async def _begin_when_ready(self) -> None:
-        worker = await self._supervisor.handle()
+        worker = await self._supervisor.worker()
         self._wait = None
         self._begin(worker)
 
@@ -334,12 +335,6 @@ class FirstCause:
     def _raised(self) -> bool:
         """Whether the body has seen it, by an ``await`` of its call."""
         return self._call is not None and self._call.raised
-
-
-def _first_error(failures: Sequence[BaseException]) -> BaseException | None:
-    """The failure that explains the others: the first that is not secondary."""
-    primary = [error for error in failures if not is_secondary(error)]
-    return next(iter(primary or failures), None)
 
 
 def _clone_ends(value: Any, holder: str, ends: list[Any]) -> Any:

@@ -124,36 +124,35 @@ class ArgumentsCodec:
         self._decoder = Decoder(types, lambda ref, item_type: self._ends(ref, item_type))
         self._result = Decoder(method.returns)
 
-    def encode(self, arguments: dict[str, Any], server: ChannelServer) -> Encoded:
-        """Encode the arguments. Channel ends among them are lent: see `take_lent`, also where this
-        fails."""
-        self._server = server
-        self._homed.clear()  # of one that failed
+    def encode(
+        self, arguments: dict[str, Any], server: ChannelServer
+    ) -> tuple[bytes, Encoded, Sequence[int]]:
+        """Head and body of a request that calls the method with these arguments, and the numbers of
+        the channel ends among them, which are lent by this.
+
+        Raises:
+            BuildError: an argument cannot cross to another process; nothing is lent.
+        """
+        self._server, self._lent, self._homed = server, [], []
         try:
-            return self._encoder.encode(
+            body = self._encoder.encode(
                 tuple(
                     value if pack is None else packed(value, pack)
                     for pack, value in zip(self._packs, arguments.values(), strict=True)
                 )
             )
-        except TypeError as error:
-            raise BuildError(f"an argument of {self.method.label}: {error}") from error
+        except BaseException as error:
+            for number in self._lent:
+                server.take_back(number)
+            if isinstance(error, TypeError):
+                raise BuildError(f"an argument of {self.method.label}: {error}") from error
+            raise
         finally:
             self._server = None
-
-    def take_lent(self) -> Sequence[int]:
-        """The numbers of the ends that were lent since the last `take_lent`."""
-        if not self._lent:
-            return ()
-        lent, self._lent = self._lent, []
-        return lent
-
-    def take_head(self) -> bytes:
-        """Head of a request that calls this method with the arguments that were encoded last."""
-        if not self._homed:
-            return self._head
-        homed, self._homed = tuple(self._homed), []
-        return head_of(CALL, Call(self.method.name, self._names, homed))
+        head = self._head
+        if self._homed:
+            head = head_of(CALL, Call(self.method.name, self._names, tuple(self._homed)))
+        return head, body, self._lent
 
     def decode(self, body: Encoded | None, ends: DecodeEnd) -> dict[str, Any]:
         """Decode the arguments; channel ends are made by ``ends``."""
@@ -222,11 +221,6 @@ def encode_result(method: Method, value: Any) -> Encoded:
         return _per_thread.encode_result(value if pack is None else packed(value, pack))
     except TypeError as error:
         raise TypeError(f"what {method.label} returned cannot travel: {error}") from error
-
-
-def encode_spans(spans: list[Span]) -> Encoded:
-    """The body that answers ``worker.spans``."""
-    return encode(spans)
 
 
 def decode_spans(body: Encoded | None) -> list[Span]:
@@ -369,7 +363,6 @@ class Child:
             heartbeat_limit=boot.heartbeat_limit,
         )
         self._flushing: set[asyncio.Task[None]] = set()
-        self._codecs: dict[tuple[str, tuple[str, ...]], ArgumentsCodec] = {}
         self._ending: dict[int, Request[CallNumber] | None] = {}
         """cancelled calls whose methods have not ended, and the requests to reply to when they
         have"""
@@ -408,10 +401,18 @@ class Child:
         router.add("worker.start", Nothing, self._start)
         router.add_sync(CALL, Call, self._call)
         router.add_sync(ENDED, CallNumber, self._reply_when_ended)
-        router.add("worker.doing", Nothing, self._doing)
-        router.add("worker.standstill", Nothing, self._standstill)
-        router.add("worker.clock", Nothing, self._clock)
-        router.add("worker.spans", Nothing, self._spans)
+        router.add_sync(
+            "worker.doing", Nothing, lambda request: request.reply(Doing(self._recorder.doing()))
+        )
+        router.add_sync("worker.standstill", Nothing, self._standstill)
+        router.add_sync(
+            "worker.clock", Nothing, lambda request: request.reply(ClockTime(time.monotonic_ns()))
+        )
+        router.add_sync(
+            "worker.spans",
+            Nothing,
+            lambda request: request.reply(Nothing(), encode(self._recorder.take())),
+        )
         router.add("worker.home", Nothing, self._listen)
         router.add("worker.stop", Nothing, self._stop)
         return router
@@ -453,7 +454,8 @@ class Child:
     def _begin(self, request: Request[Call], client: CallEnds) -> None:
         call, body, request.body = request.meta, request.body, None
         try:
-            codec = self._codecs.get((call.method, call.names)) or self._codec(call)
+            cls = self._boot.spec.cls
+            codec = arguments_codec(method_of(cls, getattr(cls, call.method)), call.names)
             arguments = codec.decode(body, client.end)
             running = self._host.begin(
                 call.method, arguments, partial(self._returned, request, codec.method, client)
@@ -476,13 +478,6 @@ class Child:
             self._ending[number] = request
         else:
             request.reply(Nothing())
-
-    def _codec(self, call: Call) -> ArgumentsCodec:
-        """The codec of the called method; kept for its later calls."""
-        cls = self._boot.spec.cls
-        method = method_of(cls, getattr(cls, call.method))
-        found = self._codecs[call.method, call.names] = arguments_codec(method, call.names)
-        return found
 
     def _returned(
         self,
@@ -543,26 +538,9 @@ class Child:
         except ItemTooLarge as refused:
             request.fail(refused)
 
-    async def _doing(
-        self, connection: Connection, meta: Nothing, body: Encoded | None
-    ) -> tuple[Doing, None]:
-        return Doing(self._recorder.doing()), None
-
-    async def _standstill(
-        self, connection: Connection, meta: Nothing, body: Encoded | None
-    ) -> tuple[Standstill, None]:
+    def _standstill(self, request: Request[Nothing]) -> None:
         unless = self._host.context.what_works or what_can_go_on()
-        return Standstill(unless, movement.count), None
-
-    async def _clock(
-        self, connection: Connection, meta: Nothing, body: Encoded | None
-    ) -> tuple[ClockTime, None]:
-        return ClockTime(time.monotonic_ns()), None
-
-    async def _spans(
-        self, connection: Connection, meta: Nothing, body: Encoded | None
-    ) -> tuple[Nothing, Encoded]:
-        return Nothing(), encode_spans(self._recorder.take())
+        request.reply(Standstill(unless, movement.count))
 
     async def _listen(
         self, connection: Connection, meta: Nothing, body: Encoded | None

@@ -153,7 +153,7 @@ class ClusterGroups:
     async def spans(self) -> list[Span]:
         """All spans that workers have recorded since the last time."""
         for supervisor in self.supervisors():
-            handle = supervisor.handle_nowait()
+            handle = supervisor.live
             if handle is not None:
                 self._spans += await handle.spans()
         taken, self._spans = self._spans, []
@@ -398,7 +398,7 @@ class Cluster:
         self._devices = None if devices is None else tuple(devices)
         self._watch = DeadlockWatch(
             self.channels,
-            self.groups,
+            self._groups.supervisors,
             homed=self._channels.look_at_homes,
             waits=self.waits,
             report=self.report,
@@ -609,7 +609,7 @@ class Cluster:
         Raises:
             BuildError: the name is taken, or the type cannot cross to workers.
         """
-        made: Channel[T] = self._channels.make(
+        return self._channels.make(
             Channel,
             item_type,
             name=name,
@@ -617,7 +617,6 @@ class Cluster:
             max_weight=max_weight,
             max_deliveries=max_deliveries,
         )
-        return made
 
     async def channel_at(
         self,
@@ -672,8 +671,7 @@ class Cluster:
         Raises:
             BuildError: the name is taken, or the type cannot cross to workers.
         """
-        made: Latest[T] = self._channels.make(Latest, item_type, name=name)
-        return made
+        return self._channels.make(Latest, item_type, name=name)
 
     # ---- what can be seen of it
 

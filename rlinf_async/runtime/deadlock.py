@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from rlinf_async.channels import Channel, Latest, Statistics, Wait
 from rlinf_async.channels.wire.session.movement import movement
-from rlinf_async.runtime.calls import WorkerGroup
 from rlinf_async.runtime.supervise import Standstill, Supervisor
 from rlinf_async.runtime.wakers import internal, what_can_go_on
 from rlinf_async.workers.base import Deadlock
@@ -41,7 +40,7 @@ class DeadlockWatch:
     def __init__(
         self,
         channels: Mapping[str, Channel[Any] | Latest[Any]],
-        groups: Mapping[str, WorkerGroup[Any]],
+        supervisors: Callable[[], list[Supervisor]],
         *,
         homed: Callable[[], Awaitable[Sequence[Statistics]]],
         waits: Callable[[], list[Wait]],
@@ -50,7 +49,7 @@ class DeadlockWatch:
         limit: float | None,
     ) -> None:
         self._channels = channels
-        self._groups = groups
+        self._supervisors = supervisors
         self._homed = homed
         self._waits = waits
         self._report = report
@@ -92,7 +91,13 @@ class DeadlockWatch:
     async def _look(self) -> None:
         homed = await self._homed()
         waits = self._waits()
-        items = [*self._item_counts(), *map(_moved, homed)]
+        here = (channel.statistics() for channel in self._channels.values())
+        items: list[object] = [
+            (seen.puts, seen.gets, seen.leases_out)
+            if isinstance(seen, Statistics)
+            else seen.version
+            for seen in (*here, *homed)
+        ]
         if items != self._items or not waits or waits[0].seconds < PERIOD:
             self._items = items
             self._moved.clear()
@@ -130,18 +135,11 @@ class DeadlockWatch:
             + self._report()
         )
 
-    def _item_counts(self) -> list[object]:
-        """Changes whenever an item moves on any channel of this process."""
-        return [
-            _moved(seen) if isinstance(seen := channel.statistics(), Statistics) else seen.version
-            for channel in self._channels.values()
-        ]
-
     async def _at_work(self) -> list[str]:
         """A line for every worker that has open spans: it may wait for something else too."""
         lines = []
         for supervisor in self._supervisors():
-            handle = supervisor.handle_nowait()
+            handle = supervisor.live
             doing = await handle.doing() if handle is not None else ()
             if doing:
                 lines.append(f"  {supervisor.name} is at work: {', '.join(doing)}")
@@ -154,16 +152,8 @@ class DeadlockWatch:
         for supervisor in self._supervisors():
             if not every and any(one.unless for one in found.values()):
                 break
-            handle = supervisor.handle_nowait()
+            handle = supervisor.live
             found[supervisor.name] = (
                 Standstill("it is being started") if handle is None else await handle.standstill()
             )
         return found
-
-    def _supervisors(self) -> Iterator[Supervisor]:
-        for group in self._groups.values():
-            yield from group.supervisors
-
-
-def _moved(seen: Statistics) -> object:
-    return seen.puts, seen.gets, seen.leases_out

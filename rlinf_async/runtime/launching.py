@@ -352,11 +352,8 @@ def _visible(names: str) -> list[str]:
     CUDA uses the entries before the first that names no device: of ``"0,-1,1"`` the first, of
     ``"-1"`` none.
     """
-    return [word.strip() for word in takewhile(_names_a_device, names.split(","))]
-
-
-def _names_a_device(word: str) -> bool:
-    return _NAME.fullmatch(word.strip()) is not None
+    words = (word.strip() for word in names.split(","))
+    return list(takewhile(_NAME.fullmatch, words))
 
 
 class Placement(Protocol):

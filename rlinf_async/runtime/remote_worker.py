@@ -26,7 +26,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 import msgspec
 
@@ -87,6 +87,7 @@ from rlinf_async.workers.foreign_calls import last_words
 from rlinf_async.workers.host import OnEnd
 from rlinf_async.workers.methods import Method
 
+M = TypeVar("M")
 Death: TypeAlias = "asyncio.Future[WorkerDied]"
 
 CANCEL_SECONDS: Final = 2.0
@@ -140,13 +141,10 @@ class RemoteCall:
                 process; nothing was sent.
             ConnectionLost: the connection is lost for good.
         """
-        self._codec = codec = arguments_codec(self._method, tuple(arguments))
+        self._codec = arguments_codec(self._method, tuple(arguments))
+        head, body, self._lent = self._codec.encode(arguments, self._server)
         try:
-            try:
-                body = codec.encode(arguments, self._server)
-            finally:
-                self._lent = codec.take_lent()
-            self._number = self._connection.post(self, CALL, codec.take_head(), body)
+            self._number = self._connection.post(self, CALL, head, body)
         except ConnectionLost:
             self._wait_for_death()
         except BaseException:
@@ -401,7 +399,7 @@ class RemoteWorker(WorkerHandle):
             self.lose(f"its process did not connect within {limit:g} s")
             raise await result_of(self.died)
         self.connection = connected.result()
-        outcome = await self._ask("worker.start")
+        outcome = await self.ask("worker.start", Outcome)
         if outcome.failure is not None:
             raise WorkerError(outcome.failure)
 
@@ -410,38 +408,29 @@ class RemoteWorker(WorkerHandle):
         call.send(arguments)
         return call.cancel
 
+    async def ask(self, kind: str, reply: type[M]) -> M:
+        """What the process answers. Raises `WorkerDied`."""
+        try:
+            return await self._answer(kind, reply)
+        except ConnectionLost:
+            raise await result_of(self.died) from None
+
     async def doing(self) -> tuple[str, ...]:
         try:
-            found, _ = await self._live.request(
-                "worker.doing", Nothing(), reply=Doing, control=True
-            )
+            return (await self._answer("worker.doing", Doing)).spans
         except ConnectionLost:
             return ()
-        return found.spans
 
     async def standstill(self) -> Standstill:
         try:
-            found, _ = await self._live.request(
-                "worker.standstill", Nothing(), reply=Standstill, control=True
-            )
+            return await self._answer("worker.standstill", Standstill)
         except ConnectionLost:
             return Standstill("its connection was lost")
-        return found
-
-    async def home(self) -> Home:
-        """Where the process is reached by those who use queues that live there."""
-        try:
-            found, _ = await self._live.request("worker.home", Nothing(), reply=Home, control=True)
-        except ConnectionLost:
-            raise await result_of(self.died) from None
-        return found
 
     async def spans(self) -> list[Span]:
         try:
             sent = time.monotonic_ns()
-            clock, _ = await self._live.request(
-                "worker.clock", Nothing(), reply=ClockTime, control=True
-            )
+            clock = await self._answer("worker.clock", ClockTime)
             self._clock.measure(sent, clock.now, time.monotonic_ns())
             _, body = await self._live.request("worker.spans", Nothing(), reply=Nothing)
         except ConnectionLost:
@@ -454,7 +443,7 @@ class RemoteWorker(WorkerHandle):
         try:
             if grace > 0 and self.connection is not None and not self.process.ended.done():
                 async with deadlines.timeout(grace):
-                    outcome = await self._ask("worker.stop")
+                    outcome = await self.ask("worker.stop", Outcome)
                     await result_of(self.process.ended)
         except TimeoutError:
             log.warning("%s did not stop within %.1f s and is killed", self.name, grace)
@@ -482,12 +471,9 @@ class RemoteWorker(WorkerHandle):
             self._kill_reason = reason
             self.process.kill()
 
-    async def _ask(self, kind: str) -> Outcome:
-        try:
-            outcome, _ = await self._live.request(kind, Nothing(), reply=Outcome, control=True)
-        except ConnectionLost:
-            raise await result_of(self.died) from None
-        return outcome
+    async def _answer(self, kind: str, reply: type[M]) -> M:
+        found, _ = await self._live.request(kind, Nothing(), reply=reply, control=True)
+        return found
 
     @property
     def _live(self) -> Connection:
@@ -603,7 +589,7 @@ class RemoteBackend(Backend):
     async def home(self, name: str) -> HomeMaker:
         found = self._makers.get(name)
         if found is None:
-            home = await self.workers[name].home()
+            home = await self.workers[name].ask("worker.home", Home)
             found = self._makers[name] = await HomeMaker.open(
                 home, self.listeners.secret, "driver", heartbeat_limit=self._heartbeat_limit
             )

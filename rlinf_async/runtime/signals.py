@@ -41,7 +41,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
@@ -388,11 +388,6 @@ def run_signals() -> RunSignals:
     return RunSignals() if _current is None else _current
 
 
-def is_handled() -> bool:
-    """Whether this is a part of a run whose signals are handled."""
-    return _current is not None and _in_main_thread()
-
-
 def ignore_in_worker() -> None:
     """Ignore, in a worker's process, the signals of the process that started it.
 
@@ -462,7 +457,8 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
             "run() starts an event loop, and one runs already in this thread (as in a notebook): "
             "write `await main()` instead of `run(main())`"
         )
-    with _signals() as seen:
+    known = _current if _in_main_thread() else None  # where this is a part of a run
+    with RunSignals().handled() if known is None else nullcontext(known) as seen:
         try:
             with (
                 seen.interrupts_handled(),
@@ -493,16 +489,6 @@ def _loop_runs() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-@contextmanager
-def _signals() -> Iterator[RunSignals]:
-    """Those of the run that this is a part of, else new ones."""
-    if is_handled():
-        yield run_signals()
-        return
-    with RunSignals().handled() as new:
-        yield new
 
 
 def loop_factory() -> Any:

@@ -272,6 +272,11 @@ class Supervisor:
         policy: Never | Restart,
         on_idle_death: Callable[[Exception], None],
     ) -> None:
+        self.name = spec.info.name
+        self.devices = spec.info.devices
+        """the accelerators of the rank, or its cores"""
+        self.restartable = isinstance(policy, Restart) and policy.max > 0
+        """whether it is started again when its process dies"""
         self._backend = backend
         self._spec = spec
         self._policy = policy
@@ -280,26 +285,14 @@ class Supervisor:
         self._waited = 0.0
         """seconds in which its processes were started, or until it was found that they hang"""
         self._handle: asyncio.Future[WorkerHandle] | None = None
-        self._live: WorkerHandle | None = None  # result of `_handle`, while the worker is live
+        self.live: WorkerHandle | None = None
+        """the worker; None while there is none"""
         self._restarting: asyncio.Task[None] | None = None
-        self._calls = 0  # calls that run or wait on this rank
+        self.calls = 0
+        """calls that run on this rank, or wait for its worker"""
         self._unraised: Exception | None = None  # the final death, until a call has raised it
         self.restarts = 0
         self.stopping = False
-
-    @property
-    def name(self) -> str:
-        return self._spec.info.name
-
-    @property
-    def devices(self) -> tuple[Device, ...]:
-        """The accelerators of the rank, or its cores."""
-        return self._spec.info.devices
-
-    @property
-    def restartable(self) -> bool:
-        """Whether it is started again when its process dies."""
-        return isinstance(self._policy, Restart) and self._policy.max > 0
 
     async def start(self) -> None:
         """Start the rank: another life where one dies before it is ready.
@@ -324,7 +317,7 @@ class Supervisor:
         finally:
             self._waited += asyncio.get_running_loop().time() - began
 
-    async def handle(self) -> WorkerHandle:
+    async def worker(self) -> WorkerHandle:
         """The live worker; waits for a restart that is under way.
 
         Raises:
@@ -334,17 +327,9 @@ class Supervisor:
             raise RuntimeError(f"{self.name} was not started")
         return await result_of(self._handle)
 
-    def handle_nowait(self) -> WorkerHandle | None:
-        """The live worker, or None while there is none."""
-        return self._live
-
-    def call_begun(self) -> None:
-        """Count a call that waits for this rank's worker, or runs there."""
-        self._calls += 1
-
     def call_ended(self, error: BaseException | None) -> None:
         """Count a call as ended; ``error`` is what it raises."""
-        self._calls -= 1
+        self.calls -= 1
         if error is not None and error is self._unraised:
             self._unraised = None
         self._check_raised()
@@ -355,15 +340,14 @@ class Supervisor:
         if self._restarting is not None:
             self._restarting.cancel()
             await asyncio.gather(self._restarting, return_exceptions=True)
-        handle = self.handle_nowait()
-        if handle is not None:
-            await handle.stop(grace)
+        if self.live is not None:
+            await self.live.stop(grace)
 
     def _adopt(self, handle: WorkerHandle) -> None:
         if self._handle is None or self._handle.done():
             self._handle = WorkFuture()
         self._handle.set_result(handle)
-        self._live = handle
+        self.live = handle
         handle.died.add_done_callback(partial(self._on_death, handle))
 
     def _on_death(self, worker: WorkerHandle, died: asyncio.Future[WorkerDied]) -> None:
@@ -372,9 +356,9 @@ class Supervisor:
 
     def lost(self, worker: WorkerHandle, death: WorkerDied) -> None:
         """The worker has died: restart it, or give up. Reported by whoever notices first."""
-        if self.stopping or self._live is not worker:
+        if self.stopping or self.live is not worker:
             return
-        self._live = None
+        self.live = None
         self._handle = WorkFuture()
         self._handle.add_done_callback(_retrieve)
         self._waited += death.failure.waited
@@ -424,11 +408,11 @@ class Supervisor:
         It cancels the cluster's body, which must not look like the end of a call that the body
         itself cancelled and waits for.
         """
-        if self._unraised is not None and not self._calls and not self.stopping:
+        if self._unraised is not None and not self.calls and not self.stopping:
             asyncio.get_running_loop().call_soon(self._report_if_idle)
 
     def _report_if_idle(self) -> None:
-        if self._unraised is not None and not self._calls:
+        if self._unraised is not None and not self.calls:
             death, self._unraised = self._unraised, None
             self._on_idle_death(death)
 

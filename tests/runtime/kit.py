@@ -180,7 +180,7 @@ async def waiting(cluster: ra.Cluster, count: int = 1) -> Waiting:
 
 def connection_to(workers: ra.WorkerGroup[Waiter]) -> Connection:
     """That to the process of the first rank."""
-    handle = workers.supervisors[0].handle_nowait()
+    handle = workers.supervisors[0].live
     assert isinstance(handle, RemoteWorker)
     assert handle.connection is not None
     return handle.connection

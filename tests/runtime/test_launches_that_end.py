@@ -38,7 +38,7 @@ async def under_way(cluster: ra.Cluster, folder: Path) -> asyncio.Task[ra.Worker
 
 def _is_there(cluster: ra.Cluster) -> bool:
     group = cluster.groups.get("Slow")
-    return group is not None and group.supervisors[0].handle_nowait() is not None
+    return group is not None and group.supervisors[0].live is not None
 
 
 async def test_a_launch_that_is_cancelled_stops_the_ranks_that_were_there(

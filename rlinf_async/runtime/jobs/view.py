@@ -243,7 +243,7 @@ class LiveView:
             restarts=supervisor.restarts + self._folder.restarts_before.get(supervisor.name, 0),
             host=self._cluster.host(supervisor.name),
             devices=[str(device) for device in supervisor.devices],
-            live=supervisor.handle_nowait() is not None,
+            live=supervisor.live is not None,
         )
 
     async def _draw(self) -> None:
@@ -256,7 +256,7 @@ class LiveView:
             await asyncio.sleep(LOOK_EVERY)
             for group in self._cluster.groups.values():
                 for supervisor in group.supervisors:
-                    handle = supervisor.handle_nowait()
+                    handle = supervisor.live
                     self._doing[supervisor.name] = await _doing(handle) if handle else ""
 
     async def _follow(self) -> None:
@@ -270,7 +270,7 @@ class LiveView:
             supervisors = [
                 one for group in self._cluster.groups.values() for one in group.supervisors
             ]
-            handles = [one.handle_nowait() for one in supervisors]
+            handles = [one.live for one in supervisors]
             taken = (self._take(handle) for handle in handles if handle is not None)
             await asyncio.gather(*taken)
 

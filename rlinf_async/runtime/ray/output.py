@@ -14,15 +14,15 @@ into the progress of a run.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
-import socket
-import struct
 import subprocess
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from socket import AF_INET, gethostname
 from typing import Any, Final
+
+import psutil
 
 from rlinf_async.runtime.process import OutputLog
 from rlinf_async.runtime.ray.session import of_ray
@@ -127,10 +127,6 @@ def _dispatcher() -> Any:
     return of_ray("_private.ray_logging").global_worker_stdstream_dispatcher
 
 
-_SIOCGIFADDR: Final = 0x8915
-"""Linux's request for the address of an interface (netdevice(7))"""
-
-
 def address_of(interface: str) -> str:
     """The address of an interface.
 
@@ -141,8 +137,7 @@ def address_of(interface: str) -> str:
     if interface not in found:
         there = ", ".join(f"{name} ({address})" for name, address in found.items())
         raise BuildError(
-            f"{socket.gethostname()} has no interface {interface!r} with an IPv4 address: there "
-            f"is {there}"
+            f"{gethostname()} has no interface {interface!r} with an IPv4 address: there is {there}"
         )
     return found[interface]
 
@@ -153,16 +148,10 @@ def interface_of(address: str) -> str:
 
 
 def _addresses() -> dict[str, str]:
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(asking, _SIOCGIFADDR, request)
-            except OSError:  # it has no address
-                continue
-            found[name] = socket.inet_ntoa(answer[20:24])
-    return found
+    found = psutil.net_if_addrs().items()
+    return {
+        name: one.address for name, several in found for one in several if one.family == AF_INET
+    }
 
 
 KILL_GROUP: Final = 'kill -KILL -"$1"'

@@ -340,20 +340,7 @@ class Reservations:
         at = [index for index, one in enumerate(wanted) if one.device and one.device.kind == "cuda"]
         if not at:
             return {}
-
-        def ask() -> list[Any]:
-            probe = of_ray().remote(own_accelerator)
-            in_bundle = of_ray("util.scheduling_strategies").PlacementGroupSchedulingStrategy
-            return [
-                probe.options(
-                    num_cpus=0,
-                    num_gpus=1,
-                    scheduling_strategy=in_bundle(slots[index].group, index),
-                ).remote()
-                for index in at
-            ]
-
-        asked = await self._session.do(ask)
+        asked = await self._session.do(ask_accelerators, slots[0].group, at)
         names = ", ".join(sorted({slots[index].host.name for index in at}))
         unknown = f"which accelerators were reserved on {names} is not known"
         try:
@@ -430,6 +417,16 @@ def _no_host(name: str, wanted: Sequence[Bundle], hosts: Sequence[Host]) -> str:
         f"{name} asks for {asked(wanted)}, which no host has: {there(hosts)}. Ask for less, start "
         f"a host that has it, or, where Ray adds hosts by itself, wait longer ({WAIT})"
     )
+
+
+def ask_accelerators(group: Any, indices: Iterable[int]) -> list[Any]:
+    """References to the numbers of the accelerators of these bundles of a placement group."""
+    ask = of_ray().remote(own_accelerator).options
+    in_bundle = of_ray("util.scheduling_strategies").PlacementGroupSchedulingStrategy
+    return [
+        ask(num_cpus=0, num_gpus=1, scheduling_strategy=in_bundle(group, at)).remote()
+        for at in indices
+    ]
 
 
 def own_accelerator() -> str:

@@ -92,7 +92,7 @@ async def test_a_worker_that_scores_is_reported_as_scoring_though_it_waits_for_s
         await wait_all_blocked()
         assert [wait.channel for wait in cluster.waits()] == ["samples"]
         [supervisor] = cluster.groups["Slow"].supervisors
-        handle = supervisor.handle_nowait()
+        handle = supervisor.live
         assert handle is not None
         assert await handle.doing() == ("score",)
         running.cancel()

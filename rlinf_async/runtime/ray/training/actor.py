@@ -31,7 +31,7 @@ from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.runtime.ray.output import interface_of
 from rlinf_async.runtime.ray.session import of_ray, own_address
 from rlinf_async.runtime.ray.training.args import RolloutData, TrainArgs, fetched
-from rlinf_async.runtime.ray.training.engine import make_updater
+from rlinf_async.runtime.ray.training.engine import FromChannel, FromTensors
 from rlinf_async.runtime.ray.training.pairs import (
     ActorSide,
     ActorStep,
@@ -188,9 +188,10 @@ class Pairing:
         """
         worker = self._worker
         name = f"critic[{worker.rank}]"
-        side = self._loop.run(ActorSide.open(worker.args, worker.data_rank, worker.name, name))
+        side = ActorSide(worker.args, worker.data_rank, worker.name, name)
+        ticket = self._loop.run(side.open())
         try:
-            of_ray().get(critic.link_actor.remote(side.ticket, worker.start_rollout_id))
+            of_ray().get(critic.link_actor.remote(ticket, worker.start_rollout_id))
         except BaseException:
             self._loop.run(side.close())
             raise
@@ -335,7 +336,11 @@ class LanguageTrainRayActor(TrainRayActor):
             self._worker, self._pairing = worker, Pairing(self._loop, worker)
             self.hf_config, self.tokenizer = self._loop.run(worker.compute(worker.read_model_files))
         self._published = Latest(WeightUpdate, name="weights")
-        self._updater = make_updater(self._published, self._loop, colocate=self.args.colocate)
+        self._updater = (
+            FromTensors(self._published)
+            if self.args.colocate
+            else FromChannel(self._published, self._loop)
+        )
         if self.args.offload_train:
             self.sleep()
         return worker.start_rollout_id

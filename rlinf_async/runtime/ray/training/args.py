@@ -635,7 +635,7 @@ def trainer_config(args: TrainArgs, *, critic: bool, reference: bool, device: st
 
     Raises `ValueError` for numbers that make no sense.
     """
-    shared: dict[str, Any] = {
+    of_group: dict[str, Any] = {
         "advantage": advantage_config(args),
         "loss": loss_config(args, critic=critic),
         "value_clip": args.value_clip if critic else None,
@@ -644,9 +644,40 @@ def trainer_config(args: TrainArgs, *, critic: bool, reference: bool, device: st
         "publish_precision": args.publish_precision,
         "seed": args.seed,
     }
-    if args.train_backend == "megatron":
-        return MegatronTrainerConfig(megatron=_megatron(args, device), **shared)
-    return LanguageTrainerConfig(fsdp=_fsdp(args, device), **shared)
+    of_model: dict[str, Any] = {
+        "model": LanguageModelConfig(
+            path=args.hf_checkpoint,
+            config=args.model_config,
+            activation_checkpointing=args.gradient_checkpointing,
+        ),
+        "precision": args.precision,
+        "optimizer": OptimizerConfig(
+            lr=args.lr,
+            betas=(args.adam_beta1, args.adam_beta2),
+            eps=args.adam_eps,
+            weight_decay=args.weight_decay,
+            max_grad_norm=args.clip_grad,
+        ),
+        "scheduler": SchedulerConfig(
+            kind=args.lr_decay_style,
+            warmup_steps=args.lr_warmup_iters,
+            total_steps=args.lr_decay_iters or 0,
+            min_factor=args.min_lr / args.lr,
+        ),
+        "device": device,
+    }
+    if args.train_backend == "fsdp":
+        fsdp = LanguageFSDPConfig(strategy=args.fsdp_strategy, **of_model)
+        return LanguageTrainerConfig(fsdp=fsdp, **of_group)
+    megatron = MegatronConfig(
+        tp=args.tensor_model_parallel_size,
+        pp=args.pipeline_model_parallel_size,
+        sequence_parallel=args.sequence_parallel,
+        distributed_optimizer=args.use_distributed_optimizer,
+        overlap=args.overlap_grad_reduce,
+        **of_model,
+    )
+    return MegatronTrainerConfig(megatron=megatron, **of_group)
 
 
 def check_megatron(args: TrainArgs) -> None:
@@ -681,60 +712,6 @@ def hugging_face_config(args: TrainArgs) -> Any:
         return automatic.from_pretrained(args.hf_checkpoint, local_files_only=True)
     fields = {name: one for name, one in args.model_config.items() if name != "model_type"}
     return automatic.for_model(args.model_config["model_type"], **fields)
-
-
-def _fsdp(args: TrainArgs, device: str) -> LanguageFSDPConfig:
-    return LanguageFSDPConfig(
-        model=_model(args),
-        strategy=args.fsdp_strategy,
-        precision=args.precision,
-        optimizer=_optimizer(args),
-        scheduler=_scheduler(args),
-        device=device,
-    )
-
-
-def _megatron(args: TrainArgs, device: str) -> MegatronConfig:
-    assert args.precision != "float16"  # refused before
-    return MegatronConfig(
-        model=_model(args),
-        precision=args.precision,
-        optimizer=_optimizer(args),
-        scheduler=_scheduler(args),
-        device=device,
-        tp=args.tensor_model_parallel_size,
-        pp=args.pipeline_model_parallel_size,
-        sequence_parallel=args.sequence_parallel,
-        distributed_optimizer=args.use_distributed_optimizer,
-        overlap=args.overlap_grad_reduce,
-    )
-
-
-def _model(args: TrainArgs) -> LanguageModelConfig:
-    return LanguageModelConfig(
-        path=args.hf_checkpoint,
-        config=args.model_config,
-        activation_checkpointing=args.gradient_checkpointing,
-    )
-
-
-def _optimizer(args: TrainArgs) -> OptimizerConfig:
-    return OptimizerConfig(
-        lr=args.lr,
-        betas=(args.adam_beta1, args.adam_beta2),
-        eps=args.adam_eps,
-        weight_decay=args.weight_decay,
-        max_grad_norm=args.clip_grad,
-    )
-
-
-def _scheduler(args: TrainArgs) -> SchedulerConfig:
-    return SchedulerConfig(
-        kind=args.lr_decay_style,
-        warmup_steps=args.lr_warmup_iters,
-        total_steps=args.lr_decay_iters or 0,
-        min_factor=args.min_lr / args.lr,
-    )
 
 
 def advantage_config(args: TrainArgs) -> LanguageAdvantageConfig:

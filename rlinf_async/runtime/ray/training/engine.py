@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from rlinf_async.backends.language import GenerationEngine
 from rlinf_async.backends.parts import DEFAULT_ENGINE, engines
 from rlinf_async.channels import Latest, LatestReceiver
+from rlinf_async.channels.wire import Router
 from rlinf_async.messages.language import Generated, Request
 from rlinf_async.messages.weights import WeightUpdate
-from rlinf_async.runtime.ray.session import of_ray, own_address
+from rlinf_async.runtime.ray.session import of_ray
 from rlinf_async.runtime.ray.training.pairs import ChannelHost, Guest, Ticket
 from rlinf_async.runtime.ray.training.ranks import LoopThread
 
@@ -106,22 +107,15 @@ class RolloutEngineActor:
         return self._engine
 
 
-class WeightUpdater(Protocol):
-    """Hands what rank 0 has published to the engines."""
-
-    def deliver(self, engines: Sequence[Any], version: int) -> None:
-        """Return when all engines have this version."""
-        ...
-
-
 class FromTensors:
-    """The tensors themselves, by Ray's object store: shared memory of the host."""
+    """Hands engines the tensors that rank 0 has published, by Ray's object store: shared memory of
+    the host."""
 
     def __init__(self, published: Latest[WeightUpdate]) -> None:
         self._published = published
 
     def deliver(self, engines: Sequence[Any], version: int) -> None:
-        """Put them there once, for all engines."""
+        """Return when all engines have this version. It is put there once, for all of them."""
         found = self._published.take_newer(0)
         assert found is not None  # `version` was published
         ray = of_ray()
@@ -129,8 +123,8 @@ class FromTensors:
         ray.get([engine.update_weights_from_tensor.remote(update) for engine in engines])
 
 
-class Distributed:
-    """Every engine follows the channel of rank 0, on whatever host it is."""
+class FromChannel:
+    """Lets engines follow what rank 0 publishes, on whatever host they are."""
 
     def __init__(self, published: Latest[WeightUpdate], loop: LoopThread) -> None:
         self._published = published
@@ -140,7 +134,7 @@ class Distributed:
         """by the engine's identifier"""
 
     def deliver(self, engines: Sequence[Any], version: int) -> None:
-        """Tell the engines which version to wait for."""
+        """Return when all engines have this version."""
         self._loop.run(self._admit([engine._actor_id.hex() for engine in engines]))
         of_ray().get(
             [
@@ -153,15 +147,8 @@ class Distributed:
 
     async def _admit(self, engines: Sequence[str]) -> None:
         if self._host is None:
-            self._host = await ChannelHost.open(own_address(), "weights")
+            self._host = await ChannelHost.open("weights", Router())
         for engine in engines:
             if engine not in self._tickets:
                 receiver = self._published.receiver
                 self._tickets[engine] = self._host.ticket(receiver, f"engine {engine}")
-
-
-def make_updater(
-    published: Latest[WeightUpdate], loop: LoopThread, *, colocate: bool
-) -> WeightUpdater:
-    """Return the updater that follows the placement of the engines."""
-    return FromTensors(published) if colocate else Distributed(published, loop)

@@ -23,9 +23,13 @@ from uuid import uuid4
 
 import msgspec
 
-from rlinf_async.runtime.ray.reservation import amount, own_accelerator, there
+from rlinf_async.runtime.ray.reservation import amount, ask_accelerators, there
 from rlinf_async.runtime.ray.session import live_hosts, natural, of_ray
-from rlinf_async.runtime.ray.training.actor import TrainRayActor, saver_environment
+from rlinf_async.runtime.ray.training.actor import (
+    FSDPTrainRayActor,
+    MegatronTrainRayActor,
+    saver_environment,
+)
 from rlinf_async.runtime.ray.training.args import TrainArgs, batches, check_megatron, trainer_config
 from rlinf_async.runtime.ray.training.pairs import PairSteps
 from rlinf_async.runtime.ray.training.ranks import Peer
@@ -114,9 +118,9 @@ def create_placement_group(
         raise BuildError(f"num_gpus must be a whole number from 1, got {num_gpus!r}")
     if not wait >= 0.0:
         raise BuildError(f"wait must be seconds from 0, got {wait!r}")
-    ray, groups = of_ray(), of_ray("util.placement_group")
+    groups = of_ray("util.placement_group")
     if kind is None:
-        kind = "GPU" if ray.cluster_resources().get("GPU", 0) > 0 else "CPU"
+        kind = "GPU" if of_ray().cluster_resources().get("GPU", 0) > 0 else "CPU"
     bundle = {"CPU": 1.0} if kind == "CPU" else {"GPU": 1.0, "CPU": 1.0}
     group = groups.placement_group([bundle] * num_gpus, strategy="PACK")
     try:
@@ -143,24 +147,13 @@ def _wait_until_free(group: Any, num_gpus: int, kind: str, wait: float) -> None:
 
 def _ordered(group: Any, num_gpus: int, kind: str) -> OrderedPlacementGroup:
     """Sort the bundles by host and accelerator."""
-    numbers = _numbers(group, num_gpus) if kind == "GPU" else [""] * num_gpus
+    numbers: list[str] = [""] * num_gpus
+    if kind == "GPU":
+        numbers = of_ray().get(ask_accelerators(group, range(num_gpus)))
     place = {host.id: at for at, host in enumerate(live_hosts(of_ray().nodes()))}
     nodes = of_ray("util.placement_group").placement_group_table(group)["bundles_to_node_id"]
     order = sorted(range(num_gpus), key=lambda at: (place[nodes[at]], natural(numbers[at]), at))
     return OrderedPlacementGroup(group, order, [numbers[at] for at in order])
-
-
-def _numbers(group: Any, bundles: int) -> list[str]:
-    """Ask in each bundle which accelerator it has."""
-    ray = of_ray()
-    strategy = of_ray("util.scheduling_strategies").PlacementGroupSchedulingStrategy
-    probe = ray.remote(own_accelerator)
-    asked = [
-        probe.options(num_cpus=0, num_gpus=1, scheduling_strategy=strategy(group, at)).remote()
-        for at in range(bundles)
-    ]
-    found: list[str] = ray.get(asked)
-    return found
 
 
 ROOM_SECONDS: Final = 8.0
@@ -178,11 +171,6 @@ class Asked(msgspec.Struct, frozen=True):
     rank: str
     bundle: int
     resources: Mapping[str, float]
-
-
-def actor_name(rank: str, group: Any, bundle: int) -> str:
-    """Return a name for the actor of Ray, by which others see who holds the bundle."""
-    return f"{rank} {_holds(group, bundle)} {uuid4().hex[:8]}"
 
 
 def wait_until_placed(group: Any) -> None:
@@ -300,6 +288,8 @@ NOSET_VISIBLE_DEVICES: Final = tuple(
 """variables that keep Ray from hiding the accelerators of other ranks, which those of one host need
 to reach each other's memory"""
 
+ACTORS: Final = {"fsdp": FSDPTrainRayActor, "megatron": MegatronTrainRayActor}
+"""classes of the ranks, by ``train_backend``"""
 OTHERS_SECONDS: Final = 5.0
 """time that the other ranks have to fail after the first"""
 
@@ -385,10 +375,11 @@ class RayTrainGroup:
         ]
         wait_until_placed(group)
         check_room(f"RayTrainGroup of role {self.role!r}", group, asked)
-        cls = of_ray().remote(actor_class_of(args))
+        cls = of_ray().remote(ACTORS[args.train_backend])
         in_bundle = of_ray("util.scheduling_strategies").PlacementGroupSchedulingStrategy
         master: tuple[Any, Any] = (None, None)
-        names = [actor_name(one.rank, group, one.bundle) for one in asked]
+        # By these names others see who holds a bundle.
+        names = [f"{one.rank} {_holds(group, one.bundle)} {uuid4().hex[:8]}" for one in asked]
         for rank, one in enumerate(asked):
             actor = cls.options(
                 name=names[rank],
@@ -516,13 +507,6 @@ class RayTrainGroup:
             for rank in others:
                 errors[first].add_note(f"{self.role}[{rank}]: {_said(errors[rank])}")
             raise errors[first] from None
-
-
-def actor_class_of(args: TrainArgs) -> type[TrainRayActor]:
-    """Return the class of the actors of Ray."""
-    from rlinf_async.runtime.ray.training.actor import FSDPTrainRayActor, MegatronTrainRayActor
-
-    return MegatronTrainRayActor if args.train_backend == "megatron" else FSDPTrainRayActor
 
 
 def environment(args: TrainArgs, role: str, *, gpu: bool) -> dict[str, str]:

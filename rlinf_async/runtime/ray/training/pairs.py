@@ -30,6 +30,7 @@ from typing import Any, Final, Self, TypeVar
 
 import msgspec
 
+from rlinf_async.backends.base import made_by
 from rlinf_async.channels import Channel, ChannelError, Receiver, Sender, WireError
 from rlinf_async.channels.errors import error_text
 from rlinf_async.channels.wire import (
@@ -44,6 +45,7 @@ from rlinf_async.channels.wire import (
     serve,
 )
 from rlinf_async.channels.wire.server import Local
+from rlinf_async.channels.wire.session.connection import Closed
 from rlinf_async.messages.language import SampleGroup
 from rlinf_async.parallel import DataRank
 from rlinf_async.runtime.ray.session import own_address
@@ -67,35 +69,33 @@ class Ticket(msgspec.Struct, frozen=True):
 
 
 class ChannelHost:
-    """Serves channels of this process. Made by `open`.
+    """Serves channels of this process. Made by `open`."""
 
-    Args:
-        router: what else the processes that come here may ask.
-    """
-
-    def __init__(
-        self, server: Server, channels: ChannelServer, router: Router, secret: bytes
-    ) -> None:
-        self._server, self._secret = server, secret
-        self.channels, self.router = channels, router
+    def __init__(self, server: Server, channels: ChannelServer, here: HostTicket) -> None:
+        self._server = server
+        self.channels = channels
+        self.here = here
+        """how others come here"""
 
     @classmethod
-    async def open(cls, address: str, name: str) -> Self:
-        """Listen at a free port of this host's address."""
-        router, secret = Router(), secrets.token_bytes(32)
-        channels = ChannelServer(router)
-        shown = f"[{address}]" if ":" in address else address
-        server = await serve(f"tcp://{shown}:0", secret, router=router, name=name)
-        return cls(server, channels, router, secret)
+    async def open(cls, name: str, router: Router, on_left: Closed | None = None) -> Self:
+        """Listen at a free port of this host's address.
 
-    @property
-    def host_ticket(self) -> HostTicket:
-        """How others come here."""
-        return HostTicket(self._server.address, self._secret)
+        Args:
+            name: of this process, in reports.
+            router: what else the processes that come here may ask.
+            on_left: called when one of them has gone.
+        """
+        channels, secret, address = ChannelServer(router), secrets.token_bytes(32), own_address()
+        shown = f"[{address}]" if ":" in address else address
+        server = await serve(
+            f"tcp://{shown}:0", secret, router=router, name=name, on_disconnect=on_left
+        )
+        return cls(server, channels, HostTicket(server.address, secret))
 
     def ticket(self, end: Local, holder: str) -> Ticket:
         """Open an end like this one for another process, ``holder`` in reports."""
-        return Ticket(self.host_ticket, self.channels.end_ref(end, holder))
+        return Ticket(self.here, self.channels.end_ref(end, holder))
 
     async def close(self) -> None:
         """Serve nobody any more."""
@@ -188,51 +188,40 @@ class Step(msgspec.Struct, frozen=True):
     number: int
 
 
-class Channels:
-    """The two channels of a step. Both have a sender and a receiver here, so that neither side ends
-    one by coming last, or by going first."""
+class ActorStep:
+    """A step of the actor: its two channels. Both have a sender and a receiver here, so that
+    neither side ends one by coming last, or by going first."""
 
-    def __init__(self, number: int, prompts: int) -> None:
+    def __init__(self, number: int, prompts: int, peer: str, *, prepares: bool) -> None:
+        self.peer = peer
+        """name of the critic's rank"""
+        self.prepares = prepares
+        """whether the critic waits for reference log-probs"""
         self.prepared = Channel(SampleGroup, name=f"prepared of step {number}", capacity=prompts)
         self.values = Channel(SampleGroup, name=f"values of step {number}", capacity=prompts)
         self.prepared.sender.open()
         self.values.receiver.open()
 
-    def fail(self, reason: str) -> None:
+    def end(self, reason: str) -> None:
+        """Let whoever waits on either side know why the step is not trained."""
         self.prepared.fail(reason)
         self.values.fail(reason)
 
-
-class ActorStep:
-    """The actor's ends of a step."""
-
-    def __init__(self, channels: Channels, peer: str, *, prepares: bool) -> None:
-        self.peer = peer
-        """name of the critic's rank"""
-        self.prepared: Sender[SampleGroup] | None = channels.prepared.sender if prepares else None
-        self.values: Receiver[SampleGroup] = channels.values.receiver
-        self._channels = channels
-
     async def fail(self, error: BaseException) -> None:
         """Let the critic know that this rank does not train the step."""
-        self._channels.prepared.fail(error_text(error))
+        self.prepared.fail(error_text(error))
 
 
 class ActorSide:
-    """The actor's side of a pair. Made by `open`."""
+    """The actor's side of a pair, once it is opened."""
 
-    def __init__(
-        self, args: TrainArgs, data_rank: DataRank, host: ChannelHost, name: str, critic: str
-    ) -> None:
+    _host: ChannelHost = made_by("open()")
+
+    def __init__(self, args: TrainArgs, data_rank: DataRank, name: str, critic: str) -> None:
         self._prompts = -(-args.rollout_batch_size // data_rank.size)
         self._prepares = args.kl_coef > 0.0
-        self._name, self._critic = name, critic
-        self._host = host
-        host.router.add_sync("pair.open", None, self._opened)
-        host.router.add_sync("pair.step", Step, self._give_ends)
-        self.ticket = PairTicket(name, host.host_ticket, data_rank)
-        """what the critic opens its side with"""
-        self._steps: dict[int, Channels] = {}
+        self._data_rank, self._name, self._critic = data_rank, name, critic
+        self._steps: dict[int, ActorStep] = {}
         self._current = 0
         """the newest step that was begun here"""
         self._given = 0
@@ -240,34 +229,38 @@ class ActorSide:
         self._lost = ""
         """what happened to the critic's process"""
 
-    @classmethod
-    async def open(cls, args: TrainArgs, data_rank: DataRank, name: str, critic: str) -> Self:
-        """Serve the critic's rank of this name."""
-        return cls(args, data_rank, await ChannelHost.open(own_address(), name), name, critic)
+    async def open(self) -> PairTicket:
+        """Serve the critic; return what it opens its side with."""
+        router = Router()
+        router.add_sync("pair.step", Step, self._give_ends)
+        self._host = await ChannelHost.open(self._name, router, self._left)
+        return PairTicket(self._name, self._host.here, self._data_rank)
 
     async def begin(self, number: int) -> ActorStep:
         """Begin a step. What is left of those before it ends here."""
         self._current = number
         for old in [one for one in self._steps if one < number]:
-            channels = self._steps.pop(old)
-            channels.fail(f"{self._name} is at another step")
-            self._host.channels.withdraw(channels.prepared)
-            self._host.channels.withdraw(channels.values)
-        return ActorStep(self._channels(number), self._critic, prepares=self._prepares)
+            step = self._steps.pop(old)
+            step.end(f"{self._name} is at another step")
+            self._host.channels.withdraw(step.prepared)
+            self._host.channels.withdraw(step.values)
+        return self._step(number)
 
     async def close(self) -> None:
         """Part with the critic."""
         await self._host.close()
 
-    def _channels(self, number: int) -> Channels:
-        """Those of this step, whoever begins it first."""
+    def _step(self, number: int) -> ActorStep:
+        """The step of this number, whoever begins it first."""
         found = self._steps.get(number)
         if found is None:
-            found = self._steps[number] = Channels(number, self._prompts)
+            found = self._steps[number] = ActorStep(
+                number, self._prompts, self._critic, prepares=self._prepares
+            )
             if self._lost:
-                found.fail(self._lost)
+                found.end(self._lost)
             elif number < self._given:
-                found.fail(self._passed_over())
+                found.end(self._passed_over())
         return found
 
     def _passed_over(self) -> str:
@@ -276,26 +269,22 @@ class ActorSide:
             "same rollouts"
         )
 
-    def _opened(self, request: Request[None]) -> None:
-        request.connection.on_close(self._left)
-        request.reply(None)
-
     def _give_ends(self, request: Request[Step]) -> None:
         number, give = request.meta.number, self._host.channels.end_ref
         if number < self._current:
             raise ChannelError(f"{self._name} is at another step")
-        channels = self._channels(number)
-        for step, passed_over in self._steps.items():
-            if self._given < step < number:
-                passed_over.fail(self._passed_over())
+        step = self._step(number)
+        for other, passed_over in self._steps.items():
+            if self._given < other < number:
+                passed_over.end(self._passed_over())
         self._given = max(self._given, number)
-        prepared = give(channels.prepared.receiver, self._critic)
-        request.reply(StepEnds(prepared, give(channels.values.sender, self._critic)))
+        prepared = give(step.prepared.receiver, self._critic)
+        request.reply(StepEnds(prepared, give(step.values.sender, self._critic)))
 
     def _left(self, connection: Connection, reason: str) -> None:
         self._lost = f"its process is lost: {reason}"
-        for channels in self._steps.values():
-            channels.fail(self._lost)
+        for step in self._steps.values():
+            step.end(self._lost)
 
 
 class CriticStep:
@@ -348,8 +337,7 @@ class CriticSide:
     async def open(cls, ticket: PairTicket, args: TrainArgs, name: str) -> Self:
         """Connect to the actor. Raises `WireError`: it is not there."""
         side = cls(ticket, args, name)
-        connection = await side._guest.connection(ticket.host)
-        await connection.request("pair.open", None, reply=type(None))
+        await side._guest.connection(ticket.host)
         return side
 
     async def begin(self, number: int) -> CriticStep:

@@ -41,8 +41,7 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         make = loop_factory() or asyncio.new_event_loop
         self._loop: asyncio.AbstractEventLoop = make()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._loop.run_forever, name=name, daemon=True).start()
         self.interrupt: Future[None] | None = None
         """its error ends the wait for a coroutine; what that does in another thread goes on"""
 
@@ -57,12 +56,6 @@ class LoopThread:
                 result.cancel()
                 interrupt.result()
         return result.result()
-
-    def close(self) -> None:
-        """End the loop and its thread."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
 
 
 P = ParamSpec("P")

@@ -140,10 +140,6 @@ class GroupRank(LanguageTrainingWorker):
     def _sleeping(self) -> SleepingTrainer:
         return cast(SleepingTrainer, self._trainer)
 
-    async def barrier(self) -> None:
-        """Wait for all ranks."""
-        await self.compute(self.any_rank, False)
-
     async def sleep(self, parts: Collection[str] = PARTS) -> None:
         """Free the device's memory of these parts."""
         await self.compute(self._sleeping.sleep, parts)
@@ -178,7 +174,7 @@ class GroupRank(LanguageTrainingWorker):
         await self.compute(self._trainer.save_checkpoint, folder, self.beside_model())
         if self.rank == 0:
             write_tracker(self.args.save, rollout_id)
-        await self.barrier()
+        await self.compute(self.any_rank, False)  # all ranks wait until it is written
         return str(folder)
 
     def read_model_files(self) -> tuple[Any, Any]:
@@ -399,13 +395,13 @@ class GroupActor(GroupRank, FSDPActor):
         self, groups: Sequence[SampleGroup], paired: ActorStep, rollout_id: int
     ) -> None:
         """Have the critic value these samples."""
-        if paired.prepared is not None:
+        if paired.prepares:
             for group in groups:
-                await paired.prepared.put(group)
+                await paired.prepared.sender.put(group)
         by_number = {(s.group, s.index): s for group in groups for s in group.samples}
         missing = set(by_number)
         while missing:
-            valued = await paired.values.get()
+            valued = await paired.values.receiver.get()
             if valued.iteration != rollout_id:
                 raise RuntimeError(
                     f"the critic sent values of rollout {valued.iteration}, but the actor trains "
@@ -454,9 +450,8 @@ class GroupActor(GroupRank, FSDPActor):
 
     async def shift_weights(self) -> None:
         """After the engines were given the weights: which ones they had when they generated."""
-        if not self.args.keep_old_actor:
-            return
-        await self.compute(self._shift_weights)
+        if self.args.keep_old_actor:
+            await self.compute(self._shift_weights)
 
     def _shift_weights(self) -> None:
         if self.args.update_weights_interval == 1:
