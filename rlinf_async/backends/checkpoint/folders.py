@@ -28,7 +28,7 @@ import shutil
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import msgspec
 
@@ -98,23 +98,12 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """of what is written before it; None in folders of earlier versions"""
 
 
-class FileRecordV1(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A rank's file of format 1."""
-
-    name: str
-    size: int
-    checksum: int
-
-
 class MetadataV1(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Format 1: rows of tensors and the rank's own in one ``rank_R_of_N.pt`` each."""
 
     format: int
     world_size: int
-    files: tuple[FileRecordV1, ...]
-
-
-AnyMetadata: TypeAlias = Metadata | MetadataV1
+    files: tuple[FileRecord, ...]
 
 
 class _Any(msgspec.Struct):
@@ -147,7 +136,7 @@ def _checksum(content: bytes) -> int:
     return zlib.crc32(content.rpartition(b'"crc32"')[0])
 
 
-def read_metadata(folder: Path) -> AnyMetadata:
+def read_metadata(folder: Path) -> Metadata | MetadataV1:
     """Return the metadata of a folder. Raises `CheckpointError`."""
     path = folder / METADATA
     try:
@@ -183,7 +172,7 @@ def _check_intact(path: Path, content: bytes, found: Metadata) -> None:
         )
 
 
-def _check_within(path: Path, records: Iterable[FileRecord | FileRecordV1]) -> None:
+def _check_within(path: Path, records: Iterable[FileRecord]) -> None:
     """Refuse names that lead out of the folder: such files would be read, and written elsewhere."""
     for record in records:
         name = PurePosixPath(record.name)

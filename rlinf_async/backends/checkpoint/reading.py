@@ -39,7 +39,6 @@ from rlinf_async.backends.checkpoint.folders import (
     MODEL_FOLDER,
     CheckpointError,
     FileRecord,
-    FileRecordV1,
     Metadata,
     MetadataV1,
     Strategy,
@@ -53,9 +52,10 @@ from rlinf_async.parallel.decoders import ARCHITECTURES, Decoder, huggingface
 from rlinf_async.parallel.regions import Boxes, ordered_by, overlapping
 from rlinf_async.parallel.splits import nearest_names
 
+WEIGHTS, MOMENTS = "model.", "optimizer."
+"""prefixes of the names of weights, and of the optimizer's state"""
+LANGUAGE = "language."
 Bounds = tuple[int, ...]
-OPTIMIZER: Final = "optimizer."
-"""prefix of the names of the optimizer's state"""
 STATE: Final = ("exp_avg", "exp_avg_sq", "step")
 """what Adam has of a parameter"""
 
@@ -164,12 +164,7 @@ class Saved(NamedTuple):
 Wanted = Callable[[int], bool]
 
 
-def everything(_: int) -> bool:
-    """Every file is checked by this process."""
-    return True
-
-
-def read_checkpoint(path: Path, checked: Wanted = everything) -> Saved:
+def read_checkpoint(path: Path, checked: Wanted = lambda _: True) -> Saved:
     """Map a checkpoint folder into memory.
 
     ``checked`` returns whether this process compares the checksum of the file of this number: ranks
@@ -192,7 +187,7 @@ def read_checkpoint(path: Path, checked: Wanted = everything) -> Saved:
     return Saved(folder, metadata.strategy, found, own, metadata.aliases, metadata)
 
 
-def check_file(folder: Path, record: FileRecord | FileRecordV1, *, summed: bool = True) -> None:
+def check_file(folder: Path, record: FileRecord, *, summed: bool = True) -> None:
     """Raise `CheckpointError`, naming the file, if it is missing or changed."""
     target = folder / record.name
     if not target.is_file():
@@ -317,12 +312,12 @@ def _check_moments(found: Mapping[str, SavedTensor]) -> None:
     """Raise `CheckpointError` for a parameter that has a part of Adam's state."""
     for name, one in found.items():
         parameter, _, kind = name.rpartition(".")
-        if not name.startswith(OPTIMIZER) or kind not in STATE:
+        if not name.startswith(MOMENTS) or kind not in STATE:
             continue
         missing = [each for each in STATE if f"{parameter}.{each}" not in found]
         if missing:
             raise CheckpointError(
-                f"the optimizer's state of {parameter.removeprefix(OPTIMIZER)!r} is incomplete: "
+                f"the optimizer's state of {parameter.removeprefix(MOMENTS)!r} is incomplete: "
                 f"{one.file} has its {kind}, no file has its {' and '.join(missing)}: {_OF_ONE}"
             )
 
@@ -359,8 +354,6 @@ def _read_v1(folder: Path, metadata: MetadataV1, checked: Wanted) -> Saved:
     return Saved(folder, Strategy(dp=metadata.world_size), found, own, {}, None)
 
 
-WEIGHTS, MOMENTS = "model.", "optimizer."
-LANGUAGE = "language."
 CONFIG = "config.json"
 
 
@@ -392,7 +385,7 @@ KINDS = (
 def model_files(saved: Saved) -> dict[str, Path]:
     """Return configuration and tokenizer of the checkpoint, by name. Raises `CheckpointError`."""
     found: dict[str, Path] = {}
-    for record in _records(saved):
+    for record in saved.metadata.model if saved.metadata is not None else ():
         check_file(saved.folder, record)
         found[record.name.removeprefix(f"{MODEL_FOLDER}/")] = saved.folder / record.name
     return found
@@ -424,10 +417,6 @@ def foreign(names: Iterable[str]) -> list[str]:
         for name in names
         if name.startswith(WEIGHTS) and not name.startswith(WEIGHTS + LANGUAGE)
     ]
-
-
-def _records(saved: Saved) -> tuple[FileRecord, ...]:
-    return saved.metadata.model if saved.metadata is not None else ()
 
 
 HEAD = "lm_head.weight"

@@ -9,13 +9,27 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rlinf_async.backends.checkpoint.together import Rank as Rank
-from rlinf_async.backends.checkpoint.together import all_gather as all_gather
-from rlinf_async.backends.checkpoint.together import all_reduce as all_reduce
-from rlinf_async.backends.checkpoint.together import broadcast_bytes as broadcast_bytes
-from rlinf_async.backends.checkpoint.together import fail_together as fail_together
-from rlinf_async.backends.checkpoint.together import wait_for_all as wait_for_all
+from rlinf_async.backends.checkpoint.together import (
+    Rank,
+    all_gather,
+    all_reduce,
+    broadcast_bytes,
+    fail_together,
+    wait_for_all,
+)
 from rlinf_async.backends.policies.moments import Moments, merge_moments
+
+__all__ = [
+    "Rank",
+    "all_gather",
+    "all_reduce",
+    "broadcast_bytes",
+    "broadcast_module",
+    "fail_together",
+    "merged_moments",
+    "require_equal",
+    "wait_for_all",
+]
 
 
 def broadcast_module(module: nn.Module, world_size: int) -> None:

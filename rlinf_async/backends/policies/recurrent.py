@@ -15,7 +15,6 @@ from typing import Final
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from rlinf_async.backends.policies.base import (
     Evaluation,
@@ -91,7 +90,8 @@ class GruPolicy(RecurrentPolicy, ActorCriticPolicy[Observation]):
 
     def features(self, normalized: Observation) -> Tensor:
         """Return the memory ``[N, H]`` after the observations."""
-        return self._gated(self._inputs(normalized[STATE]), normalized[MEMORY])
+        remembered: Tensor = self.gates(self._encoded(normalized[STATE]), normalized[MEMORY])
+        return remembered
 
     @torch.no_grad()
     def act_and_remember(
@@ -107,29 +107,20 @@ class GruPolicy(RecurrentPolicy, ActorCriticPolicy[Observation]):
 
     def forward(self, normalized: Observation, action: Tensor) -> Evaluation:
         state, memory, starts = normalized[STATE], normalized[MEMORY], normalized[STARTS]
-        inputs = self._inputs(state)
+        inputs = self._encoded(state)
         kept = (1.0 - starts).unsqueeze(-1)
         remembered = []
         for step in range(state.shape[1]):
-            memory = self._gated(inputs[:, step], memory * kept[:, step])
+            memory = self.gates(inputs[:, step], memory * kept[:, step])
             remembered.append(memory)
         features = torch.stack(remembered, 1).flatten(0, 1)  # [N * T, H]
         flat = self.evaluation(features, action.flatten(0, 1))
         # Sums over one element: FSDP2 loses its hooks on outputs that are views.
         return Evaluation(*(one.view(*state.shape[:2], 1).sum(-1) for one in flat))
 
-    def _inputs(self, state: Tensor) -> Tensor:
-        """The part of the gates ``[..., 3 H]`` that does not depend on the memory."""
+    def _encoded(self, state: Tensor) -> Tensor:
+        """What the gates see of an observation, ``[..., inputs]``."""
         hidden = state
         for layer in self.encoder:
             hidden = layer(hidden).tanh()
-        return functional.linear(hidden, self.gates.weight_ih, self.gates.bias_ih)
-
-    def _gated(self, inputs: Tensor, memory: Tensor) -> Tensor:
-        """One step of a GRU, as `torch.nn.GRUCell` has it."""
-        recurrent = functional.linear(memory, self.gates.weight_hh, self.gates.bias_hh)
-        reset_x, update_x, new_x = inputs.chunk(3, -1)
-        reset_h, update_h, new_h = recurrent.chunk(3, -1)
-        reset, update = torch.sigmoid(reset_x + reset_h), torch.sigmoid(update_x + update_h)
-        new = torch.tanh(new_x + reset * new_h)
-        return new + update * (memory - new)  # torch.lerp takes no mixed precision
+        return hidden

@@ -19,7 +19,7 @@ import mmap
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -35,79 +35,53 @@ Runs = Mapping[int, Sequence[Run]]
 """by peer"""
 
 
-class Transport(Protocol):
-    """Two steps of each round, and an end."""
+class Collective:
+    """A `Transport` that sends buckets as messages of the process group."""
 
-    peak: int
-    """largest size of all buckets at one time, in bytes"""
+    def __init__(
+        self, group: dist.ProcessGroup | None, device: torch.device, timeout: timedelta
+    ) -> None:
+        self._group, self._device, self._timeout = group, device, timeout
+        self._arriving: dict[int, Tensor] = {}
+        self._leaving: list[Tensor] = []
+        self._works: list[dist.Work] = []
+        self.peak = 0
+        """largest size of all buckets at one time, in bytes"""
 
     def begin(
         self, now: int, outgoing: Runs, incoming: Runs, old: Mapping[str, Tensor], as_: DtypeOf
     ) -> None:
         """Pack and send the buckets of a round. Raises `PeerLost`, as the others do."""
-        ...
-
-    def arrivals(self, now: int, incoming: Runs, as_: DtypeOf) -> Iterator[tuple[int, Tensor]]:
-        """Yield each peer's bucket, which is valid until the next one is asked for."""
-        ...
-
-    def finish(self) -> None:
-        """Wait until no peer reads this rank's buckets any more."""
-        ...
-
-    def close(self) -> None:
-        """Free everything; peers that still wait for this rank get `PeerLost`."""
-        ...
-
-
-class Collective:
-    """Sends buckets as messages of the process group."""
-
-    def __init__(
-        self, group: dist.ProcessGroup | None, device: torch.device, timeout: timedelta
-    ) -> None:
-        self._messages = _Messages(group, timeout)
-        self._device = device
-        self._arriving: dict[int, Tensor] = {}
-        self._leaving: list[Tensor] = []
-        self._works: list[dist.Work] = []
-        self.peak = 0
-
-    def begin(
-        self, now: int, outgoing: Runs, incoming: Runs, old: Mapping[str, Tensor], as_: DtypeOf
-    ) -> None:
         self._arriving = {peer: self._allocate(runs, as_) for peer, runs in incoming.items()}
         leaving = {peer: self._allocate(runs, as_) for peer, runs in outgoing.items()}
         for peer, bucket in leaving.items():
             buckets.seal(bucket, buckets.pack(bucket, outgoing[peer], old, as_), now)
         self._leaving = list(leaving.values())
         self.peak = max(self.peak, sum(map(len, [*self._leaving, *self._arriving.values()])))
-        self._works = self._messages.post(now, leaving, self._arriving)
+        self._works = self._post(now, leaving, self._arriving)
 
     def arrivals(self, now: int, incoming: Runs, as_: DtypeOf) -> Iterator[tuple[int, Tensor]]:
-        self._messages.wait(self._works, now, incoming)
+        """Yield each peer's bucket, which is valid until the next one is asked for."""
+        try:
+            for work in self._works:
+                work.wait(self._timeout)
+        except RuntimeError as error:
+            raise PeerLost(_lost(now, incoming)) from error
         self._leaving = []
         yield from self._arriving.items()
         self._arriving = {}
 
     def finish(self) -> None:
-        return
+        """Wait until no peer reads this rank's buckets any more."""
 
     def close(self) -> None:
-        return
+        """Free everything; peers that still wait for this rank get `PeerLost`."""
 
     def _allocate(self, runs: Sequence[Run], as_: DtypeOf) -> Tensor:
         size = buckets.bucket_bytes(runs, as_)
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
-
-class _Messages:
-    """Sends and receives of a group; its errors become `PeerLost`."""
-
-    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta) -> None:
-        self._group, self._timeout = group, timeout
-
-    def post(
+    def _post(
         self, now: int, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]
     ) -> list[dist.Work]:
         operations = [
@@ -121,13 +95,6 @@ class _Messages:
             return dist.batch_isend_irecv(operations)
         except RuntimeError as error:
             raise PeerLost(_lost(now, [*outgoing, *incoming])) from error
-
-    def wait(self, works: Iterable[dist.Work], now: int, peers: Iterable[int]) -> None:
-        try:
-            for work in works:
-                work.wait(self._timeout)
-        except RuntimeError as error:
-            raise PeerLost(_lost(now, peers)) from error
 
 
 def _lost(now: int, peers: Iterable[int]) -> str:
@@ -186,6 +153,10 @@ class SharedMemory:
         self._reading[slot].clear()
 
 
+Transport: TypeAlias = Collective | SharedMemory
+"""how an exchange moves its buckets: two steps of each round, and an end"""
+
+
 class _Address(NamedTuple):
     """Where the other ranks find the memory and the pipes of a rank."""
 
@@ -211,6 +182,7 @@ def connect(
     memory = os.memfd_create("reshard")
     inboxes = Inboxes(rank, ranks)
     made: SharedMemory | None = None
+    peers: dict[int, Tensor] | None = None
     writers: dict[int, int] | None = None
     try:
         size = max(SLOTS * (-(-room // mmap.PAGESIZE) * mmap.PAGESIZE), mmap.PAGESIZE)
@@ -218,7 +190,8 @@ def connect(
         mine = torch.tensor([this_host(), os.getpid(), memory, size, *inboxes.numbers()])
         found = (one.tolist() for one in gathered(mine, group, timeout, FIRST))
         addresses = [_Address(one[0], one[1], one[2], one[3], tuple(one[4:])) for one in found]
-        peers, writers = _mapped(addresses, {rank, *sources}), _opened(inboxes, addresses, rank)
+        if len({address.host for address in addresses}) == 1:
+            peers, writers = _mapped(addresses, {rank, *sources}), _opened(inboxes, addresses, rank)
         sees_all = torch.tensor([peers is not None and writers is not None])
         all_see = all(bool(one) for one in gathered(sees_all, group, timeout, FIRST))
         if all_see and peers is not None and writers is not None:
@@ -248,8 +221,6 @@ def gathered(
 
 
 def _opened(inboxes: Inboxes, addresses: Sequence[_Address], rank: int) -> dict[int, int] | None:
-    if len({address.host for address in addresses}) > 1:
-        return None
     found = {
         peer: (address.process, address.inboxes)
         for peer, address in enumerate(addresses)
@@ -262,8 +233,6 @@ def _opened(inboxes: Inboxes, addresses: Sequence[_Address], rank: int) -> dict[
 
 
 def _mapped(addresses: Sequence[_Address], wanted: Collection[int]) -> dict[int, Tensor] | None:
-    if len({address.host for address in addresses}) > 1:
-        return None
     peers: dict[int, Tensor] = {}
     for rank in wanted:
         address = addresses[rank]
