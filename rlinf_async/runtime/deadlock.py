@@ -57,7 +57,11 @@ class DeadlockWatch:
         self._limit = limit
         self._task: asyncio.Task[None] | None = None
         self._watchdog: Watchdog | None = None
-        self._items: list[object] = []
+        self._counts: list[object] = []
+        """what was put and got on each channel of this process"""
+        self._items: list[object] | None = None
+        """what moved on every channel, leases that ended included; None: not asked since the counts
+        were others"""
         self._moved: dict[str, int] = {}
         """what each process that was asked since an item moved has moved"""
         self._still = 0.0
@@ -90,6 +94,14 @@ class DeadlockWatch:
 
     async def _look(self) -> None:
         homed = await self._homed()
+        counts: list[object] = [
+            one.version if isinstance(one, Latest) else (one.queue.sequence, one.queue.gets)
+            for one in self._channels.values()
+        ]
+        if counts != self._counts:  # as in nearly every look: more need not be asked
+            self._counts, self._items = counts, None
+            self._begin_again()
+            return
         waits = self._waits()
         here = (channel.statistics() for channel in self._channels.values())
         items: list[object] = [
@@ -98,17 +110,16 @@ class DeadlockWatch:
             else seen.version
             for seen in (*here, *homed)
         ]
-        if items != self._items or not waits or waits[0].seconds < PERIOD:
-            self._items = items
-            self._moved.clear()
+        before, self._items = self._items, items
+        if before not in (None, items) or not waits or waits[0].seconds < PERIOD:
             self._begin_again()
             return
         still = self._still + PERIOD
         found = await self._standstills(every=still >= self._report_at)
         moved = {name: one.moved for name, one in found.items()}
         if any(self._moved.get(name, count) != count for name, count in moved.items()):
-            self._moved |= moved
             self._begin_again()
+            self._moved = moved
             return
         self._moved |= moved
         self._still = still
@@ -126,6 +137,7 @@ class DeadlockWatch:
     def _begin_again(self) -> None:
         self._still = 0.0
         self._report_at = FIRST_REPORT
+        self._moved.clear()
         # The first look at which nobody can go on only says from where on nothing may move.
         self._proven = -PERIOD
 

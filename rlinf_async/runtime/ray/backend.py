@@ -66,7 +66,7 @@ from rlinf_async.runtime.remote_worker import RemoteBackend, RemoteWorker
 from rlinf_async.runtime.signals import ignore_in_worker
 from rlinf_async.runtime.supervise import Ended, WorkerProcess, WorkerSpec, with_rendezvous
 from rlinf_async.runtime.wakers import internal
-from rlinf_async.workers.base import BuildError, Device
+from rlinf_async.workers.base import BuildError, Device, listen_for_ranks
 
 
 class Payload(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,9 +111,7 @@ class RankProcess:
         self._boot: Boot | None = None
 
     def listen_for_ranks(self, address: str, interface: str) -> str:
-        """Where the other ranks of the group meet this one, see `collective.listen_for_ranks`."""
-        from rlinf_async.workers.base import listen_for_ranks
-
+        """Where the other ranks of the group meet this one, see `workers.base.listen_for_ranks`."""
         return listen_for_ranks(address_of(interface) if interface else address)
 
     def prepare(self, payload: bytes) -> bytes:
@@ -135,7 +133,9 @@ class RankProcess:
             return (
                 f"the driver has {in_words(payload.versions)}, but this host {in_words(versions())}"
             )
-        _lead_group()
+        with suppress(PermissionError):  # it leads a group already
+            os.setpgid(0, 0)
+        when_this_process_ends(KILL_GROUP, str(os.getpgrp()))
         ignore_in_worker()
         try:
             missing = _import_main(payload.main)
@@ -164,28 +164,14 @@ def _import_main(main: dict[str, Any]) -> str:
     sys.path += [one for one in main["sys_path"] if one not in here and os.path.exists(one)]
     path = main.get("init_main_from_path")
     if path is not None:
-        found = _on_this_host(path)
-        if found is None:
+        # At its own path, or in the working directory that Ray has shipped.
+        found = [one for one in (Path(path), Path.cwd() / Path(path).name) if one.is_file()]
+        if not found:
             return f" (the script {path} is not on this host)"
-        main = main | {"init_main_from_path": found}
+        main = main | {"init_main_from_path": str(found[0])}
     names = ("init_main_from_name", "init_main_from_path")
     multiprocessing.spawn.prepare({name: main[name] for name in names if name in main})
     return ""
-
-
-def _on_this_host(path: str) -> str | None:
-    """The script, at its own path or in the working directory that Ray has shipped."""
-    for one in (Path(path), Path.cwd() / Path(path).name):
-        if one.is_file():
-            return str(one)
-    return None
-
-
-def _lead_group() -> None:
-    """Lead a process group, which ends with this process."""
-    with suppress(PermissionError):  # it leads one already
-        os.setpgid(0, 0)
-    when_this_process_ends(KILL_GROUP, str(os.getpgrp()))
 
 
 def in_words(named: dict[str, str]) -> str:

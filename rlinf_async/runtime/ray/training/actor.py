@@ -16,7 +16,7 @@ import importlib
 import importlib.util
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -42,7 +42,7 @@ from rlinf_async.runtime.ray.training.pairs import (
 )
 from rlinf_async.runtime.ray.training.ranks import LoopThread, Peer, PeerFailed, Ranks
 from rlinf_async.runtime.ray.training.worker import GroupActor, GroupCritic, GroupRank
-from rlinf_async.workers.base import WorkerContext, WorkerInfo, make
+from rlinf_async.workers.base import WorkerContext, WorkerInfo, listen_for_ranks, make
 
 
 class TrainRayActor(ABC):
@@ -69,7 +69,9 @@ class TrainRayActor(ABC):
         self.rollout_manager: Any = None
         self.peers: Sequence[Peer] = ()
         if master_addr is None or master_port is None:
-            master_addr, master_port = _listen()
+            # Nobody else can come in between, before the others are told of the port.
+            found = urlsplit(listen_for_ranks(own_address()))
+            master_addr, master_port = str(found.hostname), int(found.port or 0)
         self.master_addr, self.master_port = master_addr, master_port
         os.environ.update(
             MASTER_ADDR=master_addr,
@@ -159,92 +161,6 @@ class TrainRayActor(ABC):
             of_ray().get(told)
 
 
-def _listen() -> tuple[str, int]:
-    """Listen at a free port of this host, where nobody else can come in between."""
-    from rlinf_async.workers.base import listen_for_ranks
-
-    found = urlsplit(listen_for_ranks(own_address()))
-    return str(found.hostname), int(found.port or 0)
-
-
-class Pairing:
-    """The pair of this rank, on whichever side; none at first, and one at a time.
-
-    Args:
-        loop: of this process.
-        worker: the rank.
-    """
-
-    def __init__(self, loop: LoopThread, worker: GroupRank) -> None:
-        self._loop, self._worker = loop, worker
-        self._side: ActorSide | CriticSide | None = None
-        self._step = 0
-        """the last one of the pair"""
-
-    def connect(self, critic: Any) -> None:
-        """On an actor: pair it with the critic of the same rank, whose handle this is.
-
-        Raises `ValueError`: the critic would begin at another rollout, or has other ranks.
-        """
-        worker = self._worker
-        name = f"critic[{worker.rank}]"
-        side = ActorSide(worker.args, worker.data_rank, worker.name, name)
-        ticket = self._loop.run(side.open())
-        try:
-            of_ray().get(critic.link_actor.remote(ticket, worker.start_rollout_id))
-        except BaseException:
-            self._loop.run(side.close())
-            raise
-        self._replace(side)
-
-    def link(self, ticket: PairTicket, start_rollout_id: int) -> None:
-        """On a critic: open its side of a pair.
-
-        Raises `ValueError`: the actor begins at another rollout, or has other ranks.
-        """
-        worker = self._worker
-        if not isinstance(worker, GroupCritic):
-            raise ValueError(
-                f"{worker.name} is no rank of a critic: connect() is a method of the actor's group"
-            )
-        theirs, mine = ticket.data_rank, worker.data_rank
-        if theirs != mine:
-            raise ValueError(
-                f"{worker.name} trains share {mine.rank} of {mine.size} of a rollout, but the "
-                f"actor of the same rank share {theirs.rank} of {theirs.size}: give both groups "
-                "the same backend, tensor_model_parallel_size and pipeline_model_parallel_size"
-            )
-        if start_rollout_id != worker.start_rollout_id:
-            raise ValueError(
-                f"the actor begins at rollout {start_rollout_id}, but the critic at "
-                f"{worker.start_rollout_id}: load and critic_load must be of the same rollout"
-            )
-        self._replace(self._loop.run(CriticSide.open(ticket, worker.args, worker.name)))
-
-    def begin(self, step: int | None, rollout_id: int) -> ActorStep | CriticStep | None:
-        """Begin a step of the pair, None: the next; return None where this rank trains alone.
-
-        Raises `PeerFailed`: the other side is lost, or further already.
-        """
-        self._step = self._step + 1 if step is None else step
-        if rollout_id < self._worker.args.num_critic_only_steps:
-            return None
-        match self._side:
-            case ActorSide() as actor:
-                return self._loop.run(actor.begin(self._step))
-            case CriticSide() as critic:
-                doing = f"{self._worker.name} cannot train rollout {rollout_id}"
-                return self._loop.run(from_peer(critic.peer, doing, critic.begin(self._step)))
-            case None:
-                return None
-
-    def _replace(self, side: ActorSide | CriticSide) -> None:
-        """Take the place of a pair that there was before."""
-        former, self._side, self._step = self._side, side, 0
-        if former is not None:
-            self._loop.run(former.close())
-
-
 PRELOADED: Final = "torch_memory_saver_hook_mode_preload.abi3.so"
 ENABLED: Final = "TMS_INIT_ENABLE"
 
@@ -297,6 +213,10 @@ class LanguageTrainRayActor(TrainRayActor):
     _worker: GroupRank | None = None
     _ranks: Ranks | None = None
     """of a group of several"""
+    _side: ActorSide | CriticSide | None = None
+    """this rank's side of the pair that it is in"""
+    _step: int = 0
+    """the last one of the pair"""
     _without_model: bool = False
 
     def init(self, args: Any, role: str, with_ref: bool = False) -> int:
@@ -333,7 +253,7 @@ class LanguageTrainRayActor(TrainRayActor):
             self._ranks = Ranks(self._loop, self.peers, self.rank)
         with self._together("begin"):
             self._loop.run(worker.setup())
-            self._worker, self._pairing = worker, Pairing(self._loop, worker)
+            self._worker = worker
             self.hf_config, self.tokenizer = self._loop.run(worker.compute(worker.read_model_files))
         self._published = Latest(WeightUpdate, name="weights")
         self._updater = (
@@ -396,7 +316,7 @@ class LanguageTrainRayActor(TrainRayActor):
         failed: PeerFailed | None = None
         paired: ActorStep | CriticStep | None = None
         try:
-            paired = self._pairing.begin(step, rollout_id)
+            paired = self._begin_step(worker, step, rollout_id)
         except PeerFailed as error:
             failed = error
         try:
@@ -404,7 +324,8 @@ class LanguageTrainRayActor(TrainRayActor):
                 if worker.asleep:
                     self.wake_up()
                 groups = self._share(worker, rollout_id, rollout_data_ref, failed)
-                return self._train_share(worker, rollout_id, groups, paired)
+                training = worker.train_rollout(groups, rollout_id=rollout_id, paired=paired)
+                return self._loop.run(training)
         except BaseException as error:
             if paired is not None:
                 self._loop.run(paired.fail(error))
@@ -434,28 +355,6 @@ class LanguageTrainRayActor(TrainRayActor):
             failed = failed or error
         self._loop.run(worker.compute(worker.vote, failed))
         return groups
-
-    def _train_share(
-        self,
-        worker: GroupRank,
-        rollout_id: int,
-        groups: Sequence[SampleGroup],
-        paired: ActorStep | CriticStep | None,
-    ) -> LanguageTrainReport:
-        if isinstance(worker, GroupCritic):
-            assert not isinstance(paired, ActorStep)
-            return self._loop.run(
-                worker.train_rollout(groups, rollout_id=rollout_id, paired=paired)
-            )
-        assert isinstance(worker, GroupActor)
-        assert not isinstance(paired, CriticStep)
-        alone = self.args.num_critic_only_steps
-        if rollout_id < alone:
-            raise ValueError(
-                f"rollout {rollout_id} is trained by the critic alone (num_critic_only_steps is "
-                f"{alone}): call async_train of the actor from rollout {alone} on"
-            )
-        return self._loop.run(worker.train_rollout(groups, rollout_id=rollout_id, paired=paired))
 
     # -- the device's memory ------------------------------------------------------------------
 
@@ -551,20 +450,63 @@ class LanguageTrainRayActor(TrainRayActor):
     # -- actor and critic ---------------------------------------------------------------------
 
     def connect_actor_critic(self, critic: Any) -> None:
-        """Pair this rank of an actor with the critic of the same rank.
+        """Pair this rank of an actor with the critic of the same rank, whose handle this is.
 
         Raises `ValueError`: the critic would begin at another rollout, or has other ranks.
         """
-        self._built("connect_actor_critic")
-        self._pairing.connect(critic)
+        worker = self._built("connect_actor_critic")
+        side = ActorSide(worker.args, worker.data_rank, worker.name, f"critic[{worker.rank}]")
+        ticket = self._loop.run(side.open())
+        try:
+            of_ray().get(critic.link_actor.remote(ticket, worker.start_rollout_id))
+        except BaseException:
+            self._loop.run(side.close())
+            raise
+        self._pair_by(side)
 
     def link_actor(self, ticket: PairTicket, start_rollout_id: int) -> None:
         """On a critic: open its side of a pair.
 
         Raises `ValueError`: the actor begins at another rollout, or has other ranks.
         """
-        self._built("link_actor")
-        self._pairing.link(ticket, start_rollout_id)
+        worker = self._built("link_actor")
+        if not isinstance(worker, GroupCritic):
+            raise ValueError(
+                f"{worker.name} is no rank of a critic: connect() is a method of the actor's group"
+            )
+        theirs, mine = ticket.data_rank, worker.data_rank
+        if theirs != mine:
+            raise ValueError(
+                f"{worker.name} trains share {mine.rank} of {mine.size} of a rollout, but the "
+                f"actor of the same rank share {theirs.rank} of {theirs.size}: give both groups "
+                "the same backend, tensor_model_parallel_size and pipeline_model_parallel_size"
+            )
+        if start_rollout_id != worker.start_rollout_id:
+            raise ValueError(
+                f"the actor begins at rollout {start_rollout_id}, but the critic at "
+                f"{worker.start_rollout_id}: load and critic_load must be of the same rollout"
+            )
+        self._pair_by(self._loop.run(CriticSide.open(ticket, worker.args, worker.name)))
+
+    def _pair_by(self, side: ActorSide | CriticSide) -> None:
+        """Take a side; that of a pair before is closed."""
+        former, self._side, self._step = self._side, side, 0
+        if former is not None:
+            self._loop.run(former.close())
+
+    def _begin_step(
+        self, worker: GroupRank, step: int | None, rollout_id: int
+    ) -> ActorStep | CriticStep | None:
+        """Begin a step of the pair, None: the next; return None where this rank trains alone.
+
+        Raises `PeerFailed`: the other side is lost, or further already.
+        """
+        self._step = self._step + 1 if step is None else step
+        if self._side is None or rollout_id < self.args.num_critic_only_steps:
+            return None
+        begun: Awaitable[ActorStep | CriticStep] = self._side.begin(self._step)
+        doing = f"{worker.name} cannot train rollout {rollout_id}"
+        return self._loop.run(from_peer(self._side.peer, doing, begun))
 
     def _built(self, doing: str) -> GroupRank:
         if self._worker is None:

@@ -298,11 +298,8 @@ class Refs(list[Any]):
     """References to the results of a call, by rank: for ``ray.get``, or to ``await``."""
 
     def __await__(self) -> Generator[Any, None, list[Any]]:
-        return self._results().__await__()
-
-    async def _results(self) -> list[Any]:
-        """Return the results; the first error is raised at once, though other ranks still wait."""
-        return await asyncio.gather(*self)
+        # The first error is raised at once, though other ranks still wait.
+        return asyncio.gather(*self).__await__()
 
 
 class RayTrainGroup:

@@ -220,7 +220,9 @@ class ActorSide:
     def __init__(self, args: TrainArgs, data_rank: DataRank, name: str, critic: str) -> None:
         self._prompts = -(-args.rollout_batch_size // data_rank.size)
         self._prepares = args.kl_coef > 0.0
-        self._data_rank, self._name, self._critic = data_rank, name, critic
+        self._data_rank, self._name = data_rank, name
+        self.peer = critic
+        """name of the critic's rank"""
         self._steps: dict[int, ActorStep] = {}
         self._current = 0
         """the newest step that was begun here"""
@@ -255,7 +257,7 @@ class ActorSide:
         found = self._steps.get(number)
         if found is None:
             found = self._steps[number] = ActorStep(
-                number, self._prompts, self._critic, prepares=self._prepares
+                number, self._prompts, self.peer, prepares=self._prepares
             )
             if self._lost:
                 found.end(self._lost)
@@ -265,7 +267,7 @@ class ActorSide:
 
     def _passed_over(self) -> str:
         return (
-            f"{self._critic} is at a later step: async_train of both groups must be called for the "
+            f"{self.peer} is at a later step: async_train of both groups must be called for the "
             "same rollouts"
         )
 
@@ -278,8 +280,8 @@ class ActorSide:
             if self._given < other < number:
                 passed_over.end(self._passed_over())
         self._given = max(self._given, number)
-        prepared = give(step.prepared.receiver, self._critic)
-        request.reply(StepEnds(prepared, give(step.values.sender, self._critic)))
+        prepared = give(step.prepared.receiver, self.peer)
+        request.reply(StepEnds(prepared, give(step.values.sender, self.peer)))
 
     def _left(self, connection: Connection, reason: str) -> None:
         self._lost = f"its process is lost: {reason}"

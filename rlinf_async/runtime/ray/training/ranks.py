@@ -18,10 +18,10 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -58,7 +58,6 @@ class LoopThread:
         return result.result()
 
 
-P = ParamSpec("P")
 log = logging.getLogger(__name__)
 LOOK_SECONDS: Final = 0.5
 OWN_END_SECONDS: Final = 5.0
@@ -153,7 +152,7 @@ class Ranks:
             if ended.wait(LOOK_SECONDS):
                 return
             answers = answers or _asked(self._others[:1])
-            failed = self._failure(call) or self._lost(call, answers)
+            failed = self._first_failure(call) or self._lost(call, answers)
         if not ended.wait(OWN_END_SECONDS):
             interrupt.set_exception(_Interrupted(failed))
 
@@ -164,33 +163,27 @@ class Ranks:
         if _is_broken_connection(error):
             answers, end = _asked(self._others), time.monotonic() + CAUSE_SECONDS
             while time.monotonic() < end:
-                if found := self._failure(call) or self._lost(call, answers):
+                if found := self._first_failure(call) or self._lost(call, answers):
                     return found
                 time.sleep(LOOK_SECONDS)
-        self._note(call, f"{self._name} failed: {error_text(error)}")
+        self._first_failure(call, f"{self._name} failed: {error_text(error)}")
         return None
 
-    def _failure(self, call: str) -> str | None:
-        """What the first rank that failed in this call has noted."""
-        found = self._from_store(self._store.get, call)
-        return None if found is None else found.decode()
-
-    def _note(self, call: str, failed: str) -> str:
-        """Note a failure, if it is the first; return the first."""
-        found = self._from_store(self._store.set_first, call, failed.encode())
-        return failed if found is None else found.decode()
-
-    def _from_store(
-        self, ask: Callable[P, bytes | None], *args: P.args, **kwargs: P.kwargs
-    ) -> bytes | None:
-        """Ask the store, as long as rank 0 has it; Ray knows how that was lost."""
-        if self._has_store:
-            try:
-                return ask(*args, **kwargs)
-            except RuntimeError as error:
-                self._has_store = False
-                log.warning("%s has lost rank 0: %s", self._name, error)
-        return None
+    def _first_failure(self, call: str, own: str | None = None) -> str | None:
+        """What the first rank that failed in this call has noted; that of this rank, if it is the
+        first. It is in a store of rank 0: Ray knows how that was lost."""
+        if not self._has_store:
+            return own
+        try:
+            if own is None:
+                found = self._store.get(call)
+            else:
+                found = self._store.set_first(call, own.encode())
+        except RuntimeError as error:
+            self._has_store = False
+            log.warning("%s has lost rank 0: %s", self._name, error)
+            return own
+        return own if found is None else found.decode()
 
     def _lost(self, call: str, answers: dict[Any, Peer]) -> str | None:
         """What happened to a rank that was asked, if its process has ended; it is noted.
@@ -207,7 +200,7 @@ class Ranks:
             except errors.RayActorError as error:
                 peer = answers[answer]
                 how = how_it_ended(error)
-                return self._note(call, f"{peer.rank} ({peer.place}) is lost: {how}")
+                return self._first_failure(call, f"{peer.rank} ({peer.place}) is lost: {how}")
         return None
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -79,6 +80,18 @@ class GroupRank(LanguageTrainingWorker):
         if start.checkpoint is not None:
             self.restore(made.load_checkpoint(start.checkpoint))
         return made
+
+    @abstractmethod
+    async def train_rollout(
+        self, groups: Sequence[SampleGroup], *, rollout_id: int, paired: Any = None
+    ) -> LanguageTrainReport:
+        """Train on this rank's share of one rollout.
+
+        Args:
+            groups: the share.
+            rollout_id: number of the rollout.
+            paired: the step in which the other rank of a pair trains the same rollout.
+        """
 
     def restore(self, extras: Sequence[Mapping[str, Any]]) -> None:
         """Take back what each rank has saved beside its model."""
@@ -341,6 +354,12 @@ class GroupActor(GroupRank, FSDPActor):
         Raises:
             PeerFailed: that critic failed, or is lost.
         """
+        alone = self.args.num_critic_only_steps
+        if rollout_id < alone:
+            raise ValueError(
+                f"rollout {rollout_id} is trained by the critic alone (num_critic_only_steps is "
+                f"{alone}): call async_train of the actor from rollout {alone} on"
+            )
         await self.switch(ACTOR)
         samples = [sample for group in groups for sample in group.samples]
         await self.compute(self._add_log_probs, samples)
