@@ -5,40 +5,30 @@
     samples --prepare--> Forward: packed tokens --model--> statistics, or values --answer--> Part
                   \\---- nothing has a gradient: `NothingToDo`
 
-The sums of a global batch: gradient, loss and metrics are divided by them once.
-
-::
-
-    micro-batch -> token losses x weights -> sum -> backward      (again and again; undivided)
+    Part -> loss, undivided -> backward     (again and again)         sums added up: `Totals`
     ... the last one -> units of all ranks added up -> gradient / units -> clip -> optimizer
 
 Invariant: gradient, loss and metrics are sums over samples divided once by sums over samples, so
 they do not depend on micro-batches, on ranks, or on the order of arrival, but for rounding.
 
-Samples -> one row of tokens without padding.
-
-::
+Samples are packed into one row of tokens without padding::
 
     sample 0   p p p | r r r        row   p p p r r  p p r r r r     the last token of a sample is
     sample 1   p p | r r r r r      pos   0 1 2 3 4  0 1 2 3 4 5     only ever a target
                                     rows      * * *    * * * * *     where responses are predicted
 
-Positions begin at 0 in every sample, and attention does not cross samples (`attention`): results
-are those of the samples one by one.
-
-What the tokens of a micro-batch were drawn from, and logits restricted to it.
+Positions begin at 0 in every sample, and attention does not cross samples (`packed_attention`):
+results are those of the samples one by one.
 
 A token that was drawn under top-k or top-p has the log-prob of the distribution over the tokens
-that were kept. They are constants: no gradient goes through which ones these are.
-
-What a policy says of the tokens of a micro-batch.
+that were kept (`KeptTokens`). They are constants: no gradient goes through which ones these are.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
@@ -51,6 +41,7 @@ from rlinf_async.algorithms.language.losses import TokenLossInputs, token_loss, 
 from rlinf_async.backends.base import TrainingDiverged
 from rlinf_async.backends.language import EngineDisagrees
 from rlinf_async.backends.language_training.config import LanguageTrainingConfig
+from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Kept, Tokens, TrainingSample
 
 ENGINE_DIFFERENCE: Final = "engine_actor_difference"
@@ -66,7 +57,7 @@ class Part(NamedTuple):
     loss: Tensor
     """weighted sum over its tokens, with its gradient"""
     units: float
-    """share of the denominator (`aggregation.Share`)"""
+    """share of the denominator (`Share`)"""
     tokens: int
     """number of tokens that the metrics are sums over"""
     metrics: Mapping[str, Tensor]
@@ -311,6 +302,22 @@ def whole_response(sample: Tokenized) -> NDArray[np.bool_]:
     return np.ones(len(sample.response_ids), np.bool_)
 
 
+def pack_responses(samples: Sequence[TrainingSample], device: torch.device) -> Packed:
+    """Pack samples; every token of each response is predicted."""
+    return pack_samples(samples, [whole_response(one) for one in samples], device)
+
+
+def by_sample(
+    samples: Sequence[TrainingSample], parts: Sequence[Sequence[int]], answers: Iterable[Floats]
+) -> list[Floats]:
+    """Return ``[R]`` of each sample, in order, from ``[N]`` of each part that `by_tokens` made."""
+    found: dict[int, Floats] = {}
+    for part, numbers in zip(parts, answers, strict=True):
+        ends = np.cumsum([len(samples[at].response_ids) for at in part])[:-1]
+        found |= zip(part, np.split(numbers, ends), strict=True)
+    return [found[at] for at in range(len(samples))]
+
+
 def by_tokens(lengths: Sequence[int], limit: int) -> list[list[int]]:
     """Return indices in parts of at most ``limit`` tokens each (or a single sample), longest first.
 
@@ -347,7 +354,7 @@ class Forward(NamedTuple):
 
     packed: Packed
     units: float
-    """share of the denominator of all samples of the micro-batch (`aggregation.Share`)"""
+    """share of the denominator of all samples of the micro-batch (`Share`)"""
     objective: Objective
     samples: Sequence[TrainingSample]
     masks: Sequence[NDArray[np.bool_]]

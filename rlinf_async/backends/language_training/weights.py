@@ -1,5 +1,4 @@
-"""Published weights of a model that several ranks hold: each writes its part into the memory of
-rank 0.
+"""Weights of a model that several ranks hold: published in place, and kept on the CPU by tag.
 
 ::
 
@@ -8,16 +7,12 @@ rank 0.
     a rank   writes its parts          -> waits for all ranks
     rank r   hashes buckets r, r + n.. -> sum -> rank 0 builds the update
 
-Invariant: nothing is gathered. A rank converts its own part of one tensor at a time, and the result
-is, bit for bit, the update that rank 0 would have packed of whole tensors. Every rank decides the
-same, by collectives in the group of the active ranks.
-
-Weights kept on the CPU, under a name, that the model can be switched to.
-
-::
-
     actor ----backup----> kept[tag]      ref, old_actor, rollout_actor
     live model <--switch-- kept[tag]     the actor's own are kept meanwhile
+
+Invariant: nothing is gathered to be published. A rank converts its own part of one tensor at a
+time, and the result is, bit for bit, the update that rank 0 would have packed of whole tensors.
+Every rank decides the same, by collectives in the group of the active ranks.
 """
 
 from __future__ import annotations
@@ -73,6 +68,15 @@ class PlacedPart(NamedTuple):
     """elements of it, seen flat, before the first"""
 
 
+class OwnParts(NamedTuple):
+    """A rank's share of published weights."""
+
+    tensors: Mapping[str, Tensor]
+    """what is published, in the same order on all ranks, without memory (meta)"""
+    parts: Mapping[str, Sequence[PlacedPart]]
+    """what this rank writes of them, by name; those of all ranks make up the whole"""
+
+
 class _Placed(NamedTuple):
     """A part, and where its tensor lies in a bucket."""
 
@@ -111,8 +115,7 @@ class _Outline(NamedTuple):
 
 def publish_in_place(
     member: Rank,
-    tensors: Mapping[str, Tensor],
-    parts: Mapping[str, Sequence[PlacedPart]],
+    own: OwnParts,
     version: int,
     bucket_bytes: int,
     *,
@@ -123,8 +126,7 @@ def publish_in_place(
 
     Args:
         member: this rank; collective over the active ranks.
-        tensors: what is published, in the same order on all ranks, without memory (meta).
-        parts: what this rank writes of them; those of all ranks make up the whole.
+        own: what this rank writes.
         version: of the update.
         bucket_bytes: size from which a bucket is full.
         allocate: gives memory for a bucket; only that of rank 0 is used, as with ``previous``.
@@ -136,7 +138,7 @@ def publish_in_place(
     """
     if not _on_one_host(member, allocate):
         return None
-    outlines = _outlines(tensors, parts, bucket_bytes)
+    outlines = _outlines(own, bucket_bytes)
     before = buckets_by_slots(previous if member.rank == 0 else None)
     old = [before.get(one.slots) for one in outlines]
     seen = _shared(member, outlines, [None if one is None else one.data for one in old])
@@ -171,13 +173,11 @@ def _on_one_host(member: Rank, allocate: Allocate | None) -> bool:
     return bool(found[0][1]) and len({host for host, _ in found}) == 1
 
 
-def _outlines(
-    tensors: Mapping[str, Tensor], parts: Mapping[str, Sequence[PlacedPart]], bucket_bytes: int
-) -> list[_Outline]:
+def _outlines(own: OwnParts, bucket_bytes: int) -> list[_Outline]:
     found = []
-    for group in grouped(tensors, bucket_bytes):
+    for group in grouped(own.tensors, bucket_bytes):
         slots, size = slots_of(group)
-        mine = [_Placed(part, slot) for slot in slots for part in parts.get(slot.name, ())]
+        mine = [_Placed(part, slot) for slot in slots for part in own.parts.get(slot.name, ())]
         found.append(_Outline(slots, size, mine))
     return found
 

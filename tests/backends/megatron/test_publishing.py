@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.parallel import Strategy
@@ -34,15 +35,16 @@ class Counted:
         self.elements = 0
 
     def publish(self, trainer: Any, allocate: Any = soiled) -> WeightUpdate:
+        from rlinf_async.backends.language_training import trainer as publishing
         from rlinf_async.backends.megatron import manager
-        from rlinf_async.backends.megatron import trainer as publishing
 
         own: Any = publishing
         in_place = own.publish_in_place
 
-        def counted(member: Any, tensors: Any, parts: Any, *rest: Any, **more: Any) -> Any:
-            self.elements = sum(one.live.numel() for every in parts.values() for one in every)
-            return in_place(member, tensors, parts, *rest, **more)
+        def counted(member: Any, share: Any, *rest: Any, **more: Any) -> Any:
+            parts = share.parts.values()
+            self.elements = sum(one.live.numel() for every in parts for one in every)
+            return in_place(member, share, *rest, **more)
 
         def refuse(*_: object) -> None:
             raise AssertionError("weights were gathered")
@@ -55,9 +57,7 @@ class Counted:
 
 def gathered(trainer: Any, like: WeightUpdate) -> WeightUpdate:
     """The same tensors in the same order, whole on rank 0."""
-    from rlinf_async.backends.megatron.trainer import DTYPES
-
-    state = trainer.manager.whole_weights(DTYPES[trainer.config.publish_precision])
+    state = trainer.manager.whole_weights(getattr(torch, trainer.config.publish_precision))
     names = [slot.name for one in like.buckets for slot in one.slots]
     assert set(names) == state.keys()
     return pack({name: state[name] for name in names}, trainer.version, BUCKET_BYTES)

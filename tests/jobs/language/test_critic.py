@@ -11,7 +11,7 @@ import pytest
 
 from rlinf_async.backends.fsdp.language.trainer import (
     CriticTrainer,
-    LanguageTrainerBase,
+    FSDPLanguageTrainer,
     PolicyTrainer,
 )
 from rlinf_async.backends.language import MicroBatch
@@ -56,9 +56,9 @@ class Cut:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.of: dict[type, set[int]] = {}
-        step = LanguageTrainerBase.training_step
+        step = FSDPLanguageTrainer.training_step
 
-        def counted(trainer: LanguageTrainerBase, micro: Iterable[MicroBatch]) -> Any:
+        def counted(trainer: FSDPLanguageTrainer, micro: Iterable[MicroBatch]) -> Any:
             def seen() -> Iterator[MicroBatch]:
                 for one in micro:
                     self.of.setdefault(type(trainer), set()).add(len(one.samples))
@@ -66,7 +66,7 @@ class Cut:
 
             return step(trainer, seen())
 
-        patch.setattr(LanguageTrainerBase, "training_step", counted)
+        patch.setattr(FSDPLanguageTrainer, "training_step", counted)
 
 
 @pytest.mark.parametrize("pipelined", ["true", "false"])

@@ -5,8 +5,6 @@
     sharded model --policy_weights-> tensors in memory --Slice.of--> tensors of a checkpoint
 
 Invariant: the tensors come in the order of the model, tied ones once, on every rank the same.
-
-Published weights of a sharded model: each rank writes its rows into the memory of rank 0.
 """
 
 from __future__ import annotations
@@ -24,9 +22,9 @@ from rlinf_async.backends.fsdp.language.network import PolicyNetwork
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.fsdp.sharding import finish_copies, moved
 from rlinf_async.backends.fsdp.state import first_row, full_model_state, local_shard
-from rlinf_async.backends.language_training.weights import PlacedPart, publish_in_place
+from rlinf_async.backends.language_training.weights import OwnParts, PlacedPart
 from rlinf_async.backends.transformers.tensors import Slice
-from rlinf_async.messages.weights import Allocate, WeightUpdate
+from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.weights import WeightsMismatch, check_fit, unpack, verify
 
 PREFIX = "language."
@@ -104,17 +102,9 @@ def load_hugging_face_state(manager: FSDPModelManager, update: WeightUpdate) -> 
             present[name].copy_(tensor)
 
 
-def publish_shards(
-    manager: FSDPModelManager,
-    dtype: torch.dtype,
-    version: int,
-    bucket_bytes: int,
-    *,
-    allocate: Allocate | None,
-    previous: WeightUpdate | None,
-) -> WeightUpdate | None:
-    """Return what `publish_in_place` does, None also for one rank and for FSDP1. Collective over
-    the active ranks."""
+def own_rows(manager: FSDPModelManager, dtype: torch.dtype) -> OwnParts | None:
+    """Return the rows of published weights that this rank writes; None where weights have to be
+    gathered: for one rank, and for FSDP1."""
     if manager.world_size == 1 or isinstance(manager.model, FullyShardedDataParallel):
         return None
     weights = policy_weights(manager)
@@ -126,9 +116,7 @@ def publish_shards(
         kind = dtype if live.is_floating_point() else live.dtype
         tensors[name] = torch.empty(one.shape, dtype=kind, device="meta")
         parts[name] = _rows(live, one, manager.rank)
-    return publish_in_place(
-        manager, tensors, parts, version, bucket_bytes, allocate=allocate, previous=previous
-    )
+    return OwnParts(tensors, parts)
 
 
 def _by_rows(tensors: Iterable[Tensor]) -> bool:
