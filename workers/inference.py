@@ -30,6 +30,7 @@ from rlinf_async.backends.base import made_by
 from rlinf_async.backends.language import require_finite
 from rlinf_async.backends.parts import DEFAULT_LANGUAGE_TRAINER, language_trainers
 from rlinf_async.channels import LatestReceiver, Receiver, Sender
+from rlinf_async.config.counts import check_bounds
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Kept, Sample, Tokens, TrainingSample
 from rlinf_async.messages.weights import WeightUpdate
@@ -134,8 +135,7 @@ class InferenceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     true``)"""
 
     def __post_init__(self) -> None:
-        if self.max_samples < 1:
-            raise ValueError(f"max_samples is {self.max_samples}; it must be at least 1")
+        check_bounds(self, "max_samples", least=1)
         if not (self.previous or self.reference):
             raise ValueError("previous and reference are both off: there is nothing to compute")
 

@@ -29,7 +29,7 @@ import msgspec
 
 from rlinf_async.channels import Receiver, Sender
 from rlinf_async.channels.wire.session.tls import FILE_VARIABLE, VARIABLE
-from rlinf_async.config.counts import MOST_WORKERS, check_counts
+from rlinf_async.config.counts import MOST_WORKERS, check_bounds
 from rlinf_async.messages.language import Failed, Outcome, Rejected, Sample, Scored, ScoredSample
 from rlinf_async.rewards.judging import INLINE, Answer, Verifier, judge, load_verifier
 from rlinf_async.rewards.pool import ScoringPool
@@ -52,8 +52,8 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """verifiers imported before the first sample, so that a wrong name is an error at the start"""
 
     def __post_init__(self) -> None:
-        check_counts(self, least=1, names=("processes",), most=MOST_WORKERS)
-        check_counts(self, least=0, names=("memory_limit_mib",))
+        check_bounds(self, "processes", least=1, most=MOST_WORKERS)
+        check_bounds(self, "memory_limit_mib", least=0)
         if secret := sorted({VARIABLE, FILE_VARIABLE} & set(self.environment)):
             raise ValueError(
                 f"environment has {secret[0]}: with the cluster's secret a verifier could be a "

@@ -2,10 +2,6 @@
 
 An advantage function never normalises: the trainer does, over a batch or a minibatch, as
 configured.
-
-Advantages relative to a group of episodes from one initial state (Shao et al. 2024, 4.1).
-
-Generalised advantage estimation (Schulman et al. 2016, equations 11 to 16).
 """
 
 from __future__ import annotations
@@ -52,7 +48,6 @@ class AdvantageFunction(Protocol):
 
 advantage_functions: Registry[AdvantageFunction] = Registry(
     "advantage",
-    built_in=("rlinf_async.algorithms.advantages", "rlinf_async.algorithms.advantages"),
     group="rlinf_async.advantages",
     called_with=("inputs", "config"),
 )
@@ -86,6 +81,7 @@ def _check_shapes(inputs: AdvantageInputs) -> None:
 def grpo(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
     """Return (return of the episode - mean of its group) / deviation of its group, at every step.
 
+    Advantages are relative to a group of episodes from one initial state (Shao et al. 2024, 4.1).
     Columns are episodes, and ``config.group_size`` of them in a row are a group. The value function
     is not trained: returns are its own outputs. Raises `ValueError` unless there are whole groups.
     """
@@ -106,7 +102,8 @@ def grpo(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
 
 @register_advantage("gae")
 def gae(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
-    """Return exponentially weighted temporal-difference errors, and returns = advantage + value.
+    """Return exponentially weighted temporal-difference errors, and returns = advantage + value
+    (generalised advantage estimation: Schulman et al. 2016, equations 11 to 16).
 
     A terminated step bootstraps with 0, a truncated one with ``final_value`` (the episode would
     have gone on: Pardo et al. 2018); the sum over later steps stops at both. A step that is both

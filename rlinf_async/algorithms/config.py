@@ -1,38 +1,16 @@
-"""Which advantage and which loss a language model is trained with. No torch: this is configuration.
+"""Which advantage and which loss a model is trained with, and their coefficients. Imports no torch.
 
 Comparisons are written so that NaN fails them.
-
-Which advantage and which loss, and their coefficients. Imports no torch.
-
-From the losses of tokens to the loss of a global batch.
-
-::
-
-    loss = sum over trained tokens of (weight x token loss)  /  sum over samples of units
-
-Weights and units are known sample by sample; only the denominator needs the whole global batch. So
-gradients are summed undivided, and divided once at the end: the result does not depend on how
-samples are divided into micro-batches or among ranks.
-
-================================  ====================  ==========================================
-``token-mean``                    weight 1, units R     every token counts alike (DAPO, Yu et al.
-                                                        2025, equation 8)
-``sequence-mean-token-mean``      weight 1/R, units 1   every sample counts alike (GRPO, Shao et al.
-                                                        2024, equation 3)
-``sequence-mean-token-sum``       weight 1, units 1     no bias by length (Dr. GRPO, Liu et al.
-                                                        2025, up to its constant)
-================================  ====================  ==========================================
-
-``R`` is the number of a sample's trained tokens; a sample without any counts nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import msgspec
+
+from rlinf_async.config.counts import check_bounds
 
 KLEstimator = Literal["k1", "k2", "k3"]
 Aggregation = Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum"]
@@ -69,12 +47,9 @@ class LanguageAdvantageConfig(
     """upper limit of ``k3`` of one token"""
 
     def __post_init__(self) -> None:
-        for field in ("gamma", "gae_lambda"):
-            number = getattr(self, field)
-            if not 0.0 <= number <= 1.0:
-                raise ValueError(f"{field} is {number}; it must lie between 0 and 1")
-        _check_not_negative(kl_coefficient=self.kl_coefficient)
-        _check_above({"k3_limit": (self.k3_limit, 0.0)})
+        check_bounds(self, "gamma", "gae_lambda", least=0, most=1)
+        check_bounds(self, "k3_limit", above=0)
+        check_bounds(self, "kl_coefficient", least=0, below=math.inf)
 
     @property
     def whitens(self) -> bool:
@@ -119,26 +94,10 @@ class LanguageLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     part in the same collectives"""
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.clip_low < 1.0:
-            raise ValueError(f"clip_low is {self.clip_low}; it must lie between 0 and 1")
-        _check_above(
-            {
-                "clip_high": (self.clip_high, 0.0),
-                "off_policy_cap": (self.off_policy_cap, 0.0),
-                "dual_clip": (self.dual_clip, 1.0),
-                "early_stop_ratio": (self.early_stop_ratio, 0.0),
-                "k3_limit": (self.k3_limit, 0.0),
-                "log_ratio_limit": (self.log_ratio_limit, 0.0),
-            }
-        )
-        if self.log_ratio_limit > LARGEST_LOG_RATIO:
-            raise ValueError(
-                f"log_ratio_limit is {self.log_ratio_limit}; it must be at most "
-                f"{LARGEST_LOG_RATIO:g}, so that ratios stay finite"
-            )
-        _check_not_negative(
-            kl_coefficient=self.kl_coefficient, entropy_coefficient=self.entropy_coefficient
-        )
+        _check_clips(self)
+        check_bounds(self, "off_policy_cap", "early_stop_ratio", "k3_limit", above=0)
+        check_bounds(self, "log_ratio_limit", above=0, most=LARGEST_LOG_RATIO)
+        check_bounds(self, "kl_coefficient", "entropy_coefficient", least=0, below=math.inf)
         if self.off_policy != "none" and self.proximal == "behaviour":
             raise ValueError(
                 f"off_policy is {self.off_policy!r}, which weights tokens by proximal / behaviour: "
@@ -146,16 +105,10 @@ class LanguageLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             )
 
 
-def _check_above(limits: Mapping[str, tuple[float | None, float]]) -> None:
-    for name, (number, limit) in limits.items():
-        if number is not None and not number > limit:
-            raise ValueError(f"{name} is {number}; it must be above {limit:g}")
-
-
-def _check_not_negative(**numbers: float) -> None:
-    for name, number in numbers.items():
-        if not 0.0 <= number < float("inf"):
-            raise ValueError(f"{name} is {number}; it must be a finite number, at least 0")
+def _check_clips(loss: LanguageLossConfig | LossConfig) -> None:
+    check_bounds(loss, "clip_low", above=0, below=1)
+    check_bounds(loss, "clip_high", above=0)
+    check_bounds(loss, "dual_clip", above=1)
 
 
 class AdvantageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -170,10 +123,7 @@ class AdvantageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """episodes from the same initial state; taken from the environments"""
 
     def __post_init__(self) -> None:
-        for field in ("gamma", "gae_lambda"):
-            number = getattr(self, field)
-            if not 0.0 <= number <= 1.0:
-                raise ValueError(f"{field} is {number}; it must lie between 0 and 1")
+        check_bounds(self, "gamma", "gae_lambda", least=0, most=1)
 
 
 class LossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -193,23 +143,13 @@ class LossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     entropy_coefficient: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.clip_low < 1.0:
-            raise ValueError(f"clip_low is {self.clip_low}; it must lie between 0 and 1")
-        if not self.clip_high > 0.0:
-            raise ValueError(f"clip_high is {self.clip_high}; it must be above 0")
-        if self.dual_clip is not None and not self.dual_clip > 1.0:
-            raise ValueError(f"dual_clip is {self.dual_clip}; it must be above 1, or left out")
-        if self.value_clip is not None and not self.value_clip > 0.0:
-            raise ValueError(f"value_clip is {self.value_clip}; it must be above 0, or left out")
-        for field in ("value_coefficient", "entropy_coefficient"):
-            number = getattr(self, field)
-            if not math.isfinite(number):
-                raise ValueError(f"{field} is {number}; it must be a finite number")
-        if self.value_coefficient < 0.0:
+        _check_clips(self)
+        check_bounds(self, "value_clip", above=0)
+        if not math.isfinite(self.entropy_coefficient):
             raise ValueError(
-                f"value_coefficient is {self.value_coefficient}; it must be at least 0: the value "
-                "would learn to be wrong"
+                f"entropy_coefficient is {self.entropy_coefficient}; it must be a finite number"
             )
+        check_bounds(self, "value_coefficient", least=0, below=math.inf)
 
 
 class Share(NamedTuple):
@@ -222,7 +162,25 @@ class Share(NamedTuple):
 
 
 def share_of(trained_tokens: int, aggregation: Aggregation) -> Share:
-    """Return the share of a sample of so many trained tokens."""
+    """Return the share of a sample of ``R`` trained tokens in the loss of a global batch.
+
+    ::
+
+        loss = sum over trained tokens of (weight x token loss)  /  sum over samples of units
+
+    Weights and units are known sample by sample; only the denominator needs the whole global batch.
+    So gradients are summed undivided, and divided once at the end: the result does not depend on
+    how samples are divided into micro-batches or among ranks.
+
+    ============================  ====================  ==========================================
+    ``token-mean``                weight 1, units R     every token counts alike (DAPO, Yu et al.
+                                                        2025, equation 8)
+    ``sequence-mean-token-mean``  weight 1/R, units 1   every sample counts alike (GRPO, Shao et al.
+                                                        2024, equation 3)
+    ``sequence-mean-token-sum``   weight 1, units 1     no bias by length (Dr. GRPO, Liu et al.
+                                                        2025, up to its constant)
+    ============================  ====================  ==========================================
+    """
     if trained_tokens == 0:
         return Share(0.0, 0.0)
     if aggregation == "token-mean":

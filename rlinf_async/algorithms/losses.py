@@ -1,6 +1,4 @@
-"""Losses by name, and the formulas they are made of. ``B`` is the size of the (micro-)batch.
-
-Soft actor-critic's losses, as functions of tensors. ``B`` is the size of a batch.
+"""Losses by name, and the formulas of PPO and soft actor-critic. ``B`` is the size of a batch.
 
 Sources: Haarnoja et al. 2018, "Soft Actor-Critic" (arXiv 1801.01290), and Haarnoja et al. 2019,
 "Soft Actor-Critic Algorithms and Applications" (arXiv 1812.05905), here "2019".
@@ -16,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rlinf_async.algorithms.config import LossConfig
+from rlinf_async.algorithms.config import LanguageLossConfig, LossConfig
 from rlinf_async.config.registry import Registry
 
 
@@ -78,15 +76,31 @@ def clipped_policy_loss(
     """
     log_ratio = log_prob - old_log_prob
     ratio = log_ratio.exp()
+    loss, clipped = clipped_surrogate(ratio, advantage, config)
+    with torch.no_grad():
+        clip_fraction = weighted_mean((ratio != clipped).to(ratio.dtype), weight)
+        kl = approximate_kl(log_ratio, weight)
+    return PolicyLoss(weighted_mean(loss, weight), kl, clip_fraction)
+
+
+class Surrogate(NamedTuple):
+    """Of each ratio."""
+
+    loss: Tensor
+    clipped: Tensor
+    """the ratio within its limits"""
+
+
+def clipped_surrogate(
+    ratio: Tensor, advantage: Tensor, config: LossConfig | LanguageLossConfig
+) -> Surrogate:
+    """Return PPO's clipped surrogate of each element, negated, as `clipped_policy_loss` has it."""
     clipped = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
     loss = torch.maximum(-advantage * ratio, -advantage * clipped)
     if config.dual_clip is not None:
         bounded = torch.minimum(loss, -config.dual_clip * advantage)
         loss = torch.where(advantage < 0, bounded, loss)
-    with torch.no_grad():
-        clip_fraction = weighted_mean((ratio != clipped).to(ratio.dtype), weight)
-        kl = approximate_kl(log_ratio, weight)
-    return PolicyLoss(weighted_mean(loss, weight), kl, clip_fraction)
+    return Surrogate(loss, clipped)
 
 
 def weighted_mean(numbers: Tensor, weight: Tensor | None) -> Tensor:
@@ -113,13 +127,20 @@ def value_loss(
     """Return half the mean squared error of ``value``; inputs ``[B]``.
 
     With ``clip`` it is the larger of that and the error of the value clipped to within ``clip`` of
-    the old one, element by element.
+    the old one, element by element (Schulman et al. 2016; Engstrom et al. 2020, section 3).
     """
+    return 0.5 * weighted_mean(squared_error(value, old_value, returns, clip), weight)
+
+
+def squared_error(
+    value: Tensor, old_value: Tensor, returns: Tensor, clip: float | None = None
+) -> Tensor:
+    """Return the error of each value that `value_loss` takes the mean of."""
     error = (value - returns).square()
     if clip is not None:
         near = old_value + (value - old_value).clamp(-clip, clip)
         error = torch.maximum(error, (near - returns).square())
-    return 0.5 * weighted_mean(error, weight)
+    return error
 
 
 @register_loss("ppo")

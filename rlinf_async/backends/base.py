@@ -9,11 +9,7 @@
 A backend is loaded by name with `rlinf_async.backends.base.load_policy_backend` and
 `load_trainer_backend`, so that only the worker that computes imports torch.
 
-Backends by name, imported only when one is asked for: nothing here needs torch.
-
-Settings of optimizers, and the learning rate, whichever library trains. No torch.
-
-Work that is not left half done when whoever waits for it is cancelled.
+Settings of optimizers are here as well, whichever library trains.
 """
 
 from __future__ import annotations
@@ -27,6 +23,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkabl
 
 import msgspec
 
+from rlinf_async.config.counts import check_bounds
 from rlinf_async.messages.embodied import Floats, Ints, ReplayBatch, Trajectory
 from rlinf_async.messages.spaces import Seen
 from rlinf_async.messages.weights import WeightUpdate
@@ -259,20 +256,10 @@ class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """over all parameters together; None measures but does not clip"""
 
     def __post_init__(self) -> None:
-        if not self.lr > 0.0:
-            raise ValueError(f"lr is {self.lr}; it must be above 0")
-        if self.value_lr is not None and not self.value_lr > 0.0:
-            raise ValueError(f"value_lr is {self.value_lr}; it must be above 0, or left out")
+        check_bounds(self, "lr", "value_lr", "eps", "max_grad_norm", above=0)
+        check_bounds(self, "weight_decay", least=0)
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise ValueError(f"betas is {self.betas}; both must be at least 0 and below 1")
-        if not self.eps > 0.0:
-            raise ValueError(f"eps is {self.eps}; it must be above 0")
-        if not self.weight_decay >= 0.0:
-            raise ValueError(f"weight_decay is {self.weight_decay}; it must be at least 0")
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0.0:
-            raise ValueError(
-                f"max_grad_norm is {self.max_grad_norm}; it must be above 0, or left out"
-            )
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -286,8 +273,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     min_factor: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps is {self.warmup_steps}; it must be at least 0")
+        check_bounds(self, "warmup_steps", least=0)
         if self.kind != "constant" and self.total_steps <= self.warmup_steps:
             raise ValueError(
                 f"total_steps is {self.total_steps}; a {self.kind} schedule with warmup_steps "
@@ -298,8 +284,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                 f"total_steps is {self.total_steps}, but a constant schedule has no end: set kind "
                 "to 'linear' or 'cosine', or leave it out"
             )
-        if not 0.0 <= self.min_factor <= 1.0:
-            raise ValueError(f"min_factor is {self.min_factor}; it must lie between 0 and 1")
+        check_bounds(self, "min_factor", least=0, most=1)
 
 
 def lr_factor(step: int, config: SchedulerConfig) -> float:
@@ -317,8 +302,11 @@ def lr_factor(step: int, config: SchedulerConfig) -> float:
 R = TypeVar("R")
 
 
-class Unbroken:
-    """Carries work to its end. An error that nobody waits for any more is dropped."""
+class ShieldedTasks:
+    """Work that is not left half done when whoever waits for it is cancelled.
+
+    An error that nobody waits for any more is dropped.
+    """
 
     def __init__(self) -> None:
         self._under_way = set[asyncio.Task[Any]]()
@@ -333,7 +321,7 @@ class Unbroken:
         finally:
             del task  # or its error would hold this frame, and with it all that the work had
 
-    async def ended(self) -> None:
+    async def wait(self) -> None:
         """Wait until nothing is under way."""
         while self._under_way:
             await asyncio.wait(self._under_way)

@@ -1,4 +1,5 @@
-"""Protocols between the workers of a language-model run and their backends. No torch.
+"""Protocols between the workers of a language-model run and their backends, and which families of
+models can be trained. No torch.
 
 ::
 
@@ -7,13 +8,9 @@
 
 Backends are loaded by name (`rlinf_async.backends.base`).
 
-Which families of language models can be trained, and which engines agree with the trainer.
-
 `FAMILIES` is the table of docs/language-training.md: each entry was tried with a tiny random model,
 whose published weights were loaded by the engine (``python -m tests.backends.families``). A family
-that is not in it is judged by its structure. No torch, except for such a family.
-
-What trainers of language models share: a version; of those without a model, its checkpoints.
+that is not in it is judged by its structure, for which transformers is imported.
 """
 
 from __future__ import annotations

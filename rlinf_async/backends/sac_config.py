@@ -8,6 +8,7 @@ import msgspec
 
 from rlinf_async.backends.base import OptimizerConfig
 from rlinf_async.backends.fsdp.config import ShardingConfig
+from rlinf_async.config.counts import check_bounds
 from rlinf_async.messages.weights import DEFAULT_BUCKET_BYTES
 
 
@@ -59,22 +60,11 @@ class SacLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """pixels by which each image of a batch is shifted at random, at most; 0: none"""
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.gamma <= 1.0:
-            raise ValueError(f"gamma is {self.gamma}; it must lie between 0 and 1")
-        if not 0.0 < self.tau <= 1.0:
-            raise ValueError(f"tau is {self.tau}; it must be above 0 and at most 1")
-        fixed = self.entropy_coefficient
-        if fixed is not None and not 0.0 <= fixed < math.inf:
-            raise ValueError(
-                f"entropy_coefficient is {fixed}; it must be at least 0, or left out to be learnt"
-            )
-        if not 0.0 < self.initial_entropy_coefficient < math.inf:
-            raise ValueError(
-                f"initial_entropy_coefficient is {self.initial_entropy_coefficient}; it must be "
-                "above 0"
-            )
-        if self.image_shift < 0:
-            raise ValueError(f"image_shift is {self.image_shift}; it must be at least 0")
+        check_bounds(self, "gamma", least=0, most=1)
+        check_bounds(self, "tau", above=0, most=1)
+        check_bounds(self, "image_shift", least=0)
+        check_bounds(self, "entropy_coefficient", least=0, below=math.inf)
+        check_bounds(self, "initial_entropy_coefficient", above=0, below=math.inf)
         if self.target_entropy is not None and not math.isfinite(self.target_entropy):
             raise ValueError(
                 f"target_entropy is {self.target_entropy}; it must be a finite number, or left out"
@@ -91,7 +81,5 @@ class SacTrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes is {self.bucket_bytes}; it must be at least 1")
-        if self.seed < 0:
-            raise ValueError(f"seed is {self.seed}; it must be at least 0")
+        check_bounds(self, "bucket_bytes", least=1)
+        check_bounds(self, "seed", least=0)

@@ -1,9 +1,8 @@
-"""Limits of whole numbers in settings."""
+"""Bounds of numbers in settings."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from operator import ge, gt, le, lt
 from typing import Final
 
 import msgspec
@@ -14,19 +13,32 @@ MOST_THREADS: Final = 4_096
 """of the arithmetic in a process: more than any host has cores"""
 
 
-def check_counts(
-    config: msgspec.Struct, *, least: int, names: Sequence[str], most: float = math.inf
+def check_bounds(
+    config: msgspec.Struct,
+    *names: str,
+    above: float | None = None,
+    least: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
 ) -> None:
-    """Raise `ValueError` for the first of these fields that is below ``least`` or above ``most``;
-    None is neither."""
+    """Raise `ValueError` for the first of these fields that is out of bounds, or NaN.
+
+    A field that is None was left out, and is not looked at.
+    """
+    bounds = (
+        ("above", above, gt),
+        ("at least", least, ge),
+        ("at most", most, le),
+        ("below", below, lt),
+    )
     for name in names:
         value = getattr(config, name)
-        if value is None:
-            continue
-        if value < least:
-            raise ValueError(f"{name} is {value}; it must be at least {least}")
-        if value > most:
-            raise ValueError(f"{name} is {value}; it must be at most {most:.0f}")
+        for word, bound, holds in bounds:
+            if value is None or bound is None or holds(value, bound):
+                continue
+            fields = {field.name: field.default for field in msgspec.structs.fields(config)}
+            optional = ", or left out" if fields[name] is None else ""
+            raise ValueError(f"{name} is {value}; it must be {word} {bound:g}{optional}")
 
 
 def near_divisors(number: int, wanted: int) -> str:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from rlinf_async.config import UsageError
+from rlinf_async.config.counts import check_bounds
 
 _RESERVED = {"add_generation_prompt", "chat_template", "continue_final_message", "tokenize"}
 
@@ -86,16 +87,8 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ValueError(
                 f"task_options has {strange[0]!r}, which is not among tasks = {list(self.tasks)}"
             )
-        if self.max_prompt_tokens < 1 or self.task_size < 1:
-            raise ValueError(
-                f"max_prompt_tokens is {self.max_prompt_tokens}, task_size is {self.task_size}; "
-                "both must be at least 1"
-            )
-        if self.held_out < 0 or self.epochs < 0 or self.seed < 0:
-            raise ValueError(
-                f"held_out is {self.held_out}, epochs is {self.epochs}, seed is {self.seed}; they "
-                "must be at least 0"
-            )
+        check_bounds(self, "max_prompt_tokens", "task_size", least=1)
+        check_bounds(self, "held_out", "epochs", "seed", least=0)
         if not self.chat and (self.chat_template or self.chat_options or self.system_prompt):
             raise ValueError(
                 "chat is false, so chat_template, chat_options and system_prompt have no use: "

@@ -10,6 +10,7 @@ from rlinf_async.backends.cost.config import (
     EnvCostConfig,
     InferenceCostConfig,
 )
+from rlinf_async.config.counts import check_bounds
 from rlinf_async.parallel import valid_dp_sizes
 
 
@@ -28,13 +29,9 @@ class WorkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """the actor trains groups while others of their mini-batch are generated, as runs do"""
 
     def __post_init__(self) -> None:
-        for name in ("iterations", "group_size", "mini_batches", "prompt_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if not self.prompts_per_device > 0.0:
-            raise ValueError(f"prompts_per_device is {self.prompts_per_device}; it must be above 0")
-        if self.max_staleness < 0:
-            raise ValueError(f"max_staleness is {self.max_staleness}; it must be at least 0")
+        check_bounds(self, "iterations", "group_size", "mini_batches", "prompt_tokens", least=1)
+        check_bounds(self, "prompts_per_device", above=0)
+        check_bounds(self, "max_staleness", least=0)
 
 
 class HardwareConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,9 +51,7 @@ class HardwareConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """of a device for an hour, in any currency"""
 
     def __post_init__(self) -> None:
-        for name in ("devices", "devices_per_host", "instance_devices", "actor_tp"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        check_bounds(self, "devices", "devices_per_host", "instance_devices", "actor_tp", least=1)
         if not 0 < self.actor_devices < self.devices:
             raise ValueError(
                 f"actor_devices is {self.actor_devices}; with {self.devices} devices it must be "
@@ -83,8 +78,7 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """share of an iteration's samples after which the policy is asked again"""
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.every <= 1.0:
-            raise ValueError(f"every is {self.every}; it must lie above 0 and be at most 1")
+        check_bounds(self, "every", above=0, most=1)
 
 
 class FaultConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -102,11 +96,8 @@ class FaultConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """until the host is back"""
 
     def __post_init__(self) -> None:
-        for name in ("crash_every", "slow_every", "host_lost_every", "slow_seconds"):
-            if not getattr(self, name) >= 0.0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
-        if not self.slow_factor >= 1.0:
-            raise ValueError(f"slow_factor is {self.slow_factor}; it must be at least 1")
+        check_bounds(self, "crash_every", "slow_every", "host_lost_every", "slow_seconds", least=0)
+        check_bounds(self, "slow_factor", least=1)
 
 
 class SimulationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -53,6 +53,7 @@ from rlinf_async.channels import (
 )
 from rlinf_async.channels.batching import BatchSizes, rank_share
 from rlinf_async.channels.wire import shared_bytes
+from rlinf_async.config.counts import check_bounds
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import LanguageTrainReport, Sample, SampleGroup, Tokens
 from rlinf_async.messages.weights import WeightUpdate
@@ -150,8 +151,7 @@ class LanguageBatches(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     which must then be complete before training begins"""
 
     def __post_init__(self) -> None:
-        if self.epochs < 1:
-            raise ValueError(f"epochs is {self.epochs}; it must be at least 1")
+        check_bounds(self, "epochs", least=1)
 
     def of_rank(self, world_size: int) -> BatchSizes:
         """Return the sizes of one rank; raises `BatchSizeError` where they do not divide."""

@@ -39,6 +39,7 @@ import numpy as np
 
 from rlinf_async.channels import EndOfChannel, Receiver, Sender
 from rlinf_async.channels.statistics import WaitFuture
+from rlinf_async.config.counts import check_bounds
 from rlinf_async.messages.embodied import (
     BatchRequest,
     Collected,
@@ -85,11 +86,9 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("capacity", "batch_size", "n_step", "prefetch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.seed < 0:
-            raise ValueError(f"seed is {self.seed}; it must be at least 0")
+        check_bounds(self, "capacity", "batch_size", "n_step", "prefetch", least=1)
+        check_bounds(self, "seed", least=0)
+        check_bounds(self, "priority_beta", least=0, most=1)
         if self.batch_size > self.capacity:
             raise ValueError(
                 f"batch_size is {self.batch_size}, which is more than the capacity of "
@@ -100,8 +99,6 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"priority_alpha is {self.priority_alpha}; it must be above 0 and at most 1 "
                 "(sampling = 'uniform' is what 0 would be)"
             )
-        if not 0.0 <= self.priority_beta <= 1.0:
-            raise ValueError(f"priority_beta is {self.priority_beta}; it must lie between 0 and 1")
         if self.folder and self.storage == "memory":
             raise ValueError(
                 f"folder is {self.folder!r}, but storage = 'memory' has no files: leave it out, or "

@@ -52,6 +52,7 @@ from rlinf_async.backends.language import (
 from rlinf_async.backends.parts import DEFAULT_ENGINE, engines
 from rlinf_async.channels import EndOfChannel, LatestReceiver, Lease, Receiver, Sender
 from rlinf_async.channels.statistics import KeyState, WaitFuture
+from rlinf_async.config.counts import check_bounds
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Generated, Request, Sample, Tokens, WeightsTaken
 from rlinf_async.messages.weights import WeightUpdate
@@ -135,13 +136,8 @@ class LanguageRolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_un
     """seed of everything that a request's own seed does not cover; every rank derives its own"""
 
     def __post_init__(self) -> None:
-        if self.max_concurrent is not None and self.max_concurrent < 1:
-            raise ValueError(
-                f"max_concurrent is {self.max_concurrent}; it must be at least 1, or left out"
-            )
-        for name in ("engine_restarts", "seed"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
+        check_bounds(self, "max_concurrent", least=1)
+        check_bounds(self, "engine_restarts", "seed", least=0)
 
 
 AHEAD = 16

@@ -70,7 +70,7 @@ from rlinf_async.channels import (
     Sender,
 )
 from rlinf_async.channels.statistics import WaitFuture
-from rlinf_async.config.counts import MOST_THREADS, check_counts
+from rlinf_async.config.counts import MOST_THREADS, check_bounds
 from rlinf_async.messages.embodied import Actions, Floats, Observations, stage_key
 from rlinf_async.messages.spaces import Seen, all_finite
 from rlinf_async.messages.weights import WeightUpdate
@@ -219,9 +219,9 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """threads of one forward pass; 0: torch's default"""
 
     def __post_init__(self) -> None:
-        check_counts(self, least=1, names=("max_batch",))
-        check_counts(self, least=0, names=("seed",))
-        check_counts(self, least=0, names=("torch_threads",), most=MOST_THREADS)
+        check_bounds(self, "max_batch", least=1)
+        check_bounds(self, "seed", least=0)
+        check_bounds(self, "torch_threads", least=0, most=MOST_THREADS)
 
 
 class WeightsEnded(ChannelError):

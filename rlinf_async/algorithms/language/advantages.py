@@ -8,13 +8,10 @@
 A function gets one group: all samples of one prompt that were *scored*. Samples that were not
 scored have no reward and get no advantage; they train no token and are in no baseline.
 
-Advantages without a critic: a sample is compared with the others of its group.
-
-``r_i`` is the reward of sample ``i`` of a group of ``G`` scored samples, less the KL of its tokens.
-Every token of a sample gets the sample's advantage, except with ``reinforce++``. In a group of one
-the advantage is 0, as nothing is left to compare with (verl: the raw reward).
-
-Generalised advantage estimation over the tokens of a response.
+In the formulas ``r_i`` is the reward of sample ``i`` of a group of ``G`` scored samples, less the
+KL of its tokens. Without a critic every token of a sample gets the sample's advantage, except with
+``reinforce++``. In a group of one that is 0, as nothing is left to compare with (verl: the raw
+reward).
 """
 
 from __future__ import annotations
@@ -64,10 +61,6 @@ class GroupAdvantage(Protocol):
 
 group_advantages: Registry[GroupAdvantage] = Registry(
     "advantage of a language model",
-    built_in=(
-        "rlinf_async.algorithms.language.advantages",
-        "rlinf_async.algorithms.language.advantages",
-    ),
     group="rlinf_async.language_advantages",
     called_with=("group", "config"),
 )

@@ -4,23 +4,8 @@
 
     named loss [N] x off-policy weight + KL to the reference - entropy bonus = token loss [N]
 
-A named loss is defined token by token (`aggregation` reduces it), so that samples can be divided
-into micro-batches anywhere; means over a whole sample are taken through ``sample``.
-
-Weights for tokens that were sampled by another policy than the denominator of the ratio.
-
-The ratio's denominator is the *proximal* policy; with ``proximal = "step"`` the weights that the
-iteration begins with. Tokens were sampled by the *behaviour* policy: an engine with its own
-kernels, or older weights. Each token's loss is multiplied by ``w = exp(proximal - behaviour)``, a
-constant to the gradient.
-
-- ``truncated``: ``min(w, cap)`` (truncated importance sampling, Ionides 2008; for engine and
-  trainer that disagree: Yao et al. 2025).
-- ``decoupled``: ``w``, and 0 where it is above the cap (decoupled PPO, Hilton et al. 2022,
-  equation 5; leaving tokens out: Fu et al. 2025, AReaL).
-
-Estimates of KL(policy, reference) from one sampled token (Schulman 2020, "Approximating KL
-divergence").
+A named loss is defined token by token (`Share` reduces it), so that samples can be divided into
+micro-batches anywhere; means over a whole sample are taken through ``sample``.
 """
 
 from __future__ import annotations
@@ -31,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rlinf_async.algorithms.config import K3_LIMIT, LOG_RATIO_LIMIT, KLEstimator, LanguageLossConfig
+from rlinf_async.algorithms.losses import clipped_surrogate, squared_error
 from rlinf_async.config.registry import Registry
 
 
@@ -45,7 +31,17 @@ class OffPolicyWeights(NamedTuple):
 def off_policy_weights(
     proximal_log_prob: Tensor, behaviour_log_prob: Tensor, config: LanguageLossConfig
 ) -> OffPolicyWeights | None:
-    """Return the weights of ``[N]`` tokens, without gradients; None for ``off_policy = "none"``."""
+    """Return the weights of ``[N]`` tokens, without gradients; None for ``off_policy = "none"``.
+
+    The ratio's denominator is the *proximal* policy; with ``proximal = "step"`` the weights that
+    the iteration begins with. Tokens were sampled by the *behaviour* policy: an engine with its own
+    kernels, or older weights. Each token's loss is multiplied by ``w = exp(proximal - behaviour)``:
+
+    - ``truncated``: ``min(w, cap)`` (truncated importance sampling, Ionides 2008; for engine and
+      trainer that disagree: Yao et al. 2025).
+    - ``decoupled``: ``w``, and 0 where it is above the cap (decoupled PPO, Hilton et al. 2022,
+      equation 5; leaving tokens out: Fu et al. 2025, AReaL).
+    """
     if config.off_policy == "none":
         return None
     with torch.no_grad():
@@ -61,7 +57,8 @@ def kl_estimate(
     estimator: KLEstimator,
     k3_limit: float = K3_LIMIT,
 ) -> Tensor:
-    """Return the estimate of each token, shaped like ``log_prob``; ``d = log_prob - ref_log_prob``.
+    """Return an estimate of KL(policy, reference) from each sampled token, shaped like ``log_prob``
+    (Schulman 2020, "Approximating KL divergence"); ``d = log_prob - ref_log_prob``.
 
     - ``k1``: ``d``. Unbiased; negative for half of the tokens or more.
     - ``k2``: ``d^2 / 2``. Biased; its gradient is that of the true KL when the token was sampled
@@ -126,7 +123,7 @@ def ppo(inputs: TokenLossInputs, config: LanguageLossConfig) -> Tensor:
     ``clip_high`` above ``clip_low`` is DAPO's clip-higher (Yu et al. 2025, equation 10);
     ``dual_clip`` bounds it for negative advantages (Ye et al. 2020, equation 5).
     """
-    return _clipped(_log_ratio(inputs, config).exp(), inputs.advantage, config)
+    return clipped_surrogate(_log_ratio(inputs, config).exp(), inputs.advantage, config).loss
 
 
 @register_language_loss("gspo")
@@ -136,7 +133,7 @@ def gspo(inputs: TokenLossInputs, config: LanguageLossConfig) -> Tensor:
     mean = _sample_mean(inputs.log_prob.detach() - inputs.proximal_log_prob, inputs)
     log_ratio = mean + inputs.log_prob - inputs.log_prob.detach()
     log_ratio = log_ratio.clamp(-config.log_ratio_limit, config.log_ratio_limit)
-    return _clipped(log_ratio.exp(), inputs.advantage, config)
+    return clipped_surrogate(log_ratio.exp(), inputs.advantage, config).loss
 
 
 @register_language_loss("reinforce")
@@ -192,31 +189,14 @@ def token_loss(inputs: TokenLossInputs, config: LanguageLossConfig) -> TokenLoss
 def token_value_loss(
     value: Tensor, old_value: Tensor, returns: Tensor, clip: float | None
 ) -> Tensor:
-    """Return half the squared error of each token's value, all ``[N]``.
-
-    With ``clip`` it is the larger of that and the error of the value clipped to within ``clip`` of
-    the old one (Schulman et al. 2016; Engstrom et al. 2020, section 3).
-    """
-    error = (value - returns).square()
-    if clip is not None:
-        near = old_value + (value - old_value).clamp(-clip, clip)
-        error = torch.maximum(error, (near - returns).square())
-    return 0.5 * error
+    """Return half the squared error of each token's value, all ``[N]``; see `value_loss`."""
+    return 0.5 * squared_error(value, old_value, returns, clip)
 
 
 def _log_ratio(inputs: TokenLossInputs, config: LanguageLossConfig) -> Tensor:
     """Return ``log_prob - proximal_log_prob``, clamped so that its exponential stays finite."""
     log_ratio = inputs.log_prob - inputs.proximal_log_prob
     return log_ratio.clamp(-config.log_ratio_limit, config.log_ratio_limit)
-
-
-def _clipped(ratio: Tensor, advantage: Tensor, config: LanguageLossConfig) -> Tensor:
-    held = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
-    loss = torch.maximum(-advantage * ratio, -advantage * held)
-    if config.dual_clip is not None:
-        bounded = torch.minimum(loss, -config.dual_clip * advantage)
-        loss = torch.where(advantage < 0, bounded, loss)
-    return loss
 
 
 def _sample_mean(tokens: Tensor, inputs: TokenLossInputs) -> Tensor:

@@ -13,6 +13,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from rlinf_async.config.counts import check_bounds
+
 Z99 = 2.3263478740408408
 """the 99th percentile of the standard normal distribution"""
 NORMAL = NormalDist()
@@ -32,12 +34,9 @@ class LogNormal(
     """tokens at which generation is cut"""
 
     def __post_init__(self) -> None:
-        if not self.median >= 1.0:
-            raise ValueError(f"median is {self.median}; it must be at least 1")
+        check_bounds(self, "median", "longest", least=1)
         if not self.ratio >= 1.0:
             raise ValueError(f"ratio (p99 / median) is {self.ratio}; it must be at least 1")
-        if self.longest < 1:
-            raise ValueError(f"longest is {self.longest}; it must be at least 1")
 
     def length(self, seed: int) -> int:
         """Return the tokens of the sample with this seed."""
@@ -116,12 +115,10 @@ class CostEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     lengths: Lengths = LogNormal()
 
     def __post_init__(self) -> None:
-        check_not_negative(self, ("sequence_seconds", "prefill_seconds", "load_seconds"))
-        check_not_negative(self, ("move_seconds", "wider"))
-        if not self.decode_seconds > 0.0:
-            raise ValueError(f"decode_seconds is {self.decode_seconds}; it must be above 0")
-        if self.slots < 1:
-            raise ValueError(f"slots is {self.slots}; it must be at least 1")
+        seconds = ("sequence_seconds", "prefill_seconds", "load_seconds", "move_seconds")
+        check_bounds(self, *seconds, "wider", least=0)
+        check_bounds(self, "decode_seconds", above=0)
+        check_bounds(self, "slots", least=1)
 
 
 class CostTrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -145,14 +142,10 @@ class CostTrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """of gathering the weights of a version"""
 
     def __post_init__(self) -> None:
-        check_not_negative(self, ("step_seconds", "rescale_seconds", "move_seconds"))
-        check_not_negative(self, ("publish_seconds", "sample_seconds"))
-        if not self.beside_generation >= 1.0:
-            raise ValueError(
-                f"beside_generation is {self.beside_generation}; it must be at least 1"
-            )
-        if not self.token_seconds > 0.0:
-            raise ValueError(f"token_seconds is {self.token_seconds}; it must be above 0")
+        seconds = ("step_seconds", "rescale_seconds", "move_seconds", "publish_seconds")
+        check_bounds(self, *seconds, "sample_seconds", least=0)
+        check_bounds(self, "beside_generation", least=1)
+        check_bounds(self, "token_seconds", above=0)
 
 
 class InferenceCostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -167,9 +160,8 @@ class InferenceCostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     """samples that are computed together at most"""
 
     def __post_init__(self) -> None:
-        check_not_negative(self, ("devices", "token_seconds"))
-        if self.batch < 1:
-            raise ValueError(f"batch is {self.batch}; it must be at least 1")
+        check_bounds(self, "devices", "token_seconds", least=0)
+        check_bounds(self, "batch", least=1)
         if bool(self.devices) != bool(self.token_seconds):
             raise ValueError(
                 f"devices is {self.devices} and token_seconds {self.token_seconds}: set both, or "
@@ -188,16 +180,9 @@ class EnvCostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """samples whose steps run at a time; 0: all"""
 
     def __post_init__(self) -> None:
-        check_not_negative(self, ("steps", "step_seconds", "workers"))
+        check_bounds(self, "steps", "step_seconds", "workers", least=0)
 
     @property
     def seconds(self) -> float:
         """Of all steps of a sample."""
         return self.steps * self.step_seconds
-
-
-def check_not_negative(config: msgspec.Struct, names: tuple[str, ...]) -> None:
-    """Raise `ValueError` for a value that is below 0, or no number."""
-    for name in names:
-        if not getattr(config, name) >= 0.0:
-            raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 0")

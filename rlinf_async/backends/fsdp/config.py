@@ -9,6 +9,7 @@ import msgspec
 from rlinf_async.algorithms.config import AdvantageConfig, LossConfig
 from rlinf_async.backends.base import OptimizerConfig, SchedulerConfig
 from rlinf_async.backends.policies.config import PolicyConfig
+from rlinf_async.config.counts import check_bounds
 from rlinf_async.messages.weights import DEFAULT_BUCKET_BYTES
 
 
@@ -26,10 +27,7 @@ class ShardingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """``"cpu"``, ``"cuda"`` or ``"cuda:1"``; several ranks take one of ``"cuda"`` each"""
 
     def __post_init__(self) -> None:
-        if self.critic_warmup_steps < 0:
-            raise ValueError(
-                f"critic_warmup_steps is {self.critic_warmup_steps}; it must be at least 0"
-            )
+        check_bounds(self, "critic_warmup_steps", least=0)
         if self.critic_warmup_steps and self.strategy == "fsdp1":
             raise ValueError(
                 "critic_warmup_steps needs strategy 'fsdp2': fsdp1 cannot save an optimizer that "
@@ -63,17 +61,13 @@ class PPOConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """use the hand-written gradient where there is one: the same numbers, faster"""
 
     def __post_init__(self) -> None:
-        if self.epochs < 1:
-            raise ValueError(f"epochs is {self.epochs}; it must be at least 1")
-        if self.minibatch_size < 1:
-            raise ValueError(f"minibatch_size is {self.minibatch_size}; it must be at least 1")
+        check_bounds(self, "epochs", "minibatch_size", least=1)
+        check_bounds(self, "target_kl", above=0)
         micro = self.micro_batch_size
         if micro is not None and (micro < 1 or self.minibatch_size % micro):
             raise ValueError(
                 f"micro_batch_size is {micro}; it must divide minibatch_size {self.minibatch_size}"
             )
-        if self.target_kl is not None and not self.target_kl > 0.0:
-            raise ValueError(f"target_kl is {self.target_kl}; it must be above 0, or left out")
 
 
 class CloningConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -89,11 +83,8 @@ class CloningConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """learning rate, constant"""
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.batch_size < 1 or not self.lr > 0.0:
-            raise ValueError(
-                f"steps is {self.steps}, batch_size is {self.batch_size}, lr is {self.lr}; steps "
-                "and batch_size must be at least 1, and lr above 0"
-            )
+        check_bounds(self, "steps", "batch_size", least=1)
+        check_bounds(self, "lr", above=0)
 
 
 class EmbodiedTrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -110,10 +101,8 @@ class EmbodiedTrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_un
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes is {self.bucket_bytes}; it must be at least 1")
-        if self.seed < 0:
-            raise ValueError(f"seed is {self.seed}; it must be at least 0")
+        check_bounds(self, "bucket_bytes", least=1)
+        check_bounds(self, "seed", least=0)
 
 
 class FSDPError(Exception):

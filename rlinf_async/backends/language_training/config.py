@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from rlinf_async.algorithms.config import LanguageAdvantageConfig, LanguageLossConfig
+from rlinf_async.config.counts import check_bounds
 from rlinf_async.messages.weights import DEFAULT_BUCKET_BYTES
 
 
@@ -61,13 +62,9 @@ class LanguageTrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens_per_forward", "logit_chunk_bytes", "bucket_bytes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.value_clip is not None and not self.value_clip > 0.0:
-            raise ValueError(f"value_clip is {self.value_clip}; it must be above 0, or left out")
-        if self.seed < 0:
-            raise ValueError(f"seed is {self.seed}; it must be at least 0")
+        check_bounds(self, "max_tokens_per_forward", "logit_chunk_bytes", "bucket_bytes", least=1)
+        check_bounds(self, "value_clip", above=0)
+        check_bounds(self, "seed", least=0)
 
 
 class SupervisedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -81,7 +78,4 @@ class SupervisedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "micro_batch_size"):
-            number = getattr(self, name)
-            if number is not None and number < 1:
-                raise ValueError(f"{name} is {number}; it must be at least 1")
+        check_bounds(self, "steps", "batch_size", "micro_batch_size", least=1)

@@ -1,14 +1,7 @@
-"""Building a float32 causal language model, with packed attention, from a Hugging Face folder or
-configuration.
+"""A float32 causal language model with packed attention, of a Hugging Face folder or configuration;
+and the files beside its weights: configuration, generation config, tokenizer.
 
 Nothing is ever downloaded.
-
-The files beside the weights of a model folder: configuration, generation config, tokenizer.
-
-Attention inside each sample of a packed row, registered with transformers as ``NAME``.
-
-A sample's tokens attend to that sample's earlier tokens only. One call of PyTorch's fused attention
-for each sample: no mask is built, and no work is done for pairs of tokens of different samples.
 """
 
 from __future__ import annotations
@@ -54,6 +47,9 @@ def packed_attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Return ``[1, T, heads, D]`` from query ``[1, heads, T, D]``, key and value with fewer heads.
+
+    A token attends to earlier tokens of its own sample only: one call of PyTorch's fused attention
+    for each sample, so no mask is built, and no work is done for pairs of different samples.
 
     ``sample_lengths`` sum to ``T``; without them the row is one sample. Raises
     `NotImplementedError` for parts of some models' attention that are not implemented here.

@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ from rlinf_async.backends.base import TrainingDiverged
 from rlinf_async.backends.language import EngineDisagrees
 from rlinf_async.backends.language_training.config import LanguageTrainingConfig
 from rlinf_async.messages.embodied import Floats
-from rlinf_async.messages.language import Kept, Tokens, TrainingSample
+from rlinf_async.messages.language import Kept, TrainingSample
 
 ENGINE_DIFFERENCE: Final = "engine_actor_difference"
 """mean absolute difference between the engine's log-probs and the actor's, over the tokens that the
@@ -172,7 +172,7 @@ class KeptTokens(NamedTuple):
 
 
 def pack_kept(
-    samples: Sequence[Any], chosen: Sequence[NDArray[np.int64]], device: torch.device
+    samples: Sequence[TrainingSample], chosen: Sequence[NDArray[np.int64]], device: torch.device
 ) -> KeptTokens | None:
     """Return what the chosen tokens of each sample ``[R]`` were drawn from; None: all of them from
     the whole vocabulary.
@@ -187,8 +187,8 @@ def pack_kept(
         if sample.kept is None:
             sizes.append(np.zeros(len(places), np.int64))
             continue
-        _check_kept(sample)
-        kept: Kept = sample.kept
+        kept = sample.kept
+        _check_kept(sample, kept)
         counts = kept.counts.astype(np.int64)
         wanted = np.zeros(len(counts), np.bool_)
         wanted[places] = True
@@ -199,9 +199,8 @@ def pack_kept(
     return KeptTokens(torch.from_numpy(bounds).to(device), torch.from_numpy(all_ids).to(device))
 
 
-def _check_kept(sample: Any) -> None:
+def _check_kept(sample: TrainingSample, kept: Kept) -> None:
     """Refuse a token that was not kept: its log-prob would be minus infinity."""
-    kept: Kept = sample.kept
     name, tokens = f"sample {sample.group}/{sample.index}", sample.response_ids
     if len(kept.counts) != len(tokens):
         raise ValueError(
@@ -216,17 +215,6 @@ def _check_kept(sample: Any) -> None:
             f"{name}: token {at} ({tokens[at]}) is {found[at]} times among the {counts[at]} that "
             "it was drawn from: the engine told another set than it drew from"
         )
-
-
-class Tokenized(Protocol):
-    """What packing needs of a sample."""
-
-    group: int
-    index: int
-    prompt_ids: Tokens
-    response_ids: Tokens
-    temperature: float
-    kept: Kept | None
 
 
 class Packed(NamedTuple):
@@ -249,7 +237,7 @@ class Packed(NamedTuple):
 
 
 def pack_samples(
-    samples: Sequence[Tokenized], masks: Sequence[NDArray[np.bool_]], device: torch.device
+    samples: Sequence[TrainingSample], masks: Sequence[NDArray[np.bool_]], device: torch.device
 ) -> Packed:
     """Pack samples; of each response, the tokens in its mask ``[R]`` are predicted.
 
@@ -297,7 +285,13 @@ def pack_samples(
     )
 
 
-def whole_response(sample: Tokenized) -> NDArray[np.bool_]:
+def single_token(device: torch.device) -> Packed:
+    """Return a row of one token, for a rank that computes only because others do."""
+    token = torch.zeros(1, dtype=torch.int64, device=device)
+    return Packed(token[None], token[None], [1], token, token, torch.ones(1, device=device))
+
+
+def whole_response(sample: TrainingSample) -> NDArray[np.bool_]:
     """Return the mask of every response token."""
     return np.ones(len(sample.response_ids), np.bool_)
 

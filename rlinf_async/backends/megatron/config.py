@@ -17,7 +17,7 @@ from rlinf_async.backends.language_training.config import (
     LanguageModelConfig,
     LanguageTrainingConfig,
 )
-from rlinf_async.config.counts import check_counts
+from rlinf_async.config.counts import check_bounds
 from rlinf_async.parallel import (
     GlobalTensor,
     Layout,
@@ -156,7 +156,7 @@ class MegatronOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """reduce gradients and gather parameters while others are computed"""
 
     def __post_init__(self) -> None:
-        check_counts(self, least=1, names=("virtual_stages", "cp", "ep"))
+        check_bounds(self, "virtual_stages", "cp", "ep", least=1)
 
 
 class MegatronConfig(MegatronOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -176,7 +176,7 @@ class MegatronConfig(MegatronOptions, frozen=True, kw_only=True, forbid_unknown_
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, least=1, names=("tp", "pp"))
+        check_bounds(self, "tp", "pp", least=1)
         if self.virtual_stages > 1 and self.pp == 1:
             raise ValueError(
                 f"virtual_stages is {self.virtual_stages}, but pp is 1: one stage has nothing to "
@@ -250,3 +250,21 @@ def _fits(architecture: Architecture, strategy: Strategy) -> bool:
     except StrategyError:
         return False
     return True
+
+
+class NoSamples(ValueError):
+    """A data rank has no samples of a global batch; raised on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a global batch has no samples on a rank that reads them: give every data rank at "
+            "least one"
+        )
+
+
+class IdleRank(RuntimeError):
+    """The rank holds no part of the model: the strategy does not use it."""
+
+
+class OffloadedError(RuntimeError):
+    """Take weights and optimizer back to the device first."""

@@ -2,9 +2,9 @@
 
 ::
 
-    arriving --> reading rank --Lane--> tensor ranks and stages of its model
+    arriving --> reading rank --`Peers`--> tensor ranks and stages of its model
                      |   first and last one: do all readers have theirs?
-                     +----Readers----> reading ranks of other models
+                     +----`Readers`----> reading ranks of other models
 
 Sending does not wait for the receivers: in a pipeline the first stage reads ahead of the others,
 which first wait for what it computes.
@@ -14,36 +14,23 @@ rank is given its first one, or its last, before every other one has its own. Pa
 gathered from data ranks with the first one (where that overlaps with computing) and gradients
 reduced over them with the last, so nobody waits there for a rank that gave up, or for samples that
 are still to come. The step ends no later for it: it needs the last samples of every rank.
-
-What ranks tell each other that is no tensor: messages over gloo, from one rank to another.
-
-Receiving waits as long as it takes: samples come when rollouts have made them, which says nothing
-of the rank that reads them. A process that is gone is noticed all the same, by its connection. (The
-limit of a group, 30 minutes, would be one for rollouts; and for what gloo sends from rank to rank
-it cannot be changed once the group is made.)
-
-What the ranks that read samples say to each other: one of each data rank.
-
-They exchange numbers while they read a global batch, and at its end that each has all of it. Every
-exchange is one of all of them, in the same order, so a rank that failed says so in the place of its
-next one, and all have failed then: none goes on to collectives of a global batch that others have
-given up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any, Final, NoReturn, TypeVar
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rlinf_async.backends.language import MicroBatch, RankFailed
-from rlinf_async.backends.megatron.errors import NoSamples
-from rlinf_async.backends.megatron.objects import decode, encode
+from rlinf_async.backends.megatron.config import NoSamples
 
 T = TypeVar("T")
 
@@ -70,8 +57,14 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return RankFailed(f"rank {self.rank}, which others wait for, failed: {self.cause}")
 
 
-class Lane:
-    """The ranks of a gloo group; None: this one is alone."""
+class Peers:
+    """Messages between the ranks of a gloo group, for what is no tensor; None: this one is alone.
+
+    Receiving waits as long as it takes: samples come when rollouts have made them, which says
+    nothing of the rank that reads them. A process that is gone is noticed all the same, by its
+    connection. (The limit of a group, 30 minutes, would be one for rollouts; and for what gloo
+    sends from rank to rank it cannot be changed once the group is made.)
+    """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         alone = group is None or dist.get_world_size(group) == 1
@@ -100,7 +93,7 @@ class Lane:
 
         Raises `TypeError`, and sends nothing, if it cannot travel.
         """
-        data = _tensor(encode(value))
+        data = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
         size = torch.tensor([len(data)])
         for rank in self.others if ranks is None else ranks:
             for tensor in (size, data):
@@ -132,22 +125,24 @@ class Lane:
         work.wait(NO_LIMIT)
 
 
-def _tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
 class Readers:
-    """The reading ranks, as one of them sees them; others do not call it."""
+    """The ranks that read samples, one of each data rank, as one of them sees them.
 
-    def __init__(self, lane: Lane) -> None:
-        self._lane = lane
+    They exchange numbers while they read a global batch, and at its end that each has all of it.
+    Every exchange is one of all of them, in the same order, so a rank that failed says so in the
+    place of its next one, and all have failed then: none goes on to collectives of a global batch
+    that others have given up.
+    """
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
         self._failure: Failure | None = None
         """of the global batch that is read; all know of it"""
 
     @property
     def alone(self) -> bool:
         """Whether no other rank reads."""
-        return self._lane.alone
+        return self._peers.alone
 
     def begin(self) -> None:
         """Begin a global batch."""
@@ -171,13 +166,13 @@ class Readers:
         return self._failure or own
 
     def _exchange(self, own: list[float] | Failure) -> list[list[float] | Failure]:
-        lane = self._lane
+        peers = self._peers
         every: list[list[float] | Failure] = [own]
         try:
-            lane.send(own)
-            others = {rank: lane.receive(list[float], rank) for rank in lane.others}
-            lane.finish()
-            every = [others.get(rank, own) for rank in lane.ranks] or [own]
+            peers.send(own)
+            others = {rank: peers.receive(list[float], rank) for rank in peers.others}
+            peers.finish()
+            every = [others.get(rank, own) for rank in peers.ranks] or [own]
         except RuntimeError as error:  # one of them is gone: this rank's model has to hear of it
             every = [Failure.of(error)]
         self._failure = next((one for one in every if isinstance(one, Failure)), None)
@@ -188,16 +183,12 @@ class Feed:
     """The ranks of one model.
 
     Args:
-        lane: between them.
+        peers: between them.
         readers: of all models, on the rank that reads.
     """
 
-    def __init__(self, lane: Lane, readers: Readers) -> None:
-        self._lane, self._readers = lane, readers
-
-    @property
-    def _reads(self) -> bool:
-        return self._lane.alone or self._lane.first
+    def __init__(self, peers: Peers, readers: Readers) -> None:
+        self._peers, self._readers = peers, readers
 
     def share(
         self,
@@ -214,7 +205,7 @@ class Feed:
         An error of reading or preparing is raised on every rank as `RankFailed`; where there is one
         rank, as it is. Raises `NoSamples` on every rank where one that reads has none.
         """
-        if not self._reads:
+        if not (self._peers.alone or self._peers.first):
             yield from map(prepare, self._received())
             return
         self._readers.begin()
@@ -231,7 +222,7 @@ class Feed:
                 first = False
             except Exception as error:
                 self.fail(error)
-            self._lane.send(one)
+            self._peers.send(one)
             yield ready
 
     def fail(self, error: Exception) -> NoReturn:
@@ -242,18 +233,18 @@ class Feed:
 
     def fail_model(self, error: Exception) -> NoReturn:
         """Raise `RankFailed` on all ranks of this model, in place of what is shared next."""
-        if self._lane.alone:
+        if self._peers.alone:
             raise error
         self._tell(Failure.of(error), error)
 
     def _tell(self, failure: Failure, error: Exception) -> NoReturn:
-        self._lane.send(failure)
+        self._peers.send(failure)
         self.finish()
         raise failure.error() from error
 
     def finish(self) -> None:
         """Wait until the others have what was shared with them."""
-        self._lane.finish()
+        self._peers.finish()
 
     def broadcast(self, value: T, kind: Any, source: int | None = None) -> T:
         """Return the value, of this type, of one rank; of the reading one if not said.
@@ -262,15 +253,15 @@ class Feed:
         The others' values are not looked at. A value that cannot travel is a `RankFailed` on every
         rank.
         """
-        lane = self._lane
-        if lane.alone:
+        peers = self._peers
+        if peers.alone:
             return value
-        source = lane.ranks[0] if source is None else source
-        if source in lane.others:
+        source = peers.ranks[0] if source is None else source
+        if source in peers.others:
             found: T = self._receive(kind, source)
             return found
         try:
-            lane.send(value)
+            peers.send(value)
         except TypeError as error:
             self.fail_model(error)
         self.finish()
@@ -279,12 +270,12 @@ class Feed:
     def _received(self) -> Iterator[MicroBatch]:
         last = False
         while not last:
-            one = self._receive(MicroBatch, self._lane.ranks[0])
+            one = self._receive(MicroBatch, self._peers.ranks[0])
             last = one.is_last
             yield one
 
     def _receive(self, kind: type[T], source: int) -> T:
-        found = self._lane.receive(kind, source)
+        found = self._peers.receive(kind, source)
         if isinstance(found, Failure):
             raise found.error()
         return found
@@ -302,3 +293,37 @@ def _counted(micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
     every = [first, *arriving]
     for one in every:
         yield one._replace(of=len(every))
+
+
+def encode(value: object) -> bytes:
+    """Return a value of plain types, structs and numpy arrays as bytes.
+
+    Raises `TypeError` for anything else, and for arrays of objects.
+    """
+    return msgspec.msgpack.encode(value, enc_hook=_outline)
+
+
+def decode(data: bytes, kind: Any) -> Any:
+    """Return the value, checked to be of this type; its arrays are its own, and writable.
+
+    Raises `msgspec.DecodeError` for bytes of another type.
+    """
+    return _decoder(kind).decode(data)
+
+
+@lru_cache(maxsize=16)
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(kind, dec_hook=_array)
+
+
+def _outline(value: object) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    if not isinstance(value, np.ndarray) or value.dtype.hasobject:
+        raise TypeError(f"{type(value).__name__} does not travel between the ranks of a model")
+    return value.dtype.str, value.shape, value.tobytes()
+
+
+def _array(_: Any, outline: Any) -> Any:
+    dtype, shape, elements = msgspec.convert(outline, tuple[str, tuple[int, ...], bytes])
+    return np.frombuffer(bytearray(elements), dtype).reshape(shape)

@@ -1,22 +1,14 @@
-"""A padded batch ``[B, S]`` through one stage, packed on the way: for code that brings its own
-batches and its own use of logits.
+"""The forward pass of a stage over packed samples, and what is read from its output.
 
 ::
 
-    [B, S] --pack--> one row of tokens --stage--> hidden states --> the next stage
-                                             \\--> (last stage) logits [T, V / tp] or values [T]
-                                                    --processor--> [T, ...] --unpack--> [B, S, ...]
+    packed row --`run_stage`--> hidden states --> the next stage
+                          \\--> (last stage) logits [N, V / tp] or values --`Read`--> log-probs
 
-The forward pass of a stage over packed samples.
+    [B, S] --pack--> one row --`run_stage`--> logits [T, V / tp] --processor--> [T, ...]
+                                                                      --unpack--> [B, S, ...]
 
-Log-probs and entropies of logits whose vocabulary is cut over tensor ranks.
-
-With ``l`` the logits times the inverse temperature, minus infinity where a token was not drawn from
-(`KeptTokens`), ``log p_t = l_t - logsumexp(l)`` and ``H = logsumexp(l) - sum p l``. Each rank has
-some rows of the vocabulary; only sums and maxima ``[N]`` cross the ranks. The gradients are written
-out, as in the FSDP backend::
-
-    d log p_t / d l_j = [j = t] - p_j          d H / d l_j = -p_j (log p_j + H)
+`custom_forward` is for code that brings its own padded batches and its own use of logits.
 """
 
 from __future__ import annotations
@@ -43,6 +35,13 @@ def vocabulary_statistics(
     kept: KeptTokens | None = None,
 ) -> TokenStatistics:
     """Return log-probs and entropies ``[N]``, equal on every tensor rank.
+
+    With ``l`` the logits times the inverse temperature, minus infinity where a token was not drawn
+    from (`KeptTokens`), ``log p_t = l_t - logsumexp(l)`` and ``H = logsumexp(l) - sum p l``. Each
+    rank has some rows of the vocabulary; only sums and maxima ``[N]`` cross the ranks. The
+    gradients are written out, as in the FSDP backend::
+
+        d log p_t / d l_j = [j = t] - p_j          d H / d l_j = -p_j (log p_j + H)
 
     Args:
         logits: ``[N, V / tp]``: of this rank's rows of the padded vocabulary.
@@ -152,7 +151,8 @@ def run_stage(
 
     ``model`` is ``stage``, or wraps it.
     """
-    packed = padded(packed, grid.strategy.tp) if _cuts_sequence(stage) else packed
+    if cast(Any, stage).config.sequence_parallel:
+        packed = padded(packed, grid.strategy.tp)
     if select is not None:
         select.rows = packed.rows
     bounds = torch.tensor([0, *packed.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -207,11 +207,6 @@ def padded(packed: Packed, multiple: int) -> Packed:
         position_ids=torch.cat([packed.position_ids, zeros], 1),
         lengths=[*packed.lengths, missing],
     )
-
-
-def _cuts_sequence(model: nn.Module) -> bool:
-    config: Any = model.config
-    return bool(config.sequence_parallel)
 
 
 LogitsProcessor = Callable[..., Mapping[str, Tensor]]

@@ -3,12 +3,6 @@
 Megatron's own `initialize_model_parallel` always takes all ranks of the process. Here the ranks
 that a strategy does not use are idle members, and the groups can be made again for another strategy
 while the run goes on.
-
-The process groups of one rank, whatever the strategy: each set of ranks has one, made once.
-
-Every launched rank makes every group, at the same place of the program, also those it is not in:
-torch counts them. They are kept, because making one costs connections, and the groups of a strategy
-that was rolled back are there for the next attempt.
 """
 
 from __future__ import annotations
@@ -37,7 +31,12 @@ class Key(NamedTuple):
 
 
 class Groups:
-    """Groups by their ranks."""
+    """The process groups of one rank, whatever the strategy: each set of ranks has one, made once.
+
+    Every launched rank makes every group, at the same place of the program, also those it is not
+    in: torch counts them. They are kept, because making one costs connections, and the groups of a
+    strategy that was rolled back are there for the next attempt.
+    """
 
     def __init__(self) -> None:
         self._made: dict[Key, dist.ProcessGroup] = {}

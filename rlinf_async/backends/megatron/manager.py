@@ -5,8 +5,6 @@
     Hugging Face weights --held--> this rank's slices --stage--> gradients --optimizer--> slices
                                                                    ^
                           data ranks: summed       tensor ranks: parts       stages: own layers
-
-Megatron's gradient buffers and optimizer for a stage.
 """
 
 from __future__ import annotations
@@ -28,6 +26,7 @@ from rlinf_async.backends.building import building
 from rlinf_async.backends.language import WEIGHTS
 from rlinf_async.backends.language_training.model import build_language_model, describing_files
 from rlinf_async.backends.megatron.config import (
+    IdleRank,
     MegatronConfig,
     architecture_of,
     check_offered,
@@ -35,8 +34,7 @@ from rlinf_async.backends.megatron.config import (
     strategy_of,
 )
 from rlinf_async.backends.megatron.cpu import of_megatron
-from rlinf_async.backends.megatron.errors import IdleRank
-from rlinf_async.backends.megatron.feed import Feed, Lane, Readers
+from rlinf_async.backends.megatron.feed import Feed, Peers, Readers
 from rlinf_async.backends.megatron.forward import (
     LogitsProcessor,
     PaddedBatch,
@@ -289,8 +287,8 @@ class MegatronModelManager(Offloading):
     def take(self, grid: Grid, part: RankModel | None) -> None:
         """Train with this part of the model, under this strategy; None: this rank is idle."""
         self.grid, self.strategy = grid, grid.strategy
-        self.readers = Readers(Lane(grid.readers))
-        self.feed = Feed(Lane(grid.feed), self.readers)
+        self.readers = Readers(Peers(grid.readers))
+        self.feed = Feed(Peers(grid.feed), self.readers)
         self.part = part
 
     @property

@@ -1,4 +1,4 @@
-"""Memory of the device that is given back while others use the device, and taken again.
+"""Where a rank's weights and moments are: on its device, or on the CPU while others use that.
 
 ::
 
@@ -7,8 +7,6 @@
 
 Tensors stay the same objects and views stay views: only their storage becomes empty. So optimizers,
 buffers and hooks of Megatron need not know of it.
-
-Where a rank's weights and moments are: on its device, or on the CPU while others use that.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rlinf_async.backends.language import OPTIMIZER, PARTS, WEIGHTS
-from rlinf_async.backends.megatron.errors import OffloadedError
+from rlinf_async.backends.megatron.config import OffloadedError
 from rlinf_async.backends.megatron.weights import MOMENTS, torch_optimizers
 
 

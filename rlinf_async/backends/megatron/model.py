@@ -1,27 +1,8 @@
 """Building a rank's part of a language model from megatron-core's layers.
 
 A Hugging Face configuration says what the model is: the decoders that `parallel.decoders` has name
-maps for, without experts and without attention in windows.
-
-Memory for Megatron's buffers of parameters and gradients.
-
-Megatron makes them with ``torch.zeros``, whose first touch of every page is most of what building a
-part of a model costs on a CPU. Here they are memory of the system that is 0 without being touched;
-or those of the part that is being replaced, where parameters lie in them in the same places.
-
-Attention inside each sample of a packed row, as a core attention of Megatron's layers.
-
-Transformer Engine's attention does this on GPUs. Without it, one call of PyTorch's fused attention
-for each sample: no mask is built, and no work is done for pairs of tokens of different samples.
-
-The embedding of the padding token learns nothing, as in the models of transformers.
-
-Their embeddings are made with ``padding_idx``: that row begins at 0 and gets no gradient. The norm
-behind it would make a large one of it, should the token ever be in a sample.
-
-The value head of a critic, where Megatron's model has its output layer.
-
-RMSNorm for Megatron's layers: PyTorch's, also where the sequence is cut over tensor ranks.
+maps for, without experts and without attention in windows. Attention, norms and the value head are
+PyTorch's own; Megatron's are written for Transformer Engine.
 """
 
 from __future__ import annotations
@@ -48,6 +29,11 @@ from rlinf_async.parallel.decoders import Decoder
 @contextmanager
 def buffers_in(reused: Iterable[Tensor] = ()) -> Iterator[None]:
     """Let Megatron make its buffers in these, in this order, and in new ones where there are none.
+
+    Megatron makes them with ``torch.zeros``, whose first touch of every page is most of what
+    building a part of a model costs on a CPU. Here they are memory of the system that is 0 without
+    being touched; or those of the part that is being replaced, where parameters lie in them in the
+    same places.
 
     A reused buffer keeps its content; it must have the size and dtype that is asked for.
     """
@@ -93,7 +79,12 @@ class _Torch:
 
 
 class PackedAttention(nn.Module):
-    """Causal attention over ``[T, heads, D]`` with fewer heads of key and value."""
+    """Causal attention over ``[T, heads, D]``, inside each sample of a packed row, with fewer heads
+    of key and value.
+
+    Transformer Engine does this on GPUs. Without it, one call of PyTorch's fused attention for each
+    sample: no mask is built, and no work is done for pairs of tokens of different samples.
+    """
 
     def __init__(self, config: Any, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
         super().__init__()
@@ -130,7 +121,12 @@ class PackedAttention(nn.Module):
 
 
 class FrozenPadding:
-    """A hook of the embedding: hidden states of the padding token pass no gradient on."""
+    """A hook of the embedding: hidden states of the padding token pass no gradient on.
+
+    The models of transformers make their embedding with ``padding_idx``: that row begins at 0 and
+    gets no gradient. The norm behind it would make a large one of it, should the token ever be in a
+    sample.
+    """
 
     def __init__(self, token: int, tensor_ranks: dist.ProcessGroup) -> None:
         self._token = token

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from rlinf_async.backends.language_training.objective import Packed
+from rlinf_async.backends.language_training.objective import Packed, single_token
 from rlinf_async.backends.megatron.cpu import of_megatron
 from rlinf_async.backends.megatron.forward import Read, SelectRows, padded, run_stage
 from rlinf_async.backends.megatron.grid import Grid
@@ -204,7 +204,8 @@ class Arriving(Iterator[Work]):
                 one = next(self._work, None)
             except Exception as error:
                 self.error = error
-        self._ahead.append(one or _idle(self._device))
+        # In place of one that is missing: a single token, without a gradient.
+        self._ahead.append(one or Work(single_token(self._device), _nothing, True, None))
 
 
 def make_data_iterator_list(
@@ -224,13 +225,6 @@ def make_data_iterator_list(
     if padding:
         data_iterator = (one._replace(packed=padded(one.packed, multiple)) for one in data_iterator)
     return list(tee(data_iterator, vpp_size))
-
-
-def _idle(device: torch.device) -> Work:
-    """A micro-batch of one token, without a gradient, whose answer nobody takes."""
-    token = torch.zeros(1, dtype=torch.int64, device=device)
-    packed = Packed(token[None], token[None], [1], token, token, torch.ones(1, device=device))
-    return Work(packed, _nothing, True, None)
 
 
 def _nothing(found: Any) -> tuple[Tensor, Any]:

@@ -5,8 +5,6 @@
     weights            whole parameters of the rank's slice; float32 copies and moments, too, where
                        data ranks have copies of the optimizer
     optimizer's state  a range of each parameter, where data ranks share it (ZeRO 1)
-
-Freeing the memory of a part of a model that another one replaces.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ def state_layout(architecture: Architecture, strategy: Strategy, sharding: Shard
     """Return who holds which part of the optimizer's state."""
     if not sharding.distributed:
         return layout_of(architecture, strategy)
-    ranges: Any = _ranges(strategy, sharding)
+    ranges: Any = Ranges(sharding.bucket_elements(strategy.dp))
     return layout_of(architecture, msgspec.structs.replace(strategy, sharding=ranges))
 
 
@@ -154,10 +152,6 @@ def same_slices(old: Layout, new: Layout, rank: int) -> bool:
 def holds(rank: int, strategy: Strategy) -> bool:
     """Whether a rank takes part in a strategy."""
     return place_of(rank, strategy) is not None
-
-
-def _ranges(strategy: Strategy, sharding: Sharding) -> Ranges:
-    return Ranges(sharding.bucket_elements(strategy.dp))
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -1,14 +1,10 @@
-"""The weights of a rank's stage: where each tensor of a checkpoint lies in Megatron's parameters.
+"""The weights and moments of a rank's stage: where each tensor of a checkpoint lies in Megatron's
+parameters, and what Megatron's optimizer keeps of them.
 
 `parallel.layout` has the slices; Megatron numbers the layers of a stage from 0 on, the layout has
-the numbers of the whole model.
-
-Weights and moments of a rank's parameters, wherever Megatron's optimizer keeps them.
-
-With the distributed optimizer a data rank has a range of each parameter's elements, in float32;
-otherwise the moments of whole parameters, and with bfloat16 their float32 copies.
-
-The whole weights of a model on rank 0, from one copy of it.
+the numbers of the whole model. With the distributed optimizer a data rank has a range of each
+parameter's elements, in float32; otherwise the moments of whole parameters, and with bfloat16 their
+float32 copies.
 """
 
 from __future__ import annotations
@@ -262,11 +258,7 @@ def on_first_rank(
             for piece, data in slices:
                 if piece.tensor not in found:
                     found[piece.tensor] = torch.zeros(shapes[piece.tensor], dtype=dtype)
-                box = tuple(
-                    slice(start, start + size)
-                    for start, size in zip(piece.start, piece.size, strict=True)
-                )
-                found[piece.tensor][box] = data.to(dtype).cpu()
+                found[piece.tensor][_box(piece)] = data.to(dtype).cpu()
     return found
 
 

@@ -7,6 +7,7 @@ from typing import Final
 import msgspec
 
 from rlinf_async.backends.policies.vision_language.config import VisionLanguageConfig
+from rlinf_async.config.counts import check_bounds
 from rlinf_async.messages.spaces import ActionSpec, ObservationSpec, continuous, flat_spec
 
 
@@ -49,14 +50,9 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(
                 f"channels is {self.channels}; there must be at least one, each at least 1"
             )
-        if self.memory_size < 1:
-            raise ValueError(f"memory_size is {self.memory_size}; it must be at least 1")
-        if not -20.0 <= self.initial_log_std <= 2.0:
-            raise ValueError(
-                f"initial_log_std is {self.initial_log_std}; it must lie between -20 and 2"
-            )
-        if not self.observation_clip > 0.0:
-            raise ValueError(f"observation_clip is {self.observation_clip}; it must be above 0")
+        check_bounds(self, "memory_size", least=1)
+        check_bounds(self, "initial_log_std", least=-20, most=2)
+        check_bounds(self, "observation_clip", above=0)
 
     @property
     def sees(self) -> ObservationSpec:

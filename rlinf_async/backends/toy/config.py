@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from rlinf_async.algorithms.config import LanguageLossConfig
+from rlinf_async.config.counts import check_bounds
 
 
 class ToyEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -30,15 +31,10 @@ class ToyEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     vocabulary: int = 100
 
     def __post_init__(self) -> None:
-        for name in ("slots", "context", "vocabulary"):
-            least = 2 if name == "vocabulary" else 1
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
-        for name in ("seconds_per_step", "seconds_per_sequence", "load_seconds", "tail"):
-            if not getattr(self, name) >= 0.0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
-        if not self.mean_tokens >= 1.0:
-            raise ValueError(f"mean_tokens is {self.mean_tokens}; it must be at least 1")
+        check_bounds(self, "slots", "context", "mean_tokens", least=1)
+        check_bounds(self, "vocabulary", least=2)
+        seconds = ("seconds_per_step", "seconds_per_sequence", "load_seconds")
+        check_bounds(self, *seconds, "tail", least=0)
 
 
 class ToyTrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,11 +49,8 @@ class ToyTrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     weight_bytes: int = 4096
 
     def __post_init__(self) -> None:
-        for name in ("seconds_per_token", "seconds_per_step", "seconds_to_move"):
-            if not getattr(self, name) >= 0.0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
-        if self.weight_bytes < 1:
-            raise ValueError(f"weight_bytes is {self.weight_bytes}; it must be at least 1")
+        check_bounds(self, "seconds_per_token", "seconds_per_step", "seconds_to_move", least=0)
+        check_bounds(self, "weight_bytes", least=1)
 
 
 class ToyPolicyConfig(ToyTrainerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):

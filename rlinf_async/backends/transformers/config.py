@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from rlinf_async.config.counts import MOST_THREADS, check_counts
+from rlinf_async.config.counts import MOST_THREADS, check_bounds
 
 
 class TransformersEngineConfig(
@@ -30,7 +30,6 @@ class TransformersEngineConfig(
     """threads of the arithmetic; 0: torch's default"""
 
     def __post_init__(self) -> None:
-        check_counts(self, least=1, names=("max_concurrent", "prefill_tokens"))
-        if self.context is not None and self.context < 2:
-            raise ValueError(f"context is {self.context}; it must be at least 2, or left out")
-        check_counts(self, least=0, names=("threads",), most=MOST_THREADS)
+        check_bounds(self, "max_concurrent", "prefill_tokens", least=1)
+        check_bounds(self, "context", least=2)
+        check_bounds(self, "threads", least=0, most=MOST_THREADS)

@@ -6,34 +6,14 @@
                                  ^
               load(update): new weights; the cache is recomputed from each row's tokens
 
-Runs in one thread. Invariant: the cache holds, for each row, all of its tokens but the last one,
-under the weights that are loaded; the next step feeds that last one.
+Runs in one thread. Invariant: the cache (`RowCache`) holds, for each row, all of its tokens but the
+last one, under the weights that are loaded; the next step feeds that last one.
 
 Which rows are together depends on when requests arrive, so it must not show in what a row gets, not
 by its last bit: a token drawn near a border would be another one, and two runs from one seed would
 part. On the CPU, in float32, it does not, as rows are computed each by itself: the libraries take
 another order of summation only for fewer than `ROWS` rows, and for keys beyond a whole number of
 `SPAN`, so there is filling up to these.
-
-`RowCache`: keys and values of the rows that are decoded together, densely packed.
-
-::
-
-    keys[layer]   [rows, heads, positions, head size]      rows 0 .. count - 1 are in use
-
-A row that joins comes last; if one leaves, the last takes its place. So a decoding step reads one
-view of each layer, without a copy, however rows come and go. The model sees the interface of the
-library's own caches, of which its attention calls `update` only.
-
-Unused positions are zero or left from an earlier row, never NaN: masks hide them, and a hidden NaN
-would still come through (0 * NaN).
-
-One request inside the decoder: its tokens so far, and the random numbers of the next ones.
-
-Additive attention masks ``[rows, 1, new, seen]``: 0, or the lowest number where masked.
-
-The library takes a mask of four dimensions as it is. A model with layers of several kinds (some
-look at a window only) takes one for each kind.
 """
 
 from __future__ import annotations
@@ -59,7 +39,19 @@ GROWTH = 64
 
 
 class RowCache:
-    """Keys and values of all layers."""
+    """Keys and values of the rows that are decoded together, densely packed.
+
+    ::
+
+        keys[layer]   [rows, heads, positions, head size]      rows 0 .. count - 1 are in use
+
+    A row that joins comes last; if one leaves, the last takes its place. So a decoding step reads
+    one view of each layer, without a copy, however rows come and go. The model sees the interface
+    of the library's own caches, of which its attention calls `update` only.
+
+    Unused positions are zero or left from an earlier row, never NaN: masks hide them, and a hidden
+    NaN would still come through (0 * NaN).
+    """
 
     is_compileable = False
 
@@ -154,7 +146,7 @@ Finish = Literal["stop", "length", "abort"]
 
 
 class Row:
-    """A response that grows."""
+    """One request inside the decoder: its tokens so far, and the random numbers of the next."""
 
     __slots__ = (
         "_kept",
@@ -252,6 +244,10 @@ def layer_kinds(config: Any) -> list[str]:
 
 def make_masks(config: Any, kinds: list[str], at: Tensor, width: int, dtype: torch.dtype) -> Masks:
     """Mask what comes later, and what lies outside the window.
+
+    Masks are added to scores: 0, or the lowest number where masked. The library takes one of four
+    dimensions ``[rows, 1, new, seen]`` as it is; a model with layers of several kinds takes one for
+    each kind.
 
     Args:
         config: of the model.
@@ -377,11 +373,16 @@ class Decoder:
             self.leave(done)
         return done
 
-    @torch.inference_mode()
-    def recompute(self) -> None:
-        """Recompute the cache of all rows, after the weights have changed."""
-        rows, self.rows = self.rows, []
-        self.join(rows)
+    def load(self, update: WeightUpdate) -> int:
+        """Take new weights between two steps; running rows keep their tokens, and the cache is
+        computed anew. Return the checksum; raises what `load_weights` does."""
+        refuse_older(update.version, self.version)
+        checksum = load_weights(update, self.model, self.tensors)
+        self.version = update.version
+        if self.rows:
+            rows, self.rows = self.rows, []
+            self.join(rows)
+        return checksum
 
     @torch.inference_mode()
     def log_probs(self, sequences: Sequence[tuple[Tokens, Tokens]]) -> list[Floats]:
@@ -435,13 +436,3 @@ class Decoder:
 def _spanned(width: int) -> int:
     """A whole number of `SPAN`, not below ``width``."""
     return -(-width // SPAN) * SPAN
-
-
-def load(decoder: Decoder, update: WeightUpdate) -> int:
-    """Take new weights between two steps; running rows keep their tokens. See `load_weights`."""
-    refuse_older(update.version, decoder.version)
-    checksum = load_weights(update, decoder.model, decoder.tensors)
-    decoder.version = update.version
-    if decoder.rows:
-        decoder.recompute()
-    return checksum

@@ -24,10 +24,9 @@ from typing import Final, TypeVar
 
 import torch
 
-from rlinf_async.backends.base import Unbroken
+from rlinf_async.backends.base import ShieldedTasks
 from rlinf_async.backends.building import building
 from rlinf_async.backends.language import EngineDied
-from rlinf_async.backends.transformers import decoder as decoding
 from rlinf_async.backends.transformers.config import TransformersEngineConfig
 from rlinf_async.backends.transformers.decoder import Decoder, Row
 from rlinf_async.backends.transformers.folder import ModelFolder, open_folder
@@ -65,7 +64,7 @@ class TransformersEngine:
         self._ending: set[Row] = set()
         self._arrived = 0
         self._turn = asyncio.Lock()
-        self._unbroken = Unbroken()
+        self._shielded = ShieldedTasks()
         self._wanted = False
         self._work: asyncio.Task[None] | None = None
         self._failure: str | None = None
@@ -149,7 +148,7 @@ class TransformersEngine:
 
     async def load(self, update: WeightUpdate) -> int:
         """Take new weights between two steps. See `GenerationEngine.load`."""
-        return await self._unbroken.run(self._load(update))
+        return await self._shielded.run(self._load(update))
 
     async def _load(self, update: WeightUpdate) -> int:
         """Load. A failure in between ends the engine: it never serves a half-loaded model."""
@@ -159,7 +158,7 @@ class TransformersEngine:
             self._check_alive()
             assert self._decoder is not None
             try:
-                return await self._in_thread(decoding.load, self._decoder, update)
+                return await self._in_thread(self._decoder.load, update)
             except WeightsError:  # nothing was changed
                 raise
             except Exception as error:
@@ -182,7 +181,7 @@ class TransformersEngine:
     async def close(self) -> None:
         """End what runs, and the thread."""
         self._fail("was closed")
-        await self._unbroken.ended()
+        await self._shielded.wait()
         if self._work is not None:
             await asyncio.gather(self._work, return_exceptions=True)
         self._thread.shutdown(wait=False)

@@ -1,4 +1,4 @@
-"""Drawing a token for each row of a batch, with sampling settings and random numbers of its own.
+"""Drawing a token for each row of a batch, and attention of one new token for each row.
 
 The log-prob that comes with a token is that of the distribution it was drawn from: of the logits
 after temperature, then top-k, then top-p, renormalised; of equally likely tokens at the border the
@@ -8,11 +8,9 @@ their log-probs are those at temperature 1 of the whole vocabulary.
 A row's random number at each position follows from its seed alone, so what is drawn depends neither
 on the other rows nor on where the response was interrupted.
 
-Attention of one new token per row, without copying keys and values for grouped queries.
-
-The library's own repeats each key head for all of its query heads, in every step and layer. Here
-the query heads of a group stand where new positions would: ``[rows, key heads, group, size]``. On
-one core that takes a third of the time.
+The library's attention repeats each key head for all of its query heads, in every step and layer.
+In `attend` the query heads of a group stand where new positions would: ``[rows, key heads, group,
+size]``. On one core that takes a third of the time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A model's tensors, in memory and as checkpoints of its architecture have them.
+"""A model's tensors, in memory and as checkpoints of its architecture have them; building a model.
 
 ::
 
@@ -13,8 +13,6 @@ tensor of a checkpoint lies. Published weights and exported folders have the che
 
 Invariant: the names follow from the configuration alone, so trainer, engines and exported folders
 agree on them, whatever files a model was loaded from.
-
-Building a model from its folder, and putting new weights into it.
 """
 
 from __future__ import annotations
@@ -170,10 +168,11 @@ def build_model(folder: ModelFolder, config: TransformersEngineConfig, device: s
     from transformers.initialization import no_init_weights
 
     factory: Any = AutoModelForCausalLM
+    capped = getattr(folder.config, "attn_logit_softcapping", None) is not None
     options = {
         "dtype": getattr(torch, config.dtype),
         # other implementations ignore the soft cap that some models were trained with
-        "attn_implementation": "eager" if _caps(folder.config) else attention.register(),
+        "attn_implementation": "eager" if capped else attention.register(),
     }
     if config.weights == "folder":
         model: nn.Module = factory.from_pretrained(folder.path, local_files_only=True, **options)
@@ -229,7 +228,3 @@ def _cast(present: Tensor, arrived: Tensor | None) -> Tensor:
     if arrived is None or not (arrived.is_floating_point() and present.is_floating_point()):
         return present
     return present.to(arrived.dtype)
-
-
-def _caps(config: Any) -> bool:
-    return getattr(config, "attn_logit_softcapping", None) is not None

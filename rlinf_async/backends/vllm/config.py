@@ -6,7 +6,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from rlinf_async.config.counts import MOST_THREADS, check_counts
+from rlinf_async.config.counts import MOST_THREADS, check_bounds
 from rlinf_async.messages.language import Sampling
 
 GPU_MEMORY: Final = 0.9
@@ -59,16 +59,10 @@ class VllmEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     `OWN_ARGUMENTS`"""
 
     def __post_init__(self) -> None:
-        check_counts(self, least=1, names=("max_concurrent", "tensor_parallel"))
-        check_counts(self, least=1, names=("threads",), most=MOST_THREADS)
-        if self.context is not None and self.context < 2:
-            raise ValueError(f"context is {self.context}; it must be at least 2, or left out")
-        if self.kv_cache_bytes is not None and self.kv_cache_bytes < 1:
-            raise ValueError(
-                f"kv_cache_bytes is {self.kv_cache_bytes}; it must be at least 1, or left out"
-            )
-        if self.gpu_memory is not None and not 0.0 < self.gpu_memory <= 1.0:
-            raise ValueError(f"gpu_memory is {self.gpu_memory}; it must be above 0, at most 1")
+        check_bounds(self, "max_concurrent", "tensor_parallel", "kv_cache_bytes", least=1)
+        check_bounds(self, "threads", least=1, most=MOST_THREADS)
+        check_bounds(self, "context", least=2)
+        check_bounds(self, "gpu_memory", above=0, most=1)
         for name in self.extra.keys() & OWN_ARGUMENTS.keys():
             raise ValueError(f"extra has {name!r}: {OWN_ARGUMENTS[name]}; leave it out")
 

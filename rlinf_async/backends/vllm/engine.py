@@ -23,7 +23,7 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from rlinf_async.backends.base import Unbroken
+from rlinf_async.backends.base import ShieldedTasks
 from rlinf_async.backends.language import EngineDied
 from rlinf_async.backends.transformers.folder import ModelFolder, open_folder
 from rlinf_async.backends.transformers.tensors import ModelTensors, check_fit
@@ -69,7 +69,7 @@ class VllmEngine:
         self._running: dict[str, Request] = {}
         self._asked = 0
         self._changing = asyncio.Lock()
-        self._unbroken = Unbroken()
+        self._shielded = ShieldedTasks()
         self._failure: str | None = None
 
     @property
@@ -102,7 +102,7 @@ class VllmEngine:
             ModelFolderError: something is missing in the folder.
             ModuleNotFoundError: vLLM is not installed.
         """
-        await self._unbroken.run(self._start())
+        await self._shielded.run(self._start())
 
     async def _start(self) -> None:
         config = self._config
@@ -114,7 +114,7 @@ class VllmEngine:
         self._llm = await asyncio.to_thread(start_llm, config, folder, self._seed, self._device)
         self._check_alive()  # it may have been closed meanwhile
         collect_in_arrays(self._llm.output_processor)
-        await self._warm_up()
+        await self._ask([0], make_sampling(max_tokens=1), "warm up", 0)  # it takes seconds
         await self._set_version(0 if needs_weights else -1)
 
     async def generate(self, request: Request) -> Generated:
@@ -169,7 +169,7 @@ class VllmEngine:
     async def load(self, update: WeightUpdate) -> int:
         """Take new weights in flight. See `GenerationEngine.load`."""
         self._check_alive()
-        return await self._unbroken.run(self._load(update))
+        return await self._shielded.run(self._load(update))
 
     async def _load(self, update: WeightUpdate) -> int:
         assert self._tensors is not None
@@ -209,7 +209,7 @@ class VllmEngine:
         """End the engine's process."""
         self._fail("the vllm engine was closed")
         llm, self._llm = self._llm, None
-        await self._unbroken.ended()  # a load that is running sees that the engine is gone
+        await self._shielded.wait()  # a load that is running sees that the engine is gone
         if llm is None:
             llm, self._llm = self._llm, None  # it was being started
         if llm is not None:
@@ -259,10 +259,6 @@ class VllmEngine:
         await self._living(self._llm.update_weight_version(str(version)))
         self._version = version
 
-    async def _warm_up(self) -> None:
-        """Generate one token: the first takes seconds."""
-        await self._ask([0], make_sampling(max_tokens=1), "warm up", 0)
-
     async def _log_probs(self, prompt: Tokens, response: Tokens) -> Floats:
         tokens: list[int] = [*prompt.tolist(), *response.tolist()]
         params = make_sampling(max_tokens=1, prompt_logprobs=0)
@@ -282,8 +278,7 @@ class VllmEngine:
             ):
                 output = part  # only the final output is sent
         except dead_error() as error:
-            self._failure = self._failure or "the vllm engine's process has ended"
-            raise EngineDied(self._failure) from error
+            raise self._died() from error
         if output is None:
             raise EngineDied(self._failure or f"the vllm engine gave no answer to {identity}")
         return output
@@ -295,14 +290,16 @@ class VllmEngine:
             while not task.done():
                 await asyncio.wait([task], timeout=DEATH_CHECK)
                 if not task.done() and (self._llm is None or self._llm.errored):
-                    self._failure = self._failure or "the vllm engine's process has ended"
-                    raise EngineDied(self._failure)
+                    raise self._died()
             return task.result()
         except dead_error() as error:
-            self._failure = self._failure or "the vllm engine's process has ended"
-            raise EngineDied(self._failure) from error
+            raise self._died() from error
         finally:
             task.cancel()
+
+    def _died(self) -> EngineDied:
+        self._failure = self._failure or "the vllm engine's process has ended"
+        return EngineDied(self._failure)
 
     def _fail(self, how: str) -> None:
         """End the engine. Waiting requests get an error: vLLM alone would never answer them."""

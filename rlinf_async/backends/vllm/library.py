@@ -1,14 +1,11 @@
-"""Starting vLLM: its environment variables and its arguments.
+"""What is asked of vLLM's own Python interface: how it is started, sampling, its outputs.
 
 vLLM reads the environment when it is imported and when it starts processes, so the variables are
 set before that. Values set by the user are kept.
-
-vLLM's outputs as `Generated`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import fcntl
 import importlib
@@ -18,6 +15,7 @@ import tempfile
 from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
@@ -49,10 +47,12 @@ def start_llm(config: VllmEngineConfig, folder: ModelFolder, seed: int, device: 
     """
     on_cpu = device == "cpu"
     arguments, llm = _import(config, on_cpu)
+    alone: AbstractContextManager[object] = nullcontext()
     if on_cpu:
         _check_head_size(folder)
-        return llm.from_engine_args(arguments(**_arguments(config, folder, seed, on_cpu)))
-    with starting_alone(os.environ.get("CUDA_VISIBLE_DEVICES", "")):
+    else:
+        alone = starting_alone(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    with alone:
         return llm.from_engine_args(arguments(**_arguments(config, folder, seed, on_cpu)))
 
 
@@ -92,7 +92,7 @@ def _import(config: VllmEngineConfig, on_cpu: bool) -> tuple[Any, Any]:
         ) from error
 
 
-@contextlib.contextmanager
+@contextmanager
 def starting_alone(devices: str) -> Iterator[None]:
     """Let only one engine at a time start on these devices, over all processes of this user.
 
@@ -115,7 +115,7 @@ def _locked(path: Path) -> int:
     while True:
         file = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(file, fcntl.LOCK_EX)
-        with contextlib.suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file), path.stat()):
                 return file
         os.close(file)

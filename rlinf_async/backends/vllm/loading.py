@@ -1,4 +1,4 @@
-"""Loading weights into a running vLLM model: each rank its own slices, as views where possible.
+"""Loading weights into a running vLLM model, inside vLLM's own worker processes.
 
 ::
 
@@ -6,12 +6,9 @@
         (shared memory)          (`rlinf_async.parallel`)      q, k and v lie behind one another:
                                                                a view; otherwise put together
 
-vLLM's own reloading rebuilds every layer, for any model. This module knows dense decoders without
-quantisation (`ARCHITECTURES`); `load` refuses other models, which vLLM's own loader then loads.
-
-What runs inside vLLM's own worker processes: loading weights from shared memory.
-
-vLLM makes its workers inherit from `WeightsExtension`, and calls its methods by name.
+vLLM makes its workers inherit from `WeightsExtension`, and calls its methods by name. vLLM's own
+reloading rebuilds every layer, for any model; here each rank copies its own slices, for dense
+decoders without quantisation (`ARCHITECTURES`). `load` refuses other models, which vLLM then loads.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class Sharing:
         starts, end = [], 0
         for index in apart:
             starts.append(end)
-            end = _aligned(end + len(buckets[index].data))
+            end += -(-len(buckets[index].data) // ALIGNMENT) * ALIGNMENT
         self._file = os.memfd_create("rlinf_async weights")
         os.ftruncate(self._file, end)
         memory = mmap.mmap(self._file, end, mmap.MAP_SHARED | mmap.MAP_POPULATE)
@@ -166,7 +166,3 @@ class Memory:
             os.close(file)
         seen[key] = memory
         return memory
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // ALIGNMENT) * ALIGNMENT

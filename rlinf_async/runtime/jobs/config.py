@@ -34,7 +34,7 @@ from typing import Any, Final, Literal, NamedTuple
 import msgspec
 
 from rlinf_async.config import ConfigError, Document, UsageError
-from rlinf_async.config.counts import MOST_THREADS, check_counts
+from rlinf_async.config.counts import MOST_THREADS, check_bounds
 from rlinf_async.config.registry import FOLDER
 from rlinf_async.data.records import digests
 from rlinf_async.observe.files import MetricsError, atomic_write
@@ -91,8 +91,8 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """seconds from a SIGTERM to the end of the run, at most; no more than a day"""
 
     def __post_init__(self) -> None:
-        check_counts(self, least=1, names=("threads",), most=MOST_THREADS)
-        check_counts(self, least=0, names=("max_restarts",))
+        check_bounds(self, "threads", least=1, most=MOST_THREADS)
+        check_bounds(self, "max_restarts", least=0)
         if self.deadlock_after is not None and not self.deadlock_after > 0.0:
             raise ValueError(
                 f"deadlock_after is {self.deadlock_after}; it must be above 0, or 'none' for no "

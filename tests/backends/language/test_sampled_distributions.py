@@ -15,7 +15,7 @@ from rlinf_async.backends.fsdp.language.config import LanguageFSDPConfig, Langua
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 from rlinf_async.backends.language import EngineDisagrees, MicroBatch
 from rlinf_async.backends.megatron.config import MegatronConfig, MegatronTrainerConfig
-from rlinf_async.backends.megatron.objects import decode, encode
+from rlinf_async.backends.megatron.feed import decode, encode
 from rlinf_async.backends.transformers.config import TransformersEngineConfig
 from rlinf_async.backends.transformers.engine import TransformersEngine
 from rlinf_async.messages.language import Kept, Sample

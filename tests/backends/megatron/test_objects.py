@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rlinf_async.backends.language import MicroBatch
-from rlinf_async.backends.megatron.objects import decode, encode
+from rlinf_async.backends.megatron.feed import decode, encode
 from rlinf_async.messages.language import TrainingSample
 
 

@@ -1,18 +1,17 @@
-"""From hidden states to log-probs and entropies, without holding all logits at once.
+"""The modules that are sharded: a Hugging Face decoder with a head for log-probs or for values.
 
-With ``z = h W^T + b`` and, where the model caps them, ``c tanh(z / c)``, times the inverse
-temperature: ``l``, and minus infinity where a token was not drawn from (`KeptTokens`). Then
-``log p = l - logsumexp(l)``, and ``H = -sum p log p``. The gradients are written out::
+Everything that computes with parameters runs inside ``forward`` of the outermost module: only there
+are sharded parameters whole.
+
+Log-probs and entropies come from hidden states without holding all logits at once. With ``z = h W^T
++ b`` and, where the model caps them, ``c tanh(z / c)``, times the inverse temperature: ``l``, and
+minus infinity where a token was not drawn from (`KeptTokens`). Then ``log p = l - logsumexp(l)``,
+and ``H = -sum p log p``. The gradients are written out::
 
     d log p_t / d l_j = [j = t] - p_j          d H / d l_j = -p_j (log p_j + H)
 
 Logits that fit ``chunk_bytes`` are kept for the backward pass; more are computed chunk by chunk,
 and again in the backward pass, so that memory does not grow with tokens x vocabulary.
-
-The modules that are sharded: a Hugging Face decoder with a head for log-probs or for values.
-
-Everything that computes with parameters runs inside ``forward`` of the outermost module: only there
-are sharded parameters whole.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Weights under the names and in the shapes of Hugging Face checkpoints.
+"""Weights of a policy under the names and in the shapes of Hugging Face checkpoints.
 
 ::
 

@@ -39,12 +39,12 @@ from rlinf_async.backends.language import OPTIMIZER, PARTS, WEIGHTS, MicroBatch
 from rlinf_async.backends.language_training.model import build_language_model, describing_files
 from rlinf_async.backends.language_training.objective import (
     NothingToDo,
-    Packed,
     Part,
     Totals,
     by_sample,
     by_tokens,
     pack_responses,
+    single_token,
 )
 from rlinf_async.backends.language_training.trainer import (
     Accumulated,
@@ -162,7 +162,7 @@ class FSDPLanguageTrainer(LanguageModelTrainer[LanguageTrainerConfig, FSDPModelM
                 packed = pack_responses([samples[at] for at in part], manager.device)
                 answers.append(read(manager.model(packed)).float().cpu().numpy())
             for _ in range(idle):
-                manager.model(_single_token(manager.device))
+                manager.model(single_token(manager.device))
         reshard(manager.model)
         return by_sample(samples, parts, answers)
 
@@ -253,8 +253,3 @@ def language_in(manager: FSDPModelManager) -> nn.Module:
     """Return the model of transformers inside a manager's network."""
     language: nn.Module = unwrapped(manager.model).language  # type: ignore[assignment]
     return language
-
-
-def _single_token(device: torch.device) -> Packed:
-    token = torch.zeros(1, dtype=torch.int64, device=device)
-    return Packed(token[None], token[None], [1], token, token, torch.ones(1, device=device))

@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from rlinf_async.config.counts import check_bounds
+
 
 class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Low-rank adapters (Hu et al. 2021): the model's own weights stay as they are."""
@@ -16,11 +18,8 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """the update is multiplied by ``alpha / rank``"""
 
     def __post_init__(self) -> None:
-        if self.rank < 0 or not self.alpha > 0.0:
-            raise ValueError(
-                f"rank is {self.rank}, alpha is {self.alpha}; rank must be at least 0, and alpha "
-                "above 0"
-            )
+        check_bounds(self, "rank", least=0)
+        check_bounds(self, "alpha", above=0)
 
 
 class VisionLanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -50,24 +49,12 @@ class VisionLanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     lora: LoraConfig = LoraConfig()
 
     def __post_init__(self) -> None:
-        for field in (
-            "hidden_size",
-            "layers",
-            "vision_layers",
-            "heads",
-            "patch_size",
-            "scale_factor",
-        ):
-            number = getattr(self, field)
-            if number < 1:
-                raise ValueError(f"{field} is {number}; it must be at least 1")
+        sizes = ("hidden_size", "layers", "vision_layers", "heads", "patch_size", "scale_factor")
+        check_bounds(self, *sizes, least=1)
+        check_bounds(self, "bins", least=2)
+        check_bounds(self, "chunk", least=0)
         if self.hidden_size % (2 * self.heads):
             raise ValueError(
                 f"hidden_size is {self.hidden_size}; it must be a multiple of 2 x heads = "
                 f"{2 * self.heads}"
-            )
-        if self.bins < 2 or self.chunk < 0:
-            raise ValueError(
-                f"bins is {self.bins}, chunk is {self.chunk}; bins must be at least 2, chunk at "
-                "least 0"
             )

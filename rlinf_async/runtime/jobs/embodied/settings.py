@@ -16,7 +16,7 @@ import numpy as np
 from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig
 from rlinf_async.backends.policies.config import MLPS, PolicyConfig, mlp_misfit, policy_for
 from rlinf_async.config import ConfigError
-from rlinf_async.config.counts import MOST_WORKERS, check_counts
+from rlinf_async.config.counts import MOST_WORKERS, check_bounds
 from rlinf_async.messages.spaces import EnvSpec
 from rlinf_async.runtime.apart import apart as run_apart
 from rlinf_async.runtime.jobs.config import HostConfig, check_sinks
@@ -66,8 +66,8 @@ class LengthConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         positive = ("total_steps", "steps_per_iteration", "keep_checkpoints", "return_window")
-        check_counts(self, least=1, names=positive)
-        check_counts(self, least=0, names=("max_staleness", "checkpoint_every"))
+        check_bounds(self, *positive, least=1)
+        check_bounds(self, "max_staleness", "checkpoint_every", least=0)
 
 
 class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -128,9 +128,9 @@ class ClusterConfig(HostConfig, frozen=True, kw_only=True, forbid_unknown_fields
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_roles(self.placement)
-        check_counts(self, least=1, names=("env_workers", "actors"), most=MOST_WORKERS)
+        check_bounds(self, "env_workers", "actors", least=1, most=MOST_WORKERS)
         if self.rollout_workers != "auto":
-            check_counts(self, least=0, names=("rollout_workers",), most=MOST_WORKERS)
+            check_bounds(self, "rollout_workers", least=0, most=MOST_WORKERS)
 
     @property
     def rollout_count(self) -> int:
@@ -371,7 +371,7 @@ class TrainingConfig(LengthConfig, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, least=1, names=("rollout_epochs",))
+        check_bounds(self, "rollout_epochs", least=1)
 
 
 class DemonstrationsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -385,8 +385,8 @@ class DemonstrationsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     """of the episodes, added to the run's"""
 
     def __post_init__(self) -> None:
-        check_counts(self, least=1, names=("episodes",))
-        check_counts(self, least=0, names=("seed",))
+        check_bounds(self, "episodes", least=1)
+        check_bounds(self, "seed", least=0)
 
 
 class EmbodiedConfig(EnvironmentSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):

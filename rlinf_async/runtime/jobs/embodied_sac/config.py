@@ -19,7 +19,7 @@ from rlinf_async.backends.policies.config import PolicyConfig, cnn_misfit
 from rlinf_async.backends.sac_config import SacTrainerConfig
 from rlinf_async.channels import Channel
 from rlinf_async.config import ConfigError
-from rlinf_async.config.counts import check_counts
+from rlinf_async.config.counts import check_bounds
 from rlinf_async.messages.embodied import BatchRequest, ReplayBatch
 from rlinf_async.messages.spaces import EnvSpec
 from rlinf_async.runtime.cluster import Cluster
@@ -55,7 +55,7 @@ class SacTrainingConfig(LengthConfig, frozen=True, kw_only=True, forbid_unknown_
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, least=0, names=("learning_starts",))
+        check_bounds(self, "learning_starts", least=0)
         if not 0.0 < self.updates_per_step <= 1000.0:
             raise ValueError(
                 f"updates_per_step is {self.updates_per_step}; it must be above 0 and at most 1000"

@@ -23,7 +23,7 @@ from rlinf_async.backends.transformers.config import TransformersEngineConfig
 from rlinf_async.backends.vllm.config import VllmEngineConfig
 from rlinf_async.config import ConfigError
 from rlinf_async.config.convert import convert
-from rlinf_async.config.counts import MOST_WORKERS, check_counts
+from rlinf_async.config.counts import MOST_WORKERS, check_bounds
 from rlinf_async.config.registry import Part, Path
 from rlinf_async.data import DataConfig
 from rlinf_async.messages.language import Sampling
@@ -174,8 +174,8 @@ class ActorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """settings of a trainer that has no section here, by its own ``Config``"""
 
     def __post_init__(self) -> None:
-        check_counts(self, least=1, names=("global_batches", "epochs", "tp", "pp"))
-        check_counts(self, least=1, names=("micro_batch_size", "max_tokens", "balance_window"))
+        check_bounds(self, "global_batches", "epochs", "tp", "pp", least=1)
+        check_bounds(self, "micro_batch_size", "max_tokens", "balance_window", least=1)
         part = self.part
         own_settings(self, part)
         if not part.actor:
@@ -242,14 +242,13 @@ class CriticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """the actor's when left out"""
 
     def __post_init__(self) -> None:
-        check_counts(self, least=0, names=("warmup_iterations",))
-        check_counts(self, least=1, names=("tp", "pp", "micro_batch_size"))
+        check_bounds(self, "warmup_iterations", least=0)
+        check_bounds(self, "tp", "pp", "micro_batch_size", least=1)
         if self.backend is not None:
             part = language_trainers.check(self.backend, ("backend",))
             if not (part.critic_trainer and part.has_weights):
                 raise ConfigError(f"{self.backend!r} trains no critics", path=("backend",))
-        if self.value_clip is not None and not self.value_clip > 0.0:
-            raise ValueError(f"value_clip is {self.value_clip}; it must be above 0, or left out")
+        check_bounds(self, "value_clip", above=0)
 
 
 class WarmStartConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -263,13 +262,9 @@ class WarmStartConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """prompts and answers to imitate; the run's own when left out"""
 
     def __post_init__(self) -> None:
-        if self.steps < 0 or self.batch_size < 1 or self.warmup_steps < 0:
-            raise ValueError(
-                f"steps is {self.steps}, batch_size is {self.batch_size}, warmup_steps is "
-                f"{self.warmup_steps}; they must be at least 0, 1 and 0"
-            )
-        if not self.lr > 0.0:
-            raise ValueError(f"lr is {self.lr}; it must be above 0")
+        check_bounds(self, "steps", "warmup_steps", least=0)
+        check_bounds(self, "batch_size", least=1)
+        check_bounds(self, "lr", above=0)
 
 
 class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -300,14 +295,9 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def __post_init__(self) -> None:
         positive = ("iterations", "prompts", "group_size", "keep_checkpoints")
-        check_counts(self, least=1, names=positive)
-        check_counts(
-            self, least=0, names=("max_staleness", "check_weights_every", "checkpoint_every")
-        )
-        if self.check_weights_tolerance is not None and not self.check_weights_tolerance > 0.0:
-            raise ValueError(
-                f"check_weights_tolerance is {self.check_weights_tolerance}; it must be above 0"
-            )
+        check_bounds(self, *positive, least=1)
+        check_bounds(self, "max_staleness", "check_weights_every", "checkpoint_every", least=0)
+        check_bounds(self, "check_weights_tolerance", above=0)
 
 
 class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -327,7 +317,7 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     target"""
 
     def __post_init__(self) -> None:
-        check_counts(self, least=0, names=("samples", "every"))
+        check_bounds(self, "samples", "every", least=0)
         if self.every and not self.samples:
             raise ValueError(
                 f"every is {self.every}, but samples is 0: nothing would be evaluated; leave one "
@@ -384,8 +374,8 @@ class ClusterConfig(HostConfig, frozen=True, kw_only=True, forbid_unknown_fields
         super().__post_init__()
         self.check_roles(self.placement)
         names = ("reward_workers", "rollout_workers", "actors")
-        check_counts(self, least=1, names=names, most=MOST_WORKERS)
-        check_counts(self, least=0, names=("inference_workers", "critics"), most=MOST_WORKERS)
+        check_bounds(self, *names, least=1, most=MOST_WORKERS)
+        check_bounds(self, "inference_workers", "critics", least=0, most=MOST_WORKERS)
 
     @property
     def environment(self) -> dict[str, str]:

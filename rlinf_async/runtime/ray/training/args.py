@@ -29,6 +29,7 @@ from rlinf_async.backends.base import OptimizerConfig, SchedulerConfig
 from rlinf_async.backends.fsdp.language.config import LanguageFSDPConfig, LanguageTrainerConfig
 from rlinf_async.backends.language_training.config import LanguageModelConfig
 from rlinf_async.backends.megatron.config import MegatronConfig, MegatronTrainerConfig
+from rlinf_async.config.counts import check_bounds
 from rlinf_async.messages.language import Kept, SampleGroup, TrainingSample
 from rlinf_async.observe.files import atomic_write
 from rlinf_async.parallel import Strategy, StrategyError
@@ -219,16 +220,11 @@ class TrainArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 "give either hf_checkpoint (a folder) or model_config (a table with model_type), "
                 f"and not {'none' if self.hf_checkpoint is None else 'both'} of them"
             )
-        for name in ("rollout_batch_size", "n_samples_per_prompt", "update_weights_interval"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("ref_update_interval", "global_batch_size", "num_steps_per_rollout"):
-            number = getattr(self, name)
-            if number is not None and number < 1:
-                raise ValueError(f"{name} is {number}; it must be at least 1, or left out")
-        for name in ("rollout_temperature", "rollout_top_p", "lr", "tis_clip"):
-            if not getattr(self, name) > 0.0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+        counts = ("rollout_batch_size", "n_samples_per_prompt", "update_weights_interval")
+        check_bounds(self, *counts, least=1)
+        steps = ("ref_update_interval", "global_batch_size", "num_steps_per_rollout")
+        check_bounds(self, *steps, least=1)
+        check_bounds(self, "rollout_temperature", "rollout_top_p", "lr", "tis_clip", above=0)
         if self.use_tis and self.use_rollout_logprobs:
             raise ValueError(
                 "use_tis weights tokens by the actor's log-probs over those of the rollout, which "

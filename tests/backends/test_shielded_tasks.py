@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rlinf_async.backends.base import Unbroken
+from rlinf_async.backends.base import ShieldedTasks
 
 
 async def fails(when: asyncio.Event) -> None:
@@ -15,18 +15,18 @@ async def fails(when: asyncio.Event) -> None:
 
 
 async def test_an_error_after_the_wait_was_cancelled_is_dropped() -> None:
-    unbroken, go_on = Unbroken(), asyncio.Event()
-    waiting = asyncio.create_task(unbroken.run(fails(go_on)))
+    shielded, go_on = ShieldedTasks(), asyncio.Event()
+    waiting = asyncio.create_task(shielded.run(fails(go_on)))
     await asyncio.sleep(0)  # it has begun
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
     go_on.set()
-    await unbroken.ended()  # and the loop has no error that nobody handled
+    await shielded.wait()  # and the loop has no error that nobody handled
 
 
 async def test_an_error_that_is_waited_for_is_raised() -> None:
-    unbroken, go_on = Unbroken(), asyncio.Event()
+    shielded, go_on = ShieldedTasks(), asyncio.Event()
     go_on.set()
     with pytest.raises(OSError, match="too late"):
-        await unbroken.run(fails(go_on))
+        await shielded.run(fails(go_on))
