@@ -33,16 +33,7 @@ from rlinf_async.channels.errors import (
 )
 from rlinf_async.channels.latest import Latest, LatestStatistics
 from rlinf_async.channels.local import Channel
-from rlinf_async.channels.statistics import (
-    DeadLetter,
-    Edge,
-    KeyState,
-    Statistics,
-    Wait,
-    current_party,
-    find_cycle,
-    render,
-)
+from rlinf_async.channels.statistics import DeadLetter, KeyState, Statistics, current_party
 
 __all__ = [
     "BatchOps",
@@ -56,7 +47,6 @@ __all__ = [
     "ChannelFull",
     "ConnectionLost",
     "DeadLetter",
-    "Edge",
     "EndOfChannel",
     "Fresh",
     "HandshakeFailed",
@@ -76,10 +66,7 @@ __all__ = [
     "Sender",
     "Statistics",
     "TooStale",
-    "Wait",
     "WireError",
     "WrongItemType",
     "current_party",
-    "find_cycle",
-    "render",
 ]

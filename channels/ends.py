@@ -20,7 +20,7 @@ from __future__ import annotations
 import abc
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from types import MappingProxyType, TracebackType
 from typing import Any, Final, Generic, Self, TypeGuard, TypeVar, overload
@@ -186,6 +186,8 @@ class End(Named):
     def clone(self, holder: str | None = None) -> Self:
         """Another open end of the same channel, closed on its own.
 
+        A channel's own ends (``channel.sender``) can be cloned after they were closed, too.
+
         ``holder`` names who will use it in reports; by default, the party that runs now.
         """
 
@@ -337,7 +339,12 @@ class Receiver(End, Generic[T_co]):
         order. An item that has failed ``max_deliveries`` times goes to the channel's dead letters
         with the error instead. What was replaced (`Lease.replace`) goes back, too, as its
         replacement. Leaving the block waits until a channel of another process has
-        confirmed that the items are consumed.
+        confirmed that the items are consumed. A worker that leases until the channel ends::
+
+            with contextlib.suppress(EndOfChannel):
+                while True:
+                    async with receiver.lease(weight=8) as items:
+                        ...
 
         Raises: as `get`, and at the end of the block:
             LeaseLost: the items went back before, or the connection was lost before the channel
@@ -359,28 +366,6 @@ class Receiver(End, Generic[T_co]):
         finally:
             holder.over = True
         await self._acknowledge(delivery, items.replacements)
-
-    async def leases(
-        self, *, weight: int = 1, at_least: int | None = None, key: Key | None = None
-    ) -> AsyncIterator[AbstractAsyncContextManager[Lease[T_co]]]:
-        """One lease after the other, until the channel ends.
-
-        ::
-
-            async for batch in receiver.leases(weight=8):
-                async with batch as items:
-                    ...
-        """
-        while True:
-            try:
-                taken = await self._take(weight, at_least, key)
-            except EndOfChannel:
-                return
-            held = _TakenLease(self, *taken)
-            try:
-                yield held
-            finally:
-                held.give_up()
 
     async def get_within_lag(
         self, *, current: int, max_lag: int, key: Key | None = None
@@ -423,7 +408,7 @@ class LatestSender(Named, Generic[T_contra]):
         """Replace the value; its version. Never waits for a receiver."""
 
     @abc.abstractmethod
-    async def close(self) -> None:
+    def close(self) -> None:
         """No newer value will come: waiting receivers end."""
 
 
@@ -468,40 +453,6 @@ class LatestReceiver(Named, Generic[T_co]):
             return await self.get()
         except EndOfChannel:
             raise StopAsyncIteration from None
-
-
-class _TakenLease(AbstractAsyncContextManager[Lease[T_co]]):
-    """A lease that is taken already, and waits for its block."""
-
-    def __init__(self, receiver: Receiver[T_co], delivery: Any, items: Lease[T_co]) -> None:
-        self._receiver = receiver
-        self._delivery = delivery
-        self._items = items
-        self._holder = Holder(receiver.channel_name)
-
-    async def __aenter__(self) -> Lease[T_co]:
-        return self._items
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is not None:
-            self._put_back(error)
-        elif not self._holder.over:
-            self._holder.over = True
-            await self._receiver._acknowledge(self._delivery, self._items.replacements)
-
-    def give_up(self) -> None:
-        """The loop went on without the block: the items go back."""
-        self._put_back(RuntimeError("the lease was not entered"))
-
-    def _put_back(self, error: BaseException) -> None:
-        if not self._holder.over:
-            self._holder.over = True
-            self._receiver._put_back(self._delivery, error)
 
 
 def _is_int(value: object) -> TypeGuard[int]:

@@ -57,13 +57,9 @@ class Latest(Generic[T]):
         self._waits: dict[WaitFuture, tuple[str, float, int]] = {}
         self.publisher = "its publisher"
         self.sender: LatestSender[T] = LocalLatestSender(self)
+        self.receiver: LatestReceiver[T] = LocalLatestReceiver(self)
 
-    @property
-    def receiver(self) -> LatestReceiver[T]:
-        """A new receiver, which has seen nothing yet."""
-        return LocalLatestReceiver(self)
-
-    def publish_nowait(self, value: T | Encoded, party: str | None = None) -> int:
+    def _publish(self, value: T | Encoded, party: str | None = None) -> int:
         """Replace the value; its version. One from another process stays encoded until taken."""
         self._check()
         if self._closed:
@@ -79,7 +75,7 @@ class Latest(Generic[T]):
         self._wake()
         return self.version
 
-    def take_newer(self, than: int) -> tuple[int, T | Encoded] | None:
+    def _take_newer(self, than: int) -> tuple[int, T | Encoded] | None:
         """The newest value and its version, or None where it is not newer."""
         self._check()
         if self.version > than:
@@ -92,7 +88,7 @@ class Latest(Generic[T]):
     async def wait_newer(self, than: int, party: str | None = None) -> tuple[int, T | Encoded]:
         """Wait for a value newer than this version. ``party``: who waits, in reports; empty for a
         receiver that only reads ahead, and is in none."""
-        while (found := self.take_newer(than)) is None:
+        while (found := self._take_newer(than)) is None:
             loop = asyncio.get_running_loop()
             future = WaitFuture(loop=loop)
             holder = current_party.get() if party is None else party
@@ -182,9 +178,9 @@ class LocalLatestSender(_LocalLatestEnd, LatestSender[T_contra]):
     __slots__ = ()
 
     async def publish(self, value: T_contra) -> int:
-        return self._latest.publish_nowait(value)
+        return self._latest._publish(value)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         self._latest.close()
 
 
@@ -209,7 +205,7 @@ class LocalLatestReceiver(_LocalLatestEnd, LatestReceiver[T_co]):
         return result
 
     def get_nowait(self) -> T_co | None:
-        found = self._latest.take_newer(self.version)
+        found = self._latest._take_newer(self.version)
         if found is None:
             return None
         self.version, value = found

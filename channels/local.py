@@ -62,6 +62,7 @@ class Channel(Generic[T]):
         max_deliveries: how often an item is handed out by lease before it goes to the dead letters.
 
     ``sender`` and ``receiver`` are the channel's own ends; each counts as open from its first use.
+    ``channel.sender.clone()`` makes another one, also where this one was closed already.
     Give them to a worker's call as arguments (every rank gets a clone, closed when its call ends),
     or use them here::
 
@@ -96,14 +97,6 @@ class Channel(Generic[T]):
     @property
     def item_type(self) -> Any:
         return self.queue.item_type
-
-    def new_sender(self) -> Sender[T]:
-        """A sender of its own, for where ``sender`` was closed already."""
-        return LocalSender(self.queue)
-
-    def new_receiver(self) -> Receiver[T]:
-        """A receiver of its own, for where ``receiver`` was closed already."""
-        return LocalReceiver(self.queue)
 
     @property
     def dead_letters(self) -> list[DeadLetter]:
@@ -216,14 +209,15 @@ class _LocalEnd:
     def _closed_error(self) -> ChannelError:
         if self._failed:
             return channel_failed(self._queue.name, self._queue.failure or ("", None))
+        kind = type(self).__name__.removeprefix("Local").lower()
         return ChannelClosed(
-            f"this {type(self).__name__.removeprefix('Local').lower()} of channel "
-            f"{self._queue.name!r} was closed: go on with a new one, by the channel's "
-            "new_sender() or new_receiver()"
+            f"this {kind} of channel {self._queue.name!r} was closed: go on with another one, "
+            f"channel.{kind}.clone()"
         )
 
     def clone(self, holder: str | None = None) -> Self:
-        self._check_open()
+        if not self._own:
+            self._check_open()
         return type(self)(self._queue, holder or current_party.get()).open()
 
     async def _checkpoint(self) -> None:

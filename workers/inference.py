@@ -19,6 +19,7 @@ Samples with the log-probs and values of a trainer's forward pass.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ import numpy as np
 from rlinf_async.backends.base import made_by
 from rlinf_async.backends.language import require_finite
 from rlinf_async.backends.parts import DEFAULT_LANGUAGE_TRAINER, language_trainers
-from rlinf_async.channels import LatestReceiver, Receiver, Sender
+from rlinf_async.channels import EndOfChannel, LatestReceiver, Receiver, Sender
 from rlinf_async.config.counts import check_bounds
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Kept, Sample, Tokens, TrainingSample
@@ -205,14 +206,15 @@ class InferenceWorker(Worker):
         loads = self._weights.loads
         async with task_group() as group:
             following = group.create_task(self._weights.follow(weights, self._load))
-            async for lease in samples.leases(weight=self.config.max_samples, at_least=1):
-                async with lease as batch:
-                    await self._weights.reach(_newest(batch))
-                    for sample in await self._answer(list(batch)):
-                        await done.put(sample)
-                report.samples += len(batch)
-                report.tokens += sum(_tokens(sample) for sample in batch)
-                report.batches += 1
+            with contextlib.suppress(EndOfChannel):
+                while True:
+                    async with samples.lease(weight=self.config.max_samples, at_least=1) as batch:
+                        await self._weights.reach(_newest(batch))
+                        for sample in await self._answer(list(batch)):
+                            await done.put(sample)
+                    report.samples += len(batch)
+                    report.tokens += sum(_tokens(sample) for sample in batch)
+                    report.batches += 1
             following.cancel()
         report.weight_updates = self._weights.loads - loads
         report.version = self._version

@@ -24,10 +24,11 @@ The configuration of a reward worker.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import msgspec
 
-from rlinf_async.channels import Receiver, Sender
+from rlinf_async.channels import EndOfChannel, Receiver, Sender
 from rlinf_async.channels.wire.session.tls import FILE_VARIABLE, VARIABLE
 from rlinf_async.config.counts import MOST_WORKERS, check_bounds
 from rlinf_async.messages.language import Failed, Outcome, Rejected, Sample, Scored, ScoredSample
@@ -146,14 +147,15 @@ class RewardWorker(Worker):
     ) -> None:
         """Score one sample after the other. Several of these tasks run at a time."""
         clock = asyncio.get_running_loop().time
-        async for lease in samples.leases():
-            async with lease as [sample]:
-                started = clock()
-                with self.span("score", **_labels(sample)):
-                    outcome = await self.score(sample)
-                seconds = clock() - started
-                _count(report, outcome, seconds)
-                await scored.put(ScoredSample(sample=sample, outcome=outcome, seconds=seconds))
+        with contextlib.suppress(EndOfChannel):
+            while True:
+                async with samples.lease() as [sample]:
+                    started = clock()
+                    with self.span("score", **_labels(sample)):
+                        outcome = await self.score(sample)
+                    seconds = clock() - started
+                    _count(report, outcome, seconds)
+                    await scored.put(ScoredSample(sample=sample, outcome=outcome, seconds=seconds))
 
 
 def _labels(sample: Sample) -> dict[str, str | int]:

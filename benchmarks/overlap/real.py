@@ -150,7 +150,7 @@ class Run:
     async def stop(self) -> None:
         """Let the rollout worker end."""
         self.requests.close()
-        await self.weights.sender.close()
+        self.weights.sender.close()
         await self.serving
 
 

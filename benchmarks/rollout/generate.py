@@ -135,7 +135,7 @@ class Graph:
     async def stop(self) -> None:
         """Let the worker end."""
         self.asking.close()
-        await self.weights.sender.close()
+        self.weights.sender.close()
         await self.serving
 
     async def _put(self, asked: list[Request]) -> None:

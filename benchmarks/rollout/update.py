@@ -169,7 +169,7 @@ class Run:
     async def stop(self) -> None:
         """Let the engines end."""
         self.asking.close()
-        await self.weights.sender.close()
+        self.weights.sender.close()
         await self.serving
 
 

@@ -214,11 +214,11 @@ class BlockingBatches(Generic[B]):
             last = self._iterator.finished_global_batch
             yield micro_batch
 
-    def prefetch_one_batch(self) -> B:
+    def peek(self) -> B:
         """The next micro-batch, which stays queued."""
         return self._driver.run(self._iterator.peek)
 
-    def count_micro_batches(self) -> int:
+    def count(self) -> int:
         """Micro-batches left in the open, or else the next, global batch."""
         return self._driver.run(self._iterator.count)
 

@@ -367,17 +367,28 @@ class BatchResizingIterator(Generic[B]):
             last = self.finished_global_batch
             yield micro_batch
 
-    async def prefetch_one_batch(self) -> B:
-        """The next micro-batch, which stays queued and counts as taken only when it is taken."""
-        return await self.peek(wait_here)
+    async def peek(self, wait: Wait = wait_here, /) -> B:
+        """The next micro-batch, which stays queued and counts as taken only when it is taken.
 
-    async def count_micro_batches(self) -> int:
+        ``wait`` says how to wait, for drivers; others leave it out.
+        """
+        with self._exclusive():
+            await self._prepare(wait)
+            return self._ready[0]
+
+    async def count(self, wait: Wait = wait_here, /) -> int:
         """Micro-batches left in the open, or else the next, global batch.
 
         The number is known at once for a fixed size; with a token limit this waits for the whole
-        global batch.
+        global batch. ``wait`` says how to wait, for drivers; others leave it out.
         """
-        return await self.count(wait_here)
+        with self._exclusive():
+            left = self._sizes.global_batch_size - self._taken
+            if self._sizes.micro_batch_size is not None:
+                return left // self._sizes.micro_batch_size
+            while self._size_of(self._ready) < left:
+                await self._cut_next(wait)
+            return len(self._ready)
 
     def blocking(self, loop: asyncio.AbstractEventLoop) -> BlockingBatches[B]:
         """A view for a compute thread; ``loop`` runs the receiver."""
@@ -459,22 +470,6 @@ class BatchResizingIterator(Generic[B]):
         with self._exclusive():
             await self._prepare(wait)
             return self._take()
-
-    async def peek(self, wait: Wait, /) -> B:
-        """Prepare the next micro-batch without taking it. For drivers."""
-        with self._exclusive():
-            await self._prepare(wait)
-            return self._ready[0]
-
-    async def count(self, wait: Wait, /) -> int:
-        """`count_micro_batches`, for drivers."""
-        with self._exclusive():
-            left = self._sizes.global_batch_size - self._taken
-            if self._sizes.micro_batch_size is not None:
-                return left // self._sizes.micro_batch_size
-            while self._size_of(self._ready) < left:
-                await self._cut_next(wait)
-            return len(self._ready)
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:

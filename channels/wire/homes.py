@@ -150,14 +150,6 @@ class RemoteChannel(Generic[T]):
         """The home's number for it."""
         return self._wire.queue
 
-    def new_sender(self) -> Sender[T]:
-        """A sender of its own, for where ``sender`` was closed already."""
-        return OwnRemoteSender(self._wire)
-
-    def new_receiver(self) -> Receiver[T]:
-        """A receiver of its own, for where ``receiver`` was closed already."""
-        return OwnRemoteReceiver(self._wire)
-
     async def statistics(self) -> Statistics:
         """What the channel has seen so far. Raises `HomeLost`."""
         found, _ = await self._wire.connection.request(
@@ -195,8 +187,6 @@ class _OpenFromFirstUse(RemoteEnd):
         return super().open()
 
     def clone(self, holder: str | None = None) -> Any:
-        if not self._unopened:
-            super().open()
         return self._plain(self._open_there(holder))
 
     def close(self) -> None:

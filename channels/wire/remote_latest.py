@@ -310,10 +310,8 @@ class RemoteLatestSender(WireEnd, LatestSender[T_contra]):
         )
         return found.version
 
-    async def close(self) -> None:
-        await self._wire.connection.request(
-            "latest.close", protocol.End(self._number), reply=protocol.Nothing
-        )
+    def close(self) -> None:
+        ConfirmedNotices.of(self._wire.connection).send("latest.close", protocol.End(self._number))
 
 
 class RemoteLatestReceiver(WireEnd, LatestReceiver[T_co]):

@@ -392,7 +392,7 @@ class ChannelServer(Published):
 
     def _publish_value(self, request: Request[protocol.Publish]) -> None:
         latest = self._latest(request.connection, request.meta.end, "latest_sender")
-        version = latest.publish_nowait(request.body or Encoded(b""), request.meta.party)
+        version = latest._publish(request.body or Encoded(b""), request.meta.party)
         request.reply(protocol.Version(version))
 
     def _close_latest(self, request: Request[protocol.End]) -> None:

@@ -22,8 +22,8 @@ from pathlib import Path
 from types import TracebackType, UnionType
 from typing import Any, Self, TypeVar
 
-from rlinf_async.channels import Channel, Latest, Statistics, Wait, render
-from rlinf_async.channels.statistics import mark_cut_off
+from rlinf_async.channels import Channel, Latest, Statistics
+from rlinf_async.channels.statistics import Wait, mark_cut_off, render
 from rlinf_async.channels.wire import ChannelSeen, HomeMaker, Traffic
 from rlinf_async.observe.trace import Span
 from rlinf_async.runtime.calls import FirstCause, GroupCall, WorkerGroup, WorkerRef
@@ -542,8 +542,8 @@ class Cluster:
             runtime_env: Ray's runtime environment of the ranks, such as ``{"py_executable": ...}``,
                 over that of the cluster; ``env_vars`` go before those in it. Only on Ray.
 
-        A call on the group gives a list with one result per rank, ``[x]`` where ``count`` is 1: see
-        `launch_one`. If the launch is cancelled, or one rank cannot be started, none is left.
+        A call on the group gives a list with one result per rank, a call on ``group[0]`` the
+        result itself. If the launch is cancelled, or one rank cannot be started, none is left.
 
         Raises:
             BuildError: wrong arguments, name or placement, and nothing was started; or the cluster
@@ -566,32 +566,6 @@ class Cluster:
         places = placement.assign(count, self.devices) if placement else [()] * count
         ranks = specs(launch, places, self._backend, args, kwargs)
         return await self._groups.start(worker, launch, ranks)
-
-    async def launch_one(
-        self,
-        worker: type[W],
-        *args: Any,
-        placement: Placement | None = None,
-        name: str | None = None,
-        restart: Never | Restart | None = None,
-        env_vars: dict[str, str] | None = None,
-        resources: dict[str, float] | None = None,
-        runtime_env: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> WorkerRef[W]:
-        """Start a single worker, whose calls give the result itself. See `launch`."""
-        group = await self.launch(
-            worker,
-            *args,
-            placement=placement,
-            name=name,
-            restart=restart,
-            env_vars=env_vars,
-            resources=resources,
-            runtime_env=runtime_env,
-            **kwargs,
-        )
-        return group[0]
 
     # ---- channels
 

@@ -14,7 +14,8 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from rlinf_async.channels import Channel, Latest, Statistics, Wait
+from rlinf_async.channels import Channel, Latest, Statistics
+from rlinf_async.channels.statistics import Wait
 from rlinf_async.channels.wire.session.movement import movement
 from rlinf_async.runtime.supervise import Standstill, Supervisor
 from rlinf_async.runtime.wakers import internal, what_can_go_on

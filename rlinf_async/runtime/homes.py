@@ -65,14 +65,6 @@ class HomedChannel(Generic[T]):
         """The channel's own receiver, open from its first use."""
         return self._inner.receiver
 
-    def new_sender(self) -> Sender[T]:
-        """A sender of its own, for where ``sender`` was closed already."""
-        return self._inner.new_sender()
-
-    def new_receiver(self) -> Receiver[T]:
-        """A receiver of its own, for where ``receiver`` was closed already."""
-        return self._inner.new_receiver()
-
     async def statistics(self) -> Statistics:
         """What the channel has seen so far. Raises `HomeLost`."""
         if isinstance(self._inner, Channel):

@@ -405,9 +405,9 @@ class SimulatedRun:
     async def launch(self) -> None:
         """Start all workers; everybody is at home."""
         config, site, launch = self._config, self.site, self._cluster.launch
-        self.scheduler = await self._cluster.launch_one(
-            SimulatedScheduler, site, self._report, name="scheduler"
-        )
+        self.scheduler = (
+            await self._cluster.launch(SimulatedScheduler, site, self._report, name="scheduler")
+        )[0]
         self.rollout = await launch(
             SimulatedRollout,
             site,
@@ -434,10 +434,10 @@ class SimulatedRun:
         )
         home = config.hardware.actor_devices
         await self.actor.call(SimulatedActor.init_trainer_resharding, home)
-        self.scorer = await self._cluster.launch_one(Scorer, site, config.env, name="reward")
-        self.inference = await self._cluster.launch_one(
-            SimulatedInference, site, config.inference, name="inference"
-        )
+        self.scorer = (await self._cluster.launch(Scorer, site, config.env, name="reward"))[0]
+        self.inference = (
+            await self._cluster.launch(SimulatedInference, site, config.inference, name="inference")
+        )[0]
 
     async def train(self, on_step: OnStep) -> None:
         """Run all iterations."""
@@ -501,8 +501,8 @@ class SimulatedRun:
             on_step(number, loop.time())
         assert source is not None
         await source
-        await self.orders.sender.close()
-        await self.verdicts.sender.close()
+        self.orders.sender.close()
+        self.verdicts.sender.close()
         await following
         self.requests.sender.close()
         await serving

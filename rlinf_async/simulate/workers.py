@@ -15,6 +15,7 @@ What they override tells the `Site` what happens, or says where time goes; nothi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,7 +24,7 @@ from rlinf_async.backends.cost.config import EnvCostConfig, InferenceCostConfig
 from rlinf_async.backends.cost.engine import CostEngine
 from rlinf_async.backends.cost.trainer import CostTrainer
 from rlinf_async.backends.language import GenerationEngine
-from rlinf_async.channels import Receiver, Sender
+from rlinf_async.channels import EndOfChannel, Receiver, Sender
 from rlinf_async.messages.language import Sample, Scored, ScoredSample, TrainingSample
 from rlinf_async.scheduling import ClusterState, ScalingDecision, safe
 from rlinf_async.simulate.site import Site, scheduling
@@ -218,14 +219,15 @@ class SimulatedInference(Worker):
     async def log_probs(self, samples: Receiver[ScoredSample], done: Sender[ScoredSample]) -> int:
         """Pass samples on, in batches, until there are no more; return how many."""
         count = 0
-        async for batch in samples.leases(weight=self._config.batch, at_least=1):
-            async with batch as items:
-                tokens = sum(_tokens(one.sample) for one in items)
-                with self._site.inferring(tokens) as seconds:
-                    await asyncio.sleep(seconds)
-                for one in items:
-                    await done.put(one)
-                count += len(items)
+        with contextlib.suppress(EndOfChannel):
+            while True:
+                async with samples.lease(weight=self._config.batch, at_least=1) as items:
+                    tokens = sum(_tokens(one.sample) for one in items)
+                    with self._site.inferring(tokens) as seconds:
+                        await asyncio.sleep(seconds)
+                    for one in items:
+                        await done.put(one)
+                    count += len(items)
         return count
 
 

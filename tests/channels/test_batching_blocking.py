@@ -40,8 +40,8 @@ async def test_the_view_and_the_iterator_share_their_state() -> None:
         filled([list(range(8))]), OPS, total_batch_size=8, num_global_batches=2, micro_batch_size=2
     )
     view = batches.blocking(asyncio.get_running_loop())
-    assert await asyncio.to_thread(view.count_micro_batches) == 2
-    assert await asyncio.to_thread(view.prefetch_one_batch) == [0, 1]
+    assert await asyncio.to_thread(view.count) == 2
+    assert await asyncio.to_thread(view.peek) == [0, 1]
     assert await asyncio.to_thread(lambda: list(view.global_batch())) == [[0, 1], [2, 3]]
     batches.check_finished_global_batch()
     assert await anext(batches) == [4, 5]

@@ -217,7 +217,7 @@ async def test_a_call_of_a_cancelled_pull_ends_before_samples_are_cut_anew() -> 
     go_on.set()
     assert flat([await anext(batches), await anext(batches)]) == [1, 2, 3, 4]
     with pytest.raises(EndOfChannel):
-        await batches.prefetch_one_batch()
+        await batches.peek()
     assert order == ["begin 0", "end 1", "begin 2", "end 3", "begin 4", "end 5"]
 
 

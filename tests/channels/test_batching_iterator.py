@@ -183,8 +183,8 @@ async def test_prefetched_batches_stay_next_and_count_once() -> None:
     batches = BatchResizingIterator(
         filled([[1, 2, 3, 4]]), OPS, total_batch_size=4, micro_batch_size=2, keep_batches=True
     )
-    assert await batches.prefetch_one_batch() == [1, 2]
-    assert await batches.prefetch_one_batch() == [1, 2]
+    assert await batches.peek() == [1, 2]
+    assert await batches.peek() == [1, 2]
     batches.check_finished_global_batch()  # peeking opens nothing
     assert batches.queued_samples == 4
     assert batches.get_all_batches() is None
@@ -240,7 +240,7 @@ async def test_a_reset_cuts_anew_what_was_prefetched_and_handled() -> None:
         on_global_batch=normalise,
     )
     assert [batch async for batch in batches.global_batch()] == [[100, 200], [300, 400]]
-    await batches.prefetch_one_batch()
+    await batches.peek()
     batches.reset_total_batch_size(16)
     assert flat([batch async for batch in batches.global_batch()]) == [
         sample * 100 for sample in range(5, 13)
@@ -261,7 +261,7 @@ def test_resets_between_global_batches_lose_and_repeat_nothing(
         taken: list[Samples] = []
         for total in totals:
             if peeked:
-                await batches.prefetch_one_batch()
+                await batches.peek()
             batches.reset_total_batch_size(total)
             taken.append(flat([batch async for batch in batches.global_batch()]))
         return taken
@@ -273,7 +273,7 @@ def test_resets_between_global_batches_lose_and_repeat_nothing(
 
 async def test_a_reset_to_sizes_that_do_not_fit_changes_nothing() -> None:
     batches = BatchResizingIterator(filled([[1, 2]]), OPS, total_batch_size=2, micro_batch_size=2)
-    await batches.prefetch_one_batch()
+    await batches.peek()
     with pytest.raises(BatchSizeError, match="micro_batch_size=2 does not divide"):
         batches.reset_total_batch_size(3)
     assert await everything(batches) == [[1, 2]]
@@ -283,7 +283,7 @@ async def test_micro_batches_of_a_global_batch_can_be_counted_ahead() -> None:
     batches = BatchResizingIterator(
         channel_of().receiver, OPS, total_batch_size=12, num_global_batches=2, micro_batch_size=2
     )
-    assert await batches.count_micro_batches() == 3
+    assert await batches.count() == 3
 
 
 async def test_counting_under_a_token_limit_gathers_the_global_batch() -> None:
@@ -295,9 +295,9 @@ async def test_counting_under_a_token_limit_gathers_the_global_batch() -> None:
         balance_window=4,
         agree=alone,
     )
-    assert await batches.count_micro_batches() == 3
+    assert await batches.count() == 3
     await anext(batches)
-    assert await batches.count_micro_batches() == 2
+    assert await batches.count() == 2
     assert await everything(batches) == [[2, 7], [1, 1, 1, 1]]
 
 

@@ -7,8 +7,8 @@ import asyncio
 import numpy as np
 from numpy.typing import NDArray
 
-from rlinf_async.channels import Channel, Edge, current_party
-from rlinf_async.channels.statistics import MAX_EDGES, OTHER_PARTIES, Edges
+from rlinf_async.channels import Channel, current_party
+from rlinf_async.channels.statistics import MAX_EDGES, OTHER_PARTIES, Edge, Edges
 from rlinf_async.channels.untyped import Encoded
 from rlinf_async.channels.wire import traffic_of
 from tests.channels.wire.harness import remote_pair, until, wired

@@ -53,7 +53,7 @@ async def test_a_channel_without_a_sender_yet_has_not_ended() -> None:
 @pytest.mark.parametrize("own", [True, False])
 async def test_a_sender_that_is_closed_before_it_put_anything_ends_its_channel(own: bool) -> None:
     channel = Channel(int, name="numbers")
-    (channel.sender if own else channel.new_sender()).close()
+    (channel.sender if own else channel.sender.clone()).close()
     with pytest.raises(EndOfChannel):
         channel.receiver.get_nowait()
 
@@ -61,7 +61,7 @@ async def test_a_sender_that_is_closed_before_it_put_anything_ends_its_channel(o
 @pytest.mark.parametrize("own", [True, False])
 async def test_a_receiver_that_is_closed_before_it_got_anything_refuses_puts(own: bool) -> None:
     channel = Channel(int, name="numbers")
-    (channel.receiver if own else channel.new_receiver()).close()
+    (channel.receiver if own else channel.receiver.clone()).close()
     with pytest.raises(NoReceivers):
         channel.sender.put_nowait(0)
 
@@ -172,7 +172,7 @@ async def test_a_new_receiver_makes_a_channel_usable_again(transport: Transport)
     await sender.put(0)
     receiver.close()
     await transport.settle()
-    with channel.new_receiver() as later:
+    with channel.receiver.clone() as later:
         await sender.put(1)
         assert [await later.get(), await later.get()] == [0, 1]
 

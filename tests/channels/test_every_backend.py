@@ -219,9 +219,8 @@ async def uses(end: Sender[Item] | Receiver[Item]) -> list[str]:
     found = [end.state(), end.statistics()]
     if isinstance(end, Sender):
         return [await raised(use) for use in (*found, end.put(item(1)), end.flush())]
-    leases = end.leases()
     lease, lag = end.lease(), end.get_within_lag(current=1, max_lag=1)
-    takes = end.get(), end.get_batch(weight=2), lease.__aenter__(), anext(leases), lag
+    takes = end.get(), end.get_batch(weight=2), lease.__aenter__(), lag
     return [await raised(use) for use in (*found, *takes)]
 
 
@@ -273,16 +272,6 @@ async def lease(ends: Ends) -> object:
     return found, numbers([await ends.receiver.get(), await ends.receiver.get()])
 
 
-async def leases(ends: Ends) -> object:
-    await fill(ends)
-    ends.sender.close()
-    found: list[int] = []
-    async for one in ends.receiver.leases(weight=2):
-        async with one as batch:
-            found += numbers(batch)
-    return found
-
-
 async def within_lag(ends: Ends) -> object:
     await fill(ends)
     found = [await ends.receiver.get_within_lag(current=2, max_lag=1) for _ in range(3)]
@@ -309,7 +298,6 @@ RECEIVER: Final[dict[str, Use]] = {
     "get_nowait": get_nowait,
     "get_batch": get_batch,
     "lease": lease,
-    "leases": leases,
     "get_within_lag": within_lag,
     "open": lambda ends: opened(ends.receiver),
     "close": closed_receiver,
@@ -384,7 +372,7 @@ async def publish(ends: LatestEnds) -> object:
 
 async def close_latest(ends: LatestEnds) -> object:
     await ends.sender.publish(item(1))
-    await ends.sender.close()
+    ends.sender.close()
     left = numbers([one async for one in ends.receiver])
     with pytest.raises(EndOfChannel):
         await poll(ends)
@@ -400,7 +388,7 @@ async def polled(ends: LatestEnds) -> object:
         await ends.settle()
         found.append((await poll(ends), ends.receiver.version))
     waits = ends.latest.waits(), ends.latest.statistics().waiting
-    await ends.sender.close()
+    ends.sender.close()
     with pytest.raises(EndOfChannel):
         await poll(ends)
     return found, waits

@@ -77,7 +77,7 @@ async def test_iteration_ends_when_the_sender_closes(transport: Transport) -> No
     for value in range(3):
         await sender.publish(value)
         await transport.settle()
-    await sender.close()
+    sender.close()
     await watching
     assert got == [0, 1, 2]
 
@@ -85,7 +85,7 @@ async def test_iteration_ends_when_the_sender_closes(transport: Transport) -> No
 async def test_the_last_value_can_be_had_after_the_close(transport: Transport) -> None:
     sender, receiver = await transport.latest_ends(Latest(int, name="weights"))
     await sender.publish(1)
-    await sender.close()
+    sender.close()
     assert await receiver.get() == 1
     with pytest.raises(EndOfChannel, match="'weights' has ended at version 1"):
         await receiver.get()
@@ -104,7 +104,7 @@ async def test_a_failure_reaches_waiting_and_later_uses(transport: Transport) ->
             await use
 
 
-def test_every_failure_is_an_error_of_its_own_with_the_first_cause() -> None:
+async def test_every_failure_is_an_error_of_its_own_with_the_first_cause() -> None:
     latest = Latest(int, name="weights")
     cause = ValueError("loss is NaN")
     latest.fail(cause)
@@ -112,7 +112,7 @@ def test_every_failure_is_an_error_of_its_own_with_the_first_cause() -> None:
     raised: list[ChannelFailed] = []
     for _ in range(2):
         with pytest.raises(ChannelFailed) as failed:
-            latest.publish_nowait(1)
+            await latest.sender.publish(1)
         raised.append(failed.value)
     assert raised[0] is not raised[1]
     assert [error.__cause__ for error in raised] == [cause, cause]
@@ -136,22 +136,22 @@ async def test_a_cancelled_get_is_forgotten(transport: Transport) -> None:
 async def test_a_value_of_another_type_is_refused() -> None:
     latest = Latest(int, name="weights")
     with pytest.raises(WrongItemType, match="'weights' carries int, not str"):
-        latest.publish_nowait("seven")  # type: ignore[arg-type]
+        await latest.sender.publish("seven")  # type: ignore[arg-type]
     assert latest.version == 0
 
 
-def test_a_get_without_waiting_gives_nothing_twice() -> None:
+async def test_a_get_without_waiting_gives_nothing_twice() -> None:
     latest = Latest(int, name="weights")
     receiver = latest.receiver
     assert receiver.get_nowait() is None
-    latest.publish_nowait(1)
+    await latest.sender.publish(1)
     assert (receiver.get_nowait(), receiver.get_nowait()) == (1, None)
 
 
 async def test_who_waits_for_a_newer_value_is_reported(transport: Transport) -> None:
     latest = Latest(int, name="weights")
     _, receiver = await transport.latest_ends(latest)
-    latest.publish_nowait(1)
+    await latest.sender.publish(1)
     waiting = asyncio.create_task(receiver.get(newer_than=4))
     await transport.settle()
     [wait] = latest.waits()

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import pytest
 
-from rlinf_async.channels import Channel, Lease, LeaseLost, Receiver, Sender, WrongItemType
+from rlinf_async.channels import (
+    Channel,
+    EndOfChannel,
+    Lease,
+    LeaseLost,
+    Receiver,
+    Sender,
+    WrongItemType,
+)
 from rlinf_async.channels.delivery import Outcome
 from tests.channels.transport import Transport
 
@@ -268,9 +277,10 @@ async def test_a_replacement_reaches_a_channel_whose_senders_have_closed(
     sender, receiver = await transport.ends(channel)
     await put_all(sender, 1)
     sender.close()
-    async for held in receiver.leases():
-        async with held as batch:
-            if batch[0] < 3:
-                batch.replace(0, batch[0] + 1)
+    with contextlib.suppress(EndOfChannel):
+        while True:
+            async with receiver.lease() as batch:
+                if batch[0] < 3:
+                    batch.replace(0, batch[0] + 1)
     await transport.settle()
     assert channel.statistics().gets == 1

@@ -75,7 +75,7 @@ async def keys_with_items(size: int, begin: Callable[[], None]) -> None:
 
 async def senders_that_close(size: int, begin: Callable[[], None]) -> None:
     channel = Channel(int, name="n")
-    senders = [channel.new_sender().open() for _ in range(size)]
+    senders = [channel.sender.clone() for _ in range(size)]
     for key in range(size):
         await channel.sender.put(key, key=key)
     begin()
@@ -85,17 +85,17 @@ async def senders_that_close(size: int, begin: Callable[[], None]) -> None:
 
 async def only_senders_that_close(size: int, begin: Callable[[], None]) -> None:
     channel = Channel(int, name="n")
-    with channel.new_sender() as sender:
+    with channel.sender.clone() as sender:
         for key in range(size):
             await sender.put(key, key=key)
     begin()
     for _ in range(size):
-        channel.new_sender().open().close()
+        channel.sender.clone().close()
 
 
 async def receivers_that_close(size: int, begin: Callable[[], None]) -> None:
     channel = Channel(int, name="n")
-    receivers = [channel.new_receiver().open() for _ in range(size)]
+    receivers = [channel.receiver.clone() for _ in range(size)]
     keep = channel.receiver.open()
     for key in range(size):
         await channel.sender.put(key, key=key)
@@ -111,13 +111,13 @@ async def only_receivers_that_close(size: int, begin: Callable[[], None]) -> Non
         await channel.sender.put(key, key=key)
     begin()
     for _ in range(size):
-        channel.new_receiver().open().close()
+        channel.receiver.clone().close()
 
 
 async def senders_that_close_while_they_wait(size: int, begin: Callable[[], None]) -> None:
     channel = Channel(int, name="n", capacity=1)
     keep = channel.sender.open()
-    senders = [channel.new_sender().open() for _ in range(size)]
+    senders = [channel.sender.clone() for _ in range(size)]
     puts = []
     for key, sender in enumerate(senders):
         await sender.put(0, key=key)
@@ -132,7 +132,7 @@ async def senders_that_close_while_they_wait(size: int, begin: Callable[[], None
 
 async def receivers_that_close_while_they_wait(size: int, begin: Callable[[], None]) -> None:
     channel = Channel(int, name="n")
-    receivers = [channel.new_receiver().open() for _ in range(size)]
+    receivers = [channel.receiver.clone() for _ in range(size)]
     gets = [asyncio.ensure_future(one.get(key=key)) for key, one in enumerate(receivers)]
     await wait_all_blocked()
     begin()
@@ -143,7 +143,7 @@ async def receivers_that_close_while_they_wait(size: int, begin: Callable[[], No
 
 async def receivers_of_one_key(size: int, begin: Callable[[], None]) -> None:
     channel = Channel(int, name="n", capacity=size)
-    receivers = [channel.new_receiver().open() for _ in range(size)]
+    receivers = [channel.receiver.clone() for _ in range(size)]
     gets = [asyncio.ensure_future(one.get()) for one in receivers]
     await wait_all_blocked()
     begin()
@@ -158,7 +158,7 @@ async def receivers_of_one_key(size: int, begin: Callable[[], None]) -> None:
 
 async def puts_that_wait(size: int, begin: Callable[[], None]) -> None:
     channel = Channel(int, name="n", capacity=1)
-    senders = [channel.new_sender().open() for _ in range(size)]
+    senders = [channel.sender.clone() for _ in range(size)]
     puts = [asyncio.ensure_future(one.put(0)) for one in senders]
     await wait_all_blocked()
     begin()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from rlinf_async.channels import Channel, Wait, current_party, find_cycle, render
+from rlinf_async.channels import Channel, current_party
+from rlinf_async.channels.statistics import Wait, find_cycle, render
 from rlinf_async.testing import run
 from tests.channels.transport import Transport
 

@@ -457,7 +457,7 @@ class Counts(ra.Worker):
 async def test_annotated_types_fit_themselves() -> None:
     async with ra.Cluster.local() as cluster:
         numbers: ra.Channel[int] = cluster.channel(cast(Any, Small), name="numbers")
-        worker = await cluster.launch_one(Counts)
+        worker = (await cluster.launch(Counts))[0]
         total = worker.call(Counts.total, numbers.receiver, 3)
         with numbers.sender as sender:
             await sender.put(4)

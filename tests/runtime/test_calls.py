@@ -34,7 +34,7 @@ async def test_call_on_runs_on_these_ranks_in_this_order(new_cluster: NewCluster
 
 async def test_a_single_worker_gives_the_result_itself(new_cluster: NewCluster) -> None:
     async with new_cluster() as cluster:
-        teller = await cluster.launch_one(Teller, "good day", name="one")
+        teller = (await cluster.launch(Teller, "good day", name="one"))[0]
         assert teller.name == "one[0]"
         assert await teller.call(Teller.greet, "Ada") == "good day Ada!"
         assert await teller.group.call(Teller.greet, "Ada") == ["good day Ada!"]

@@ -212,8 +212,8 @@ async def test_a_large_item_on_its_way_is_no_deadlock(monkeypatch: pytest.Monkey
     size = 256 << 20
     async with ra.Cluster.process(deadlock_after=0.1) as cluster:
         arrays = cluster.channel(np.ndarray, name="arrays")
-        near = await cluster.launch_one(Far, name="near")
-        far = await cluster.launch_one(Far, name="far")
+        near = (await cluster.launch(Far, name="near"))[0]
+        far = (await cluster.launch(Far, name="far"))[0]
         sending = near.call(Far.send, size, arrays.sender)
         assert await far.call(Far.get, arrays.receiver) == size
         await sending
@@ -254,7 +254,7 @@ async def test_who_listens_is_not_deadlocked_and_the_warning_says_so(
     monkeypatch.setattr(deadlock.log, "warning", warning)
     async with new_cluster(deadlock_after=0.2) as cluster, AsyncExitStack() as stack:
         numbers = cluster.channel(Number, name="numbers")
-        bob = await cluster.launch_one(Polite, name="Bob")
+        bob = (await cluster.launch(Polite, name="Bob"))[0]
         if place == "driver":
             await stack.enter_async_context(await _listen())
         asked = bob.call(Polite.hears, numbers.receiver, listening=place == "worker")

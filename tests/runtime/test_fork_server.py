@@ -104,7 +104,7 @@ async def test_ranks_and_restarts_are_forked_from_one_process(new_cluster: NewCl
 
 async def test_what_says_that_it_imports_nothing_slow_is_not(new_cluster: NewCluster) -> None:
     async with new_cluster() as cluster:
-        look = await cluster.launch_one(Look, slow=False)
+        look = (await cluster.launch(Look, slow=False))[0]
         assert await look.call(Look.parent) == os.getpid()
     assert forked.pids() == set()
 
@@ -113,11 +113,11 @@ async def test_a_forked_worker_has_what_a_spawned_one_has(
     new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with new_cluster() as cluster:
-        await cluster.launch_one(Look, name="first")  # starts the server
+        (await cluster.launch(Look, name="first"))[0]  # starts the server
         monkeypatch.chdir(tempfile.gettempdir())
         monkeypatch.setattr(sys, "path", [*sys.path, tempfile.gettempdir()])
-        fork = await cluster.launch_one(Look, name="forked", env_vars={"TUNED": "yes"})
-        spawned = await cluster.launch_one(Look, False, name="spawned", env_vars={"TUNED": "yes"})
+        fork = (await cluster.launch(Look, name="forked", env_vars={"TUNED": "yes"}))[0]
+        spawned = (await cluster.launch(Look, False, name="spawned", env_vars={"TUNED": "yes"}))[0]
         told = names_for_workers() | {"TUNED": "yes"}  # a test before may have registered some
         assert await fork.call(Look.environment) == os.environ | told
         assert await fork.call(Look.place) == await spawned.call(Look.place)
@@ -132,10 +132,10 @@ async def test_another_environment_has_another_process_to_be_forked_from(
     new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with new_cluster() as cluster:
-        one = await cluster.launch_one(Look, name="one")
-        other = await cluster.launch_one(Look, name="other", env_vars={"OMP_NUM_THREADS": "7"})
+        one = (await cluster.launch(Look, name="one"))[0]
+        other = (await cluster.launch(Look, name="other", env_vars={"OMP_NUM_THREADS": "7"}))[0]
         monkeypatch.setenv("PYTEST_CURRENT_TEST", "which nothing reads when it is imported")
-        third = await cluster.launch_one(Look, name="third", env_vars={"OMP_NUM_THREADS": "7"})
+        third = (await cluster.launch(Look, name="third", env_vars={"OMP_NUM_THREADS": "7"}))[0]
         parents = [await look.call(Look.parent) for look in (one, other, third)]
     assert parents[0] != parents[1] == parents[2]
 
@@ -148,7 +148,7 @@ async def test_environments_that_take_turns_keep_their_processes_unless_they_are
         parents = []
         for turn, threads in enumerate("1212313"):
             env_vars = {"OMP_NUM_THREADS": threads}
-            look = await cluster.launch_one(Look, name=f"turn{turn}", env_vars=env_vars)
+            look = (await cluster.launch(Look, name=f"turn{turn}", env_vars=env_vars))[0]
             parents.append(await look.call(Look.parent))
     one, two, *others = parents
     assert one != two
@@ -171,10 +171,10 @@ async def test_a_module_that_exits_when_it_is_imported_takes_no_other_worker_alo
     (tmp_path / "which_exits.py").write_text("raise SystemExit(3)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     async with new_cluster() as cluster:
-        first = await cluster.launch_one(Look, name="first")
+        first = (await cluster.launch(Look, name="first"))[0]
         server = await first.call(Look.parent)
         monkeypatch.setattr(f"{__name__}.SLOW", (*SLOW, "which_exits"))
-        other = await cluster.launch_one(Look, name="other")
+        other = (await cluster.launch(Look, name="other"))[0]
         assert await other.call(Look.parent) == server
         assert await first.call(Look.parent) == server
 
@@ -187,10 +187,10 @@ async def test_a_death_is_told_while_modules_are_imported(
         os.mkfifo(tmp_path / name)
         (tmp_path / f"which_{name}.py").write_text(f"open({str(tmp_path / name)!r}).read()\n")
     async with new_cluster() as cluster:
-        first = await cluster.launch_one(Look, name="first")
+        first = (await cluster.launch(Look, name="first"))[0]
         waiting = first.call(Look.wait)
         monkeypatch.setattr(f"{__name__}.SLOW", (*SLOW, "which_begins", "which_goes_on"))
-        other = asyncio.create_task(cluster.launch_one(Look, name="other"))
+        other = asyncio.create_task(cluster.launch(Look, name="other"))
         with await asyncio.to_thread((tmp_path / "begins").open, "w"):
             end = os.pidfd_open(kill(cluster, "first[0]"))
             await asyncio.to_thread(select.select, [end], [], [])
@@ -198,7 +198,7 @@ async def test_a_death_is_told_while_modules_are_imported(
         with pytest.raises(WorkerDied, match="killed"):
             await waiting
         await asyncio.to_thread((tmp_path / "goes_on").write_text, "")
-        await (await other).call(Look.parent)
+        await (await other)[0].call(Look.parent)
 
 
 async def test_imports_that_start_threads_are_named_and_their_workers_spawned(
@@ -212,14 +212,14 @@ async def test_imports_that_start_threads_are_named_and_their_workers_spawned(
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     async with new_cluster() as cluster:
-        first = await cluster.launch_one(Look, name="first")
+        first = (await cluster.launch(Look, name="first"))[0]
         server = await first.call(Look.parent)
         with monkeypatch.context() as patch:
             patch.setattr(f"{__name__}.SLOW", (*SLOW, "which_starts_a_thread"))
             others = await cluster.launch(Look, count=2, name="others")
             assert await others.call(Look.parent) == [os.getpid(), os.getpid()]
         assert await first.call(Look.parent) == server  # it goes on
-        last = await cluster.launch_one(Look, name="last")
+        last = (await cluster.launch(Look, name="last"))[0]
         assert await last.call(Look.parent) not in (server, os.getpid())
     said = {one.message.partition("#")[0] for one in caplog.records}
     assert said == {"others[0]", "others[1]"}
@@ -239,7 +239,7 @@ async def test_a_module_that_kills_the_process_that_imports_it_is_named_and_its_
     monkeypatch.setattr(f"{__name__}.SLOW", (*SLOW, "which_kills"))
     async with new_cluster() as cluster:
         for number in range(2):  # the second one does not try again
-            look = await cluster.launch_one(Look, name=f"look{number}")
+            look = (await cluster.launch(Look, name=f"look{number}"))[0]
             assert await look.call(Look.parent) == os.getpid()
             assert forked.pids() == set()
     assert len(caplog.messages) == 2
@@ -272,17 +272,17 @@ async def test_a_server_that_does_not_answer_is_named_and_let_go_and_the_worker_
     new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with new_cluster() as cluster:
-        first = await cluster.launch_one(Look, name="first")
+        first = (await cluster.launch(Look, name="first"))[0]
         server = psutil.Process(await first.call(Look.parent))
         server.suspend()
         with monkeypatch.context() as patch:
             patch.setattr(forked, "ANSWER_SECONDS", 0.01)  # it would not answer in any time
-            other = await cluster.launch_one(Look, name="other")
+            other = (await cluster.launch(Look, name="other"))[0]
         assert await other.call(Look.parent) == os.getpid()
         [warning] = caplog.messages
         assert warning.startswith("other[0]#0 is not forked, and so starts more slowly: ")
         assert f"the process {server.pid}, which imports torch, " in warning
-        last = await cluster.launch_one(Look, name="last")
+        last = (await cluster.launch(Look, name="last"))[0]
         assert await last.call(Look.parent) not in (server.pid, os.getpid())
         server.resume()
         assert await first.call(Look.parent) == server.pid
@@ -290,7 +290,7 @@ async def test_a_server_that_does_not_answer_is_named_and_let_go_and_the_worker_
 
 async def test_a_server_that_has_ended_is_no_zombie(new_cluster: NewCluster) -> None:
     async with new_cluster() as cluster:
-        look = await cluster.launch_one(Look)
+        look = (await cluster.launch(Look))[0]
         server = await look.call(Look.parent)
         os.kill(server, signal.SIGKILL)
         with pytest.raises(WorkerDied):
@@ -302,7 +302,7 @@ async def test_a_process_that_this_one_forks_has_servers_of_its_own(
     new_cluster: NewCluster,
 ) -> None:
     async with new_cluster() as cluster:
-        look = await cluster.launch_one(Look)
+        look = (await cluster.launch(Look))[0]
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
             child = os.fork()  # newer versions of Python warn of threads
         if not child:
@@ -327,7 +327,7 @@ async def test_what_a_worker_leaves_behind_is_killed_before_its_end_is_told(
     new_cluster: NewCluster,
 ) -> None:
     async with new_cluster() as cluster:
-        look = await cluster.launch_one(Look)
+        look = (await cluster.launch(Look))[0]
         group = await look.call(Look.leave_one_behind)
         with pytest.raises(WorkerDied, match="exit code 3"):
             await look.call(Look.end, 3)
@@ -336,7 +336,7 @@ async def test_what_a_worker_leaves_behind_is_killed_before_its_end_is_told(
 
 async def test_who_killed_a_worker_is_said(new_cluster: NewCluster) -> None:
     async with new_cluster() as cluster:
-        look = await cluster.launch_one(Look)
+        look = (await cluster.launch(Look))[0]
         pid = cluster.pid("Look[0]")
         assert pid is not None
         os.kill(forked.pids().pop(), signal.SIGKILL)

@@ -85,9 +85,9 @@ async def test_items_go_from_one_worker_to_another_wherever_the_queue_lives(
     new_cluster: NewCluster,
 ) -> None:
     async with new_cluster() as cluster:
-        producer = await cluster.launch_one(Counter, name="producer")
-        consumer = await cluster.launch_one(Counter, name="consumer")
-        other = await cluster.launch_one(Counter, name="other")
+        producer = (await cluster.launch(Counter, name="producer"))[0]
+        consumer = (await cluster.launch(Counter, name="consumer"))[0]
+        other = (await cluster.launch(Counter, name="other"))[0]
         for home in (producer, consumer, other):
             numbers = await cluster.channel_at(home, Number, name=f"at {home.name}", capacity=7)
             assert numbers.home == home.name
@@ -103,8 +103,8 @@ async def test_arrays_go_by_shared_memory_and_the_driver_has_ends_too(
     new_cluster: NewCluster, setting: tuple[str, str]
 ) -> None:
     async with new_cluster() as cluster:
-        home = await cluster.launch_one(Counter, name="home")
-        other = await cluster.launch_one(Counter, name="other")
+        home = (await cluster.launch(Counter, name="home"))[0]
+        other = (await cluster.launch(Counter, name="other"))[0]
         readings = await cluster.channel_at(home, Reading, name="readings", capacity=2)
         putting = other.call(Counter.put_arrays, readings.sender, 5)
         assert await home.call(Counter.take_arrays, readings.receiver) == [0, 1, 2, 3, 4]
@@ -128,8 +128,8 @@ async def test_a_sender_that_is_closed_within_a_call_ends_the_channel(
     new_cluster: NewCluster,
 ) -> None:
     async with new_cluster() as cluster:
-        home = await cluster.launch_one(Counter, name="home")
-        other = await cluster.launch_one(Counter, name="other")
+        home = (await cluster.launch(Counter, name="home"))[0]
+        other = (await cluster.launch(Counter, name="other"))[0]
         for at, first, second in ((0, home, other), (1, other, home)):
             numbers = await cluster.channel_at(home, Number, name=f"numbers {at}")
             answers = await cluster.channel_at(home, Number, name=f"answers {at}")
@@ -141,8 +141,8 @@ async def test_a_sender_that_is_closed_within_a_call_ends_the_channel(
 async def test_a_failed_call_fails_the_channel(new_cluster: NewCluster) -> None:
     async def graph() -> None:
         async with new_cluster() as cluster:
-            home = await cluster.launch_one(Counter, name="home")
-            other = await cluster.launch_one(Counter, name="other")
+            home = (await cluster.launch(Counter, name="home"))[0]
+            other = (await cluster.launch(Counter, name="other"))[0]
             numbers = await cluster.channel_at(home, Number, name="numbers")
             taking = home.call(Counter.take, numbers.receiver)
             failing = other.call(Counter.fails, numbers.sender)
@@ -156,8 +156,8 @@ async def test_a_failed_call_fails_the_channel(new_cluster: NewCluster) -> None:
 
 async def test_what_cannot_be_had_is_refused(new_cluster: NewCluster) -> None:
     async with new_cluster() as cluster, new_cluster() as another:
-        worker = await cluster.launch_one(Counter)
-        mortal = await cluster.launch_one(Counter, name="mortal", restart=ra.Restart())
+        worker = (await cluster.launch(Counter))[0]
+        mortal = (await cluster.launch(Counter, name="mortal", restart=ra.Restart()))[0]
         await cluster.channel_at(worker, Number, name="numbers")
         with pytest.raises(ra.BuildError, match="there is a channel 'numbers' already"):
             cluster.channel(Number, name="numbers")
@@ -172,8 +172,8 @@ async def test_what_cannot_be_had_is_refused(new_cluster: NewCluster) -> None:
 @pytest.mark.parametrize("setting", [("process", "uvloop")], ids="-".join)
 async def test_what_a_killed_worker_had_leased_is_delivered_again(new_cluster: NewCluster) -> None:
     async with new_cluster() as cluster:
-        home = await cluster.launch_one(Counter, name="home")
-        mortal = await cluster.launch_one(Counter, name="mortal", restart=ra.Restart())
+        home = (await cluster.launch(Counter, name="home"))[0]
+        mortal = (await cluster.launch(Counter, name="mortal", restart=ra.Restart()))[0]
         numbers = await cluster.channel_at(home, Number, name="numbers")
         taken = await cluster.channel_at(home, Number, name="taken")
         putting = home.call(Counter.put, numbers.sender, COUNT)
@@ -204,8 +204,8 @@ async def test_with_its_home_a_channel_is_lost_and_every_use_says_so(
 
     async def graph() -> None:
         async with new_cluster() as cluster:
-            home = await cluster.launch_one(Counter, name="home")
-            other = await cluster.launch_one(Counter, name="other")
+            home = (await cluster.launch(Counter, name="home"))[0]
+            other = (await cluster.launch(Counter, name="other"))[0]
             numbers = await cluster.channel_at(home, Number, name="numbers")
             pid = await home.call(Counter.pid)
             async with asyncio.TaskGroup() as group:
@@ -236,8 +236,8 @@ async def test_a_ring_of_waits_over_homes_is_a_deadlock(
 
     async def graph() -> None:
         async with new_cluster(deadlock_after=0.3) as cluster:
-            one = await cluster.launch_one(Counter, name="one")
-            two = await cluster.launch_one(Counter, name="two")
+            one = (await cluster.launch(Counter, name="one"))[0]
+            two = (await cluster.launch(Counter, name="two"))[0]
             there: HomedChannel[Number] = await cluster.channel_at(one, Number, name="there")
             back = await cluster.channel_at(two, Number, name="back")
             await asyncio.gather(

@@ -219,7 +219,7 @@ for _kind in range(len(KINDS)):
 async def outcomes(cluster: ra.Cluster) -> dict[tuple[str, str, int], str]:
     """What becomes of each value: by place, kind, and number of the value."""
     found: dict[tuple[str, str, int], str] = {}
-    worker = await cluster.launch_one(Sends)
+    worker = (await cluster.launch(Sends))[0]
     for kind, item_type in enumerate(KINDS):
         channel = cluster.channel(item_type, name=f"items {kind}")
         latest = cluster.latest(item_type, name=f"latest {kind}")
@@ -291,7 +291,7 @@ class Reads(Worker):
 @pytest.mark.parametrize("backend", ["local", "process"])
 async def test_an_end_of_another_message_is_refused_where_it_is_given(backend: str) -> None:
     async with getattr(ra.Cluster, backend)() as cluster:
-        worker = await cluster.launch_one(Reads)
+        worker = (await cluster.launch(Reads))[0]
         subs = cluster.channel(Sub, name="subs")
         bases = cluster.channel(Base, name="bases")
         flags = cluster.channel(bool, name="flags")

@@ -75,7 +75,7 @@ async def test_output_of_libraries_and_of_started_programs_is_logged_too(
     tmp_path: Path, new_cluster: NewCluster
 ) -> None:
     async with new_cluster(log=tmp_path / "log") as cluster:
-        printer = await cluster.launch_one(Printer)
+        printer = (await cluster.launch(Printer))[0]
         await printer.call(Printer.say_as_others_do)
     assert lines_of(tmp_path / "log") == [
         f"Printer[0]: {words}" for words in ("to stderr", "a warning", "from a program")
@@ -86,7 +86,7 @@ async def test_the_last_words_of_a_worker_that_is_killed_are_kept(
     tmp_path: Path, new_cluster: NewCluster
 ) -> None:
     async with new_cluster(log=tmp_path / "log") as cluster:
-        printer = await cluster.launch_one(Printer)
+        printer = (await cluster.launch(Printer))[0]
         with pytest.raises(ra.WorkerDied):
             await printer.call(Printer.die_saying, "out of mem")
     assert lines_of(tmp_path / "log") == ["Printer[0]: out of mem"]
@@ -97,7 +97,7 @@ async def test_more_than_the_pipe_holds_is_written_while_it_is_printed(
 ) -> None:
     count = 2 * PIPE_BYTES // 100
     async with new_cluster(log=tmp_path / "log") as cluster:
-        printer = await cluster.launch_one(Printer)
+        printer = (await cluster.launch(Printer))[0]
         await printer.call(Printer.say_much, count)
         await printer.call(Printer.say, "z" * (LONGEST_LINE * 3))
     lines = [line.removeprefix("Printer[0]: ") for line in lines_of(tmp_path / "log")]
@@ -110,7 +110,7 @@ async def test_a_full_disk_is_logged_once_and_the_workers_go_on(
     new_cluster: NewCluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with new_cluster(log=Path("/dev/full")) as cluster:
-        printer = await cluster.launch_one(Printer)
+        printer = (await cluster.launch(Printer))[0]
         for _ in range(3):
             await printer.call(Printer.say, "a line\n")
     said = [record.message for record in caplog.records]
@@ -141,7 +141,7 @@ async def test_the_last_words_after_a_flood_are_kept(
     log = tmp_path / "workers.log"
     said = "flood\n" * 2 * LINES_AT_ONCE + "last words\n"
     async with new_cluster(log=log) as cluster:
-        printer = await cluster.launch_one(Printer)
+        printer = (await cluster.launch(Printer))[0]
         with pytest.raises(ra.WorkerDied):
             await printer.call(Printer.die_saying, said)
     lines = lines_of(log)

@@ -294,7 +294,7 @@ async def test_torch_leaves_no_empty_folder_behind(
     monkeypatch.setenv("TMPDIR", tempfile.gettempdir())  # of this test; the worker has it, too
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     async with new_cluster() as cluster:
-        made = await (await cluster.launch_one(Steps)).call(Steps.step)
+        made = await (await cluster.launch(Steps))[0].call(Steps.step)
         assert made is not None
         assert os.path.dirname(made) == tempfile.gettempdir()
     assert os.listdir(tempfile.gettempdir()) == []

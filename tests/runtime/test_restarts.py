@@ -257,7 +257,7 @@ async def test_a_process_that_is_killed_in_its_setup_is_started_again(
     new_cluster: NewCluster,
 ) -> None:
     async with new_cluster() as cluster:
-        worker = await cluster.launch_one(KilledInSetup, restart=Restart(max=1))
+        worker = (await cluster.launch(KilledInSetup, restart=Restart(max=1)))[0]
         assert await worker.call(KilledInSetup.life) == 1
 
 

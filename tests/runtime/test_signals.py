@@ -82,7 +82,7 @@ async def main() -> None:
         if BODY is never:
             await cluster.launch(NeverReady, count=2)
         await cluster.launch(Parent)
-        actor = await cluster.launch_one(Actor)
+        actor = (await cluster.launch(Actor))[0]
         print(cluster.pid("Actor[0]"), flush=True)
         await BODY(actor)
 
@@ -223,7 +223,7 @@ def test_a_second_sigterm_kills_everything_at_once() -> None:
 
 async def test_sigterm_ends_what_a_worker_has_forked(new_cluster: NewCluster) -> None:
     async with new_cluster() as cluster:
-        parent = await cluster.launch_one(Parent)
+        parent = (await cluster.launch(Parent))[0]
         pid = await parent.call(Parent.started)
         os.kill(pid, signal.SIGTERM)
         while process_runs(pid):  # noqa: ASYNC110  # nobody reports the end of a stranger's child
@@ -322,7 +322,7 @@ class FailsAndIsTerminated(ra.Worker):
 def test_the_error_of_a_run_that_had_failed_before_it_was_terminated_is_raised() -> None:
     async def fails() -> None:
         async with ra.Cluster.local() as cluster:
-            worker = await cluster.launch_one(FailsAndIsTerminated)
+            worker = (await cluster.launch(FailsAndIsTerminated))[0]
             await worker.call(FailsAndIsTerminated.work)
 
     with pytest.raises(ra.WorkerError, match="the real cause"):

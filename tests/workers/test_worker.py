@@ -331,7 +331,7 @@ def test_an_error_that_is_no_exception_fails_its_call_and_what_it_sends_to(
         try:
             async with ra.Cluster.local() as cluster:
                 numbers = cluster.channel(int, name="numbers")
-                worker = await cluster.launch_one(Panics, error)
+                worker = (await cluster.launch(Panics, error))[0]
                 running = worker.call(Panics.count, numbers.sender, how)
                 taken.extend([number async for number in numbers.receiver])
                 await running

@@ -29,6 +29,7 @@ The configuration of a replay worker.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -194,12 +195,13 @@ class ReplayWorker(Worker):
         report = ReplayReport()
         async with task_group() as group:
             taking = group.create_task(self._take(trajectories))
-            async for taken in requests.leases():
-                async with taken as lease:
-                    shares = await self._pace.run("draw", self._draw, lease[0])
-                    for rank, share in enumerate(shares):
-                        await batches.put(share, key=rank)
-                report.batches += 1
+            with contextlib.suppress(EndOfChannel):
+                while True:
+                    async with requests.lease() as [request]:
+                        shares = await self._pace.run("draw", self._draw, request)
+                        for rank, share in enumerate(shares):
+                            await batches.put(share, key=rank)
+                    report.batches += 1
             taking.cancel()
         report.duplicates = self._duplicates
         return report

@@ -18,7 +18,8 @@ from types import TracebackType
 from typing import Final, NamedTuple, Self
 
 from rlinf_async import deadlines
-from rlinf_async.channels import Channel, Edge, Statistics, Wait
+from rlinf_async.channels import Channel, Statistics
+from rlinf_async.channels.statistics import Edge, Wait
 from rlinf_async.channels.wire import Traffic
 from rlinf_async.observe.files import ObserveError
 from rlinf_async.observe.progress import (

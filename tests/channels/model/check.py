@@ -117,7 +117,7 @@ def wrong_batches(history: History) -> list[str]:
         if any(keys.get(item) != event.key for item in event.items):
             found.append(f"{described(event)} was given items of other keys: {named(event.items)}")
         weight = sum(weights.get(item, 1) for item in event.items)
-        if event.do not in ("batch", "lease", "leases"):
+        if event.do not in ("batch", "lease"):
             continue
         if weight > event.most and len(event.items) > 1:
             found.append(f"{described(event)} weighs {weight}, more than {event.most}")

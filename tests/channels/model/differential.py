@@ -21,6 +21,7 @@ from rlinf_async.testing import run, wait_all_blocked
 from tests.channels.model.items import VERSIONS, make_item, number_in, replacement, times_replaced
 from tests.channels.model.party import LAG, Spoilt
 from tests.channels.model.program import (
+    LEASING,
     NOWAIT,
     SENDING,
     TAKING,
@@ -68,7 +69,7 @@ class _Doing(msgspec.Struct):
 
     @property
     def leasing(self) -> bool:
-        return self.op.do in ("lease", "leases")
+        return self.op.do == "lease"
 
 
 class _Actor:
@@ -96,7 +97,7 @@ class _Comparison:
         ends: dict[EndName, tuple[Any, int]] = {}
         for name in end_names(program):
             sends = name[0] == "send"
-            end: Any = self.channel.new_sender() if sends else self.channel.new_receiver()
+            end: Any = self.channel.sender.clone() if sends else self.channel.receiver.clone()
             number = self.model.open_sender() if sends else self.model.open_receiver()
             assert isinstance(number, int)
             ends[name] = end.open(), number
@@ -157,9 +158,9 @@ class _Comparison:
             doing = _Doing(op, put)
             work = self._put(actor, op, make_item(self.program.payload, number, op.size))
         elif op.do in TAKING:
-            batch = op.do in ("batch", "lease", "leases")
+            batch = op.do in ("batch", "lease")
             target, least = (op.weight, op.at_least) if batch else (1, None)
-            lease = op.do in ("lease", "leases", "lag")
+            lease = op.do in LEASING
             doing = _Doing(op, self.model.take(
                 actor.number, op.key, target, least, lease=lease, wait=op.do not in NOWAIT
             ))  # fmt: skip

@@ -22,7 +22,7 @@ SENDS: Final[tuple[tuple[Do, int], ...]] = (
     ("turn", 3),
 )  # fmt: skip
 TAKES: Final[tuple[tuple[Do, int], ...]] = (
-    ("get", 8), ("get_nowait", 2), ("iterate", 3), ("batch", 5), ("lease", 5), ("leases", 2),
+    ("get", 8), ("get_nowait", 2), ("iterate", 3), ("batch", 5), ("lease", 7),
     ("lag", 2), ("clone", 1), ("close", 1), ("statistics", 1), ("turn", 3),
 )  # fmt: skip
 
@@ -88,7 +88,7 @@ class _Maker:
         if rng.random() < 0.7:
             weight = rng.choice((1, 3, 30, 100, 400))
             least = rng.choice((None, None, 1, weight))
-            ops.append(Op(rng.choice(("batch", "batch", "lease", "leases")),
+            ops.append(Op(rng.choice(("batch", "batch", "lease", "lease")),
                           rng.choice((1, 2, 9)), key, weight, least))  # fmt: skip
         if rng.random() < 0.5:
             ops += self._long_ops(side) if rng.random() < 0.5 else self._ops(side, 3)
@@ -138,7 +138,7 @@ class _Maker:
             return Op(do, times, key, weight, at_least, cancel=cancel, cancel_after=after)
         return Op(
             do, times, key, weight, at_least,
-            ending=self._ending(do), turns=rng.choice((0, 0, 1, 3, 8)),
+            ending=self._ending(), turns=rng.choice((0, 0, 1, 3, 8)),
             cancel=cancel, cancel_after=after,
             inside=(self._inside(),) if rng.random() < 0.1 else (),
         )  # fmt: skip
@@ -146,11 +146,9 @@ class _Maker:
     def _inside(self) -> Op:
         return Op(self.rng.choice(("get", "batch", "lease")), 1, self._key())
 
-    def _ending(self, do: Do) -> Ending:
-        ending: Ending = self.rng.choices(
-            ("ack", "fail", "cancel", "skip", "replace"), (6, 2, 1, 1, 2)
-        )[0]
-        return "fail" if ending == "skip" and do == "lease" else ending
+    def _ending(self) -> Ending:
+        ending: Ending = self.rng.choices(("ack", "fail", "cancel", "replace"), (6, 3, 1, 2))[0]
+        return ending
 
     def _cancel(self) -> tuple[int | None, int | None]:
         chance = self.rng.random()

@@ -42,7 +42,7 @@ async def _run(program: Program) -> History:
     channel = stage.channel
     shared: dict[Any, SharedEnd] = {}
     for end in end_names(program):
-        own = channel.new_sender() if end[0] == "send" else channel.new_receiver()
+        own = channel.sender if end[0] == "send" else channel.receiver
         shared[end] = SharedEnd(own.clone(name_of(end)))
     parties = [
         Party(

@@ -108,7 +108,7 @@ class Party:
             self._shared.leave()
 
     async def _repeat(self, op: Op) -> None:
-        for _ in range(op.times if op.do != "leases" else 1):
+        for _ in range(op.times):
             if op.cancel is None and op.cancel_after is None:
                 go_on = await self._do(op)
             else:
@@ -145,8 +145,6 @@ class Party:
             return await self._put(op)
         if op.do == "lease":
             return await self._lease(op)
-        if op.do == "leases":
-            return await self._leases(op)
         if op.do in TAKING:
             return await self._take(op)
         return await self._other(op)
@@ -240,27 +238,6 @@ class Party:
                 await self._hold(event, items, op)
 
         return await self._guard_lease(event, lease())
-
-    async def _leases(self, op: Op) -> bool:
-        loop = self._end.leases(weight=op.weight, at_least=op.at_least, key=op.key)
-        try:
-            for _ in range(op.times):
-                event = self._event(op, "leases", op.at_least or op.weight, op.weight)
-                if not await self._guard_lease(event, self._one_of(loop, event, op)):
-                    return False
-        finally:
-            await loop.aclose()
-        return True
-
-    async def _one_of(self, loop: Any, event: Event, op: Op) -> None:
-        try:
-            held = await anext(loop)
-        except StopAsyncIteration:
-            raise EndOfChannel("the loop ended") from None
-        if op.ending == "skip":
-            raise Spoilt  # what it held is not known: nobody looked
-        async with held as items:
-            await self._hold(event, items, op)
 
     async def _hold(self, event: Event, items: Any, op: Op) -> None:
         event.fate = "returned"

@@ -218,7 +218,7 @@ class _Run:
         shared: dict[EndName, Any] = {}
         for end in end_names(program):
             channel = stage.channel
-            own: Any = channel.new_sender() if end[0] == "send" else channel.new_receiver()
+            own: Any = channel.sender if end[0] == "send" else channel.receiver
             if end[1]:
                 self.refs[end] = self.owner.end_ref(own, name_of(end))
             else:

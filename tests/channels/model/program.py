@@ -15,18 +15,18 @@ from rlinf_async.channels import Key
 
 Do = Literal[
     "put", "put_nowait", "flush", "fail", "get", "get_nowait", "iterate", "batch", "lease",
-    "leases", "lag", "clone", "close", "statistics", "turn",
+    "lag", "clone", "close", "statistics", "turn",
 ]  # fmt: skip
 Side = Literal["send", "take"]
-Ending = Literal["ack", "fail", "cancel", "skip", "replace"]
+Ending = Literal["ack", "fail", "cancel", "replace"]
 Payload = Literal["int", "struct", "array", "tensor"]
 
 KEYS: Final[tuple[Key | None, ...]] = (None, "env", 7)
 SENDING: Final[tuple[Do, ...]] = ("put", "put_nowait")
 TAKING: Final[tuple[Do, ...]] = (
-    "get", "get_nowait", "iterate", "batch", "lease", "leases", "lag",
+    "get", "get_nowait", "iterate", "batch", "lease", "lag",
 )  # fmt: skip
-LEASING: Final[tuple[Do, ...]] = ("lease", "leases", "lag")
+LEASING: Final[tuple[Do, ...]] = ("lease", "lag")
 NOWAIT: Final[tuple[Do, ...]] = ("put_nowait", "get_nowait")
 
 
@@ -42,8 +42,8 @@ class Op(msgspec.Struct, frozen=True, repr_omit_defaults=True):
     size: int = 0
     """bytes of the payload of each item put"""
     ending: Ending = "ack"
-    """how a lease ends; ``skip`` goes on with the loop over `leases` without entering it,
-    ``replace`` puts something else in the place of every second item, from the first on"""
+    """how a lease ends; ``replace`` puts something else in the place of every second item, from the
+    first on"""
     turns: int = 0
     """of the loop: for which a lease is held, or that are waited"""
     cancel: int | None = None

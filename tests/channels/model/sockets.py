@@ -133,7 +133,7 @@ async def _perform(stage: Stage, owner: ChannelServer, server: Server) -> Histor
         clients[place] = ChannelClient(connections[place])
     shared: dict[Any, SharedEnd] = {}
     for end in end_names(program):
-        own: Any = stage.channel.new_sender() if end[0] == "send" else stage.channel.new_receiver()
+        own: Any = stage.channel.sender if end[0] == "send" else stage.channel.receiver
         if end[1]:
             ref = owner.end_ref(own, name_of(end))
             remote = clients[end[1]].end(ref, stage.channel.item_type)

@@ -16,8 +16,8 @@ from rlinf_async.channels import (
     ChannelFailed,
     EndOfChannel,
     current_party,
-    render,
 )
+from rlinf_async.channels.statistics import render
 from tests.channels.model.history import OWNER, REST, Clock, History, Journal
 from tests.channels.model.history import Event as Done
 from tests.channels.model.items import item_type, number_of
@@ -69,8 +69,8 @@ class Stage:
         self.refresh: Callable[[], None] = lambda: None
         """brings the history of other processes up to date"""
         self._senders = any(task.side == "send" for task in program.tasks)
-        self._gate = None if self._senders else self.channel.new_sender().open()
-        self._witness = self.channel.new_receiver().open() if program.witness else None
+        self._gate = None if self._senders else self.channel.sender.clone()
+        self._witness = self.channel.receiver.clone() if program.witness else None
 
     def note_depth(self, depth: int, weight: int) -> None:
         """The channel said so."""
@@ -119,7 +119,7 @@ class Stage:
             self.history.violations += [f"{when}: {what}" for what in found]
 
     def _take_the_rest(self) -> list[asyncio.Task[None]]:
-        self._rest = self.channel.new_receiver().open()
+        self._rest = self.channel.receiver.clone()
         self._resting = len(KEYS)
         if self._gate is not None:
             self._gate.close()

@@ -17,10 +17,6 @@ _after = st.one_of(st.none(), st.none(), st.none(), st.none(), st.integers(1, 4)
 _endings: st.SearchStrategy[Ending] = st.sampled_from(("ack", "fail", "cancel", "replace"))
 
 
-_skip: st.SearchStrategy[Ending] = st.just("skip")
-_loop_endings = st.one_of(_endings, _skip)
-
-
 def _batches(do: Do, endings: st.SearchStrategy[Ending]) -> st.SearchStrategy[Op]:
     def make(
         weight: int, least: int | None, times: int, key: Key | None, ending: Ending,
@@ -53,7 +49,6 @@ _gets = st.builds(
 _plain: st.SearchStrategy[Ending] = st.just("ack")
 _takes = st.one_of(
     _gets, _gets, _turns, _ends, _batches("batch", _plain), _batches("lease", _endings),
-    _batches("leases", _loop_endings),
 )  # fmt: skip
 
 

@@ -68,7 +68,7 @@ def one_by_one_and_then(*ops: Op, gets: int = 13, at: int = 0) -> Program:
         Op("batch", 9, weight=30),
         Op("lease", 4, weight=3),
         Op("lease", 3, weight=3, ending="fail"),
-        Op("leases", 9, weight=30),
+        Op("lease", 9, weight=30),
         Op("batch", weight=100, at_least=1),
         Op("batch", weight=30, cancel=1),
     ],
@@ -82,7 +82,7 @@ def test_gets_one_by_one_and_then_something_else(transport: str, gets: int, then
 @pytest.mark.parametrize("gets", [3, 7, 15])
 @pytest.mark.parametrize(
     "then",
-    [Op("batch", 40, weight=7), Op("lease", 90, weight=3), Op("leases", 90), Op("get", 300)],
+    [Op("batch", 40, weight=7), Op("lease", 90, weight=3), Op("lease", 90), Op("get", 300)],
     ids=lambda op: op.do,
 )
 def test_two_tasks_on_one_end_of_which_one_only_gets(transport: str, gets: int, then: Op) -> None:
@@ -111,8 +111,8 @@ def test_a_receiver_that_stops_taking_holds_nothing_back(transport: str) -> None
 
 
 @WIRES
-def test_a_loop_over_leases_after_gets(transport: str) -> None:
-    gets = (Op("get"), Op("get", 12), Op("leases"))
+def test_leases_after_gets(transport: str) -> None:
+    gets = (Op("get"), Op("get", 12), Op("lease"))
     holds(Program((Task("send", (Op("put", 14),), 1), Task("take", gets, 1))), transport)
 
 
@@ -121,7 +121,7 @@ def test_a_receiver_beside_one_that_took_items_ahead_and_a_lease(transport: str)
     program = Program(
         (
             Task("send", (Op("put", 8),), 2),
-            Task("take", (Op("get", 5), Op("leases", cancel=1), Op("get", 2)), 1),
+            Task("take", (Op("get", 5), Op("lease", cancel=1), Op("get", 2)), 1),
         ),
         capacity=3,
     )
@@ -143,7 +143,7 @@ def test_others_do_not_see_the_end_while_a_lease_is_handed_to_one_that_has_not_r
                 "send",
                 (Op("put", 2, "env", 2), Op("put"), Op("put_nowait", 2, "env")),
             ),
-            Task("take", (Op("get"), Op("leases", key="env", weight=2, ending="skip"))),
+            Task("take", (Op("get"), Op("lease", key="env", weight=2, ending="fail"))),
         ),
         max_weight=3,
     )
@@ -171,7 +171,7 @@ def test_a_put_does_not_wait_for_room_that_its_own_process_was_lent(transport: s
     """Four items that weigh 1 are queued: one that weighs 4 fits into a weight of 8."""
     sends = Task("send", (Op("put", 3), Op("put", 2), Op("put", weight=4)), 1)
     program = Program(
-        (sends, Task("take", (Op("leases"),), 1)), capacity=5, max_weight=8, witness=True
+        (sends, Task("take", (Op("lease"),), 1)), capacity=5, max_weight=8, witness=True
     )
     holds(program, transport)
 

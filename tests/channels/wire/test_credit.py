@@ -22,9 +22,9 @@ from rlinf_async.channels import (
     EndOfChannel,
     NoReceivers,
     Sender,
-    find_cycle,
 )
 from rlinf_async.channels.key_queue import KeyQueue
+from rlinf_async.channels.statistics import find_cycle
 from rlinf_async.channels.wire import ChannelClient, Connection, Encoded, protocol
 from rlinf_async.channels.wire import transfers as credit
 from rlinf_async.channels.wire.transfers import Transfers

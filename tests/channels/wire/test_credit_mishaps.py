@@ -265,7 +265,7 @@ async def test_a_sender_is_told_again_when_items_were_taken_in_between() -> None
         connection = await owner.join()
         first, second = (owner.sender(channel, connection) for _ in range(2))
         for _ in range(2):
-            receiver = channel.new_receiver().open()
+            receiver = channel.receiver.clone()
             await put_all(first, range(4))
             await second.put(0)
             await first.flush()

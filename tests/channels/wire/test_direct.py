@@ -512,7 +512,7 @@ async def test_get_nowait_passes_over_what_died() -> None:
             await party.sender(channel).put(item(number))
         await fail_under_a_lease(consumer, channel, dying)
         await until(lambda: channel.statistics().depth == 3)
-        receiver = channel.new_receiver()
+        receiver = channel.receiver.clone()
         with contextlib.suppress(ChannelEmpty):
             receiver.get_nowait()  # begins to fetch
         got = list[int]()

@@ -491,7 +491,7 @@ async def test_latest_values_reach_other_processes_and_are_encoded_once(
         connections = [await owner.join(f"w{number}") for number in range(3)]
         receivers = [owner.latest_receiver(latest, one) for one in connections]
         monkeypatch.setattr(latest, "encode", counted)
-        latest.publish_nowait(Sample(1, np.ones(100_000, np.float32)))
+        await latest.sender.publish(Sample(1, np.ones(100_000, np.float32)))
         for receiver in receivers:
             found = await receiver.get()
             assert found.values is not None

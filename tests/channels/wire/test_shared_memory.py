@@ -227,7 +227,7 @@ async def test_two_readers_of_a_latest_do_not_see_what_the_other_writes() -> Non
     async with edge() as (owner, connection, _, _, _):
         latest = Latest(Item, name="weights")
         readers = [owner.latest_receiver(latest, connection) for _ in range(3)]
-        latest.publish_nowait(item(1))
+        await latest.sender.publish(item(1))
         found = [await reader.get() for reader in readers]
         for value, one in enumerate(found):
             one.values[:] = value

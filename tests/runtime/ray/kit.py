@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import os
 import signal
@@ -88,6 +89,7 @@ class Doubler(ra.Worker):
     """Doubles numbers; leases each until its double is put."""
 
     async def run(self, numbers: ra.Receiver[int], doubles: ra.Sender[int]) -> None:
-        async for batch in numbers.leases():
-            async with batch as (number,):
-                await doubles.put(2 * number)
+        with contextlib.suppress(ra.EndOfChannel):
+            while True:
+                async with numbers.lease() as (number,):
+                    await doubles.put(2 * number)

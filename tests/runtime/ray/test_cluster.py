@@ -60,9 +60,9 @@ async def test_ranks_run_on_the_hosts_of_their_devices_and_see_those_alone(hosts
         assert sorted(map(str, names(cluster, "F", 3))) == ["alpha", "beta", "gamma"]
         assert await free.call(Teller.variable, "COLOUR") == ["red"] * 3
         both = {"env_vars": {"COLOUR": "green", "SHADE": "dark"}}
-        dark = await cluster.launch_one(
-            Teller, name="D", env_vars={"COLOUR": "red"}, runtime_env=both
-        )
+        dark = (
+            await cluster.launch(Teller, name="D", env_vars={"COLOUR": "red"}, runtime_env=both)
+        )[0]
         assert await dark.call(Teller.variable, "COLOUR") == "red"
         assert await dark.call(Teller.variable, "SHADE") == "dark"
         with pytest.raises(BuildError, match=r"no field 'woking_dir' \(did you mean 'working_dir'"):
@@ -74,23 +74,23 @@ async def test_ranks_run_on_the_hosts_of_their_devices_and_see_those_alone(hosts
 async def test_launches_at_the_same_time_share_what_they_both_ask_for(hosts: Hosts) -> None:
     async with ra.Cluster.ray(address=hosts.address, wait=1.0) as cluster:
         one, other = await asyncio.gather(
-            cluster.launch_one(Teller, name="One", placement=Ranks([2])),
-            cluster.launch_one(Teller, name="Other", placement=Ranks([[2, 3]])),
+            cluster.launch(Teller, name="One", placement=Ranks([2])),
+            cluster.launch(Teller, name="Other", placement=Ranks([[2, 3]])),
         )
-        [number] = (await one.call(Teller.sees)).split(",")
-        assert number in (await other.call(Teller.sees)).split(",")
+        [number] = (await one[0].call(Teller.sees)).split(",")
+        assert number in (await other[0].call(Teller.sees)).split(",")
 
 
 async def test_a_launch_that_fails_takes_nothing_from_one_that_waits(hosts: Hosts) -> None:
     # What tests before gave back Ray may take long to free, and to start actors.
     async with ra.Cluster.ray(address=hosts.address, wait=300.0) as cluster:
         async with ra.Cluster.ray(address=hosts.address, wait=300.0) as other:
-            await other.launch_one(Teller, placement=Ranks([[2, 3, 4, 5]]))  # all of that host
-            waiting = asyncio.create_task(cluster.launch_one(Teller, placement=Ranks([2])))
+            await other.launch(Teller, placement=Ranks([[2, 3, 4, 5]]))  # all of that host
+            waiting = asyncio.create_task(cluster.launch(Teller, placement=Ranks([2])))
             with pytest.raises(ra.WorkerError, match="not today"):
-                await cluster.launch_one(Broken)
+                await cluster.launch(Broken)
             assert not waiting.done()
-        assert await (await waiting).call(Teller.sees) != ""
+        assert await (await waiting)[0].call(Teller.sees) != ""
 
 
 async def test_the_ranks_of_a_group_on_two_hosts_meet_in_torch_distributed(hosts: Hosts) -> None:
@@ -106,7 +106,7 @@ async def test_a_death_names_worker_host_and_cause_and_its_last_words_are_kept(
     log = tmp_path / "workers.log"
     with pytest.raises(ra.WorkerDied, match=r"Teller\[0\] failed in its process .* on beta") as end:
         async with ra.Cluster.ray(address=hosts.address, log=log) as cluster:
-            teller = await cluster.launch_one(Teller, placement=Packed(start=2))
+            teller = (await cluster.launch(Teller, placement=Packed(start=2)))[0]
             await teller.call(Teller.end, 3)
     assert "crashed, or called os._exit" in str(end.value)
     assert "Teller[0] on beta: last words" in log.read_text(encoding="utf-8")
@@ -114,9 +114,9 @@ async def test_a_death_names_worker_host_and_cause_and_its_last_words_are_kept(
 
 async def test_each_of_two_clusters_has_its_own_output(hosts: Hosts, tmp_path: Path) -> None:
     async with ra.Cluster.ray(address=hosts.address, log=tmp_path / "one.log") as one:
-        first = await one.launch_one(Teller, name="First")
+        first = (await one.launch(Teller, name="First"))[0]
         async with ra.Cluster.ray(address=hosts.address, log=tmp_path / "other.log") as other:
-            second = await other.launch_one(Teller, name="Second")
+            second = (await other.launch(Teller, name="Second"))[0]
             await second.call(Teller.say, "of the second")
         await first.call(Teller.say, "of the first")
     words = [(tmp_path / name).read_text(encoding="utf-8") for name in ("one.log", "other.log")]
@@ -167,7 +167,7 @@ async def test_work_of_a_lost_host_goes_on_elsewhere(
 ) -> None:
     async with ra.Cluster.ray(address=hosts.address) as cluster:
         there = [at for at, one in enumerate(cluster.devices) if one.host == "delta"]
-        teller = await cluster.launch_one(Teller, placement=Ranks(there), restart=ra.Restart())
+        teller = (await cluster.launch(Teller, placement=Ranks(there), restart=ra.Restart()))[0]
         assert cluster.host("Teller[0]") == "delta"
         pid = await teller.call(Teller.pid)
         await asyncio.to_thread(delta)
@@ -182,9 +182,9 @@ async def test_ranks_of_a_lost_host_share_their_new_device_and_keep_it(
     async with ra.Cluster.ray(address=hosts.address) as cluster:
         there = [at for at, one in enumerate(cluster.devices) if one.host == "delta"]
         both = [
-            await cluster.launch_one(
-                Teller, name=name, placement=Ranks(there), restart=ra.Restart()
-            )
+            (await cluster.launch(Teller, name=name, placement=Ranks(there), restart=ra.Restart()))[
+                0
+            ]
             for name in "PQ"
         ]
         pids = [await one.call(Teller.pid) for one in both]
@@ -214,7 +214,7 @@ async def test_clusters_of_one_process_share_a_connection(hosts: Hosts) -> None:
             with pytest.raises(BuildError, match="runtime_env is given, but"):
                 async with ra.Cluster.ray(runtime_env={"env_vars": {"A": "1"}}):
                     raise AssertionError("it was entered")
-        teller = await later.launch_one(Teller)
+        teller = (await later.launch(Teller))[0]
         assert await teller.call(Teller.pid) > 0
     assert not ray.is_initialized()
 
@@ -225,7 +225,7 @@ async def test_a_connection_of_the_script_stays(hosts: Hosts) -> None:
     await asyncio.to_thread(ray.init, address=hosts.address, logging_level=logging.ERROR)
     try:
         async with ra.Cluster.ray() as cluster:
-            teller = await cluster.launch_one(Teller)
+            teller = (await cluster.launch(Teller))[0]
             assert await teller.call(Teller.pid) > 0
         assert ray.is_initialized()
     finally:
@@ -238,7 +238,7 @@ async def test_the_error_of_a_rank_whose_host_was_lost_says_so(
     with pytest.raises(ra.WorkerDied, match=r"Teller\[0\] .* on delta\).*: its host was lost"):
         async with ra.Cluster.ray(address=hosts.address) as cluster:
             there = [at for at, one in enumerate(cluster.devices) if one.host == "delta"]
-            teller = await cluster.launch_one(Teller, placement=Ranks(there))
+            teller = (await cluster.launch(Teller, placement=Ranks(there)))[0]
             running = teller.call(Teller.forever)
             await asyncio.to_thread(delta)
             await running
@@ -337,7 +337,7 @@ async def test_an_interpreter_that_is_not_there_or_has_other_versions_is_refused
         for command, wrong in ((str(other), "it has Python 3.9 and"), ("/no/python", "cannot be")):
             with pytest.raises(BuildError, match=rf"Teller\[0\] on .*'{command}': .*{wrong}"):
                 await cluster.launch(Teller, runtime_env={"py_executable": command})
-        teller = await cluster.launch_one(Teller, runtime_env={"py_executable": sys.executable})
+        teller = (await cluster.launch(Teller, runtime_env={"py_executable": sys.executable}))[0]
         assert await teller.call(Teller.pid) > 0
 
 
@@ -347,7 +347,7 @@ async def test_the_interpreter_of_a_whole_cluster_is_asked_as_that_of_a_role(hos
         with pytest.raises(BuildError, match=r"Teller\[0\] on .*'/no/python': it cannot be run"):
             await cluster.launch(Teller)
         own = {"py_executable": sys.executable}
-        teller = await cluster.launch_one(Teller, runtime_env=own, name="own")
+        teller = (await cluster.launch(Teller, runtime_env=own, name="own"))[0]
         assert await teller.call(Teller.pid) > 0
 
 
@@ -355,7 +355,7 @@ async def two_hosts(cluster: ra.Cluster) -> list[ra.WorkerRef[Counting]]:
     """A worker on beta, and one on gamma."""
     first = {one.host: at for at, one in reversed([*enumerate(cluster.devices)])}
     return [
-        await cluster.launch_one(Counting, name=name, placement=Ranks([first[host]]))
+        (await cluster.launch(Counting, name=name, placement=Ranks([first[host]])))[0]
         for name, host in (("home", "beta"), ("other", "gamma"))
     ]
 

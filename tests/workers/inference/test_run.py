@@ -124,7 +124,7 @@ async def test_weights_that_will_never_come_are_an_error(loop_kind: str) -> None
         )
         await channels.samples.sender.put(as_sample(0, 0, version=3))
         await channels.weights.sender.publish(update)
-        await channels.weights.sender.close()
+        channels.weights.sender.close()
         with pytest.raises(ra.WorkerError, match=r"version 3 are asked for, the newest are 0"):
             await running
 

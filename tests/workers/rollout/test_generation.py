@@ -212,7 +212,7 @@ def test_weights_that_will_never_come_are_an_error_and_not_a_hang() -> None:
     async def body() -> None:
         async with served(Rollout, SLOW) as (channels, _, serving):
             await channels.ask(request(min_version=1))
-            await channels.weights.sender.close()
+            channels.weights.sender.close()
             with pytest.raises(ra.WorkerError, match="version 1 are asked for, the newest") as got:
                 await serving
             assert isinstance(got.value.__cause__, WeightsEnded)

@@ -221,7 +221,7 @@ async def test_weights_that_will_never_come_are_an_error_and_not_a_hang() -> Non
         serving = serve(rollout, channels)
         await channels.weights.sender.publish(weights(0))
         await ask(channels, question(min_version=1))
-        await channels.weights.sender.close()
+        channels.weights.sender.close()
         with pytest.raises(
             ra.WorkerError, match="version 1 are asked for, the newest are 0"
         ) as got:
@@ -234,7 +234,7 @@ async def test_weights_that_ended_still_answer_what_they_can() -> None:
         channels = Channels(cluster)
         rollout = await cluster.launch(ToyRollout, None)
         await channels.weights.sender.publish(weights(6))
-        await channels.weights.sender.close()
+        channels.weights.sender.close()
         await ask(channels, question(min_version=6))
         channels.observations.close()
         [report] = await serve(rollout, channels)

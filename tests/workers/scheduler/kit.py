@@ -230,11 +230,11 @@ class Run:
         return self.ran
 
     async def _end(self) -> None:
-        await self.orders.sender.close()
-        await self.verdicts.sender.close()
+        self.orders.sender.close()
+        self.verdicts.sender.close()
         await self.following
         self.channels.requests.close()
-        await self.channels.weights.sender.close()
+        self.channels.weights.sender.close()
         await self.serving
         self.ran.summary = await self.deciding
         for end in self._ends:

@@ -419,8 +419,8 @@ class Ending(Run):
     backend: MortalBackend
 
     async def _end(self) -> None:
-        await self.orders.sender.close()
-        await self.verdicts.sender.close()
+        self.orders.sender.close()
+        self.verdicts.sender.close()
         await self.following
         self.backend.kill("Rollout[1]")
         await super()._end()

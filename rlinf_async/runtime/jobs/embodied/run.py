@@ -420,7 +420,7 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
             self._episodes = await self._evaluate(flow, min_version=self.config.iterations)
             self._warn([episode.success for episode in self._episodes])
             write_evaluation(metrics, self.progress, self._episodes)
-        await flow.channels.weights.sender.close()
+        flow.channels.weights.sender.close()
         await flow.collectors.finish()
 
     async def _evaluate(self, flow: Flow[ChannelsT], *, min_version: int) -> list[EvaluatedEpisode]:

@@ -198,7 +198,7 @@ class LanguageRun:
                 await checkpointer.finish()
             await self._evaluate_last(flow)
             await self._export(flow)
-        await channels.weights.sender.close()
+        channels.weights.sender.close()
         self._scheduled = await roles.finish()
 
     def _dispatcher(self, channels: LanguageChannels, roles: Roles) -> Dispatcher | None:

@@ -622,7 +622,7 @@ class InFlight(msgspec.Struct, kw_only=True):
             (channels.inferred, self.inferred),
         ):
             if samples:
-                with channel.new_sender() as sender:
+                with channel.sender.clone() as sender:
                     for sample in samples:
                         await sender.put(sample)
 

@@ -193,8 +193,8 @@ class Scheduling:
 
     async def end_orders(self) -> None:
         """End the orders, and wait for the actors that follow them."""
-        await self._orders.sender.close()
-        await self._verdicts.sender.close()
+        self._orders.sender.close()
+        self._verdicts.sender.close()
         if self._following is not None:
             await self._following
 

@@ -296,7 +296,7 @@ class Player(Forked):
                         seen.append(f"version {version} after {newest[step.on]}")
                     newest[step.on] = version
                 elif step.do == "close":
-                    await publish[step.on].close()
+                    publish[step.on].close()
                 elif step.do == "idle":
                     await asyncio.sleep(idle)
                 else:
