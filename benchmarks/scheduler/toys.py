@@ -28,7 +28,7 @@ from rlinf_async.runtime.jobs.language.config import (
     TrainingConfig,
 )
 from rlinf_async.runtime.jobs.language.job import LanguageRL
-from rlinf_async.workers.scheduler import SchedulingConfig
+from rlinf_async.scheduling import SchedulingConfig
 
 SAMPLES, GLOBAL_BATCHES = 64, 8
 STEP, TOKEN, UPDATE, LOAD, MOVE = 0.02, 0.004, 0.02, 0.02, 0.05

@@ -315,3 +315,55 @@ class LanguageTrainReport(msgspec.Struct, kw_only=True):
     """time from the begin of training to its end; pipelined, it includes ``wait_seconds``"""
     ranks: int = 1
     """number of ranks that train the next iteration and share its data"""
+
+
+class RequestCount(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a request is."""
+
+    name: str
+    made: int
+    """tokens of its response so far"""
+    most: int
+    """tokens that may still come"""
+    group: int = -1
+    """number of its prompt's group"""
+
+    @classmethod
+    def of(cls, request: Request, made: int = 0) -> RequestCount:
+        """Return how far a request is with so many tokens; 0: with those that it brings along."""
+        if not made and request.partial is not None:
+            made = len(request.partial.token_ids)
+        most = request.sampling.max_tokens - made
+        return cls(name=request.name, made=made, most=most, group=request.group)
+
+
+class RolloutProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rollout worker is doing: counts, no tokens."""
+
+    rank: int
+    version: int
+    """of the weights that it serves"""
+    slots: int
+    """requests that its engine decodes together"""
+    samples: int
+    """samples that it has sent on, since it was started"""
+    tokens: int
+    """tokens of these samples, prompts left out"""
+    requests: tuple[RequestCount, ...]
+    """the requests that are here, in the order in which they were taken"""
+
+
+class Boundary(msgspec.Struct, frozen=True, order=True):
+    """A place between two mini-batches (global batches) of the actor."""
+
+    iteration: int
+    done: int
+    """mini-batches of the iteration that are trained, over all epochs"""
+
+
+class DataShare(msgspec.Struct, frozen=True, kw_only=True):
+    """actor rank 0 -> collector: who trains the global batch after a boundary."""
+
+    boundary: Boundary
+    ranks: int
+    """data ranks, which share it"""

@@ -8,6 +8,7 @@ channels, no workers.
 See ``docs/scheduling.md``.
 """
 
+from rlinf_async.scheduling.config import SchedulingConfig
 from rlinf_async.scheduling.policy import (
     POLICIES,
     SafePolicy,
@@ -55,6 +56,7 @@ __all__ = [
     "SafePolicy",
     "ScalingDecision",
     "ScalingPolicy",
+    "SchedulingConfig",
     "actor_after",
     "check",
     "holdings_after",

@@ -32,6 +32,7 @@ import numpy as np
 
 from rlinf_async.channels import Channel, Latest
 from rlinf_async.messages.language import (
+    DataShare,
     LanguageTrainReport,
     Prompt,
     Request,
@@ -61,7 +62,6 @@ from rlinf_async.testing import VirtualLoop, run_on
 from rlinf_async.workers.actor.language import LanguageBatches
 from rlinf_async.workers.rollout.language import LanguageRolloutConfig
 from rlinf_async.workers.scheduler import (
-    DataShare,
     DevicesReport,
     Orders,
     SchedulerReport,
@@ -454,7 +454,7 @@ class SimulatedRun:
     async def _train(self, on_step: OnStep) -> None:
         loop = asyncio.get_running_loop()
         serving: Any = self.rollout.call(
-            SimulatedRollout.serve,
+            SimulatedRollout.serve_scheduled,
             self.requests.receiver,
             self.generated.sender,
             self.weights.receiver,

@@ -26,10 +26,14 @@ from rlinf_async.scheduling import (
     DeviceLedger,
     Rates,
     ScalingDecision,
+    SchedulingConfig,
     instance_name,
 )
 from rlinf_async.simulate.config import SimulationConfig
-from rlinf_async.workers.scheduler import SchedulerWorker, SchedulingConfig, Topology
+from rlinf_async.workers.scheduler import (
+    SchedulerWorker,
+    Topology,
+)
 
 
 class Moment(msgspec.Struct, frozen=True, kw_only=True):

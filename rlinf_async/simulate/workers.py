@@ -2,8 +2,8 @@
 
 ::
 
-    SimulatedRollout    `LanguageRolloutWorker` over `CostEngine`
-    SimulatedActor      `LanguageActor` over `CostTrainer`, one for each copy of the model: it
+    SimulatedRollout    `ScheduledRollout` over `CostEngine`
+    SimulatedActor      `ScheduledActor` over `CostTrainer`, one for each copy of the model: it
                         stands for the tensor-parallel ranks, which do the same at the same time
     SimulatedScheduler  `SchedulerWorker`
     Scorer              lets the time of environment steps pass, and scores, as a reward worker does
@@ -29,20 +29,18 @@ from rlinf_async.messages.language import Sample, Scored, ScoredSample, Training
 from rlinf_async.scheduling import ClusterState, ScalingDecision, safe
 from rlinf_async.simulate.site import Site, scheduling
 from rlinf_async.workers.actor.iteration import Batches, Iteration, Waiting
-from rlinf_async.workers.actor.language import LanguageActor
 from rlinf_async.workers.base import Worker
-from rlinf_async.workers.rollout.language import LanguageRolloutWorker
-from rlinf_async.workers.scheduler import SchedulerWorker
+from rlinf_async.workers.scheduler import ScheduledActor, ScheduledRollout, SchedulerWorker
 
 ENGINE = "rlinf_async.backends.cost.engine:CostEngine"
 TRAINER = "rlinf_async.backends.cost.trainer:CostTrainer"
 
 
-class SimulatedRollout(LanguageRolloutWorker):
+class SimulatedRollout(ScheduledRollout):
     """One rollout instance."""
 
     def __init__(self, site: Site, engine: Any, config: Any) -> None:
-        super().__init__(engine, config, backend=ENGINE, scheduled=True)
+        super().__init__(engine, config, backend=ENGINE)
         self._site = site
         site.rollouts[self.rank] = self
 
@@ -57,7 +55,7 @@ class SimulatedRollout(LanguageRolloutWorker):
         """Make an engine for the devices that this instance has."""
         made = super().make_engine()
         assert isinstance(made, CostEngine)
-        self._site.fit(self.rank, made, self._link.orders.devices_of(self.rank))
+        self._site.fit(self.rank, made, self.orders.devices_of(self.rank))
         return made
 
 
@@ -106,16 +104,14 @@ class SimulatedIteration(Iteration):
             self.site.trains(-self.ranks)
 
 
-class SimulatedActor(LanguageActor):
+class SimulatedActor(ScheduledActor):
     """All ranks of one copy of the model."""
 
     def __init__(
         self, site: Site, trainer: Any, batches: Any, max_staleness: int, *, pipelined: bool
     ) -> None:
         self.stands_for = site.config.hardware.actor_tp
-        super().__init__(
-            trainer, batches, backend=TRAINER, max_staleness=max_staleness, scheduled=True
-        )
+        super().__init__(trainer, batches, backend=TRAINER, max_staleness=max_staleness)
         self._site, self._pipelined = site, pipelined
         site.actors[self.rank] = self
 
@@ -150,11 +146,11 @@ class SimulatedActor(LanguageActor):
         made.site, made.ranks, made.pipelined = self._site, self.stands_for, self._pipelined
         return made
 
-    async def boundary(self, done: int, tokens: int = 0, seconds: float = 0.0) -> None:
+    async def at_boundary(self, done: int, tokens: int = 0, seconds: float = 0.0) -> None:
         """Go on once all have trained, and it is known how."""
         if self.active:
             await self._site.gradients.wait(self.active_world_size // self.stands_for)
-        await super().boundary(done, tokens, seconds)
+        await super().at_boundary(done, tokens, seconds)
 
 
 class SimulatedScheduler(SchedulerWorker):

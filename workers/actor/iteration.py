@@ -12,7 +12,7 @@
                           thread)                              come from a channel
                           the compute thread                   itself
     collectives           the other ranks                      they train the same number
-    train_dispatched      who trains the next global batch     the scheduler, see `ScheduledRank`
+    train_dispatched      who trains the next global batch     `ChangingRank.at_boundary`
 
 One call of the compute thread makes one optimizer step. Whether the groups were collected or still
 arrive, they go through the same iterator, so the same samples make the same gradients. Where the
@@ -250,7 +250,7 @@ class ChangingRank(Protocol):
         """Global batches of the iteration that are trained, over all epochs."""
         ...
 
-    async def boundary(self, done: int, tokens: int, seconds: float) -> None:
+    async def at_boundary(self, done: int, tokens: int, seconds: float) -> None:
         """Wait until it is known who trains the next global batch; ``done`` are trained, the last
         of them by this rank with so many tokens in so many seconds."""
         ...
@@ -390,7 +390,7 @@ class Iteration:
                 ends = position + 1 == of_epoch and rank.leads and is_spent(steps[-of_epoch:])
                 if ends or rank.done + 1 == of_epoch * self._epochs:
                     break
-                await rank.boundary(rank.done + 1, self._tokens - tokens, self._busy - busy)
+                await rank.at_boundary(rank.done + 1, self._tokens - tokens, self._busy - busy)
             self._check_learnt(steps)
             await self._worker.compute(rank.end_iteration)
         return self.report(steps, seconds=self._seconds)

@@ -36,7 +36,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -46,7 +46,6 @@ from rlinf_async.backends.parts import DEFAULT_LANGUAGE_TRAINER, language_traine
 from rlinf_async.channels import (
     ChannelError,
     EndOfChannel,
-    LatestReceiver,
     LatestSender,
     Receiver,
     Sender,
@@ -59,24 +58,14 @@ from rlinf_async.messages.language import LanguageTrainReport, Sample, SampleGro
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.parallel import check_batch
 from rlinf_async.workers.actor.iteration import Iteration, with_advantages
-from rlinf_async.workers.actor.scheduled import SchedulerLink
 from rlinf_async.workers.actor.training import (
     LONGEST_POLL,
     IncompleteShare,
     TrainingWorker,
     WeightsDisagree,
 )
-from rlinf_async.workers.base import BuildError, GroupStore, Worker
+from rlinf_async.workers.base import GroupStore, Worker
 from rlinf_async.workers.inference import bare_sample, with_log_probs
-from rlinf_async.workers.scheduler.messages import (
-    ActorReady,
-    Boundary,
-    DataShare,
-    Orders,
-    SchedulerReport,
-    Verdict,
-)
-from rlinf_async.workers.scheduler.seen import same_sizes
 
 
 class SupervisedWorker(Worker):
@@ -177,15 +166,10 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
         resume: folder of the checkpoint to go on from.
         max_staleness: versions that a token's weights may be behind those that are trained; None:
             any number.
-        scheduled: the strategy changes between two mini-batches, as a scheduler decides: see
-            `follow_scheduler`, which has to be called, too. Samples are then dispatched for one
-            global batch after the other.
     """
 
     parts = language_trainers
     backend = DEFAULT_LANGUAGE_TRAINER
-    collects: ClassVar[bool] = False
-    """it trains a mini-batch only once all of it is there, so it may change while it waits"""
 
     def __init__(
         self,
@@ -195,23 +179,14 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
         backend: str | None = None,
         resume: str | None = None,
         max_staleness: int | None = None,
-        scheduled: bool = False,
     ) -> None:
         super().__init__(trainer, backend=backend, resume=resume)
-        self._scheduled = scheduled
-        self._linked = asyncio.Event()
-        self._link: SchedulerLink | None = None
-        self._boundary = Boundary(0, 0)
-        self._counted = True
-        """the iteration was counted, trained or not"""
         self._iterations = 0
         """that were begun, on all launched ranks"""
         self._max_staleness = max_staleness
         self._batches = batches
         self._sizes = batches.of_rank(1)  # until the trainer knows its data ranks
         self._offloaded = False
-        self._holds = True
-        """its devices are not lent"""
 
     async def setup(self) -> None:
         """Build the model; then it is known which ranks train on the same samples."""
@@ -233,9 +208,6 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
                 on all ranks.
         """
 
-        if self._scheduled:
-            return await self._train_dispatched(input_channel)
-
         async def train(iteration: Iteration) -> LanguageTrainReport:
             collected = await self._collected(iteration, input_channel)
             await self.onload()
@@ -251,9 +223,6 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
         The compute thread waits for each next one, so nothing else is computed here meanwhile: ask
         an inference worker for log-probs. Raises what `run_training` does.
         """
-
-        if self._scheduled:
-            return await self._train_dispatched(input_channel)
 
         async def train(iteration: Iteration) -> LanguageTrainReport:
             await self.onload()
@@ -292,20 +261,6 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
             await asyncio.sleep(seconds)
             seconds = min(seconds * 1.5, LONGEST_POLL)
 
-    async def _train_dispatched(self, groups: Receiver[SampleGroup]) -> LanguageTrainReport:
-        """Train on one iteration while its global batches are dispatched, on all launched ranks."""
-        await self._linked.wait()
-        async with self.training():
-            await self.onload()
-            iteration, number = self._iteration(), self._trainer.version
-            self._boundary, self._counted = Boundary(number, 0), False
-            await self.scheduler_pre_process()
-            report = await iteration.train_dispatched(groups, self)
-            if self.done < self._mini_batches:
-                await self.boundary(self._mini_batches)
-            report.ranks = self._trainer.data_rank.size
-            return report
-
     def _iteration(self) -> Iteration:
         return Iteration(
             self,
@@ -324,19 +279,7 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
         async def skip(iteration: Iteration) -> LanguageTrainReport:
             return await iteration.skip(await iteration.collect(input_channel))
 
-        if not self._scheduled:
-            return await self.trained(skip)
-        await self._linked.wait()
-        iteration = self._iteration()
-        for done in range(self._sizes.num_global_batches):  # nobody is asked who trains them
-            await self._share(Boundary(self._trainer.version, done))
-        if self.active:
-            report = await skip(iteration)
-        else:
-            await self.compute(self.rescalable().skip_iteration)
-            report = iteration.report([], seconds=0.0)
-        report.ranks = self._trainer.data_rank.size
-        return report
+        return await self.trained(skip)
 
     async def trained(
         self, train: Callable[[Iteration], Awaitable[LanguageTrainReport]]
@@ -353,148 +296,6 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
             await self.scheduler_scale_sync()
             report.ranks = self._trainer.data_rank.size
             return report
-
-    # -- the scheduler ------------------------------------------------------------------------
-
-    async def follow_scheduler(
-        self,
-        orders: LatestReceiver[Orders],
-        reports: Sender[SchedulerReport],
-        verdicts: LatestSender[Verdict],
-        followed: LatestReceiver[Verdict],
-        shares: Sender[DataShare],
-        patience: float,
-        again: Sender[SampleGroup] | None = None,
-    ) -> None:
-        """Follow a scheduler until its orders end, beside the calls that train. On all ranks.
-
-        Args:
-            orders: the scheduler's.
-            reports: to the scheduler.
-            verdicts: of rank 0, on what all ranks do at a boundary.
-            followed: the same, for the other ranks.
-            shares: to whoever dispatches samples: who trains the next global batch.
-            patience: seconds that rank 0 waits for orders at a boundary; then nothing changes.
-            again: to whoever dispatches samples: those that another epoch trains, too. Needed where
-                there are several.
-        """
-        link = SchedulerLink(self, orders, reports, verdicts, followed, shares, patience, again)
-        self._link = link
-        self._linked.set()
-        await link.listen()
-
-    async def scheduler_pre_process(self) -> None:
-        """Say that an iteration begins, and wait for the scheduler's go. On all launched ranks."""
-        await self.scheduler_scale_sync()
-
-    async def scheduler_scale_sync(self) -> None:
-        """Change to the strategy that is due at this boundary, if one is. On all launched ranks.
-
-        With a scheduler, after every mini-batch: it is told that the actor is ready, and decides.
-        Without one, at the end of an iteration: see `apply_parallel_strategy`. Raises
-        `StrategyUnknown` where this rank cannot train on.
-        """
-        if self._link is None:
-            await super().scheduler_scale_sync()
-            return
-        await self._at_boundary(self._link, tokens=0, seconds=0.0)
-
-    async def scheduler_offload_sync(self) -> None:
-        """Free the devices for others; the scheduler hears of it from every launched rank, and
-        gives them away once all have done so."""
-        if self.active:
-            await self.offload()
-        self._holds = False
-
-    async def _at_boundary(self, link: SchedulerLink, tokens: int, seconds: float) -> None:
-        """Do what is decided here, until it is to go on."""
-        goes_on = False
-        while not goes_on:
-            verdict = await link.decided(self._ready(tokens, seconds))
-            tokens, seconds, goes_on = 0, 0.0, verdict.goes_on
-            self._boundary = verdict.boundary
-            if self.done == self._mini_batches:  # rank 0 may have ended it early
-                await self.compute(self.end_iteration)
-            await self._follow(link, verdict)
-        if self.done < self._mini_batches:
-            await self._share(self._boundary)
-
-    def _ready(self, tokens: int, seconds: float) -> ActorReady:
-        return ActorReady(
-            boundary=self._boundary,
-            mini_batches=self._mini_batches,
-            epochs=self._batches.epochs,
-            strategy=self._changes.strategy,
-            tokens=tokens,
-            seconds=seconds,
-            holds=self._holds,
-            collects=self.collects,
-        )
-
-    async def _follow(self, link: SchedulerLink, verdict: Verdict) -> None:
-        error, held, before = "", self._holds, self._changes.strategy
-        if not verdict.holds:
-            await self.scheduler_offload_sync()
-        elif not self._holds:
-            self._holds = True
-            if self.active:
-                await self.onload()
-        wanted = verdict.strategy
-        if verdict.holds and wanted is not None and not same_sizes(wanted, before):
-            error = await self._changes.at_boundary(wanted)
-        now = self._changes.strategy
-        # A rank that missed a verdict follows it with the next one.
-        if verdict.changes or self._holds != held or not same_sizes(now, before):
-            await link.changed(verdict, now, holds=self._holds, error=error)
-
-    async def _share(self, boundary: Boundary) -> None:
-        assert self._link is not None  # it is scheduled
-        await self._link.share(boundary, self._trainer.data_rank.size)
-
-    async def boundary(self, done: int, tokens: int = 0, seconds: float = 0.0) -> None:
-        """Go on after so many mini-batches of the iteration, once it is known how."""
-        assert self._link is not None
-        self._boundary = Boundary(self._boundary.iteration, done)
-        await self._at_boundary(self._link, tokens, seconds)
-
-    async def again(self, samples: SampleGroup) -> None:
-        """Send trained samples on, which another epoch may give to other ranks."""
-        assert self._link is not None
-        if self._link.again is None:
-            raise BuildError(
-                f"{self.name} goes {self._batches.epochs} times through its samples: "
-                "follow_scheduler() needs a channel `again` to give them out anew"
-            )
-        await self._link.again.put(samples)
-
-    @property
-    def leads(self) -> bool:
-        """Whether the other ranks do at a boundary what this one does."""
-        return self.rank == 0
-
-    @property
-    def done(self) -> int:
-        """Mini-batches of the iteration that are trained, over all epochs."""
-        return self._boundary.done
-
-    @property
-    def _mini_batches(self) -> int:
-        return self._sizes.num_global_batches * self._batches.epochs
-
-    @property
-    def sizes(self) -> BatchSizes:
-        """Batch sizes of this rank, while it trains."""
-        return self._sizes
-
-    def end_iteration(self) -> None:
-        """Count the iteration, once. Runs in the compute thread."""
-        if self._counted:
-            return
-        self._counted = True
-        if self.active:
-            self._trainer.end_iteration()
-        else:
-            self.rescalable().skip_iteration()
 
     async def compute_advantages_and_returns(self, batch: SampleGroup) -> SampleGroup:
         """Return the same samples with advantages and returns; existing ones are kept."""

@@ -8,7 +8,7 @@
                                  +--------------+
 
                 waits for                                unblocked by
-    taking      orders, where there is a scheduler       the scheduler
+    taking      `resume`, once it was stopped            whoever stopped it
                 room, then requests                      a sample that is done; the source
     answering   weights of the version it asks for       the actor
                 its tokens                               the engine
@@ -18,22 +18,13 @@ It takes little more than its engine works on, so of several workers each gets w
 little more is for an engine to go on with while a sample leaves and the next request comes. A
 request stays leased until its sample was put: if this worker dies before, another one gets it.
 Between the two lies a moment in which a death has it generated twice; ``Request.name`` tells.
-
-Taking requests one by one, with a gate that other calls close and open.
-
-Invariant: when `Taking.close` has returned, nothing is taken until `Taking.open`, and whatever was
-taken before has been started. A wait for the next request ends without taking one.
-
-A task at a closed gate waits for others, so the deadlock watch sees a run in which nobody opens it.
-
-The configuration of a language rollout worker.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import cache, partial
 from typing import Any
@@ -51,22 +42,33 @@ from rlinf_async.backends.language import (
 )
 from rlinf_async.backends.parts import DEFAULT_ENGINE, engines
 from rlinf_async.channels import EndOfChannel, LatestReceiver, Lease, Receiver, Sender
-from rlinf_async.channels.statistics import KeyState, WaitFuture
+from rlinf_async.channels.statistics import WaitFuture
 from rlinf_async.config.counts import check_bounds
 from rlinf_async.messages.embodied import Floats
-from rlinf_async.messages.language import Generated, Request, Sample, Tokens, WeightsTaken
+from rlinf_async.messages.language import (
+    Generated,
+    Request,
+    RequestCount,
+    RolloutProgress,
+    Sample,
+    Tokens,
+    WeightsTaken,
+)
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.workers.base import Worker, task_group
 from rlinf_async.workers.rollout.live import LiveEngine
-from rlinf_async.workers.rollout.scheduled import RolloutProgress, SchedulerLink
-from rlinf_async.workers.scheduler.messages import Orders, RequestCount, SchedulerReport
 
 Step = Callable[[], Coroutine[Any, Any, bool]]
 """Takes one item and starts its work; False when there is none left."""
 
 
 class Taking:
-    """The gate before a channel."""
+    """The gate before a channel, which other calls close and open.
+
+    When `close` has returned, nothing is taken until `open`, and whatever was taken before has been
+    started. A wait for the next item ends without taking one. A task at a closed gate waits for
+    others, so the deadlock watch sees a run in which nobody opens it.
+    """
 
     def __init__(self) -> None:
         self._opened = True
@@ -170,8 +172,6 @@ class LanguageRolloutWorker(Worker):
         engine: configuration of the engine, as its own Struct.
         config: how this worker serves.
         backend: the engine's registered name.
-        scheduled: `serve` gets the orders of a scheduler.
-        guests: so many of the last ranks hold no devices until a scheduler gives them some.
     """
 
     def __init__(
@@ -180,13 +180,9 @@ class LanguageRolloutWorker(Worker):
         config: LanguageRolloutConfig | None = None,
         *,
         backend: str = DEFAULT_ENGINE,
-        scheduled: bool = False,
-        guests: int = 0,
     ) -> None:
-        self._link = SchedulerLink(self)
-        is_guest = self.rank >= self.world_size - guests
-        self._starts_later = scheduled and (is_guest or self.incarnation > 0)
-        """others may hold its devices: the actor, whose they are, or which has grown there"""
+        self._starts_stopped = False
+        """whether others may hold its devices until `resume`"""
         self.config = config or LanguageRolloutConfig()
         self._engine_config = engine
         self._backend_name = backend
@@ -196,10 +192,8 @@ class LanguageRolloutWorker(Worker):
         self._interrupted: frozenset[str] = frozenset()
         """names of the requests that are to be handed back"""
         self._handed_back = self._samples = self._tokens = 0
-        self._devices = 0
-        """number of devices that its engine serves on; 0: as many as it was made for"""
-        self._requests: Receiver[Request] | None = None
-        """while it serves"""
+        self.serves_on: tuple[int, ...] = ()
+        """devices that its engine serves on; none: those that it was made for"""
 
     @classmethod
     def slow_imports(cls, arguments: Mapping[str, Any]) -> Sequence[str]:
@@ -208,12 +202,12 @@ class LanguageRolloutWorker(Worker):
     async def setup(self) -> None:
         """Start the engine; its weights come with the first update, unless it loads its own.
 
-        Where a scheduler may have given its devices to others, it starts once that gives them back.
+        Where others may hold its devices, it starts with `resume`.
         """
         # Its module imports torch, which takes seconds: not in the event loop.
         restarts = self.config.engine_restarts
         self._live = await self.compute(LiveEngine, self.make_engine, restarts, self.span)
-        await (self._live.start_later() if self._starts_later else self._live.start())
+        await (self._live.start_later() if self._starts_stopped else self._live.start())
 
     async def teardown(self) -> None:
         """End the engine and its processes."""
@@ -232,13 +226,8 @@ class LanguageRolloutWorker(Worker):
         samples: Sender[Sample],
         weights: LatestReceiver[WeightUpdate],
         taken: Sender[WeightsTaken],
-        orders: LatestReceiver[Orders] | None = None,
-        reports: Sender[SchedulerReport] | None = None,
     ) -> LanguageRolloutReport:
         """Answer requests until there are no more.
-
-        With ``orders`` it serves or stops as a scheduler says, from the first of them on, until
-        they end with the run; to ``reports`` it says once for each that it is carried out.
 
         Raises:
             ModelOutputError: the model gave NaN or infinity.
@@ -247,26 +236,32 @@ class LanguageRolloutWorker(Worker):
             WeightsEnded: the weights that a request asks for will not come.
             EngineDied: more often than ``config.engine_restarts``.
         """
+        async with task_group() as group:
+            return await self._serve(group, requests, samples, weights, taken)
+
+    async def _serve(
+        self,
+        group: asyncio.TaskGroup,
+        requests: Receiver[Request],
+        samples: Sender[Sample],
+        weights: LatestReceiver[WeightUpdate],
+        taken: Sender[WeightsTaken],
+    ) -> LanguageRolloutReport:
+        """Answer requests, beside the tasks of a group, which ends when they do."""
         report = LanguageRolloutReport()
         live = self._live
         loads, restarts = live.weights.loads, live.restarts
         live.listen(weights)
-        self._requests = requests
         held = self.config.max_concurrent or _held(live.engine.max_concurrent)
         room = asyncio.Semaphore(held)
-        async with task_group() as group:
-            if orders is not None and reports is not None:
-                await self._taking.close()  # until the first orders
-                group.create_task(self._follow_scheduler(orders, reports))
-            following = group.create_task(live.follow(weights, taken, self.rank))
-            async with asyncio.TaskGroup() as answering:
-                step = partial(self._start_next, requests, samples, room, answering, report)
-                for _ in range(min(ASKING, held) - 1):
-                    answering.create_task(self._taking.run(step))
-                # One of them here, so that the deadlock watch sees a run that nobody resumes.
-                await self._taking.run(step)
-            following.cancel()
-        self._requests = None
+        following = group.create_task(live.follow(weights, taken, self.rank))
+        async with asyncio.TaskGroup() as answering:
+            step = partial(self._start_next, requests, samples, room, answering, report)
+            for _ in range(min(ASKING, held) - 1):
+                answering.create_task(self._taking.run(step))
+            # One of them here, so that the deadlock watch sees a run that nobody resumes.
+            await self._taking.run(step)
+        following.cancel()
         report.weight_updates = live.weights.loads - loads
         report.engine_restarts = live.restarts - restarts
         report.version = live.engine.version
@@ -308,9 +303,41 @@ class LanguageRolloutWorker(Worker):
             self._interrupted = frozenset()
             self._live.weights.interrupted = frozenset()
 
-    async def resume(self) -> None:
-        """Take requests again, after `interrupt` or `offload`."""
+    async def stop(self, hand_back: bool = False) -> None:
+        """Take no more requests, and give the device's memory back until `resume`.
+
+        What is here is finished first; ``hand_back``: it is handed back, as by `interrupt`.
+        """
+        if hand_back:
+            await self.interrupt()
+        await self._taking.close()
+        while self._answering:
+            await asyncio.wait(list(self._answering))
+        with self.span("offload"):
+            await self._live.offload()
+
+    async def resume(self, devices: tuple[int, ...] | None = None) -> None:
+        """Take requests again, after `interrupt` or `stop`: first the memory, where it was given
+        back, and the newest weights.
+
+        Args:
+            devices: to serve on from now on, where the engine can serve on others than it was made
+                for; those of before when left out.
+        """
+        if devices is not None:
+            engine = self._live.engine
+            if len(devices) != len(self.serves_on) and isinstance(engine, Resizable):
+                await engine.resize(len(devices))
+            self.serves_on = devices
+        if self.stopped:
+            with self.span("onload"):
+                await self._live.onload()
         self._taking.open()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it holds no device's memory."""
+        return self._live.offloaded
 
     async def progress(self) -> RolloutProgress:
         """How far each request is; counts, no tokens. Nothing is interrupted."""
@@ -321,27 +348,8 @@ class LanguageRolloutWorker(Worker):
             slots=self._live.engine.max_concurrent,
             samples=self._samples,
             tokens=self._tokens,
-            requests=tuple(_progress(one, made.get(one.name)) for _, one in self._here()),
+            requests=tuple(RequestCount.of(one, made.get(one.name, 0)) for _, one in self._here()),
         )
-
-    async def offload(self, migrate: bool = False) -> None:
-        """Take no more requests, and give the device's memory back until `onload`.
-
-        What is here is finished first; ``migrate``: it is handed back, as by `interrupt`.
-        """
-        if migrate:
-            await self.interrupt()
-        await self._taking.close()
-        while self._answering:
-            await asyncio.wait(list(self._answering))
-        with self.span("offload"):
-            await self._live.offload()
-
-    async def onload(self) -> None:
-        """Take the memory again, then the newest weights, then requests."""
-        with self.span("onload"):
-            await self._live.onload()
-        self._taking.open()
 
     async def partial_requests(self) -> list[Request]:
         """The requests that are here, each with the tokens that it has by now as its ``partial``.
@@ -389,42 +397,6 @@ class LanguageRolloutWorker(Worker):
         await self._live.weights.reach(version)
         return await self._live.log_probs(sequences)
 
-    @property
-    def offloaded(self) -> bool:
-        """Whether it holds no device's memory."""
-        return self._live.offloaded
-
-    @property
-    def handed_back(self) -> int:
-        """Requests that it has handed back."""
-        return self._handed_back
-
-    async def use_devices(self, devices: tuple[int, ...]) -> None:
-        """Serve on these devices, where the engine can serve on others than it was made for."""
-        count = len(devices)
-        if count != self._devices and isinstance(self._live.engine, Resizable):
-            await self._live.engine.resize(count)
-        self._devices = count
-
-    async def share_out(self, names: Collection[str], *, takes: bool) -> None:
-        """Hand these requests back; take others, or leave them to other workers."""
-        if not takes:
-            await self._taking.close()
-        if names:
-            await self.interrupt(list(names))
-        if takes:
-            self._taking.open()
-
-    async def queue_state(self) -> KeyState | None:
-        """How many requests wait, and are with somebody; None: it does not serve."""
-        return None if self._requests is None else await self._requests.state()
-
-    async def _follow_scheduler(
-        self, orders: LatestReceiver[Orders], reports: Sender[SchedulerReport]
-    ) -> None:
-        await self._link.follow(orders, reports)
-        self._taking.open()  # nothing is requested any more: it sees the end
-
     async def _start_next(
         self,
         requests: Receiver[Request],
@@ -444,7 +416,7 @@ class LanguageRolloutWorker(Worker):
             work = self._answer(lease, held.pop_all(), samples, report)
             task = answering.create_task(work, name=f"{self.name} {request.name}")
             self._answering[task] = request
-            self._link.began(request)
+            self.began(request)
             task.add_done_callback(self._answering.pop)
         return True
 
@@ -463,7 +435,7 @@ class LanguageRolloutWorker(Worker):
             if generated is not None:
                 self._check(request, generated)
                 await samples.put(self._sample(request, generated))
-                self._link.sent(request)
+                self.sent(request)
         if generated is None:
             report.handed_back += 1
             self._handed_back += 1
@@ -495,15 +467,21 @@ class LanguageRolloutWorker(Worker):
             await live.weights.reach(request.min_version, request.name)
         if request.name in self._interrupted:
             return None
-        loop, running = asyncio.get_running_loop(), self._running()
-        began = loop.time()
-        generated = await live.generate(request)
-        if generated is not None and generated.finish != "abort":
-            beside = (running + self._running()) / 2
-            self._link.generated(request, generated, loop.time() - began, beside)
-        return generated
+        return await self.generate(request)
 
-    def _running(self) -> int:
+    def began(self, request: Request) -> None:
+        """A request was taken. Override it to watch."""
+
+    async def generate(self, request: Request) -> Generated | None:
+        """Have the engine generate, under weights that are recent enough. Override it to watch."""
+        return await self._live.generate(request)
+
+    def sent(self, request: Request) -> None:
+        """The sample of a request was sent on. Override it to watch."""
+
+    @property
+    def running(self) -> int:
+        """Number of requests that the engine decodes together."""
         return min(len(self._answering), self._live.engine.max_concurrent)
 
     def _check(self, request: Request, generated: Generated) -> None:
@@ -546,11 +524,3 @@ def _continued(request: Request, generated: Generated | None) -> Request:
     if generated is None or not len(generated.token_ids):
         return request
     return msgspec.structs.replace(request, partial=generated)
-
-
-def _progress(request: Request, made: int | None) -> RequestCount:
-    """How far a request is, of which the engine has made so many tokens; None: it has none here."""
-    if not made:
-        made = 0 if request.partial is None else len(request.partial.token_ids)
-    most = request.sampling.max_tokens - made
-    return RequestCount(name=request.name, made=made, most=most, group=request.group)

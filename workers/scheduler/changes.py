@@ -24,13 +24,12 @@ from typing import Any
 
 import msgspec
 
-from rlinf_async.scheduling import ACTOR, Migration, Resume, ScalingDecision
+from rlinf_async.scheduling import ACTOR, Migration, Resume, ScalingDecision, SchedulingConfig
 from rlinf_async.workers.scheduler.control import Control
 from rlinf_async.workers.scheduler.messages import (
     ActorReady,
     HandBack,
     Orders,
-    SchedulingConfig,
     Topology,
 )
 from rlinf_async.workers.scheduler.seen import same_sizes

@@ -21,20 +21,19 @@ from rlinf_async.channels import (
     LatestSender,
     Receiver,
 )
+from rlinf_async.messages.language import Boundary
 from rlinf_async.parallel import Strategy
-from rlinf_async.scheduling import Resume, instance_name
+from rlinf_async.scheduling import Resume, SchedulingConfig, instance_name
 from rlinf_async.workers.scheduler.holdings import Holdings
 from rlinf_async.workers.scheduler.messages import (
     ActorChanged,
     ActorReady,
-    Boundary,
     DevicesReport,
     HandBack,
     InstanceNews,
     InstanceReport,
     Orders,
     SchedulerReport,
-    SchedulingConfig,
     Topology,
 )
 from rlinf_async.workers.scheduler.seen import MeasuredRates, Seen

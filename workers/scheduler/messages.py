@@ -16,25 +16,16 @@
 Orders say how things are to be, not what to do: who missed some, or was restarted, reads the newest
 and is right again.
 
-The configuration of the scheduler, and what it has to know of the run.
+`Topology` is what the scheduler has to know of a run before it begins.
 """
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
+from rlinf_async.messages.language import Boundary, RequestCount
 from rlinf_async.parallel import Strategy
-from rlinf_async.scheduling import ACTOR, Holding, Rates, Resume, instance_name
-
-
-class Boundary(msgspec.Struct, frozen=True, order=True):
-    """A place between two mini-batches (global batches) of the actor."""
-
-    iteration: int
-    done: int
-    """mini-batches of the iteration that are trained, over all epochs"""
+from rlinf_async.scheduling import ACTOR, Holding, Resume, instance_name
 
 
 class HandBack(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,18 +73,6 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     def devices_of(self, instance: int) -> tuple[int, ...]:
         """Return the devices that an instance serves on; none: it is stopped."""
         return self.devices[instance] if instance < len(self.devices) else ()
-
-
-class RequestCount(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a request is."""
-
-    name: str
-    made: int
-    """tokens of its response so far"""
-    most: int
-    """tokens that may still come"""
-    group: int = -1
-    """number of its prompt's group"""
 
 
 class EndedCount(msgspec.Struct, frozen=True, kw_only=True):
@@ -213,59 +192,6 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     goes_on: bool = True
     changes: bool = False
     """every rank says what came of it"""
-
-
-class DataShare(msgspec.Struct, frozen=True, kw_only=True):
-    """actor rank 0 -> collector: who trains the global batch after a boundary."""
-
-    boundary: Boundary
-    ranks: int
-    """data ranks, which share it"""
-
-
-class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which devices move between rollout workers and actors while the run goes on."""
-
-    policy: str = "static"
-    """``static``: none, and there is no scheduler; ``tail``: the actors grow into the devices of
-    rollout workers that are not needed any more; ``greedy``, ``longest_first``: where that ends
-    the iteration earlier, by measured rates; or a policy of your own: ``module:Class``, or a name
-    of the entry point group ``rlinf_async.scaling_policies``"""
-    guests: int = 0
-    """rollout workers beside ``cluster.rollout_workers``, on the devices of the first actors: they
-    serve while the actors lend them, and are stopped else"""
-    on_stop: Literal["migrate", "wait"] = "migrate"
-    """what a rollout worker that has to stop does with its requests: others go on with them, or it
-    finishes them"""
-    answer_seconds: float = 5.0
-    """for which the scheduler waits for reports; who does not answer is left as it is"""
-    stop_seconds: float = 30.0
-    """for which it waits until a rollout worker has stopped or come back"""
-    change_seconds: float = 120.0
-    """that a change of the actors' strategy may take"""
-    every: float = 0.05
-    """share of an iteration's samples after which the policy is asked again"""
-    rates: Rates = Rates()
-    """seconds that work takes, where they are known before the run measures them: from
-    ``rlinf-async calibrate``"""
-    lengths: tuple[float, ...] = ()
-    """of responses of an earlier run, in tokens"""
-
-    def __post_init__(self) -> None:
-        if not self.policy:
-            raise ValueError("policy is empty; set it to 'static' or 'tail', or leave it out")
-        for name in ("answer_seconds", "stop_seconds", "change_seconds"):
-            if not getattr(self, name) > 0.0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
-        if self.guests < 0:
-            raise ValueError(f"guests is {self.guests}; it must be at least 0")
-        if not 0.0 < self.every <= 1.0:
-            raise ValueError(f"every is {self.every}; it must lie above 0 and be at most 1")
-
-    @property
-    def patience(self) -> float:
-        """Seconds that an actor waits for the scheduler at a boundary before it goes on."""
-        return self.answer_seconds + self.stop_seconds + 1.0
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,6 +25,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from rlinf_async.messages.language import RequestCount
 from rlinf_async.parallel import Strategy
 from rlinf_async.scheduling import (
     ActorState,
@@ -41,7 +42,6 @@ from rlinf_async.workers.scheduler.messages import (
     EndedCount,
     InstanceReport,
     Orders,
-    RequestCount,
     Topology,
 )
 

@@ -35,12 +35,13 @@ from rlinf_async.channels import (
     LatestSender,
     Receiver,
 )
-from rlinf_async.messages.language import Request
+from rlinf_async.messages.language import Boundary, Request, RequestCount
 from rlinf_async.scheduling import (
     ClusterState,
     DeviceLedger,
     ScalingDecision,
     ScalingPolicy,
+    SchedulingConfig,
     load_policy,
     safe,
 )
@@ -50,11 +51,8 @@ from rlinf_async.workers.scheduler.control import Control
 from rlinf_async.workers.scheduler.holdings import Holdings
 from rlinf_async.workers.scheduler.messages import (
     ActorReady,
-    Boundary,
     Orders,
-    RequestCount,
     SchedulerReport,
-    SchedulingConfig,
     Topology,
 )
 from rlinf_async.workers.scheduler.seen import Phase
@@ -216,7 +214,7 @@ class SchedulerWorker(Worker):
             except (TimeoutError, EndOfChannel):  # instances have taken them all meanwhile
                 return self._answer(ready)
             there = list(lease)
-            state, decision = self._answer(ready, [request_count(one) for one in there])
+            state, decision = self._answer(ready, [RequestCount.of(one) for one in there])
             ordered = in_order(there, decision.order)
             for place, one in enumerate(ordered):
                 lease.replace(place, one)
@@ -240,14 +238,6 @@ class SchedulerWorker(Worker):
             queued=queued,
         )
         return state, self.policy.decide(state)
-
-
-def request_count(request: Request) -> RequestCount:
-    """Return how far a request in the queue is."""
-    made = 0 if request.partial is None else len(request.partial.token_ids)
-    return RequestCount(
-        name=request.name, made=made, most=request.sampling.max_tokens - made, group=request.group
-    )
 
 
 def in_order(requests: list[Request], names: Collection[str]) -> list[Request]:

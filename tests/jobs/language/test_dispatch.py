@@ -8,11 +8,10 @@ import msgspec
 import numpy as np
 
 from rlinf_async.channels import Channel
-from rlinf_async.messages.language import SampleGroup, TrainingSample
+from rlinf_async.messages.language import Boundary, DataShare, SampleGroup, TrainingSample
 from rlinf_async.runtime.jobs.language.samples import Dispatcher
 from rlinf_async.testing import explore
 from rlinf_async.workers.inference import bare_sample
-from rlinf_async.workers.scheduler import Boundary, DataShare
 
 
 def group(number: int) -> SampleGroup:

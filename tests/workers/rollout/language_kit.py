@@ -32,14 +32,9 @@ class Rollout(LanguageRolloutWorker):
     """Over the toy engine, which the test can kill."""
 
     def __init__(
-        self,
-        engine: ToyEngineConfig,
-        config: LanguageRolloutConfig | None = None,
-        *,
-        scheduled: bool = False,
-        guests: int = 0,
+        self, engine: ToyEngineConfig, config: LanguageRolloutConfig | None = None, **options: Any
     ):
-        super().__init__(engine, config, backend="toy", scheduled=scheduled, guests=guests)
+        super().__init__(engine, config, backend="toy", **options)
 
     async def kill_engine(self) -> None:
         """The engine dies with all it has."""
@@ -86,17 +81,21 @@ class Channels:
             await self.requests.sender.put(one)
 
     def serve(
-        self, rollout: ra.WorkerGroup[Any], ranks: Iterable[int] = (0,), *scheduler: Any
+        self,
+        rollout: ra.WorkerGroup[Any],
+        ranks: Iterable[int] = (0,),
+        *more: Any,
+        method: Any = Rollout.serve,
     ) -> ra.GroupCall[list[LanguageRolloutReport]]:
-        """Have these ranks serve; ``scheduler``: the orders, and the sender of reports."""
+        """Have these ranks serve; ``more``: arguments of another method than `serve`."""
         return rollout.call_on(
             ranks,
-            Rollout.serve,
+            method,
             self.requests.receiver,
             self.samples.sender,
             self.weights.receiver,
             self.taken.sender,
-            *scheduler,
+            *more,
         )
 
     async def collect(self, count: int) -> dict[str, Sample]:

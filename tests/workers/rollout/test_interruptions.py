@@ -164,7 +164,7 @@ def test_an_instance_that_is_offloaded_hands_over_what_it_has_where_that_is_aske
                 channels.serve(rollout, [0, 1])
                 await channels.ask(*(request(index) for index in range(6)))
                 await asyncio.sleep(5.5)
-                await rollout[0].call(Rollout.offload, migrate=True)
+                await rollout[0].call(Rollout.stop, hand_back=True)
                 samples = await channels.collect(6)
                 for sample in samples.values():
                     right(sample, SLOW)
@@ -227,18 +227,18 @@ def _made(request: Request) -> int:
     return 0 if request.partial is None else len(request.partial.token_ids)
 
 
-def test_offloading_finishes_what_is_here_and_takes_nothing_until_onload() -> None:
+def test_offloading_finishes_what_is_here_and_takes_nothing_until_resume() -> None:
     async def body() -> None:
         async with served(Rollout, SLOW) as (channels, rollout, serving):
             await channels.ask(*(request(index) for index in range(6)))
             await asyncio.sleep(0.5)
-            await rollout[0].call(Rollout.offload)
+            await rollout[0].call(Rollout.stop)
             assert channels.samples.statistics().depth == 4
             await channels.weights.sender.publish(update(1))
             await asyncio.sleep(100)
             assert channels.samples.statistics().depth == 4
             assert await rollout[0].call(Rollout.version) == 0
-            await rollout[0].call(Rollout.onload)
+            await rollout[0].call(Rollout.resume)
             await channels.collect(6)
             channels.requests.close()
             [report] = await serving
@@ -251,12 +251,12 @@ def test_offloading_or_onloading_twice_is_harmless() -> None:
     async def body() -> None:
         async with served(Rollout, SLOW) as (channels, rollout, serving):
             await channels.taken.receiver.get()
-            await rollout[0].call(Rollout.onload)
-            await asyncio.gather(*(rollout[0].call(Rollout.offload) for _ in range(2)))
+            await rollout[0].call(Rollout.resume)
+            await asyncio.gather(*(rollout[0].call(Rollout.stop) for _ in range(2)))
             await channels.weights.sender.publish(update(1))
-            await rollout[0].call(Rollout.offload)
+            await rollout[0].call(Rollout.stop)
             assert await rollout[0].call(Rollout.version) == 0
-            await asyncio.gather(*(rollout[0].call(Rollout.onload) for _ in range(2)))
+            await asyncio.gather(*(rollout[0].call(Rollout.resume) for _ in range(2)))
             await channels.ask(request(0, min_version=1))
             await channels.collect(1)
             channels.requests.close()
@@ -273,7 +273,7 @@ def test_a_worker_that_nobody_lets_go_on_is_found_to_be_stuck() -> None:
             rollout = await cluster.launch(Rollout, SLOW)
             await channels.weights.sender.publish(update(0))
             channels.serve(rollout)
-            await rollout.call(Rollout.offload)
+            await rollout.call(Rollout.stop)
             await channels.ask(request(0))
             await channels.samples.receiver.get()
 

@@ -30,14 +30,17 @@ from rlinf_async.scheduling import (
     Resume,
     ScalingDecision,
     ScalingPolicy,
+    SchedulingConfig,
     load_policy,
     validate,
 )
 from rlinf_async.testing import run as run_seeded
-from rlinf_async.workers.scheduler import DevicesReport, SchedulerWorker, SchedulingConfig
+from rlinf_async.workers.scheduler import (
+    DevicesReport,
+    SchedulerWorker,
+)
 from tests.runtime.mortal import MortalBackend
-from tests.workers.rollout.language_kit import Rollout
-from tests.workers.scheduler.kit import ENGINE, SMALL, TRAINER, WIDE, Ran, Run, Site
+from tests.workers.scheduler.kit import ENGINE, SMALL, TRAINER, WIDE, Ran, Rollout, Run, Site
 from tests.workers.scheduler.registered import registered
 
 ITERATIONS = 2
@@ -97,16 +100,17 @@ class Slow(Rollout):
     async def setup(self) -> None:
         await super().setup()  # it may be another one, after the death of the first
         homes = (*self.held.site.instances, self.held.site.actor[:1])
-        self.held.has(self.rank, () if self.offloaded else homes[self.rank])
+        self.held.has(self.rank, () if self.stopped else homes[self.rank])
 
-    async def offload(self, migrate: bool = False) -> None:
+    async def stop(self, hand_back: bool = False) -> None:
         await asyncio.sleep(self.chance.choice((0.0, 0.0, 1.0, 7.0)))
-        await super().offload(migrate)
+        await super().stop(hand_back)
         self.held.has(self.rank, ())
 
-    async def use_devices(self, devices: tuple[int, ...]) -> None:
+    async def resume(self, devices: tuple[int, ...] | None = None) -> None:
+        assert devices is not None
         self.held.has(self.rank, devices)
-        await super().use_devices(devices)
+        await super().resume(devices)
 
 
 class Unsteady:

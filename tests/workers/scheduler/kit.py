@@ -13,6 +13,7 @@ import msgspec
 import rlinf_async as ra
 from rlinf_async.backends.toy.config import ToyEngineConfig, ToyTrainerConfig
 from rlinf_async.messages.language import (
+    DataShare,
     LanguageTrainReport,
     Sample,
     SampleGroup,
@@ -21,20 +22,22 @@ from rlinf_async.messages.language import (
 )
 from rlinf_async.runtime.jobs.language.samples import Dispatcher, to_train
 from rlinf_async.runtime.jobs.language.scheduling import decide
-from rlinf_async.workers.actor import FSDPActor, LanguageBatches
+from rlinf_async.scheduling import SchedulingConfig
+from rlinf_async.workers.actor import LanguageActor, LanguageBatches
 from rlinf_async.workers.scheduler import (
-    DataShare,
     Orders,
+    ScheduledActor,
+    ScheduledRollout,
     SchedulerReport,
     SchedulerSummary,
     SchedulerWorker,
-    SchedulingConfig,
     Topology,
     Verdict,
     first_orders,
 )
 from tests.backends.requests import request
-from tests.workers.rollout.language_kit import Channels, Rollout, right
+from tests.workers.rollout.language_kit import Channels, right
+from tests.workers.rollout.language_kit import Rollout as KillableRollout
 
 GROUP = 2
 MINI_BATCHES = 4
@@ -66,6 +69,10 @@ BATCHES = SMALL.batches
 ENGINE = ToyEngineConfig(slots=8, seconds_per_step=1.0, mean_tokens=10, tail=1.0)
 TRAINER = ToyTrainerConfig(seconds_per_token=0.0, seconds_per_step=0.0)
 CONFIG = SchedulingConfig(policy="tail", answer_seconds=20.0, stop_seconds=60.0)
+
+
+class Rollout(KillableRollout, ScheduledRollout):
+    """Over the toy engine, as a scheduler says."""
 
 
 class Ran(msgspec.Struct):
@@ -129,23 +136,21 @@ class Run:
         """Launch everybody, and have all follow the scheduler."""
         cluster, channels = self.cluster, self.channels
         self.actors = await cluster.launch(
-            FSDPActor,
+            ScheduledActor,
             self.trainer,
             self._site.batches,
             backend=self._backend,
-            scheduled=True,
             count=len(self._site.actor),
             name="Actor",
             collective=None if self._backend == "toy" else "gloo",
             env_vars={"OMP_NUM_THREADS": "1"},
         )
-        [valid, *_] = await self.actors.call(FSDPActor.init_trainer_resharding, 1)
+        [valid, *_] = await self.actors.call(LanguageActor.init_trainer_resharding, 1)
         assert valid == [dp for dp in (1, 2, 4) if dp <= len(self._site.actor)]
-        home = (await self.actors.call(FSDPActor.strategy))[0]
+        home = (await self.actors.call(LanguageActor.strategy))[0]
         self.rollouts = await cluster.launch(
             self._rollout_class,
             self.engine,
-            scheduled=True,
             guests=self._guests,
             count=len(self._instances),
             name="Rollout",
@@ -175,9 +180,14 @@ class Run:
             self.reports.receiver.open(),  # a scheduler that dies is not the last to read them
         ]
         ends = self.orders.receiver, self.reports.sender
-        self.serving = channels.serve(self.rollouts, range(len(self._instances)), *ends)
+        self.serving = channels.serve(
+            self.rollouts,
+            range(len(self._instances)),
+            *ends,
+            method=Rollout.serve_scheduled,
+        )
         self.following = self.actors.call(
-            FSDPActor.follow_scheduler,
+            ScheduledActor.follow_scheduler,
             self.orders.receiver,
             self.reports.sender,
             self.verdicts.sender,
@@ -218,12 +228,16 @@ class Run:
         )
         dispatching = asyncio.create_task(dispatcher.run())
         collecting = asyncio.create_task(self._collect(dispatcher, each))
-        await self.actors.call(FSDPActor.sync_model_to_rollout, self.channels.weights.sender)
+        await self.actors.call(LanguageActor.sync_model_to_rollout, self.channels.weights.sender)
         for iteration in range(iterations):
             await self.channels.ask(*self._requests(iteration))
-            reports = await self.actors.call(FSDPActor.run_training_pipeline, self.groups.receiver)
+            reports = await self.actors.call(
+                LanguageActor.run_training_pipeline, self.groups.receiver
+            )
             self.ran.reports.append(reports)
-            await self.actors.call(FSDPActor.sync_model_to_rollout, self.channels.weights.sender)
+            await self.actors.call(
+                LanguageActor.sync_model_to_rollout, self.channels.weights.sender
+            )
         await self._end()
         await dispatching
         collecting.cancel()

@@ -12,7 +12,8 @@ import pytest
 import rlinf_async as ra
 from rlinf_async.backends.toy.engine import ToyEngine
 from rlinf_async.backends.toy.trainer import ToyTrainer
-from rlinf_async.channels import LatestReceiver, Sender
+from rlinf_async.channels import LatestReceiver, Receiver, Sender
+from rlinf_async.messages.language import Request, RolloutProgress
 from rlinf_async.parallel import Strategy
 from rlinf_async.scheduling import (
     ClusterState,
@@ -20,21 +21,19 @@ from rlinf_async.scheduling import (
     Resume,
     ScalingDecision,
     ScalingPolicy,
+    SchedulingConfig,
     load_policy,
 )
 from rlinf_async.testing import explore
-from rlinf_async.workers.rollout.scheduled import RolloutProgress
 from rlinf_async.workers.scheduler import (
     DevicesReport,
     Orders,
     SchedulerReport,
     SchedulerWorker,
-    SchedulingConfig,
 )
 from tests.runtime.mortal import MortalBackend
-from tests.workers.rollout.language_kit import Rollout
 from tests.workers.scheduler.explore import Devices, Failing, trained_once, try_seed
-from tests.workers.scheduler.kit import ENGINE, TRAINER, Run
+from tests.workers.scheduler.kit import ENGINE, TRAINER, Rollout, Run
 from tests.workers.scheduler.registered import registered
 
 ITERATIONS = 3
@@ -43,11 +42,14 @@ ITERATIONS = 3
 class Deaf(Rollout):
     """Rank 1 hears its first orders, and never answers."""
 
-    async def _follow_scheduler(
-        self, orders: LatestReceiver[Orders], reports: Sender[SchedulerReport]
+    async def follow(
+        self,
+        requests: Receiver[Request],
+        orders: LatestReceiver[Orders],
+        reports: Sender[SchedulerReport],
     ) -> None:
         if self.rank == 0:
-            await super()._follow_scheduler(orders, reports)
+            await super().follow(requests, orders, reports)
         else:
             async for _ in orders:
                 self._taking.open()
@@ -56,9 +58,9 @@ class Deaf(Rollout):
 class Stubborn(Rollout):
     """Rank 1 reports, but does not stop."""
 
-    async def offload(self, migrate: bool = False) -> None:
+    async def stop(self, hand_back: bool = False) -> None:
         if self.rank == 0:
-            await super().offload(migrate)
+            await super().stop(hand_back)
         else:
             await asyncio.sleep(1000.0)
 
@@ -195,7 +197,7 @@ class Silent(Rollout):
     """Does not answer for long where it has stopped as everything is generated."""
 
     async def progress(self) -> RolloutProgress:
-        if self._link.orders.reason == RELEASED:
+        if self.orders.reason == RELEASED:
             await asyncio.sleep(3.0 * SHORT.answer_seconds)
         return await super().progress()
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from rlinf_async.messages.language import Boundary
 from rlinf_async.parallel import Strategy
 from rlinf_async.scheduling import ACTOR, DeviceTaken
 from rlinf_async.workers.scheduler import (
     ActorChanged,
     ActorReady,
-    Boundary,
     InstanceReport,
     Topology,
     first_orders,

@@ -15,9 +15,8 @@ from rlinf_async.workers.rollout.language import LanguageRolloutReport
 from rlinf_async.workers.scheduler import SchedulerWorker
 from rlinf_async.workers.scheduler.worker import in_order
 from tests.backends.requests import request
-from tests.workers.rollout.language_kit import Rollout
 from tests.workers.scheduler.explore import trained_once
-from tests.workers.scheduler.kit import ENGINE, Run
+from tests.workers.scheduler.kit import ENGINE, Rollout, Run
 
 ITERATIONS = 2
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from rlinf_async.messages.language import RequestCount
 from rlinf_async.parallel import Strategy
-from rlinf_async.workers.scheduler.messages import EndedCount, RequestCount, Topology
+from rlinf_async.workers.scheduler.messages import (
+    EndedCount,
+    Topology,
+)
 from rlinf_async.workers.scheduler.seen import UNKNOWN_TOKENS, Seen
 
 TOPOLOGY = Topology(

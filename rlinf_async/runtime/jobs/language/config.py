@@ -30,9 +30,9 @@ from rlinf_async.messages.language import Sampling
 from rlinf_async.parallel import Strategy
 from rlinf_async.runtime.jobs.config import HostConfig
 from rlinf_async.runtime.jobs.placement import Preset, RolePlacement
+from rlinf_async.scheduling import SchedulingConfig
 from rlinf_async.workers.reward import RewardConfig
 from rlinf_async.workers.rollout.language import LanguageRolloutConfig
-from rlinf_async.workers.scheduler.messages import SchedulingConfig
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -8,7 +8,7 @@ import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -33,7 +33,9 @@ from rlinf_async.runtime.jobs.language.config import EvaluationConfig, LanguageC
 from rlinf_async.runtime.jobs.language.roles import Trained
 from rlinf_async.runtime.jobs.language.samples import Collector, LanguageProgress
 from rlinf_async.runtime.jobs.view import Headline
-from rlinf_async.workers.scheduler import SchedulerSummary
+
+if TYPE_CHECKING:  # a run without a scheduler does not load it
+    from rlinf_async.workers.scheduler import SchedulerSummary
 
 OF_THE_CRITIC = ("loss", "value", "value_error", "grad_norm", "lr")
 """metrics of a critic that become columns, ``critic_loss`` and so on"""

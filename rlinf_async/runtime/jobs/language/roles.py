@@ -32,8 +32,9 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -67,7 +68,6 @@ from rlinf_async.runtime.jobs.language.backends import (
     takes_turns,
 )
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
-from rlinf_async.runtime.jobs.language.scheduling import Scheduling
 from rlinf_async.runtime.jobs.placement import Plan
 from rlinf_async.runtime.supervise import Restart
 from rlinf_async.runtime.wakers import WorkEvent
@@ -76,7 +76,10 @@ from rlinf_async.workers.critic import LanguageCritic
 from rlinf_async.workers.inference import InferenceConfig, InferenceReport, InferenceWorker
 from rlinf_async.workers.reward import RewardReport, RewardWorker
 from rlinf_async.workers.rollout.language import LanguageRolloutReport, LanguageRolloutWorker
-from rlinf_async.workers.scheduler import SchedulerSummary
+
+if TYPE_CHECKING:  # a run without a scheduler does not load it
+    from rlinf_async.runtime.jobs.language.scheduling import Scheduling
+    from rlinf_async.workers.scheduler import SchedulerSummary
 
 
 class LanguageChannels:
@@ -200,14 +203,18 @@ class Learners:
         config = self._config
         part = config.actor.part
         environment = environment_of(config, self._plan, "actor")
+        actor = cast(type[LanguageActor], load_entry_point(part.actor))
+        if config.scheduled:
+            from rlinf_async.workers.scheduler import ScheduledActor
+
+            actor = ScheduledActor
         self._actors: WorkerGroup[LanguageActor] = await self._cluster.launch(
-            cast(type[LanguageActor], load_entry_point(part.actor)),
+            actor,
             actor_config(config, self._model, self._device("actor")),
             batches(config),
             backend=config.actor.backend,
             resume=None if resume is None else str(resume),
             max_staleness=config.training.max_staleness,
-            scheduled=config.scheduled,
             count=config.actors if self._layout is None else len(self._layout.actor),
             name="Actor",
             collective=self._collective(),
@@ -389,11 +396,13 @@ class Roles:
         others = self._plan.ranks.keys() - {"rollout"}
         self._apart = not any(self._plan.shared("rollout", other) for other in others)
         """whether rollout workers share devices with no other role"""
-        self._rollouts_offloaded = False
+        self._rollouts_stopped = False
         self.scheduling: Scheduling | None = None
         """of a run with a scheduler"""
         self._layout = layout_of(config, self._plan) if config.scheduled else None
         if self._layout is not None:
+            from rlinf_async.runtime.jobs.language.scheduling import Scheduling
+
             self.scheduling = Scheduling(cluster, config, self._layout)
             # Idle ranks free memory first.
             self._apart = self._apart and not self._layout.accelerated
@@ -428,15 +437,17 @@ class Roles:
     async def connect(self) -> None:
         """Give each worker that streams its channels: it runs until they end."""
         channels = self._channels
-        self._serving: GroupCall[list[LanguageRolloutReport]] = self._rollouts.call(
-            LanguageRolloutWorker.serve,
+        ends = (
             channels.requests.receiver,
             channels.generated.sender,
             channels.weights.receiver,
             channels.taken.sender,
-            None if self.scheduling is None else self.scheduling.orders,
-            None if self.scheduling is None else self.scheduling.reports,
         )
+        self._serving: GroupCall[list[LanguageRolloutReport]]
+        if self.scheduling is None:
+            self._serving = self._rollouts.call(LanguageRolloutWorker.serve, *ends)
+        else:
+            self._serving = self.scheduling.serve(self._rollouts, *ends)
         if self._config.needs_inference:
             self._inferring = self._inference.call(
                 InferenceWorker.run,
@@ -480,8 +491,8 @@ class Roles:
         """
         if self._shared:
             await whole()
-            await self._rollouts.call(LanguageRolloutWorker.offload)
-            self._rollouts_offloaded = True
+            await self._rollouts.call(LanguageRolloutWorker.stop)
+            self._rollouts_stopped = True
         pipelined = self._config.actor.pipelined and not self._shared
         return await self.learners.train(iteration, pipelined=pipelined)
 
@@ -490,9 +501,9 @@ class Roles:
         version = await self.learners.publish()
         if self._shared:
             await self.learners.offload()
-        if self._rollouts_offloaded:
-            await self._rollouts.call(LanguageRolloutWorker.onload)
-            self._rollouts_offloaded = False
+        if self._rollouts_stopped:
+            await self._rollouts.call(LanguageRolloutWorker.resume)
+            self._rollouts_stopped = False
         return version
 
     async def export(self, path: Path) -> None:
@@ -507,11 +518,11 @@ class Roles:
         Rollout workers get them back: they see the end of the requests only while they take some.
         """
         if self._shared:
-            await self._rollouts.call(LanguageRolloutWorker.offload)
+            await self._rollouts.call(LanguageRolloutWorker.stop)
         yield
         if self._shared:
             await self.learners.offload()
-            await self._rollouts.call(LanguageRolloutWorker.onload)
+            await self._rollouts.call(LanguageRolloutWorker.resume)
 
     async def partial_requests(self) -> list[Request]:
         """The requests that are being answered, with the tokens generated so far."""
@@ -553,13 +564,15 @@ class Roles:
 
     async def _launch_rollouts(self) -> None:
         config, counts = self._config, self._config.cluster
-        self._rollouts: WorkerGroup[LanguageRolloutWorker] = await self._cluster.launch(
-            LanguageRolloutWorker,
+        launch: Callable[..., Awaitable[WorkerGroup[LanguageRolloutWorker]]]
+        if self.scheduling is None:
+            launch = partial(self._cluster.launch, LanguageRolloutWorker)
+        else:
+            launch = self.scheduling.launch_rollouts
+        self._rollouts = await launch(
             config.rollout.part.with_model(config.rollout.engine, self._model),
             config.rollout.serving,
             backend=config.rollout.backend,
-            scheduled=config.scheduled,
-            guests=config.scheduler.guests,
             count=config.rollout_ranks,
             name="Rollout",
             restart=Restart(max=counts.max_restarts),

@@ -27,7 +27,7 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -74,7 +74,9 @@ from rlinf_async.runtime.jobs.language.samples import (
 from rlinf_async.runtime.jobs.run import Draw, TrainingClock
 from rlinf_async.runtime.jobs.view import Headline, LiveView
 from rlinf_async.runtime.signals import run_signals
-from rlinf_async.workers.scheduler import SchedulerSummary
+
+if TYPE_CHECKING:  # a run without a scheduler does not load it
+    from rlinf_async.workers.scheduler import SchedulerSummary
 
 COMPARED_PROMPTS = 4
 """prompts that the engine's and the actor's log-probs are compared on"""

@@ -74,6 +74,7 @@ from rlinf_async.channels.wire import Decoder, Encoded, encode
 from rlinf_async.config import UsageError
 from rlinf_async.data import DataError, Prompts
 from rlinf_async.messages.language import (
+    DataShare,
     Prompt,
     Request,
     Sample,
@@ -88,7 +89,6 @@ from rlinf_async.runtime.jobs.checkpoints import RunProgress, load_progress
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.roles import CRITIC, LanguageChannels
 from rlinf_async.runtime.wakers import WorkEvent, WorkFuture
-from rlinf_async.workers.scheduler import DataShare
 
 SHUFFLED = -1
 """the group number of samples of several groups"""

@@ -17,11 +17,12 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
 
 import msgspec
 
-from rlinf_async.channels import Channel, Latest, LatestReceiver, Receiver, Sender
-from rlinf_async.messages.language import Request, SampleGroup
+from rlinf_async.channels import Channel, Latest, Receiver
+from rlinf_async.messages.language import DataShare, Request, SampleGroup
 from rlinf_async.parallel import Strategy
 from rlinf_async.runtime.calls import GroupCall, WorkerGroup
 from rlinf_async.runtime.cluster import Cluster
@@ -29,15 +30,17 @@ from rlinf_async.runtime.jobs.checkpoints import start_background
 from rlinf_async.runtime.jobs.language.backends import Layout
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.supervise import Restart
+from rlinf_async.scheduling import SchedulingConfig
 from rlinf_async.workers.actor import LanguageActor
 from rlinf_async.workers.base import WorkerContext, WorkerError, WorkerInfo, make
+from rlinf_async.workers.rollout.language import LanguageRolloutReport, LanguageRolloutWorker
 from rlinf_async.workers.scheduler import (
-    DataShare,
     Orders,
+    ScheduledActor,
+    ScheduledRollout,
     SchedulerReport,
     SchedulerSummary,
     SchedulerWorker,
-    SchedulingConfig,
     Topology,
     Verdict,
     first_orders,
@@ -125,15 +128,20 @@ class Scheduling:
         self._deciding: asyncio.Task[None] | None = None
         self._summary: SchedulerSummary | None = None
 
-    @property
-    def orders(self) -> LatestReceiver[Orders]:
-        """What rollout workers follow."""
-        return self._orders.receiver
+    async def launch_rollouts(
+        self, *args: Any, **options: Any
+    ) -> WorkerGroup[LanguageRolloutWorker]:
+        """Start the rollout workers, the last of which are guests: see `ScheduledRollout`."""
+        guests = self._config.scheduler.guests
+        return await self._cluster.launch(ScheduledRollout, *args, guests=guests, **options)
 
-    @property
-    def reports(self) -> Sender[SchedulerReport]:
-        """Whom they report to."""
-        return self._reports.sender
+    def serve(
+        self, rollouts: WorkerGroup[LanguageRolloutWorker], *ends: Any
+    ) -> GroupCall[list[LanguageRolloutReport]]:
+        """Have rollout workers serve, with these ends of channels, as the scheduler says."""
+        scheduled = cast(WorkerGroup[ScheduledRollout], rollouts)  # see `launch_rollouts`
+        ends = (*ends, self._orders.receiver, self._reports.sender)
+        return scheduled.call(ScheduledRollout.serve_scheduled, *ends)
 
     async def prepare(self, actors: WorkerGroup[LanguageActor]) -> None:
         """Prepare the actors for other strategies: those beyond home become idle, and give the
@@ -169,8 +177,9 @@ class Scheduling:
         self._requests = requests
         self._reports.receiver.open()  # while a scheduler is started again, nobody else reads them
         await self._orders.sender.publish(first_orders(self._topology))
-        self._following = actors.call(
-            LanguageActor.follow_scheduler,
+        scheduled = cast(WorkerGroup[ScheduledActor], actors)  # a scheduler's run launches these
+        self._following = scheduled.call(
+            ScheduledActor.follow_scheduler,
             self._orders.receiver,
             self._reports.sender,
             self._verdicts.sender,
