@@ -13,8 +13,6 @@
 
 Each rank has the whole model and takes samples when it is free, which balances the work. A sample
 is leased until it was sent on: if this worker dies before, another one gets it.
-
-Samples with the log-probs and values of a trainer's forward pass.
 """
 
 from __future__ import annotations

@@ -17,8 +17,6 @@ just before the crash may come a second time: its name (``sample.request.name``)
 A sample that takes long holds up no other while a process is free. So that several workers share
 the samples evenly, a worker takes no more than it has processes, and as many again for those that
 wait.
-
-The configuration of a reward worker.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 Packages add names by the entry point group ``rlinf_async.scaling_policies``; a setting may also
 name a class as ``"module:Class"`` or ``"file.py:Class"``. A policy keeps no memory of its own: what
 it has to know of the past is in the state, so a scheduler that was restarted goes on with it.
-
-`Predictor`: how many tokens of a response are still to come.
 """
 
 from __future__ import annotations

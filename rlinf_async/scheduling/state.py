@@ -1,24 +1,9 @@
-"""`ScalingDecision`: what changes now, as a policy decides it.
-
-Carried out in this order::
-
-    stop        these instances interrupt, put their requests back, and release their devices
-    actor       takes the devices of the strategy and reshards, or offloads and lends its devices
-    resume      these instances take devices, load the newest weights, and serve
-    migrations  requests move between instances that serve
-    order       requests that are waiting, which first
-
-`ClusterState`: all that a scaling policy sees of a run. Plain data, which can travel.
+"""What a scaling policy decides by, and what it decides: plain data, which can travel.
 
 Devices are numbered over the whole cluster. A rollout *instance* is one engine; it serves on the
 devices that it holds, or is stopped and holds none. The ranks of the actor have one device each, in
 order: under a strategy of ``n`` ranks the first ``n`` are held. An instance and a rank of the actor
 may be launched on the same device; at any time one of them holds it.
-
-`DeviceLedger`: who holds which device, and who lends it to whom until when.
-
-Invariants: a device has one holder at most; a loan is of a device that somebody else holds than its
-owner. A change is made whole or not at all.
 """
 
 from __future__ import annotations
@@ -55,6 +40,9 @@ class DeviceTaken(RuntimeError):
 
 class DeviceLedger:
     """Knows the holder of every device of a run.
+
+    Invariants: a device has one holder at most; a loan is of a device that somebody else holds than
+    its owner. A change is made whole or not at all.
 
     Args:
         hosts: number of each device -> its host.
@@ -386,7 +374,16 @@ class Migration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScalingDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """One decision. As it is by default, nothing changes."""
+    """One decision. As it is by default, nothing changes.
+
+    Carried out in this order::
+
+        stop        these instances interrupt, put their requests back, and release their devices
+        actor       takes the devices of the strategy and reshards, or offloads and lends its own
+        resume      these instances take devices, load the newest weights, and serve
+        migrations  requests move between instances that serve
+        order       requests that are waiting, which first
+    """
 
     iteration: int = 0
     stop: tuple[int, ...] = ()

@@ -11,26 +11,6 @@ iteration; the lengths are those of the run's samples. `load_seconds`, `move_sec
 `rescale_seconds` are means of the spans of their names. On-policy, `publish_seconds` is what lies
 between the end of training and the first token of the next iteration, without loading: publishing,
 dispatching, calls. Work and hardware are those of the run's configuration.
-
-What training takes, from the spans of a run.
-
-::
-
-    one rank     train |micro-batch|micro-batch|..| wait samples | train |micro-batch|  rest |
-    another      train   |     micro-batch     |..|
-                             ^ until here it waited: both compute a micro-batch together
-
-    micro-batch = token_seconds x tokens + sample_seconds x samples     (of the last rank to come)
-    rest        = seconds of the optimizer steps
-
-Ranks meet within each micro-batch, where weights are gathered, so the shortest of those with the
-same number shows what it takes. Micro-batches beside which somebody generates are told apart:
-where all compute on the same cores they take longer, by `TrainingCosts.beside_generation`.
-
-Once everything is generated, no rank waits for samples; what is still recorded as such waits is the
-handing over of micro-batches to the compute thread, and part of what a sample takes.
-
-Least squares with two costs that are not negative.
 """
 
 from __future__ import annotations
@@ -113,6 +93,23 @@ def training_costs(
     spans: Mapping[str, Sequence[Span]], iterations: Iterable[int]
 ) -> TrainingCosts | None:
     """Return what training took in these iterations; None: there are no micro-batches of them.
+
+    ::
+
+        one rank     train |micro-batch|micro-batch|..| wait samples | train |micro-batch|  rest |
+        another      train   |     micro-batch     |..|
+                                 ^ until here it waited: both compute a micro-batch together
+
+        micro-batch = token_seconds x tokens + sample_seconds x samples   (of the last rank to come)
+        rest        = seconds of the optimizer steps
+
+    Ranks meet within each micro-batch, where weights are gathered, so the shortest of those with
+    the same number shows what it takes. Micro-batches beside which somebody generates are told
+    apart: where all compute on the same cores they take longer, by
+    `TrainingCosts.beside_generation`.
+
+    Once everything is generated, no rank waits for samples; what is still recorded as such waits is
+    the handing over of micro-batches to the compute thread, and part of what a sample takes.
 
     Args:
         spans: by worker, in order of their start.

@@ -9,12 +9,6 @@
                          +-- Orders -- SimulatedScheduler +    +----SampleGroup-----+
 
 The scheduler's own channels are those of a job with a scheduler: see ``runtime/jobs/language``.
-
-Faults at times and places that follow from the seed.
-
-Which placement and policy is best: every one that fits, simulated.
-
-Who held which devices when: one panel for each policy, over the same time.
 """
 
 from __future__ import annotations
@@ -71,7 +65,8 @@ from rlinf_async.workers.scheduler import (
 
 
 class Faults:
-    """Makes engines crash and become slow, and hosts go away for a while.
+    """Makes engines crash and become slow, and hosts go away for a while, at times and places that
+    follow from the seed.
 
     Args:
         config: of the simulation.

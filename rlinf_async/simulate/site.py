@@ -2,8 +2,6 @@
 invariants.
 
 All of them are in this process, so nothing of this travels, and nothing of it is decided here.
-
-Device-seconds by role: held and busy.
 """
 
 from __future__ import annotations
@@ -198,7 +196,7 @@ class GradientSync:
 
 
 class Site:
-    """See the module.
+    """What a simulation watches of its workers.
 
     Args:
         config: of the simulation.

@@ -1,4 +1,5 @@
-"""`EmbodiedFSDPActor`: trains a robot policy from trajectories and publishes every version of it.
+"""`EmbodiedFSDPActor`: trains a robot policy from trajectories and publishes every version of it;
+`SacActor`: from batches of a replay worker.
 
 ::
 
@@ -13,25 +14,6 @@
 
 Exactly once: a trajectory of (iteration, env rank, stage, epoch) is trained once. A restarted env
 worker may send one again; the second is left out and counted.
-
-`SacActor`: learns from batches of a replay worker, and publishes every version of its policy.
-
-::
-
-    this process --run_training--> [ request ahead -> share -> gradient step ] x updates
-                                       |        ^                   |
-                          rank 0 only  v        | by rank, bounded  +--WeightUpdate, `Latest`-->
-                                     replay worker                    rank 0, once, at the end
-
-                    waits for                        unblocked by
-    a batch         the request of rank 0            the replay worker
-    the step        the compute thread, all ranks    their shares
-    publishing      nothing: `Latest` never waits
-
-``prefetch`` requests are under way, so that batches are drawn while this worker computes. Batches
-come in the order of their requests. A replay worker that was restarted may send one again, to some
-ranks or to all: it is left out, and counted. Errors are gathered in each step: rank 0 reports the
-priorities of all.
 """
 
 from __future__ import annotations
@@ -252,6 +234,23 @@ class SacReport(msgspec.Struct, kw_only=True):
 
 class SacActor(TrainingWorker[OffPolicyTrainer]):
     """One rank of the actor group; see `TrainingWorker`.
+
+    ::
+
+        this process --run_training--> [ request ahead -> share -> gradient step ] x updates
+                                           |        ^                   |
+                              rank 0 only  v        | by rank, bounded  +--WeightUpdate, `Latest`-->
+                                         replay worker                    rank 0, once, at the end
+
+                        waits for                        unblocked by
+        a batch         the request of rank 0            the replay worker
+        the step        the compute thread, all ranks    their shares
+        publishing      nothing: `Latest` never waits
+
+    ``prefetch`` requests are under way, so that batches are drawn while this worker computes.
+    Batches come in the order of their requests. A replay worker that was restarted may send one
+    again, to some ranks or to all: it is left out, and counted. Errors are gathered in each step:
+    rank 0 reports the priorities of all.
 
     Args:
         trainer: configuration of the trainer backend, as its own Struct.

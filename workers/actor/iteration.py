@@ -22,17 +22,6 @@ batch, and computes their log-probs first.
 Exactly once: a group that was taken is trained or its iteration fails. With several epochs the
 same samples come again, shuffled, under the advantages and the log-probs that they had: how stale
 they are is counted where they arrive.
-
-Sample groups as batches, statistics of those that arrive, and their advantages.
-
-Micro-batches of a global batch, and what becomes of their metrics.
-
-::
-
-                            waits for                           unblocked by
-    all_micro_batches       a whole global batch, on the loop   the collector
-    arriving_micro_batches  the next one, in the compute        the collector
-                            thread
 """
 
 from __future__ import annotations

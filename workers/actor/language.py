@@ -1,4 +1,5 @@
-"""`LanguageTrainingWorker`: one rank that trains a language model, of an actor or a critic.
+"""`LanguageTrainingWorker`: one rank that trains a language model, of an actor or a critic;
+`LanguageActor`, which publishes every version of it; `SupervisedWorker`, a short phase before.
 
 ::
 
@@ -11,23 +12,6 @@
                             room for it                        its receiver: reward workers
 
 One call trains one iteration: `Iteration`.
-
-`LanguageActor`: trains a language model on sample groups and publishes every version of it.
-
-::
-
-    SampleGroup --by rank--> [ advantages -> normalised -> micro-batches -> steps ] --> report
-                                                     |
-                                                version + 1 --WeightUpdate, `Latest`--> rollout
-    Sample --> [ previous, reference log-probs ] --> Sample
-
-What it waits for: see `LanguageTrainingWorker`; publishing waits for nothing.
-
-`SupervisedWorker`: trains a model on given responses, and writes it as a Hugging Face folder.
-
-Batch sizes of one iteration of a language actor. No torch.
-
-`FSDPActor`: a `LanguageActor` whose model FSDP shards.
 """
 
 from __future__ import annotations
@@ -381,6 +365,15 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
 
 class LanguageActor(LanguageTrainingWorker):
     """One rank of the actor group, over any `LanguageTrainer`; see `LanguageTrainingWorker`.
+
+    ::
+
+        SampleGroup --by rank--> [ advantages -> normalised -> micro-batches -> steps ] --> report
+                                                         |
+                                                    version + 1 --WeightUpdate, `Latest`--> rollout
+        Sample --> [ previous, reference log-probs ] --> Sample
+
+    What it waits for: see `LanguageTrainingWorker`; publishing waits for nothing.
 
     `FSDPActor` and `MegatronActor` are this one with a backend of their own.
     """

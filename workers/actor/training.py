@@ -1,22 +1,4 @@
-"""`StrategyChanges`: the strategy changes while the run goes on.
-
-::
-
-    prepare -> apply, as often as wanted
-                 between two calls that train      at once
-                 while one trains                  at the end of the iteration
-
-                    waits for                                unblocked by
-    apply           the end of the iteration                 training
-                    all launched ranks                       they are all asked
-    an idle rank    rank 0's list of strategies, at the      rank 0's training
-                    end of an iteration
-
-Every rank is asked for the same strategies in the same order. While they train, rank 0 writes after
-every iteration which of them are due, so that all ranks change at the same place though the calls
-reach them at different times.
-
-`TrainingWorker`: one rank of a group that trains one model.
+"""`TrainingWorker`: one rank of a group that trains one model.
 
 It has what all of them need: trainer, checkpoints, a number of training ranks that may change.
 
@@ -28,9 +10,8 @@ It has what all of them need: trainer, checkpoints, a number of training ranks t
     checkpoint_written      the disk
     apply_parallel_strategy see `StrategyChanges`
 
-What an iteration is made of is up to the subclass: `EmbodiedFSDPActor`, `FSDPActor`, `FSDPCritic`.
-
-Errors of actors and critics.
+What an iteration is made of is up to the subclass: `EmbodiedFSDPActor`, `LanguageActor`,
+`LanguageCritic`.
 """
 
 from __future__ import annotations
@@ -103,7 +84,24 @@ class Sharing(Protocol):
 
 
 class StrategyChanges:
-    """The strategies that one worker was asked for, and what came of them."""
+    """The strategies that one worker was asked for, and what came of them.
+
+    ::
+
+        prepare -> apply, as often as wanted
+                     between two calls that train      at once
+                     while one trains                  at the end of the iteration
+
+                        waits for                                unblocked by
+        apply           the end of the iteration                 training
+                        all launched ranks                       they are all asked
+        an idle rank    rank 0's list of strategies, at the      rank 0's training
+                        end of an iteration
+
+    Every rank is asked for the same strategies in the same order. While they train, rank 0 writes
+    after every iteration which of them are due, so that all ranks change at the same place though
+    the calls reach them at different times.
+    """
 
     def __init__(self, worker: Worker, sharing: Sharing) -> None:
         self._worker, self._sharing = worker, sharing

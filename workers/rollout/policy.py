@@ -17,29 +17,6 @@ holds up no other. A forward pass runs under the weights of one version, the one
 name; new weights are loaded between two passes. A question stays leased until it is answered; if
 this worker dies before, another one gets it, and if it was answered already the env worker drops
 the second answer.
-
-Many questions, one forward pass.
-
-Rows of a sampled batch, in this order; ``E`` and ``K`` differ from question to question::
-
-    observation [E, D] of each question      -> action, log_prob, value
-    final_observation [K, D] of each          -> value alone
-
-A recurrent policy gets the memory of each row with it, and answers with that after it.
-
-Deterministic questions (evaluation) get a pass of their own.
-
-Weights of a model that serves requests: updates are loaded as they come, and waited for.
-
-::
-
-              waits for                        unblocked by
-    follow    newer weights                    the actor
-    reach     weights of a version, loaded     follow
-
-The configuration of a rollout worker.
-
-Errors of a rollout worker.
 """
 
 from __future__ import annotations
@@ -83,6 +60,15 @@ Answered = list[tuple[Observations, Actions]]
 
 def answer_all(policy: PolicyBackend, questions: Sequence[Observations]) -> Answered:
     """Answer every question under the weights that are loaded now.
+
+    Rows of a sampled batch, in this order; ``E`` and ``K`` differ from question to question::
+
+        observation [E, D] of each question      -> action, log_prob, value
+        final_observation [K, D] of each          -> value alone
+
+    A recurrent policy gets the memory of each row with it, and answers with that after it.
+
+    Deterministic questions (evaluation) get a pass of their own.
 
     Raises:
         PolicyOutputError: the policy returned NaN or infinity.
@@ -230,6 +216,12 @@ class WeightsEnded(ChannelError):
 
 class FollowedWeights:
     """Which weights a model has, while newer ones are loaded beside its work.
+
+    ::
+
+                  waits for                        unblocked by
+        follow    newer weights                    the actor
+        reach     weights of a version, loaded     follow
 
     Args:
         version: returns the version of the loaded weights; -1 before the first.

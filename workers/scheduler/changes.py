@@ -64,7 +64,7 @@ class SchedulerSummary(msgspec.Struct, kw_only=True):
 
 
 class Changes:
-    """See the module.
+    """Carries decisions out, and counts what became of them.
 
     Args:
         control: of everyone.

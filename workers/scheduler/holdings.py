@@ -35,7 +35,7 @@ def first_orders(topology: Topology) -> Orders:
 
 
 class Holdings:
-    """See the module.
+    """Which devices everyone may hold.
 
     Args:
         topology: who was launched on which devices.

@@ -1,21 +1,4 @@
-"""What the scheduler has seen of a run, as the `ClusterState` that a policy decides by.
-
-`Responses`: those that are finished, and how long others are expected to be.
-
-Within an iteration the short ones are finished first. So the lengths by which others are expected
-are those of whole iterations: of the newest so many responses, once there are more of them in an
-iteration, all would be long ones at its end.
-
-`MeasuredRates`: what work takes in this run, for policies that predict.
-
-::
-
-    decoding   each finished response: its tokens, and the seconds in which its engine made them
-    training   the actor, at each boundary: tokens of its last mini-batch, and their seconds
-    changes    from the orders until everyone has carried them out
-
-A time is fitted as ``a + b x load``, with neither below 0, over the newest measurements.
-"""
+"""What the scheduler has seen of a run, as the `ClusterState` that a policy decides by."""
 
 from __future__ import annotations
 
@@ -76,7 +59,11 @@ class Finished:
 
 
 class Responses:
-    """See the module.
+    """The responses that are finished, and how long others are expected to be.
+
+    Within an iteration the short ones are finished first. So the lengths by which others are
+    expected are those of whole iterations: of the newest so many responses, once there are more of
+    them in an iteration, all would be long ones at its end.
 
     Args:
         samples: of an iteration.
@@ -381,6 +368,14 @@ LEAST_TOKENS = 4
 
 class MeasuredRates:
     """The newest measurements of a run, and the rates that follow from them.
+
+    ::
+
+        decoding   each finished response: its tokens, and the seconds in which its engine made them
+        training   the actor, at each boundary: tokens of its last mini-batch, and their seconds
+        changes    from the orders until everyone has carried them out
+
+    A time is fitted as ``a + b x load``, with neither below 0, over the newest measurements.
 
     Args:
         known: rates from elsewhere, which are not measured again; those that are 0 are.

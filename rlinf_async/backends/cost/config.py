@@ -1,6 +1,5 @@
-"""Settings of the cost models. All times are in seconds of the simulated hardware.
-
-How long responses are: distributions that give each sample its length by its seed.
+"""Settings of the cost models, and how long responses are: distributions that give each sample its
+length by its seed. All times are in seconds of the simulated hardware.
 """
 
 from __future__ import annotations

@@ -10,11 +10,6 @@ Under a virtual clock it is a cost model: seconds of a thousand engines pass in 
 loop it stands for a device, in benches of what overlaps with what.
 
 Invariant: time advances in whole steps. However long nothing changes, that is one timer.
-
-Responses of the toy engine: formulas of the request's seed, the position and the version.
-
-So a response is the same wherever, and in however many pieces, it was made; only the versions of
-its tokens, and with them their log-probs, depend on the weights.
 """
 
 from __future__ import annotations
@@ -106,7 +101,11 @@ class _Row:
 
 
 class ToyEngine:
-    """Lets time pass for every token. See the module.
+    """Lets time pass for every token.
+
+    Its responses are formulas of the request's seed, the position and the version, so a response is
+    the same wherever, and in however many pieces, it was made; only the versions of its tokens, and
+    with them their log-probs, depend on the weights.
 
     Args:
         config: of the cost model.

@@ -1,1 +1,1 @@
-"""The built-in scaling policies, one in each file."""
+"""The built-in scaling policies."""

@@ -1,4 +1,4 @@
-"""How long an iteration still takes, for each way in which it can go on.
+"""`Greedy`, by a forecast: how long an iteration still takes, for each way in which it can go on.
 
 A model of what is left, in closed form. Of ``N`` unfinished responses with a mean of ``m`` and at
 most ``M`` tokens to come, the share that has more than ``x`` to come is taken to be
@@ -13,13 +13,6 @@ unfinished.
 
 A *plan* says at which ``x`` the actor takes devices, and how many; once nothing is left to generate
 it takes all. Plans cost a dozen evaluations of ``S`` each, so a policy can compare all of them.
-
-`Greedy`: of the layouts that can be had now, the one with which the iteration ends first.
-
-It predicts with measured `Rates` (see `forecast`): where the actor lends its devices, it compares
-all moments at which they could be taken back, with all strategies, and takes them back when the
-best moment is now. It changes nothing for less than `LEAST_GAIN`. As in `Tail`, devices go one way
-within an iteration: rollout borrows at its beginning, the actor takes back and grows.
 """
 
 from __future__ import annotations
@@ -291,8 +284,17 @@ LEAST_GAIN = 0.02
 
 
 class Greedy:
-    """See the module. Where rates are not known yet, it moves nothing, but that the actor takes its
-    devices again once all is generated."""
+    """Of the layouts that can be had now, the one with which the iteration ends first.
+
+    Where rates are not known yet, it moves nothing, but that the actor takes its devices again once
+    all is generated.
+
+    It predicts with measured `Rates` (see the module): where the actor lends its devices, it
+    compares all moments at which they could be taken back, with all strategies, and takes them back
+    when the best moment is now. It changes nothing for less than `LEAST_GAIN`. As in `Tail`,
+    devices go one way within an iteration: rollout borrows at its beginning, the actor takes back
+    and grows.
+    """
 
     def decide(self, state: ClusterState, /) -> ScalingDecision:
         """Return what changes now."""

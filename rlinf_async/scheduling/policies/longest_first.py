@@ -3,26 +3,13 @@
 As `Greedy`, and besides:
 
 - requests that wait are served longest first, so that the long ones do not begin last;
-- instances are merged into fewer and wider ones (see `widening`) once a token takes a fifth less
+- instances are merged into fewer and wider ones (see `merged`) once a token takes a fifth less
   time there, and that wins more than moving the responses costs;
 - devices that nobody needs go to the instances with the most to do for one request;
 - of instances that are not merged, the one that ends last hands its longest requests to the one
-  that ends first (see `balancing`).
+  that ends first (see `balanced`).
 
 Within an iteration instances only become wider.
-
-Migration of the longest requests from the instance that ends last to the one that ends first.
-
-An instance with requests that have ``r1 <= ... <= rn`` tokens to come ends after::
-
-    r1 x token time(n) + (r2 - r1) x token time(n - 1) + ... + (rn - rn-1) x token time(1)
-
-A request moves where that ends the last of both instances earlier.
-
-Fewer and wider instances: requests of several instances go to one, on the devices of all.
-
-With few requests for each instance a step is bound by reading the weights, and takes nearly as long
-for one request as for ten: so the tail is faster on fewer instances that are wider.
 """
 
 from __future__ import annotations
@@ -62,7 +49,14 @@ def end_of(expected: Sequence[float], width: float, rates: Rates) -> float:
 
 def balanced(state: ClusterState, least_gain: float) -> tuple[Migration, ...]:
     """Return migrations with which the last instance ends earlier, by this share at least; none
-    where requests wait for an instance, or are not known one by one."""
+    where requests wait for an instance, or are not known one by one.
+
+    An instance with requests that have ``r1 <= ... <= rn`` tokens to come ends after::
+
+        r1 x token time(n) + (r2 - r1) x token time(n - 1) + ... + (rn - rn-1) x token time(1)
+
+    A request moves where that ends the last of both instances earlier.
+    """
     serving = [one for one in state.serving if one.answers]
     if state.queued or len(serving) < 2 or not state.rates.known:
         return ()
@@ -119,7 +113,11 @@ def widenings(decision: ScalingDecision, state: ClusterState) -> list[ScalingDec
 
 def merged(decision: ScalingDecision, state: ClusterState, size: int) -> ScalingDecision | None:
     """Return the decision with one instance for each block of ``size`` devices of a host; None
-    where there is no such block."""
+    where there is no such block.
+
+    With few requests for each instance a step is bound by reading the weights, and takes nearly as
+    long for one request as for ten: so the tail is faster on fewer instances that are wider.
+    """
     holdings = holdings_after(decision, state)
     changing = {*decision.stop, *(one.instance for one in decision.resume)}
     here = [
@@ -164,7 +162,7 @@ fewer responses are left, the less there is to move"""
 
 
 class LongestFirst:
-    """See the module."""
+    """Requests by predicted remaining length, and wider instances for the tail: see the module."""
 
     orders = True
     """it wants to know the requests in the queue one by one"""

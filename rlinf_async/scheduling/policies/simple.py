@@ -1,30 +1,5 @@
-"""What the policies that move devices share: lending, taking back, growing the actor.
-
-The layout between two iterations, from which each iteration begins and in which it ends.
-
-`Tail`: the built-in policy of an on-policy step whose lengths have a long tail.
-
-::
-
-    an iteration begins          rollout borrows the actor's devices
-    half of its samples done     the actor takes them again, and trains what is there
-    after each mini-batch        instances that are not needed for what is unfinished stop; their
-                                 requests go to the others; the actor grows into their devices
-    an iteration ends            everybody goes home
-
-`Turns`: generation and training take turns on all devices, as where both are collocated.
-
-::
-
-    an iteration begins        rollout borrows the actor's devices
-    everything is generated    the actor takes all devices that it can have, and trains
-    an iteration ends          everybody goes home
-
-No device waits for the other role, but all of them wait for the longest response: what `Tail` and
-the others have to beat.
-
-`Static`: nobody's devices change.
-"""
+"""`Static`, `Tail` and `Turns`, and what all policies that move devices share: going home, lending,
+taking back, growing the actor."""
 
 from __future__ import annotations
 
@@ -328,7 +303,17 @@ LENT_UNTIL = 0.5
 
 
 class Tail:
-    """See the module."""
+    """The built-in policy of an on-policy step whose lengths have a long tail.
+
+    ::
+
+        an iteration begins          rollout borrows the actor's devices
+        half of its samples done     the actor takes them again, and trains what is there
+        after each mini-batch        instances that are not needed for what is unfinished stop;
+                                     their requests go to the others; the actor grows into their
+                                     devices
+        an iteration ends            everybody goes home
+    """
 
     def decide(self, state: ClusterState, /) -> ScalingDecision:
         """Return what changes now."""
@@ -347,7 +332,17 @@ class Tail:
 
 
 class Turns:
-    """See the module."""
+    """Generation and training take turns on all devices, as where both are collocated.
+
+    ::
+
+        an iteration begins        rollout borrows the actor's devices
+        everything is generated    the actor takes all devices that it can have, and trains
+        an iteration ends          everybody goes home
+
+    No device waits for the other role, but all of them wait for the longest response: what `Tail`
+    and the others have to beat.
+    """
 
     def decide(self, state: ClusterState, /) -> ScalingDecision:
         """Return what changes now."""
