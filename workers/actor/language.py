@@ -348,6 +348,15 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
 
     # -- the number of ranks that train -------------------------------------------------------
 
+    async def scheduler_pre_process(self) -> None:
+        """Wait for who trains the iteration that begins. On all launched ranks."""
+        await self.scheduler_scale_sync()
+
+    async def scheduler_offload_sync(self) -> None:
+        """Free the devices for others."""
+        if self.active:
+            await self.offload()
+
     def check_share(self, dp: int) -> None:
         """Raise `ValueError` unless ``dp`` ranks can share a global batch in whole groups."""
         shares = self._batches

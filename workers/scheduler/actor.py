@@ -41,7 +41,7 @@ from rlinf_async.workers.scheduler.messages import (
     SchedulerReport,
     Verdict,
 )
-from rlinf_async.workers.scheduler.seen import same_sizes
+from rlinf_async.workers.scheduler.monitor import same_sizes
 
 
 class SchedulerLink:
@@ -132,7 +132,7 @@ class SchedulerLink:
                 strategy=changed or ready.strategy,
                 holds=orders.holds,
                 goes_on=orders.goes_on,
-                changes=_changes(orders, ready) or orders.roll_call,
+                changes=_changes(orders, ready) or orders.ranks_report,
             )
         await self._verdicts.publish(verdict)
         return verdict
@@ -179,7 +179,7 @@ class SchedulerLink:
     def _is_to_follow(self, orders: Orders, ready: ActorReady) -> bool:
         if orders.boundary != ready.boundary or orders.sequence <= self._answered:
             return False
-        return _changes(orders, ready) or orders.goes_on or orders.roll_call
+        return _changes(orders, ready) or orders.goes_on or orders.ranks_report
 
     def _say_that_nobody_answers(self, ready: ActorReady) -> None:
         self._worker.log.warning(
@@ -326,10 +326,6 @@ class ScheduledActor(LanguageActor):
         self._linked.set()
         await self._link.listen()
 
-    async def scheduler_pre_process(self) -> None:
-        """Say that an iteration begins, and wait for the scheduler's go. On all launched ranks."""
-        await self.scheduler_scale_sync()
-
     async def scheduler_scale_sync(self) -> None:
         """Say that the actor is ready at this boundary, and change to the strategy that is decided
         on, if one is. On all launched ranks.
@@ -341,8 +337,7 @@ class ScheduledActor(LanguageActor):
     async def scheduler_offload_sync(self) -> None:
         """Free the devices for others; the scheduler hears of it from every launched rank, and
         gives them away once all have done so."""
-        if self.active:
-            await self.offload()
+        await super().scheduler_offload_sync()
         self._holds = False
 
     async def _do_as_decided(self, tokens: int, seconds: float) -> None:

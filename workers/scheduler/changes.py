@@ -32,9 +32,9 @@ from rlinf_async.workers.scheduler.messages import (
     Orders,
     Topology,
 )
-from rlinf_async.workers.scheduler.seen import same_sizes
+from rlinf_async.workers.scheduler.monitor import same_sizes
 
-LANDING_SECONDS = 0.02
+TAKEN_SECONDS = 0.02
 """after which an instance is asked whether it has taken what moves to it"""
 
 
@@ -155,7 +155,7 @@ class Changes:
         late = await control.gather(change, self._config.stop_seconds, "stop")
         stopped = [one for one, kept in change.items() if not kept and one not in late]
         summary.stopped += len(stopped)
-        summary.migrated += sum(control.seen.instances[one].handed_back for one in stopped)
+        summary.migrated += sum(control.monitor.instances[one].handed_back for one in stopped)
         return late
 
     async def resume(self, resumes: Sequence[Resume]) -> None:
@@ -243,13 +243,15 @@ class Changes:
 
     # -- the actor ----------------------------------------------------------------------------
 
-    async def call_roll(self, ready: ActorReady) -> None:
+    async def ask_all_ranks(self, ready: ActorReady) -> None:
         """Ask all ranks of an actor that waits what they hold, where that is not known: one has not
         answered in time, or told it to a scheduler before this one."""
         control = self._control
         if control.holdings.knows_actor(ready) or not self._is_current(ready):
             return
-        await control.order_actor(ready.boundary, holds=ready.holds, goes_on=False, roll_call=True)
+        await control.order_actor(
+            ready.boundary, holds=ready.holds, goes_on=False, ranks_report=True
+        )
         await control.changed(self._config.answer_seconds)
 
     async def _let_go(self, holds_boundary: bool) -> None:
@@ -312,7 +314,7 @@ class Changes:
             self.summary.changes += strategy is not None
             return True
         self.summary.failed += 1
-        control.seen.refused(boundary.iteration, strategy)
+        control.monitor.refused(boundary.iteration, strategy)
         self._log.warning("the actor goes on with dp=%d: %s", said[0].strategy.dp, said[0].error)
         return False
 
@@ -343,47 +345,47 @@ class Changes:
             await control.publish(takers=tuple(sorted(takers)), hand_back=tuple(leaving))
             limit = self._config.answer_seconds
             if not await control.gather(sources, limit, "hand requests back"):
-                moved = sum(control.seen.instances[one].handed_back for one in sources)
-                landed = await self._land(names, moved, takers)
+                moved = sum(control.monitor.instances[one].handed_back for one in sources)
+                taken = await self._until_taken(names, moved, takers)
                 summary.migrated += moved
-                summary.targeted += 0 if target is None else landed
+                summary.targeted += 0 if target is None else taken
             await control.publish()  # all take requests again
 
-    async def _land(self, names: set[str], count: int, takers: set[int]) -> int:
+    async def _until_taken(self, names: set[str], count: int, takers: set[int]) -> int:
         """Wait until these instances have taken so many of these requests; how many they have.
 
         They say which they take. One that took some before it knew that it should say so is asked.
         """
         control, loop = self._control, asyncio.get_running_loop()
-        until, landed = loop.time() + self._config.answer_seconds, set[str]()
-        while len(landed) < count and loop.time() < until:
-            landed |= await control.begun(names, count - len(landed), LANDING_SECONDS)
-            if len(landed) >= count:
+        until, taken = loop.time() + self._config.answer_seconds, set[str]()
+        while len(taken) < count and loop.time() < until:
+            taken |= await control.begun(names, count - len(taken), TAKEN_SECONDS)
+            if len(taken) >= count:
                 break
             await control.publish(takers=control.newest.takers)
             if await control.gather(takers, self._config.answer_seconds, "report"):
                 break
-            seen = [control.seen.instances[one] for one in takers]
-            landed |= {request.name for one in seen for request in one.requests} & names
-            if not any(one.queued for one in seen):
+            reports = [control.monitor.instances[one] for one in takers]
+            taken |= {request.name for one in reports for request in one.requests} & names
+            if not any(one.queued for one in reports):
                 break
-        return len(landed)
+        return len(taken)
 
     def _serves(self, instance: int) -> bool:
         return bool(self._control.newest.devices_of(instance))
 
     def _names(self, migration: Migration) -> tuple[str, ...]:
         """Return the requests that leave: those named, or those with the most tokens to come."""
-        seen = self._control.seen
-        report = seen.instances.get(migration.source)
+        monitor = self._control.monitor
+        report = monitor.instances.get(migration.source)
         here = () if report is None else report.requests
         if migration.names:
             return tuple(one.name for one in here if one.name in migration.names)
-        longest = sorted(here, key=lambda one: (-seen.expected(one), one.name))
+        longest = sorted(here, key=lambda one: (-monitor.expected(one), one.name))
         return tuple(one.name for one in longest[: migration.count])
 
     def _room(self, instance: int) -> int:
-        report = self._control.seen.instances.get(instance)
+        report = self._control.monitor.instances.get(instance)
         return 0 if report is None else max(report.slots - len(report.requests), 0)
 
 

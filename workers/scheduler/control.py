@@ -36,7 +36,7 @@ from rlinf_async.workers.scheduler.messages import (
     SchedulerReport,
     Topology,
 )
-from rlinf_async.workers.scheduler.seen import MeasuredRates, Seen
+from rlinf_async.workers.scheduler.monitor import MeasuredRates, Monitor
 
 
 class Control:
@@ -61,7 +61,7 @@ class Control:
         self._config, self._topology = config, topology
         self._incarnation, self._log = incarnation, log
         self.holdings = holdings
-        self.seen = Seen(topology, config.lengths)
+        self.monitor = Monitor(topology, config.lengths)
         self.rates = MeasuredRates(config.rates)
         self.newest = Orders()
         self.actor: ActorReady | None = None
@@ -100,7 +100,7 @@ class Control:
         due: Iterable[Resume] | None = None,
         takers: tuple[int, ...] | None = None,
         hand_back: tuple[HandBack, ...] = (),
-        roll_call: bool = False,
+        ranks_report: bool = False,
         reason: str = "",
     ) -> None:
         """Publish the next orders. What is not said here stays as it was, but for what moves from
@@ -112,7 +112,7 @@ class Control:
             due: instances that get devices later.
             takers: see `Orders`.
             hand_back: see `Orders`.
-            roll_call: see `Orders`.
+            ranks_report: see `Orders`.
             reason: see `Orders`.
         """
         last, sequence = self.newest, self.newest.sequence + 1
@@ -133,7 +133,7 @@ class Control:
             migrate=self._config.on_stop == "migrate",
             takers=takers,
             hand_back=hand_back,
-            roll_call=roll_call,
+            ranks_report=ranks_report,
             reason=reason,
         )
         self.holdings.tell()
@@ -146,7 +146,7 @@ class Control:
         strategy: Strategy | None = None,
         holds: bool = True,
         goes_on: bool = True,
-        roll_call: bool = False,
+        ranks_report: bool = False,
         due: Iterable[Resume] | None = None,
         reason: str = "",
     ) -> None:
@@ -168,7 +168,7 @@ class Control:
         )
         if goes_on and ready is not None and ready.boundary == boundary:
             self.is_open = False
-        await self.publish(due=due, roll_call=roll_call, reason=reason)
+        await self.publish(due=due, ranks_report=ranks_report, reason=reason)
 
     def ranks_needed(self, ready: ActorReady, strategy: Strategy | None) -> int:
         """Return the ranks whose devices the actor needs for this strategy (None: as it is); where
@@ -196,7 +196,7 @@ class Control:
     def _note(self, report: SchedulerReport) -> None:
         match report:
             case InstanceReport():
-                self.seen.note(report)
+                self.monitor.note(report)
                 self.holdings.note(report)
                 self._note_ended(report)
             case InstanceNews():
@@ -212,7 +212,7 @@ class Control:
                 self.devices.append(report)
 
     def _note_ended(self, report: InstanceReport | InstanceNews) -> None:
-        self.seen.note_ended(report.ended)
+        self.monitor.note_ended(report.ended)
         self.rates.decoded(report.ended)
         self.fresh += len(report.ended)
 
@@ -240,13 +240,13 @@ class Control:
         sequence, left = self.newest.sequence, sorted(instances)
 
         def all_have() -> bool:  # looked at after every report: each instance is asked once
-            while left and self.seen.has(left[-1], sequence):
+            while left and self.monitor.has(left[-1], sequence):
                 left.pop()
             return not left
 
         if await self.until(all_have, seconds):
             return set()
-        missing = {one for one in left if not self.seen.has(one, sequence)}
+        missing = {one for one in left if not self.monitor.has(one, sequence)}
         self.unanswered += 1
         names = ", ".join(instance_name(one) for one in sorted(missing))
         self._log.warning(

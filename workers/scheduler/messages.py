@@ -65,7 +65,7 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     """False: the actor offloads, and its devices are others' until later orders"""
     goes_on: bool = True
     """False: the actor stays there, until later orders"""
-    roll_call: bool = False
+    ranks_report: bool = False
     """every rank of the actor says what it holds there, though nothing changes"""
     reason: str = ""
     """for logs and traces"""

@@ -55,7 +55,7 @@ from rlinf_async.workers.scheduler.messages import (
     SchedulerReport,
     Topology,
 )
-from rlinf_async.workers.scheduler.seen import Phase
+from rlinf_async.workers.scheduler.monitor import Phase
 
 ORDER_SECONDS = 0.2
 """for which it waits for a request that was in the queue a moment ago"""
@@ -157,8 +157,8 @@ class SchedulerWorker(Worker):
             return True
         actor = control.actor
         if control.is_open and actor.collects and self._arrived_at != actor.boundary:
-            return control.seen.has_next(actor)
-        return control.seen.finished(actor.boundary.iteration) >= samples
+            return control.monitor.has_next(actor)
+        return control.monitor.finished(actor.boundary.iteration) >= samples
 
     def _next_phase(self, ready: ActorReady) -> Phase:
         if ready.boundary.done == ready.mini_batches:
@@ -176,22 +176,22 @@ class SchedulerWorker(Worker):
         await control.publish()
         control.silent = await control.gather(everyone, self.config.answer_seconds, "report")
         if control.actor is not None and control.is_open:
-            await changes.call_roll(control.actor)
+            await changes.ask_all_ranks(control.actor)
         ready = control.actor
         if ready is None:
             return
         phase = self._next_phase(ready)
         if phase == "begin":
-            control.seen.begin(ready.boundary.iteration)
+            control.monitor.begin(ready.boundary.iteration)
         changes.summary.decisions += control.asks
         self._phase, control.asks = phase, False
         with self.span("decide", iteration=ready.boundary.iteration, phase=phase):
             state, decision = await self._asked(ready)
             self.decided(state, decision)
-            lacks = ready.collects and control.seen.lacks(ready)
+            lacks = ready.collects and control.monitor.lacks(ready)
             # One that comes to its boundary meanwhile is not let go by a decision made before.
             stays = not state.actor.ready or decision.actor_waits or lacks
-            if control.seen.has_next(ready):
+            if control.monitor.has_next(ready):
                 self._arrived_at = ready.boundary
             await changes.carry_out(decision, holds_boundary=stays)
 
@@ -202,7 +202,7 @@ class SchedulerWorker(Worker):
         one settlement: no request is lost or there twice, wherever this worker dies.
         """
         requests = self._requests
-        waiting = self._control.seen.queued
+        waiting = self._control.monitor.queued
         if requests is None or not waiting or not self.policy.orders:
             return self._answer(ready)
         async with AsyncExitStack() as held:
@@ -226,7 +226,7 @@ class SchedulerWorker(Worker):
     def _answer(
         self, ready: ActorReady, queued: list[RequestCount] | None = None
     ) -> tuple[ClusterState, ScalingDecision]:
-        state = self._control.seen.state(
+        state = self._control.monitor.state(
             ready,
             phase=self._phase,
             is_ready=self._control.is_open and self._control.actor is ready,

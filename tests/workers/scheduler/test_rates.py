@@ -6,7 +6,7 @@ import pytest
 
 from rlinf_async.parallel import Strategy
 from rlinf_async.workers.scheduler.messages import EndedCount
-from rlinf_async.workers.scheduler.seen import MeasuredRates
+from rlinf_async.workers.scheduler.monitor import MeasuredRates
 
 
 def ended(running: int, made: int = 100) -> EndedCount:

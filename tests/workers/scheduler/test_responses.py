@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from rlinf_async.messages.language import RequestCount
-from rlinf_async.workers.scheduler import seen as responses
+from rlinf_async.workers.scheduler import monitor as responses
 from rlinf_async.workers.scheduler.messages import (
     EndedCount,
 )
-from rlinf_async.workers.scheduler.seen import Responses
+from rlinf_async.workers.scheduler.monitor import Responses
 
 
 def ended(iteration: int, group: int, index: int, tokens: int) -> EndedCount:

@@ -8,7 +8,7 @@ from rlinf_async.workers.scheduler.messages import (
     EndedCount,
     Topology,
 )
-from rlinf_async.workers.scheduler.seen import UNKNOWN_TOKENS, Seen
+from rlinf_async.workers.scheduler.monitor import UNKNOWN_TOKENS, Monitor
 
 TOPOLOGY = Topology(
     instances=((0,), (1,)),
@@ -32,7 +32,7 @@ def ended(iteration: int, group: int, *lengths: int) -> list[EndedCount]:
 
 
 def test_in_the_first_iteration_the_mean_is_expected_of_its_own_group_where_it_is_known() -> None:
-    seen = Seen(TOPOLOGY)
+    seen = Monitor(TOPOLOGY)
     assert seen.expected(asked(0)) == UNKNOWN_TOKENS
     seen.note_ended(ended(0, 0, 10, 30))
     assert seen.expected(asked(0)) == 20.0
@@ -46,7 +46,7 @@ def test_in_the_first_iteration_the_mean_is_expected_of_its_own_group_where_it_i
 def test_later_the_lengths_of_earlier_iterations_are_but_groups_still_differ_while_they_wait() -> (
     None
 ):
-    seen = Seen(TOPOLOGY)
+    seen = Monitor(TOPOLOGY)
     seen.note_ended(ended(0, 0, 10, 30, 100, 100))
     seen.begin(1)
     assert seen.expected(asked(2)) == 60.0

@@ -1,4 +1,4 @@
-"""What the scheduler has seen of a run, as the `ClusterState` that a policy decides by."""
+"""`Monitor`: the newest reports of a run, as the `ClusterState` that a policy decides by."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def same_sizes(one: Strategy, other: Strategy) -> bool:
     return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
-class Seen:
+class Monitor:
     """The newest report of everyone.
 
     Args:
