@@ -97,7 +97,7 @@ def closing_while_cut(blame: Blame) -> Heard:
     made.reconnection.was_cut("a test", 0)
     made.notify("anything", None)
     made.close()
-    return made.streams._forget_when_resumed
+    return made._forget_when_resumed
 
 
 def known_to_have_ended(blame: Blame) -> Heard:
@@ -105,7 +105,7 @@ def known_to_have_ended(blame: Blame) -> Heard:
     made.peer_ended()
 
     def read() -> None:
-        made.streams.received_bytes += 1
+        made.received_bytes += 1
 
     return read
 

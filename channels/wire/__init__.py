@@ -2,15 +2,15 @@
 
 ::
 
-    frames    messages <-> bytes: frames, and the pieces of large messages     (pure)
-    items     items <-> MessagePack, with large arrays apart                   (pure)
-    memory    large arrays by shared memory, between processes of one host
-    session   a connection: handshake, requests and answers, sockets that are cut and replaced
-    links     the ends of channels over a connection: credit, transfers, deliveries, settling
-    direct    large arrays from producer to consumer, past the owner of their channel
-    server    the owner of channels answers the ends of other processes
-    client    those ends
-    homes     queues that live with a worker, and not with the process that owns the cluster
+    frames                          messages <-> bytes, also the pieces of large ones      (pure)
+    codec, arrays                   items <-> MessagePack, with large arrays apart         (pure)
+    sharing, pool, slab             large arrays by shared memory, between processes of one host
+    session                         a connection: handshake, requests, sockets that are replaced
+    remote_sender, transfers        putting: on credit, or by a request
+    remote_receiver, receiver_links getting: items in advance, batches, leases
+    server, owner_*                 the owner of channels answers the ends of other processes
+    direct, retained_payloads       large arrays from producer to consumer, past the owner
+    homes, adopting                 queues that live with a worker, not with who owns the cluster
 """
 
 from rlinf_async.channels.untyped import Encoded

@@ -1,9 +1,7 @@
 """The user's side: ends of queues that live with other processes, or with this one.
 
-The ends of a channel that lives in another process.
-
-They are open from the start: the owner counted them when it gave them away. A cancelled wait leaves
-the channel as it was; an end whose connection is lost raises `ConnectionLost`.
+The ends are open from the start: the owner counted them when it gave them away. A cancelled wait
+leaves the channel as it was; an end whose connection is lost raises `ConnectionLost`.
 """
 
 from __future__ import annotations

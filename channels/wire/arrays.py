@@ -4,23 +4,8 @@ An array travels as a `Head` (its kind, dtype and shape) inside the MessagePack,
 either there too (up to `INLINE_BYTES`) or as a buffer beside it. Elements are always in C order;
 strides do not travel. Neither numpy nor torch is imported before an array is at hand.
 
-Memory of arrays that arrived before, for those that arrive next.
-
-Memory that goes back to the system costs more to get again than an array's bytes cost to receive:
-each page is cleared, and mapped at its first write. So some of the last arrays' memory is kept, and
-used again for an array of the same size once nothing else refers to it.
-
-Invariant: a buffer is taken only while this is all that refers to it. Views, slices, numpy arrays
-and torch tensors over it refer to it, in any thread, for as long as they live.
-
-Memory for a large array before its bytes have arrived.
-
-Addresses are reserved at once, so that the array is filled in place, piece by piece, and never
-copied or moved, as a `bytearray` that grows may be. The system gives memory for them as they are
-written: a peer that announces much and sends little makes this process hold little.
-
-Large pages are not asked for. Where memory is warm they take a quarter of the time; in a virtual
-machine whose free memory went back to its host they took five times as long.
+What a large array is received into is reserved at once (`reserve`), or was an array's before
+(`Recycled`).
 """
 
 from __future__ import annotations
@@ -230,7 +215,15 @@ _ALONE: Final = 2
 
 
 class Recycled:
-    """The memory that the event loop of one thread keeps."""
+    """Memory of arrays that arrived before, for the next that arrive in the same thread's loop.
+
+    Memory that goes back to the system costs more to get again than an array's bytes cost to
+    receive: each page is cleared, and mapped at its first write. So some of the last arrays' memory
+    is kept, and used again for an array of the same size once nothing else refers to it.
+
+    Invariant: a buffer is taken only while this is all that refers to it. Views, slices, numpy
+    arrays and torch tensors over it refer to it, in any thread, for as long as they live.
+    """
 
     def __init__(self, limit: int = KEPT_BYTES) -> None:
         self._limit = limit
@@ -293,7 +286,15 @@ _FLAGS: Final = (
 
 def reserve(size: int) -> memoryview | bytearray:
     """A buffer of ``size`` bytes to be filled from its beginning; an empty `bytearray`, which grows
-    as it is filled, where the system does not give addresses without memory behind them."""
+    as it is filled, where the system does not give addresses without memory behind them.
+
+    The array is filled in place, piece by piece, and never copied or moved, as a `bytearray` that
+    grows may be. The system gives memory for its addresses as they are written: a peer that
+    announces much and sends little makes this process hold little.
+
+    Large pages are not asked for. Where memory is warm they take a quarter of the time; in a
+    virtual machine whose free memory went back to its host they took five times as long.
+    """
     if not _FLAGS:
         return bytearray()
     try:

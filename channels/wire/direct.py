@@ -11,12 +11,8 @@ The producer keeps them and puts the rest of the item; who gets it fetches them.
 On the producer's host they go by shared memory, else by TCP. Who comes proves the cluster's secret,
 as on every connection, and names a token that only the owner and the consumers know.
 
-The owner's side of payloads that stay with their producers. See `direct`.
-
-An item whose large arrays are elsewhere is queued with a `RemotePayload` in their place. When
-nothing refers to that any more, whatever became of the item, its producer is sent a release.
-
-The consumer's side of payloads that stayed with their producer. See `direct`.
+At the owner such an item is queued with a `RemotePayload` in the place of its arrays. When nothing
+refers to that any more, whatever became of the item, its producer is sent a release.
 """
 
 from __future__ import annotations

@@ -1,13 +1,4 @@
-"""The messages in a stream of bytes, found again. Pure: no socket and no clock.
-
-A message that one frame holds, which almost every one is, is read in one step: its header is looked
-at once, and its parts are cut straight out of what arrived. Everything else goes the long way; but
-a chunk of a large message is not held until it is complete: its bytes go where they belong as they
-arrive. Where that place is known before they arrive, a socket is read straight into it::
-
-    feed(header) -> space(): the chunk -> filled(count) ... -> space(): the next header
-
-Frames: how messages are cut into bytes, and found again. Pure: no socket and no clock.
+"""Frames: how messages are cut into bytes, and found again. Pure: no socket and no clock.
 
 A frame, all numbers little-endian::
 
@@ -29,7 +20,12 @@ A frame, all numbers little-endian::
 No frame is longer than `MAX_FRAME_BYTES`, whatever the message: so a control frame never waits
 behind a large array.
 
-Messages: what one frame says, or one frame and the chunks that follow it. Pure.
+A message that one frame holds, which almost every one is, is read in one step: its header is looked
+at once, and its parts are cut straight out of what arrived. Everything else goes the long way; but
+a chunk of a large message is not held until it is complete: its bytes go where they belong as they
+arrive. Where that place is known before they arrive, a socket is read straight into it::
+
+    feed(header) -> space(): the chunk -> filled(count) ... -> space(): the next header
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The maker's side: channels whose queue lives with another process.
+"""Channels whose queue lives with another process than the one that makes them.
 
-The home's side: queues that others have made here, and the ends that are adopted of them.
+`HomeMaker` and `RemoteChannel` are the maker's side; `HomedQueues` is the home's: the queues that
+others have made here, and the ends that are adopted of them.
 """
 
 from __future__ import annotations

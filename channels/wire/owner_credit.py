@@ -4,8 +4,6 @@ Credit is room that a process can put into without asking. At most half of the f
 granted at once, and to each process that wants some at most an equal share of the capacity. It is
 recalled as soon as another put waits for it. What is put on credit is confirmed with the next
 grant, or a few milliseconds later. A put without credit is a request, answered when it is admitted.
-
-The items of one message that were put on credit, found again in its body. Pure.
 """
 
 from __future__ import annotations

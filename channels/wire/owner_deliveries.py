@@ -15,16 +15,11 @@ and nobody is served until they are settled: so each receiver sees a key in orde
 does not answer a recall for `RECALL_SECONDS`, because it stands still, holds up nobody but itself;
 what it returns later comes to others as after a failed lease.
 
-The next item with large arrays is made ready while its receiver is busy with the one before.
-
-A get is then answered at once: its arrays lie in shared memory already. Nothing else changes by it:
-until it is asked for, the item stays where it is, and is taken as it was put.
-
-::
+The next item with large arrays is copied to shared memory while its receiver is busy with the one
+before, so that its get is answered at once. Until then it stays where it is, and is taken as it was
+put::
 
     answered with a large item --next turn--> the head of its key is copied --get--> answered
-
-The ends of this process's channels that other processes use.
 """
 
 from __future__ import annotations

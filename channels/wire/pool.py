@@ -8,8 +8,6 @@ returned, and the kernel frees the memory when the borrower, too, has unmapped i
 
     slab:  lending --a part is poisoned--> draining --all parts are returned--> removed
            lending --no part is lent, and the limit leaves no memory for a larger slab--> removed
-
-The free parts of a memory range. Pure: numbers only.
 """
 
 from __future__ import annotations

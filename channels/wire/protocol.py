@@ -1,8 +1,6 @@
-"""The messages between the ends of a channel and its owner.
+"""The messages between the ends of a channel and its owner, as msgspec Structs.
 
-Messages about payloads: large arrays that go from producer to consumer, past the owner.
-
-::
+Those about payloads, large arrays that go from producer to consumer, past the owner::
 
     producer                         owner                            consumer
       OFFER token, addresses ------>
@@ -14,10 +12,6 @@ Messages about payloads: large arrays that go from producer to consumer, past th
 
 A consumer that does not reach the producer asks the owner (PASS), which fetches them over the
 connection that it has, and passes them on.
-
-The messages between a home, the process that has made channels there, and those who use them.
-
-Notices about shared memory between two processes. See `shared_memory`.
 """
 
 from __future__ import annotations

@@ -1,18 +1,9 @@
-"""The two ends of a `Latest` in another process. They are not counted, and need no closing.
+"""What all ends of channels in other processes share, and the two ends of a `Latest`.
 
 ::
 
     get ---> Newer ---> [waits at the owner] ---> Version, the value
     get_nowait: the newest value that is here; each one that arrives asks for the next
-
-The life of an end of a channel in another process: opened there, cloned and closed from here.
-
-What the ends of one channel of another process share: how its items are sent and read.
-
-What the owner of a channel is told and has to confirm: an end is closed, a channel has failed.
-
-Nobody waits for the confirmation but the closing of the connection: a sender's end that is lost
-where the connection is cut in that moment would leave the receivers waiting for ever.
 """
 
 from __future__ import annotations
@@ -50,7 +41,12 @@ log = logging.getLogger(__name__)
 
 
 class ConfirmedNotices:
-    """Those over one connection. See `of`. (The `ReplyTarget` of all of them.)"""
+    """What the owner of channels is told over one connection and has to confirm: an end is closed,
+    a channel has failed. (The `ReplyTarget` of all of them; see `of`.)
+
+    Only the closing of the connection waits for the confirmation: a sender's end that is lost where
+    the connection is cut in that moment would leave the receivers waiting for ever.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -92,7 +88,7 @@ class ConfirmedNotices:
 
 
 class Wire:
-    """A channel of another process, as this one sees it."""
+    """A channel of another process, as this one sees it: how its items are sent and read."""
 
     def __init__(
         self, connection: Connection, ref: EndRef, item_type: Any, direct: Direct | None = None
@@ -203,7 +199,7 @@ class WireEnd(Named):
 
 
 class RemoteEnd(WireEnd):
-    """The life of an end over a connection."""
+    """An end of a channel in another process: opened there, cloned and closed from here."""
 
     __slots__ = ("_closed",)
 
@@ -298,7 +294,7 @@ T_contra = TypeVar("T_contra", contravariant=True)
 
 
 class RemoteLatestSender(WireEnd, LatestSender[T_contra]):
-    """Publishes to a `Latest` in another process."""
+    """Publishes to a `Latest` in another process. It is not counted, and needs no closing."""
 
     __slots__ = ()
 

@@ -5,8 +5,6 @@ Who closes an end that another process uses:
 * one that was opened for it (`end_ref`): that process, or `Published.release`. The loss of its
   connection does not close it, because a restarted worker goes on using it;
 * one that it cloned itself: that process, or the loss of its connection.
-
-The owner's side: what the ends of other processes ask, and how it is answered.
 """
 
 from __future__ import annotations

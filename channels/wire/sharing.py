@@ -35,19 +35,13 @@ they are written, and no other process sees the writes.
 
 Slabs hold only elements of arrays, never data that is parsed: a process that writes into memory
 that it lent can change numbers, not their meaning. Offsets are checked against the size of the
-slab, which is sealed.
-
-::
+slab, which is sealed. `Lending` is the side that sends, `Borrowing` the one that receives::
 
     ANNOUNCE slab, file, token ---------->
     <---------- OPENED slab, or REFUSED slab
     a message that refers to parts ------>
     <---------- RELEASED parts
     RETIRED slab ------------------------>
-
-Arrays in shared memory that this process lends to the peer of a connection.
-
-Arrays in shared memory that the peer of a connection lends to this process.
 """
 
 from __future__ import annotations

@@ -6,11 +6,6 @@ the slab as ``/proc/<pid>/fd/<fd>`` while its maker, or a borrower of the slab, 
 
 The first page holds a random token, by which a borrower checks that it has opened the right slab: a
 borrower with another /proc, as between containers, would open another file.
-
-Whether copy-on-write pages were written. Linux 6.7 or later answers with one ioctl.
-
-The check saves time: to discard a part whose pages were not written would only cost the page faults
-of its next use.
 """
 
 from __future__ import annotations
@@ -35,7 +30,12 @@ _FILE, _PRESENT, _SWAPPED = 1 << 2, 1 << 3, 1 << 4
 
 
 def was_written(address: int, size: int) -> bool:
-    """Whether this process has a copy of a page; True also where the system cannot answer."""
+    """Whether this process has a copy of a page; True also where the system cannot answer, which
+    Linux does from 6.7 on.
+
+    The check saves time: to discard a part whose pages were not written would only cost the page
+    faults of its next use.
+    """
     pagemap = _pagemap(os.getpid())
     if pagemap < 0:
         return True

@@ -18,9 +18,7 @@ Invariants:
 * that an item was refused, or may be lost, is raised at its sender's next put, flush or close; if
   the sender is closed, it is logged.
 
-The client's side of credit: what the owner of channels has granted to this process, key by key.
-
-What is not spent goes back to the owner: when that recalls it, and by itself after a while.
+Credit that is not spent goes back to the owner: when that recalls it, and by itself after a while.
 """
 
 from __future__ import annotations
@@ -124,7 +122,7 @@ class Account:
 
 
 class Accounts:
-    """Those of one connection."""
+    """The accounts of one connection: what the owner at its other side has granted, by key."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -207,16 +205,16 @@ MAX_ITEM_BYTES: Final = 32 * 1024
 """Bytes of an item that is put on credit; larger ones ask."""
 FRAME_BYTES: Final = CHUNK_BYTES // 4
 FRAME_ITEMS: Final = 128
-"""So many items are sent together, and then the loop has a turn."""
+"""Items that are sent together, before the loop has a turn."""
 FRAME_RETAINED: Final = 64
-"""So many of them at most leave arrays behind."""
+"""Most items per frame whose arrays stay with the producer."""
 FRAME_MOST: Final = 4 * FRAME_ITEMS
 """Many tasks that put in one turn may collect more; no message has more than these, or than so many
 changes of key, sender or weight as `FRAME_ITEMS`: its head is bounded."""
 MAX_UNCONFIRMED: Final = 1024**2
 """Bytes that may be unconfirmed; a put that would exceed it asks."""
 FAR_UNCONFIRMED: Final = 16 * 1024**2
-"""The same, where the connection is `far`."""
+"""Bytes that may be unconfirmed where the connection is `far`."""
 _NOTICE, _SHARED = FrameType.NOTICE, int(Flag.SHARED)  # the enums are slow to ask
 
 _open: set[Transfers] = set()
@@ -266,7 +264,7 @@ class Transfers:
 
     @classmethod
     def of(cls, connection: Connection) -> Transfers:
-        """Those of this connection."""
+        """The transfers of this connection."""
         return connection.attached(cls) or connection.attach(cls(connection))
 
     # ---- for senders

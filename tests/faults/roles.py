@@ -142,8 +142,8 @@ async def work(control: socket.socket, order: Order, page: Page, plan: Plan) -> 
         )
     except WireError:
         return LOST
-    assert connection.streams.transport is not None
-    found: socket.socket = connection.streams.transport.get_extra_info("socket")
+    assert connection.transport is not None
+    found: socket.socket = connection.transport.get_extra_info("socket")
     socket.send_fds(control, [b"s"], [found.fileno()])
     direct: Direct | None = None
     if plan.direct:

@@ -54,7 +54,7 @@ async def cut_often(connection: Connection) -> None:
     before = 0
     while True:
         await asyncio.sleep(0.001)
-        link = connection.streams.link
+        link = connection.link
         enough = connection.received_bytes >= before + 50_000
         if enough and link is not None and link.transport is not None:
             before = connection.received_bytes

@@ -94,6 +94,6 @@ async def test_a_full_memory_of_what_may_be_sent_again_stops_nobody_for_ever(
     async with far(Cut("to server", 100_000), Cut("to client", 50_000), tcp=True) as one:
         await arrays_both_ways(one, 30)
         assert one.connection.reconnection.cuts >= 1
-        outbox = one.connection._outbox
+        outbox = one.connection.outbox
         assert outbox._unacknowledged is not None
         assert outbox._unacknowledged.written - outbox._unacknowledged.arrived < 30_000 + 512 * 1024

@@ -325,7 +325,7 @@ async def test_a_cancelled_call_of_a_worker_that_is_cut_off_is_logged_as_such(
         waiters, running, _ = await waiting(cluster)
         pid = kill(cluster, "Waiter[0]", signal.SIGSTOP)  # it does not connect again
         wait_until_stopped(pid)
-        connection_to(waiters).streams.drop_link()
+        connection_to(waiters).drop_link()
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running

@@ -125,10 +125,10 @@ async def test_a_report_says_who_is_cut_off_and_what_waits_for_it(
         assert isinstance(backend, ProcessBackend)
         connection = backend.workers["Waiter[0]"].connection
         assert connection is not None
-        link = connection.streams.link
+        link = connection.link
         assert link is not None
         link.drop()
-        connection.streams.cut(link, "a test")
+        connection.cut(link, "a test")
         report = cluster.report()
         assert re.search(r"Waiter\[0\] is cut off: reconnecting for \d+\.\d s", report)
         assert "Waiter[0].for_item: cut off, reconnecting" in report

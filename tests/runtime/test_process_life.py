@@ -239,7 +239,7 @@ async def test_a_stopped_worker_is_found_unresponsive_and_killed(new_cluster: Ne
         async with new_cluster(heartbeat_limit=45.0) as cluster:
             waiters, running, _ = await waiting(cluster)
             pid = kill(cluster, "Waiter[0]", signal.SIGSTOP)
-            monitor = connection_to(waiters).streams.monitor
+            monitor = connection_to(waiters).monitor
             assert monitor._heartbeat.limit == 45.0
             quick = Heartbeat.of(0.5)  # before, it may have been slow to start
             monitor._heartbeat, monitor._patience = quick, Patience(quick.limit, quick.interval)

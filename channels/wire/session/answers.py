@@ -253,7 +253,7 @@ class PeerRequests:
             outbox, head = self._outbox, _encode(meta)
             outbox.send(_REPLY, number, head, body, request.lane, flags=flags, what=request.kind)
             if outbox.paused:
-                self._connection.streams.answered()
+                self._connection.answered()
             if unsettled is not None:
                 self.unsettled[number] = unsettled
                 if receipt:
@@ -269,7 +269,7 @@ class PeerRequests:
         elif self._lost is None:
             head = _encode(report(error))
             self._outbox.send(_ERROR, request.number, head, None, request.lane, what=request.kind)
-            self._connection.streams.answered()
+            self._connection.answered()
         self._forget(request)
 
     # ---- inside

@@ -13,7 +13,7 @@ What it must not cost is the core that somebody else wants:
   it for `REST_SECONDS`, and so does a message that did not come while it was looked for: what is
   looked for in vain is 2.5 % of the time at most.
 
-Waiting for a peer as long as it makes progress.
+`ProgressTimer` waits for a peer as long as it makes progress.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BEGIN_SECONDS: Final = 500e-6
 LOOK_SECONDS: Final = 250e-6
 """After a message was dealt with."""
 LATE_SECONDS: Final = 200e-6
-"""That a look may be late, over what this thread computed itself."""
+"""Delay of a look, beyond this thread's own CPU time, that counts as pre-empted."""
 REST_SECONDS: Final = 10e-3
 """After a look that was late, or in vain."""
 VARIABLE: Final = "RLINF_ASYNC_BUSY_POLL"

@@ -16,17 +16,13 @@ Invariants, on both sides:
 
     open <--cut, resumed--> reconnecting
       \\--close(), abort()----------/--patience over, peer gone--> closed
-
-Closing a connection only once the peer has confirmed what was said last.
-
-What went over one connection, between two processes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -41,14 +37,12 @@ from rlinf_async.channels.wire.frames import (
     Flag,
     FrameType,
     Message,
-    MessageReader,
     pack_small,
 )
 from rlinf_async.channels.wire.pool import process_pool
 from rlinf_async.channels.wire.session import link as distance
 from rlinf_async.channels.wire.session.busy_poll import PROGRESS_BYTES, ProgressTimer
 from rlinf_async.channels.wire.session.link import GRACE_SECONDS
-from rlinf_async.channels.wire.session.outbox import Outbox
 from rlinf_async.channels.wire.session.requests import (
     UNREADABLE,
     Answer,
@@ -57,17 +51,8 @@ from rlinf_async.channels.wire.session.requests import (
     head_of,
     reply_decoder,
 )
-from rlinf_async.channels.wire.session.streams import Heartbeat, Reconnection, Streams
+from rlinf_async.channels.wire.session.streams import Heartbeat, Streams
 from rlinf_async.channels.wire.sharing import MemoryUse, Sharing
-
-
-class Closing(Protocol):
-    """The connection that is to be closed."""
-
-    @property
-    def sent_bytes(self) -> int: ...
-
-    def abort(self, reason: str) -> None: ...
 
 
 class Linger:
@@ -82,7 +67,7 @@ class Linger:
 
     def __init__(
         self,
-        connection: Closing,
+        connection: Connection,
         open_count: Callable[[], int],
         begin: Callable[[], object],
         lost: str,
@@ -157,7 +142,7 @@ class Answering(Protocol):
         """The peer takes no answer any more."""
 
 
-class Connection:
+class Connection(Streams):
     """One side of a connection. Made by `connect` and `serve`.
 
     Args:
@@ -178,21 +163,14 @@ class Connection:
         redial: Redial | None = None,
     ) -> None:
         again = None if redial is None else partial(redial, self)
-        self.streams = Streams(self, heartbeat, peer=peer, patience=patience, redial=again)
-        """its two streams of bytes, whichever socket carries them"""
-        self.peer = peer
-        """the name that the other side proved in the handshake"""
+        super().__init__(heartbeat, peer=peer, patience=patience, redial=again)
         self.number = number
-        self.closed = False
         self.lost_as: Callable[[str], ConnectionLost] = ConnectionLost
         """makes the errors of what is lost with it"""
         self._reason = ""
-        self._loop = asyncio.get_running_loop()
-        self._outbox = self.streams.outbox
-        self._own_requests = OwnRequests(self._outbox)
-        self._reader = MessageReader()
-        self._sharing = Sharing(self._loop, self._outbox, process_pool())
-        self._outbox.new_share = self._sharing.new_share
+        self._own_requests = OwnRequests(self.outbox)
+        self._sharing = Sharing(self._loop, self.outbox, process_pool())
+        self.outbox.new_share = self._sharing.new_share
         self._on_close: list[Closed] = []
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._lingers: list[Linger] = []
@@ -309,55 +287,20 @@ class Connection:
         if self.closed:
             raise self._lost()
         lane = CONTROL if control else DATA
-        self._outbox.send(_NOTICE, 0, head_of(kind, meta), body, lane, flags=flags, what=kind)
+        self.outbox.send(_NOTICE, 0, head_of(kind, meta), body, lane, flags=flags, what=kind)
 
     # ---- for the user
-
-    @property
-    def reconnection(self) -> Reconnection:
-        """What happens after a cut."""
-        return self.streams.reconnection
-
-    @property
-    def reconnecting(self) -> bool:
-        """Whether it is cut now: what is asked waits until it goes on, or is lost."""
-        return self.streams.reconnection.cut
-
-    @property
-    def local(self) -> bool:
-        """Whether it goes, or went last, over a Unix socket: the peer is on this host."""
-        return self.streams.local
 
     @property
     def round_trip(self) -> float:
         """Seconds that a message and its answer take on the way, as the system measures it; 0 over
         a Unix socket, while it is cut, and where the system does not say."""
-        return distance.round_trip(self.streams.transport)
+        return distance.round_trip(self.transport)
 
     @property
     def far(self) -> bool:
         """Whether a round trip takes so long that it is worth larger windows, and copies."""
         return self.round_trip >= distance.FAR_SECONDS
-
-    @property
-    def encrypted(self) -> bool:
-        """Whether it goes, or went last, over TLS."""
-        return self.streams.encrypted
-
-    @property
-    def local_host(self) -> str | None:
-        """The address of this host that the peer reached or was reached from, last; None over a
-        Unix socket."""
-        return self.streams.local_host
-
-    @property
-    def received_bytes(self) -> int:
-        return self.streams.received_bytes
-
-    def peer_ended(self) -> None:
-        """Whoever started the peer's process says that it has ended: do not wait for it after a
-        cut. What it sent before is read."""
-        self.streams.peer_ended()
 
     def attached(self, kind: type[A]) -> A | None:
         """What `attach` was given of this class."""
@@ -370,7 +313,7 @@ class Connection:
 
     @property
     def sent_bytes(self) -> int:
-        return self._outbox.sent_bytes
+        return self.outbox.sent_bytes
 
     @property
     def memory(self) -> MemoryUse:
@@ -378,14 +321,9 @@ class Connection:
         return self._sharing.use
 
     @property
-    def outbox(self) -> Outbox:
-        """Where what is said together is collected."""
-        return self._outbox
-
-    @property
     def unsent(self) -> int:
         """Messages that wait because the peer does not read."""
-        return self._outbox.waiting
+        return self.outbox.waiting
 
     def share(self, body: Encoded) -> Encoded | None:
         """The body as it travels with `Flag.SHARED`: its large arrays are copied and lent now. None
@@ -421,45 +359,33 @@ class Connection:
         again = partial(self.close, reason)
         if self.closed or any(linger.must_wait(again) for linger in self._lingers):
             return
-        if self.streams.when_resumed(again):
+        if self.when_resumed(again):
             return
         self._close(reason)
 
     def abort(self, reason: str) -> None:
         """Give the connection up at once: what waits to be sent is not. The peer is told why."""
         if self.closed:
-            if self.streams.link is not None:
-                self.streams.link.drop()
+            if self.link is not None:
+                self.link.drop()
             return
-        self._outbox.drop()
+        self.outbox.drop()
         self._say_goodbye(reason)
 
     async def wait_closed(self) -> None:
         """Wait until the socket is closed."""
         await asyncio.shield(self._ended)
-        if self.streams.link is not None:
-            await asyncio.shield(self.streams.link.ended)
+        if self.link is not None:
+            await asyncio.shield(self.link.ended)
         await self.reconnection.wait_stopped()
 
     # ---- for its streams
 
-    def carried(self, transport: asyncio.Transport) -> None:
+    def _carried(self, transport: asyncio.Transport) -> None:
         """They go on over this socket."""
         self._sharing.attach(transport)
 
-    def read(self, data: bytes) -> None:
-        """These bytes came next: handle the messages that they complete."""
-        self._handle(self._reader.feed(data))
-
-    def space(self) -> memoryview | None:
-        """Where the bytes of a large array are to be read to next, before `filled`."""
-        return self._reader.space()
-
-    def filled(self, count: int) -> None:
-        """So many bytes came next, into the `space`."""
-        self._handle(self._reader.filled(count))
-
-    def _handle(self, messages: Iterable[Message]) -> None:
+    def _handle(self, messages: Iterator[Message]) -> None:
         handlers = self._handlers
         try:
             for message in messages:
@@ -496,7 +422,7 @@ class Connection:
             FrameType.ERROR: asking.resolve,
             FrameType.RECEIPTS: peer_requests.taken,
             FrameType.CANCEL: self._cancelled,
-            FrameType.PING: lambda message: self._outbox.arrived(message.number),
+            FrameType.PING: lambda message: self.outbox.arrived(message.number),
             FrameType.MEMORY: lambda message: self._sharing.handle(message.head, self.peer),
             FrameType.GOODBYE: lambda message: self._leave(message.head.decode(errors="replace")),
         }
@@ -504,29 +430,29 @@ class Connection:
     # ---- ending
 
     def _leave(self, reason: str) -> None:
-        self.streams.hang_up()
+        self.hang_up()
         self.lose(f"{self.peer} closed it: {reason}")
 
     def _close(self, reason: str) -> None:
         self._own_requests.flush_receipts()
         self._sharing.hurry()
-        self._outbox.flush_all()
+        self.outbox.flush_all()
         self._say_goodbye(reason)
 
     def _say_goodbye(self, reason: str) -> None:
         said = fit(reason).encode()[:1000]
-        self._outbox.add_control(pack_small(FrameType.GOODBYE, 0, said))
-        self._outbox.flush_all()
-        self.streams.hang_up(first=True)
+        self.outbox.add_control(pack_small(FrameType.GOODBYE, 0, said))
+        self.outbox.flush_all()
+        self.hang_up(first=True)
         self.lose(reason)
 
     def lose(self, reason: str) -> None:
         """Give up what was under way, once."""
         if self.closed:
             return
-        self.closed = self.streams.closed = True
+        self.closed = True
         self._reason = reason
-        self.streams.stop()
+        self._stop()
         self._sharing.close()
         self._own_requests.lose(self._lost)
         self._peer_requests.lose(reason)

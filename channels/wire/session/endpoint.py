@@ -3,42 +3,20 @@
 A server distinguishes three kinds of sockets: those that have not proved the secret, which have
 some seconds and one kilobyte to do it; those of new peers; and those on which a connection resumes.
 
-Connecting to an address, and connecting again after a cut.
-
-Where a process can be reached: a Unix socket on one host, TCP between hosts.
-
 An address is a path, ``tcp://host:port``, or ``tls://host:port`` for TCP under TLS. A path
 ``@name`` is a name in the abstract namespace of Linux: it has no file and ends with its process.
-
-Options of every connection that a process makes or accepts.
-
-Sockets whose other side has not proved the secret yet: at most `MAX_PENDING`.
-
-One more evicts another:
-
-1. one of the origin that has the most: an IPv4 address, an IPv6 network (the first 64 bits), or a
-   process at the other end of a Unix socket. So a flood evicts its own sockets;
-2. of these, one that has not sent a valid greeting;
-3. of these, the oldest.
-
-An evicted client is not refused: an honest one tries again.
-
-What is logged of sockets whose other side did not prove the secret: the first few of a while,
-and how many more there were. So whoever can reach the address cannot fill the log.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import os
 import socket
 import ssl
 import stat
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -62,10 +40,7 @@ from rlinf_async.channels.wire.session.streams import (
     HEARTBEAT_LIMIT,
     PATIENCE,
     Heartbeat,
-    Streams,
     check_patience,
-    is_local,
-    peer_pid,
 )
 from rlinf_async.channels.wire.session.tls import TlsAccept, client_context, server_context
 
@@ -331,10 +306,10 @@ class Dialer:
         """Try it once. What is cancelled leaves nothing, here and at the server."""
         side, made = self._side, list[Connection]()
 
-        def greeted(link: Link) -> Streams:
+        def greeted(link: Link) -> Connection:
             terms = link.handshake.terms
             made.append(side.connection(link.peer, terms.number, terms.patience, self._redial))
-            return made[0].streams
+            return made[0]
 
         terms = Terms(patience=side.patience, attempt=attempt)
         link = self._link(terms, greeted, side.handshake_timeout)
@@ -372,7 +347,7 @@ class Dialer:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _link(self, terms: Terms, greeted: Callable[[Link], Streams], timeout: float) -> Link:
+    def _link(self, terms: Terms, greeted: Callable[[Link], Connection], timeout: float) -> Link:
         handshake = Handshake("client", self._side.secret, self._side.name, terms=terms)
         return Link(handshake, timeout, greeted)
 
@@ -462,71 +437,21 @@ async def _take_back(link: Link, made: list[Connection]) -> None:
             raise
 
 
-def _as_before(connection: Connection, link: Link) -> Streams:
-    return connection.streams
-
-
-MAX_PENDING: Final = 128
-
-
-class PendingHandshakes:
-    """The sockets whose other side has not proved the secret yet."""
-
-    def __init__(self) -> None:
-        self._origins: dict[Link, str | None] = {}
-
-    def __iter__(self) -> Iterator[Link]:
-        return iter(tuple(self._origins))
-
-    def __len__(self) -> int:
-        return len(self._origins)
-
-    def add(self, link: Link) -> None:
-        """This socket is being accepted."""
-        self._origins[link] = None
-
-    def remove(self, link: Link) -> None:
-        """Its other side is known now, or gone."""
-        self._origins.pop(link, None)
-
-    def arrived(self, link: Link, transport: asyncio.BaseTransport) -> None:
-        """It is connected by this: if there are too many, evict another one."""
-        if link not in self._origins:
-            return
-        before = {one: origin for one, origin in self._origins.items() if origin is not None}
-        self._origins[link] = origin_of(transport)
-        if len(before) < MAX_PENDING:
-            return
-        counts = Counter(before.values())
-        evicted = min(before, key=lambda one: (-counts[before[one]], one.handshake.introduced))
-        self.remove(evicted)
-        evicted.evict(f"evicted by {MAX_PENDING} others, before it had proved the secret")
-
-
-def origin_of(transport: asyncio.BaseTransport) -> str:
-    """Where this socket comes from, as far as an attacker cannot choose it."""
-    if is_local(transport):
-        return f"process {peer_pid(transport)}"
-    peer = transport.get_extra_info("peername")
-    try:
-        address = ipaddress.ip_address(str(peer[0]).partition("%")[0])
-    except (TypeError, IndexError, ValueError):  # it has left already
-        return ""
-    if isinstance(address, ipaddress.IPv4Address):
-        return str(address)
-    return str(address.ipv4_mapped or ipaddress.ip_network((address, 64), strict=False))
+def _as_before(connection: Connection, link: Link) -> Connection:
+    return connection
 
 
 log = logging.getLogger(__name__)
 
 LINES: Final = 5
-"""So many are logged one by one,"""
+"""Rejections that are logged one by one,"""
 SECONDS: Final = 60.0
-"""and in this time only the number of the others."""
+"""in this time; of the others only the number is."""
 
 
 class Rejections:
-    """Those of one server."""
+    """The connections that one server did not make, as they are logged: the first few of a while,
+    and how many more there were. So whoever can reach the address cannot fill the log."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -558,6 +483,8 @@ class Rejections:
 
 NUMBER_BYTES: Final = len(NEW)
 CLOSED: Final = "the server was closed"
+MAX_PENDING: Final = 128
+"""Sockets whose other side has not proved the secret yet, at most; one more evicts another."""
 
 Opened = Callable[[Connection], None]
 Rejected = Callable[[WireError], None]
@@ -608,7 +535,7 @@ class Server:
         """those that were made and not lost, also those that are cut and may resume"""
         self._by_number: dict[bytes, Connection] = {}
         self._by_attempt: dict[bytes, Connection] = {}
-        self._pending = PendingHandshakes()
+        self._pending: dict[Link, None] = {}  # they have not proved the secret yet; oldest first
         self._rejections = Rejections()
         self._side = side
         self._on_connect = on_connect
@@ -710,13 +637,20 @@ class Server:
         made: list[Connection] = []
         side = self._side
         handshake = Handshake("server", side.secret, side.name, settle=partial(self._settle, made))
-        link = Link(
-            handshake, side.handshake_timeout, lambda _: made[0].streams, self._pending.arrived
-        )
-        self._pending.add(link)
+        link = Link(handshake, side.handshake_timeout, lambda _: made[0])
+        self._make_room()
+        self._pending[link] = None
         link.start_timer()
         link.opened.add_done_callback(partial(self._known, link, made))
         return link
+
+    def _make_room(self) -> None:
+        """Evict one of too many: the oldest of those that have not sent a valid greeting, or of
+        all. It is not refused: an honest client tries again."""
+        if len(self._pending) >= MAX_PENDING:
+            evicted = min(self._pending, key=lambda link: link.handshake.introduced)
+            del self._pending[evicted]
+            evicted.evict(f"evicted by {MAX_PENDING} others, before it had proved the secret")
 
     def _accept_tls(self, context: ssl.SSLContext) -> TlsAccept:
         return TlsAccept(self._accept(), context, self._side.handshake_timeout)
@@ -727,7 +661,7 @@ class Server:
         begun = self._by_attempt.get(asked.attempt) if asked.number == NEW else None
         if begun is not None and begun.peer == handshake.peer and not begun.received_bytes:
             connection, number = begun, begun.number  # the answer to its last try did not arrive
-            connection.streams.drop_link()
+            connection.drop_link()
         elif asked.number == NEW:
             number = os.urandom(NUMBER_BYTES)
             connection = self._side.connection(handshake.peer, number, asked.patience)
@@ -737,12 +671,12 @@ class Server:
             if found is None or found.peer != handshake.peer:
                 raise handshake.refuse("this process does not know its connection (any more)")
             connection = found
-            connection.streams.drop_link()
+            connection.drop_link()
         made.append(connection)
         return Terms(number, connection.received_bytes, self._side.patience)
 
     def _known(self, link: Link, made: list[Connection], opened: asyncio.Future[None]) -> None:
-        self._pending.remove(link)
+        self._pending.pop(link, None)
         error = None if opened.cancelled() else opened.exception()
         if isinstance(error, WireError):
             self._reject(error)

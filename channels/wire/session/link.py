@@ -25,10 +25,6 @@ names and `Terms`: whether this is a new connection, or one that goes on after a
 
 The server gives its terms last, when it knows who asks: an unauthenticated client cannot disturb a
 connection.
-
-Closing a socket in bounded time, also where the peer has stopped reading.
-
-What the kernel's TCP knows of a socket.
 """
 
 from __future__ import annotations
@@ -346,7 +342,6 @@ class Link(asyncio.BufferedProtocol):
     Args:
         seconds: time limit of the handshake.
         greeted: called when it is done; gives the user of this link.
-        arrived: called when there is a socket.
     """
 
     def __init__(
@@ -354,7 +349,6 @@ class Link(asyncio.BufferedProtocol):
         handshake: Handshake,
         seconds: float,
         greeted: Callable[[Link], LinkUser],
-        arrived: Callable[[Link, asyncio.BaseTransport], None] | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.handshake = handshake
@@ -363,7 +357,6 @@ class Link(asyncio.BufferedProtocol):
         self.ended: asyncio.Future[None] = loop.create_future()
         """done when the socket is closed, or was given up before it was made"""
         self._greeted = greeted
-        self._arrived = arrived
         self._user: LinkUser | None = None
         self._transport: asyncio.Transport | None = None
         self._plain: socket.socket | None = None
@@ -420,14 +413,12 @@ class Link(asyncio.BufferedProtocol):
         self.opened.cancel()
         self._abort()
 
-    def accepted(self, transport: asyncio.BaseTransport, plain: socket.socket) -> None:
+    def accepted(self, plain: socket.socket) -> None:
         """There is a socket, over which TLS begins now."""
         self._plain = plain
         self.start_timer()
         if self.opened.done():  # given up before it was made
             self._abort()
-        elif self._arrived is not None:
-            self._arrived(self, transport)
 
     # ---- callbacks of the transport
 
@@ -441,8 +432,6 @@ class Link(asyncio.BufferedProtocol):
         else:
             self.start_timer()
             self._transport.write(self.handshake.take_outgoing())
-            if self._arrived is not None and self._plain is None:
-                self._arrived(self, self._transport)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes go: straight to where they belong, where the user knows that."""

@@ -11,20 +11,6 @@ frame is never more than one batch and what the transport holds already.
 What was written is kept until the peer has acknowledged it: after a cut, the next transport sends
 the rest of it first. Too much of it holds data back, but never control frames, which carry the
 acknowledgements.
-
-What was written and may have to be written again. Pure: no socket, no clock.
-
-A connection is one stream of bytes in each direction, whichever sockets carry it. Both sides count
-what arrived; what is not acknowledged is kept, and goes out again on the next socket, from the very
-byte at which the last one was cut. So nothing is lost or doubled, wherever the cut
-was, and no frame needs a number.
-
-::
-
-    0 ------------- arrived ----------------- written ----> bytes of the stream
-                       |<------ unacknowledged ---------->|
-
-Messages that were not given to the transport yet, lane by lane. Pure: no socket, no clock.
 """
 
 from __future__ import annotations
@@ -57,11 +43,22 @@ MAX_UNACKNOWLEDGED_BYTES: Final = 16 * 1024**2
 
 
 class Unacknowledged:
-    """The end of a stream that may not have arrived."""
+    """The end of a stream that may not have arrived. Pure: no socket, no clock.
+
+    A connection is one stream of bytes in each direction, whichever sockets carry it. Both sides
+    count what arrived; what is not acknowledged is kept, and goes out again on the next socket,
+    from the very byte at which the last one was cut. So nothing is lost or doubled, wherever the
+    cut was, and no frame needs a number.
+
+    ::
+
+        0 ------------- arrived ----------------- written ----> bytes of the stream
+                           |<------ unacknowledged ---------->|
+    """
 
     def __init__(self) -> None:
         self._limit = MAX_UNACKNOWLEDGED_BYTES
-        self._batches: deque[list[Bytes] | bytes] = deque()
+        self._batches: deque[list[Bytes] | Bytes] = deque()
         self._ends: deque[int] = deque()  # where each of them ends
         self.written = 0
         """bytes, since the connection began"""
@@ -78,17 +75,11 @@ class Unacknowledged:
         """Whether no more data should be written."""
         return self.written - self.arrived >= self._limit
 
-    def add(self, batch: list[Bytes], size: int) -> None:
-        """This was written. Its parts must not change until they are acknowledged."""
+    def add(self, batch: list[Bytes] | Bytes, size: int) -> None:
+        """This was written: one frame, of which the garbage collector sees nothing, or several
+        parts. They must not change until they are acknowledged."""
         self.written += size
         self._batches.append(batch)
-        self._ends.append(self.written)
-
-    def add_frame(self, frame: bytes) -> None:
-        """As `add`, for what is most: one whole, small frame. The garbage collector sees nothing of
-        it."""
-        self.written += len(frame)
-        self._batches.append(frame)
         self._ends.append(self.written)
 
     def forget(self, arrived: int) -> None:
@@ -116,7 +107,7 @@ class Unacknowledged:
         self.forget(arrived)
         rest: list[Bytes] = []
         for batch in self._batches:
-            rest += [batch] if isinstance(batch, bytes) else batch
+            rest += batch if isinstance(batch, list) else [batch]
         skipped = arrived - (self.written - sum(map(len, rest)))
         for index, part in enumerate(rest):
             if skipped < len(part):
@@ -131,57 +122,6 @@ class Unacknowledged:
 
 
 BATCH_BYTES = CHUNK_BYTES
-
-
-class Backlog:
-    """Two lanes; what is in ``control`` goes before what is in ``data``."""
-
-    __slots__ = ("control", "data")
-
-    def __init__(self) -> None:
-        self.control: deque[Bytes] = deque()
-        """whole frames"""
-        self.data: deque[Outgoing | bytes] = deque()
-        """messages: small ones as the frame that they are"""
-
-    def withdraw(self, number: int) -> bool:
-        """Forget what was not taken of this request; whether none of it was."""
-        for message in self.data:
-            if isinstance(message, bytes):
-                if is_request(message, number):
-                    self.data.remove(message)
-                    return True
-            elif message.number == number and message.request:
-                self.data.remove(message)
-                return not message.begun
-        return False
-
-    def take(self, worked: Callable[[], int], *, only_control: bool) -> tuple[list[Bytes], int]:
-        """The next frames and their bytes: all of control, and data of about `BATCH_BYTES`, with
-        what was ``worked`` for it beside."""
-        batch: list[Bytes] = list(self.control)
-        self.control.clear()
-        size = sum(map(len, batch))
-        control = size  # however much it is, data goes on too
-        data = self.data
-        while data and not only_control and (full := control - worked() + BATCH_BYTES) > size:
-            while size < full and data and isinstance(first := data[0], bytes):
-                batch.append(first)
-                size += len(first)
-                data.popleft()
-            if size >= full or not data or isinstance(first := data[0], bytes):
-                break
-            frame = first.next_frame()
-            if frame is None:
-                data.popleft()
-                continue
-            if not frame:  # it waits for a word of the peer; its turn comes when that is read
-                break
-            batch += frame
-            size += sum(map(len, frame))
-        return batch, size
-
-
 HIGH_WATER = 256 * 1024
 LOW_WATER = 64 * 1024
 JOIN_BYTES = 64 * 1024
@@ -204,8 +144,8 @@ class Outbox:
     def __init__(self, loop: asyncio.AbstractEventLoop, *, keep: bool = True) -> None:
         self._loop = loop
         self._transport: asyncio.WriteTransport | None = None
-        self._backlog = backlog = Backlog()
-        self._control, self._data = backlog.control, backlog.data
+        self._control: deque[Bytes] = deque()  # whole frames, which go ahead of the data
+        self._data: deque[Outgoing | bytes] = deque()  # messages: small ones as their frame
         self._fresh = True  # nothing was written at once since the last turn
         self.held = False
         """what is sent until `release` goes in one write"""
@@ -327,7 +267,7 @@ class Outbox:
                 control.clear()
             self.sent_bytes += len(frame)
             if unacknowledged is not None:
-                unacknowledged.add_frame(frame)
+                unacknowledged.add(frame, len(frame))
             transport.write(frame)
             return
         if lane == DATA:
@@ -369,7 +309,15 @@ class Outbox:
 
     def withdraw(self, number: int) -> bool:
         """Forget what was not sent of this request; whether none of it was."""
-        return self._backlog.withdraw(number)
+        for message in self._data:
+            if isinstance(message, bytes):
+                if is_request(message, number):
+                    self._data.remove(message)
+                    return True
+            elif message.number == number and message.request:
+                self._data.remove(message)
+                return not message.begun
+        return False
 
     def pause(self) -> None:
         """The transport holds enough."""
@@ -436,22 +384,32 @@ class Outbox:
             self._loop.call_soon(self.end_turn)
 
     def _batch(self) -> list[Bytes]:
-        """The next frames, control first, of about `BATCH_BYTES`."""
-        unacknowledged, before = self._unacknowledged, self._worked
-        full = unacknowledged is not None and unacknowledged.full
-        batch, size = self._backlog.take(lambda: self._worked - before, only_control=full)
-        return self._count(batch, size)
-
-    def _count(self, batch: list[Bytes], size: int) -> list[Bytes]:
-        """What is written now; small frames as one."""
-        if not batch:
-            return batch
+        """The frames to write now: all of control, and data of about `BATCH_BYTES`, with what was
+        copied to shared memory for it; small frames as one."""
+        unacknowledged, data = self._unacknowledged, self._data
+        batch = list(self._control)
+        self._control.clear()
+        size = sum(map(len, batch))
+        limit = size + self._worked + BATCH_BYTES  # however much control is, data goes on too
+        only_control = unacknowledged is not None and unacknowledged.full
+        while data and not only_control and (full := limit - self._worked) > size:
+            while size < full and data and isinstance(first := data[0], bytes):
+                batch.append(first)
+                size += len(first)
+                data.popleft()
+            if size >= full or not data or isinstance(first := data[0], bytes):
+                break
+            frame = first.next_frame()
+            if frame is None:
+                data.popleft()
+                continue
+            if not frame:  # it waits for a word of the peer; its turn comes when that is read
+                break
+            batch += frame
+            size += sum(map(len, frame))
         self.sent_bytes += size
-        if size <= JOIN_BYTES:
-            joined = b"".join(batch)
-            if self._unacknowledged is not None:
-                self._unacknowledged.add_frame(joined)
-            return [joined]
-        if self._unacknowledged is not None:
-            self._unacknowledged.add(batch, size)
+        if len(batch) > 1 and size <= JOIN_BYTES:
+            batch = [b"".join(batch)]
+        if unacknowledged is not None and batch:
+            unacknowledged.add(batch if len(batch) > 1 else batch[0], size)
         return batch

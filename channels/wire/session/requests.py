@@ -1,6 +1,6 @@
 """The requests of this side, until they are answered or given up.
 
-Errors on their way back to the process that asked.
+Errors travel back to the process that asked by `report` and `rebuild`.
 """
 
 from __future__ import annotations

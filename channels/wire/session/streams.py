@@ -1,43 +1,37 @@
 """Two streams of bytes between two processes, over one socket after another.
 
 Invariant: each byte that one side sends is read by the other once, in order, whatever becomes of
-the sockets; or else the connection is lost, on both sides. `unacknowledged` says how, `reconnect`
-when.
+the sockets; or else the connection is lost, on both sides. `outbox` says how.
 
 ::
 
     carried by a link <--cut, resumed--> reconnecting
               \\----------- lost -------------/
 
-What happens between a cut and the next socket.
+After a cut the side that connected connects again; the other waits for it. This ends when the
+connection resumes on a new socket, when the patience has run out, or when the peer is known to be
+gone: nothing listens at its address, another process does, or the system says that it has died.
 
-The side that connected connects again; the other waits for it. This ends when the connection
-resumes on a new socket, when the patience has run out, or when the peer is known to be gone:
-nothing listens at its address, another process does, or the system says that it has died.
-
-Whether the other side still answers: a stopped process keeps its sockets open.
-
+A stopped process keeps its sockets open, so heartbeats tell whether the other side still answers.
 Silence counts only while this process listens, see `deadlines`: not while it is stopped or blocked
 itself.
-
-Whether a process of this host still lives: what tells a cut from a death.
 """
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import logging
 import os
 import socket
 import struct
-from collections.abc import Callable, Coroutine
-from functools import partial
-from typing import Any, Final, Protocol, Self
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, Final, Self
 
 import msgspec
 
 from rlinf_async.channels.errors import MalformedFrame
-from rlinf_async.channels.wire.frames import FrameType, pack_small
+from rlinf_async.channels.wire.frames import FrameType, Message, MessageReader, pack_small
 from rlinf_async.channels.wire.session.busy_poll import ProgressTimer
 from rlinf_async.channels.wire.session.link import GRACE_SECONDS, Link
 from rlinf_async.channels.wire.session.movement import movement
@@ -293,66 +287,36 @@ SAY_ARRIVED_BYTES: Final = 256 * 1024
 log = logging.getLogger(__name__)
 
 
-class StreamUser(Protocol):
-    """The connection whose bytes they are."""
-
-    def carried(self, transport: asyncio.Transport) -> None:
-        """The streams go on over this."""
-
-    def read(self, data: bytes) -> None:
-        """These bytes came next."""
-
-    def space(self) -> memoryview | None:
-        """Where the next bytes are to be read to, before `filled`; None where `read` gets them."""
-
-    def filled(self, count: int) -> None:
-        """So many bytes came next, into the `space`."""
-
-    def malformed(self, what: str) -> MalformedFrame:
-        """The peer does not follow the protocol."""
-        ...
-
-    def abort(self, reason: str) -> None:
-        """Give the connection up at once, and tell the peer."""
-
-    def lose(self, reason: str) -> None:
-        """The connection is lost; nothing if it was already."""
-
-
-class Streams:
-    """The part of a connection that knows of sockets. (The `User` of its links.)
+class Streams(abc.ABC):
+    """The part of a connection that knows of sockets. (The `LinkUser` of its links.)
 
     Args:
-        user: whose they are.
         peer: the name that the other side proved.
         patience: seconds for which it is kept when it is cut; 0: a cut ends it.
         redial: connects again; None on the side that waits.
     """
 
     def __init__(
-        self,
-        user: StreamUser,
-        heartbeat: Heartbeat,
-        *,
-        peer: str,
-        patience: float,
-        redial: Again | None,
+        self, heartbeat: Heartbeat, *, peer: str, patience: float, redial: Again | None
     ) -> None:
-        self._user = user
         self._loop = asyncio.get_running_loop()
         self.peer = peer
         """the name that the other side proved in the handshake"""
-        self.reconnection = Reconnection(patience, redial, user.lose)
+        self.reconnection = Reconnection(patience, redial, self.lose)
         """what happens after a cut"""
         self.link: Link | None = None
         """the socket in use"""
         self._pid = 0
-        self._local = self._blind = False
+        self.local = False
+        """whether it goes, or went last, over a Unix socket: the peer is on this host"""
+        self._blind = False
         self.encrypted = False
         """whether it goes, or went last, over TLS"""
         self.local_host: str | None = None
         """this host's address, where it goes, or went last; None over a Unix socket"""
         self.outbox = Outbox(self._loop, keep=patience > 0)
+        """what waits to be sent, and where what is said together is collected"""
+        self._reader = MessageReader()
         self.monitor = HeartbeatMonitor(heartbeat, self._beat, self._silent)
         self._patient = redial is not None
         self.reading_paused = False
@@ -362,6 +326,7 @@ class Streams:
         self._timer: Timer | None = None
         self._end_timer: ProgressTimer | None = None
         self.closed = False
+        """whether it is closed or lost"""
         self.received_bytes = 0
         self._said_arrived = 0
         self._sent_by_beat = 0
@@ -370,11 +335,6 @@ class Streams:
     def reconnecting(self) -> bool:
         """Whether it is cut now: what is asked waits until it goes on, or is lost."""
         return self.reconnection.cut
-
-    @property
-    def local(self) -> bool:
-        """Whether it goes, or went last, over a Unix socket: the peer is on this host."""
-        return self._local
 
     def peer_ended(self) -> None:
         """Whoever started the peer's process says that it has ended: do not wait for it after a
@@ -396,12 +356,12 @@ class Streams:
             return
         self.link = link
         self._pid = peer_pid(link.transport)
-        self._local = is_local(link.transport)
+        self.local = is_local(link.transport)
         self.encrypted = link.transport.get_extra_info("ssl_object") is not None
         name = link.transport.get_extra_info("sockname")
         self.local_host = name[0] if isinstance(name, tuple) else None
-        self._blind = self._local and not can_watch(self._pid)
-        self._user.carried(link.transport)
+        self._blind = self.local and not can_watch(self._pid)
+        self._carried(link.transport)
         self.reconnection.found()
         movement.count += 1
         self.monitor.start()
@@ -410,7 +370,7 @@ class Streams:
         try:
             self.outbox.attach(link.transport, arrived)
         except MalformedFrame as error:
-            self._user.malformed(str(error))
+            self.malformed(str(error))
             return
         if not self.outbox.paused:
             self._resume_reading()
@@ -428,10 +388,10 @@ class Streams:
         if (
             not self.reconnection.patience or self._blind
         ):  # it has died, most likely: others wait for that
-            self._user.lose(reason)
+            self.lose(reason)
             return
         if self._peer_ended:
-            self._user.lose(f"{reason}; {ENDED}")
+            self.lose(f"{reason}; {ENDED}")
             return
         log.info("the connection to %s was cut (%s): connecting again", self.peer, reason)
         self.reconnection.was_cut(reason, self._pid)
@@ -444,13 +404,13 @@ class Streams:
             self.cut(link, "the peer connected again")
 
     def data_received(self, data: bytes) -> None:
-        self._came(len(data), partial(self._user.read, data))
+        self._came(len(data), self._reader.feed(data))
 
     def space(self) -> memoryview | None:
-        return None if self.closed else self._user.space()
+        return None if self.closed else self._reader.space()
 
     def filled(self, count: int) -> None:
-        self._came(count, partial(self._user.filled, count))
+        self._came(count, self._reader.filled(count))
 
     def pause_writing(self) -> None:
         self.outbox.pause()
@@ -479,17 +439,39 @@ class Streams:
             self._timer = Timer(GRACE_SECONDS, self._not_resumed)
         return True
 
+    # ---- for the connection
+
+    @abc.abstractmethod
+    def abort(self, reason: str) -> None:
+        """Give the connection up at once, and tell the peer."""
+
+    @abc.abstractmethod
+    def lose(self, reason: str) -> None:
+        """The connection is lost; nothing if it was already."""
+
+    @abc.abstractmethod
+    def malformed(self, what: str) -> MalformedFrame:
+        """The peer does not follow the protocol."""
+
+    @abc.abstractmethod
+    def _carried(self, transport: asyncio.Transport) -> None:
+        """The streams go on over this."""
+
+    @abc.abstractmethod
+    def _handle(self, messages: Iterator[Message]) -> None:
+        """Do what these messages say."""
+
     # ---- inside
 
-    def _came(self, count: int, read: Callable[[], None]) -> None:
-        """So many bytes came: ``read`` them."""
+    def _came(self, count: int, messages: Iterator[Message]) -> None:
+        """So many bytes came; the messages that they complete are read while they are handled."""
         self.monitor.heard = True
         self.received_bytes += count
         if self.closed:
             return
         self.outbox.held = True
         try:
-            read()
+            self._handle(messages)
             if self.received_bytes - self._said_arrived >= SAY_ARRIVED_BYTES and not self.closed:
                 self._say_arrived()
         finally:
@@ -504,7 +486,7 @@ class Streams:
     def _not_resumed(self) -> None:
         why = f"it was cut when it was closed, and not resumed within {GRACE_SECONDS:g} s"
         log.warning("what was said last to %s may be lost: %s", self.peer, why)
-        self._user.abort(why)
+        self.abort(why)
 
     def _forget_when_resumed(self) -> None:
         self._when_resumed = None
@@ -515,12 +497,12 @@ class Streams:
     def _expect_the_end(self) -> None:
         """The system says by a cut that all was read; a network that is gone says nothing."""
         self._end_timer = ProgressTimer(
-            GRACE_SECONDS, lambda: self.received_bytes, lambda _: self._user.abort(ENDED)
+            GRACE_SECONDS, lambda: self.received_bytes, lambda _: self.abort(ENDED)
         )
 
     @property
     def transport(self) -> asyncio.Transport | None:
-        """Of the socket in use."""
+        """Transport of the socket in use."""
         return None if self.link is None else self.link.transport
 
     def _say_arrived(self) -> None:
@@ -539,9 +521,7 @@ class Streams:
         what it has, and the work goes on with it. A stopped worker's items go to others."""
         if self._patient and is_stopped(self._pid):
             return True
-        self._user.abort(
-            f"nothing was heard for {seconds:.1f} s: the process is stopped, or blocked"
-        )
+        self.abort(f"nothing was heard for {seconds:.1f} s: the process is stopped, or blocked")
         return False
 
     def hang_up(self, *, first: bool = False) -> None:
@@ -549,7 +529,7 @@ class Streams:
         if self.link is not None:
             self.link.hang_up(first=first)
 
-    def stop(self) -> None:
+    def _stop(self) -> None:
         """It is lost: send and try nothing more."""
         self.monitor.stop()
         self._forget_when_resumed()

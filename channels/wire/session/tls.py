@@ -6,15 +6,8 @@ alone, so nothing but the secret has to travel, and whoever lacks it does not ge
 of TLS. Sessions use TLS 1.3, whose keys are ephemeral: with the secret alone, what was recorded
 earlier cannot be decrypted.
 
-The cluster's secret, where it is given from outside: for processes of several hosts.
-
-It comes from the environment, or better from a file of this user's own, and never from a command
-line, which everybody on a host can read.
-
-A socket that was accepted for TLS.
-
-The loop's own servers with TLS say nothing of a socket before its handshake is over, so that nobody
-could count them, or close one. Here the plain socket is known first.
+Processes of several hosts are given the secret by their environment, or better by a file of their
+user's own, and never by a command line, which everybody on a host can read.
 """
 
 from __future__ import annotations
@@ -194,6 +187,9 @@ def read_secret(path: str | os.PathLike[str]) -> bytes:
 class TlsAccept(asyncio.Protocol):
     """Answers the handshake of TLS; then the socket is its link's.
 
+    The loop's own servers with TLS say nothing of a socket before its handshake is over, so that
+    nobody could close one of too many. Here the plain socket is known first.
+
     Args:
         link: what the socket is accepted for.
         seconds: time limit of that handshake.
@@ -209,7 +205,7 @@ class TlsAccept(asyncio.Protocol):
         # The plain transport has read nothing yet, and shall not: the first bytes are TLS's.
         plain: socket.socket = transport.get_extra_info("socket").dup()
         plain.setblocking(False)
-        self._link.accepted(transport, plain)
+        self._link.accepted(plain)
         cast("asyncio.Transport", transport).abort()  # uvloop's are not of that class
         self._task = asyncio.get_running_loop().create_task(self._begin(plain))
 

@@ -61,14 +61,14 @@ async def take(receiver: Receiver[Numbered], how: str) -> None:
 
 
 def die_in_the_midst_of_what_comes_from(peer: str) -> None:
-    read = Connection.read
+    read = Connection.data_received
 
     def read_and_die(connection: Connection, data: bytes) -> None:
         read(connection, data)
         if connection.peer == peer and connection.received_bytes > SIZE:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    setattr(Connection, "read", read_and_die)  # noqa: B010  # of every connection
+    setattr(Connection, "data_received", read_and_die)  # noqa: B010  # of every connection
 
 
 if __name__ == "__main__":

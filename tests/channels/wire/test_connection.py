@@ -223,13 +223,13 @@ async def test_cancelling_a_request_cancels_its_handler() -> None:
 
 async def test_a_request_cancelled_before_it_was_sent_never_arrives() -> None:
     async with peers() as two:
-        two.client.streams.pause_writing()
+        two.client.pause_writing()
         asking = asyncio.create_task(two.client.request("note", Text("x"), reply=Nothing))
         await wait_all_blocked()
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
-        two.client.streams.resume_writing()
+        two.client.resume_writing()
         await echo(two.client, "after")
         assert two.seen == []
 
@@ -314,7 +314,7 @@ async def test_a_malformed_frame_closes_its_connection_only(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with peers() as two, peers() as others:
-        transport = two.client.streams.transport
+        transport = two.client.transport
         assert transport is not None
         transport.write(b"\xff" * 100)
         await two.client.wait_closed()
@@ -338,7 +338,7 @@ async def test_a_malformed_frame_closes_its_connection_only(
 )
 async def test_a_frame_that_makes_no_sense_closes_the_connection(frame: bytes) -> None:
     async with peers() as two:
-        transport = two.client.streams.transport
+        transport = two.client.transport
         assert transport is not None
         transport.write(frame)
         await two.client.wait_closed()
@@ -349,7 +349,7 @@ async def test_a_failure_that_cannot_be_read_reaches_whoever_waits() -> None:
     async with peers() as two:
         asked = asyncio.ensure_future(two.client.request("wait", Text(""), reply=Text))
         await two.waiting.wait()
-        transport = two.server_side.streams.transport
+        transport = two.server_side.transport
         assert transport is not None
         transport.write(pack_small(FrameType.ERROR, 1, b"\x93\xa1\xff"))
         with pytest.raises(ConnectionLost, match="a malformed frame"):
@@ -365,7 +365,7 @@ async def test_arguments_that_cannot_be_read_are_refused_and_the_connection_goes
     arguments: bytes,
 ) -> None:
     async with peers() as two:
-        transport = two.client.streams.transport
+        transport = two.client.transport
         assert transport is not None
         transport.write(pack_small(FrameType.NOTICE, 0, b"\x04note" + arguments))
         with pytest.raises(MalformedFrame, match="the arguments of 'echo'"):
@@ -404,8 +404,8 @@ async def test_a_peer_that_asks_but_does_not_read_is_not_read_any_more(
 ) -> None:
     monkeypatch.setattr("rlinf_async.channels.wire.session.streams.MAX_UNSENT_MESSAGES", 20)
     async with peers() as two:
-        assert two.client.streams.transport is not None
-        two.client.streams.transport.pause_reading()
+        assert two.client.transport is not None
+        two.client.transport.pause_reading()
         asking = [
             asyncio.create_task(echo(two.client, "x", Encoded(bytes(50_000)))) for _ in range(500)
         ]
@@ -416,7 +416,7 @@ async def test_a_peer_that_asks_but_does_not_read_is_not_read_any_more(
             await asyncio.sleep(0)
         assert 0 < two.server_side.unsent < 100
         assert before < 500 * 50_000
-        two.client.streams.transport.resume_reading()
+        two.client.transport.resume_reading()
         assert await asyncio.gather(*asking) == ["x"] * 500
 
 
@@ -428,13 +428,13 @@ async def test_a_peer_that_reads_again_is_read_again_though_much_waits_for_what_
         "rlinf_async.channels.wire.session.outbox.MAX_UNACKNOWLEDGED_BYTES", 1024**2
     )
     async with peers() as two:
-        assert two.client.streams.transport is not None
-        two.client.streams.transport.pause_reading()
+        assert two.client.transport is not None
+        two.client.transport.pause_reading()
         asking = [asyncio.create_task(large(two.client)) for _ in range(200)]
         await until(lambda: two.server_side.unsent > 100)
         asking += [asyncio.create_task(large(two.client)) for _ in range(200)]
-        await until(lambda: two.server_side.streams.reading_paused)
-        two.client.streams.transport.resume_reading()
+        await until(lambda: two.server_side.reading_paused)
+        two.client.transport.resume_reading()
         assert await asyncio.wait_for(asyncio.gather(*asking), PATIENCE) == [20_000] * 400
 
 
@@ -443,11 +443,11 @@ async def test_a_peer_that_is_not_read_is_read_again_over_the_next_socket(
 ) -> None:
     monkeypatch.setattr("rlinf_async.channels.wire.session.streams.MAX_UNSENT_MESSAGES", 20)
     async with peers() as two:
-        assert two.client.streams.transport is not None
-        two.server_side.streams.pause_writing()
+        assert two.client.transport is not None
+        two.server_side.pause_writing()
         asking = [asyncio.create_task(echo(two.client, "x")) for _ in range(50)]
-        await until(lambda: two.server_side.streams.reading_paused)
-        two.client.streams.transport.abort()
+        await until(lambda: two.server_side.reading_paused)
+        two.client.transport.abort()
         assert await asyncio.wait_for(asyncio.gather(*asking), PATIENCE) == ["x"] * 50
         assert await asyncio.wait_for(echo(two.client, "y"), PATIENCE) == "y"
 
@@ -477,7 +477,7 @@ async def test_a_peer_without_heartbeats_is_given_up() -> None:
     async with peers(heartbeat_limit=0.1) as two:
         lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         two.server_side.on_close(lambda _, reason: lost.set_result(reason))
-        two.client.streams.monitor.stop()
+        two.client.monitor.stop()
         assert "nothing was heard for 0." in await lost
         with pytest.raises(ConnectionLost):
             await echo(two.client, "too late")

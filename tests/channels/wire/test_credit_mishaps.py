@@ -285,7 +285,7 @@ async def test_a_peer_that_sends_what_is_malformed_is_not_waited_for() -> None:
         sender = owner.sender(channel, connection)
         await with_credit(sender, channel)
         await sender.put(1)
-        connection.streams.data_received(bytes(100))
+        connection.data_received(bytes(100))
         assert connection.closed
         with pytest.raises(ConnectionLost, match="a malformed frame"):
             sender.close()

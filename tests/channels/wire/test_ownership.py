@@ -331,7 +331,7 @@ async def test_items_on_their_way_to_a_lost_connection_go_back_to_the_head() -> 
     async with wired() as owner:
         connection = await owner.join()
         receiver = owner.receiver(channel, connection)
-        transport: Any = connection.streams.transport
+        transport: Any = connection.transport
         transport.pause_reading()
         for letter in b"abc":
             await channel.sender.put(bytes([letter]) * 2_000_000)

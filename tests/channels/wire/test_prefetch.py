@@ -132,7 +132,7 @@ async def test_what_answers_an_item_and_the_next_get_go_in_one_write(
         answering = asyncio.create_task(answer())
         for number in range(8):  # by then, room was lent for answers
             await there_and_back(number)
-        connection.streams.monitor.stop()  # a sign of life would be a write of its own
+        connection.monitor.stop()  # a sign of life would be a write of its own
         transport: Any = connection.outbox._transport
         written: list[bytes] = []
 
@@ -453,7 +453,7 @@ async def test_a_process_that_stands_still_with_items_ahead_holds_up_nobody_else
         await settled()
         ahead = channel.statistics().prefetched
         assert ahead > 0
-        transport = connection.streams.transport
+        transport = connection.transport
         assert transport is not None
         transport.pause_reading()  # it stands still: the recall is not heard
         assert await channel.receiver.get() == 3 + ahead  # what is behind them

@@ -94,7 +94,7 @@ async def test_a_stopped_holder_is_noticed_by_its_heartbeat() -> None:
         async with worker(owner, ref, "stop holding"):
             await until(lambda: channel.statistics().leases_out)
             [connection] = owner.server.connections  # to start, it may take its time
-            monitor = connection.streams.monitor
+            monitor = connection.monitor
             monitor._heartbeat = Heartbeat.of(0.4)
             monitor._patience = Patience(0.4, monitor.interval)
             monitor.start()
