@@ -10,9 +10,7 @@ Life of an end::
     ChannelClosed)
 
 Only open ends are counted: a channel has ended when its last open sender has closed and its items
-are taken.
-
-Which weights had a part in an item, and whether they are recent enough.
+are taken. `Receiver.get_within_lag` also says whether the weights behind an item are recent enough.
 """
 
 from __future__ import annotations

@@ -12,8 +12,7 @@ Invariants, each with a test of that name:
   in when nothing else is there; what is returned goes back over and above.)
 
 Nothing here waits. Items are handed directly to the gets that wait, so none can be overtaken.
-
-Deliveries to, and puts of, tasks of the process that owns the channel.
+At the end stand the deliveries to, and the puts of, tasks of the process that owns the channel.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """One channel, in the process that owns it: its keys, its ends, and how it ends.
 
 What happens under one key, and which invariants hold, stands in `key_queue`; what becomes of items
-that were handed out, in `delivery`.
-
-What can be seen of a queue from outside: who waits on it, and its counts.
+that were handed out, in `delivery`. The functions below say what can be seen of a queue from
+outside: who waits on it, and its counts.
 """
 
 from __future__ import annotations

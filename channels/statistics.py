@@ -1,11 +1,9 @@
-"""What a channel has seen so far: its counts, and what went over each of its edges.
+"""What a channel has seen so far, and who waits for whom on it.
 
 An edge leads from a producer in another process into the channel, or from it to such a consumer.
 Edges are counted where items arrive or leave, in structs that are there already: nothing is
 allocated for an item. What is handed over inside the owner's process has no edge: it is what is
 left of ``puts`` and ``gets``.
-
-Who waits for whom.
 
 Every wait on a channel is recorded with its *party*: the worker and the method that wait. A channel
 also knows which parties hold its open ends. Together they answer the question that every hang

@@ -3,9 +3,8 @@
 A pull is a coroutine that passes every awaitable to a `Wait`. On the loop, `wait_here` awaits the
 awaitable. In a thread, `ThreadDriver` submits the awaitable to the loop and blocks, so the
 coroutine itself never suspends: the coroutine, and every plain handler that it calls, run in the
-thread that pulls.
-
-Blocking view of the iterator, for a training loop or pipeline schedule in a compute thread.
+thread that pulls. `BlockingBatches` is the blocking view of the iterator, for a training loop or
+pipeline schedule in a compute thread.
 """
 
 from __future__ import annotations
