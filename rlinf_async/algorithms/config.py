@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from rlinf_async.config.counts import check_bounds
+from rlinf_async.config.counts import check_between, check_bounds
 
 KLEstimator = Literal["k1", "k2", "k3"]
 Aggregation = Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum"]
@@ -47,7 +47,7 @@ class LanguageAdvantageConfig(
     """upper limit of ``k3`` of one token"""
 
     def __post_init__(self) -> None:
-        check_bounds(self, "gamma", "gae_lambda", least=0, most=1)
+        check_between(self, "gamma", "gae_lambda")
         check_bounds(self, "k3_limit", above=0)
         check_bounds(self, "kl_coefficient", least=0, below=math.inf)
 
@@ -123,7 +123,7 @@ class AdvantageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """episodes from the same initial state; taken from the environments"""
 
     def __post_init__(self) -> None:
-        check_bounds(self, "gamma", "gae_lambda", least=0, most=1)
+        check_between(self, "gamma", "gae_lambda")
 
 
 class LossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkabl
 
 import msgspec
 
-from rlinf_async.config.counts import check_bounds
+from rlinf_async.config.counts import check_between, check_bounds
 from rlinf_async.messages.embodied import Floats, Ints, ReplayBatch, Trajectory
 from rlinf_async.messages.spaces import Seen
 from rlinf_async.messages.weights import WeightUpdate
@@ -284,7 +284,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                 f"total_steps is {self.total_steps}, but a constant schedule has no end: set kind "
                 "to 'linear' or 'cosine', or leave it out"
             )
-        check_bounds(self, "min_factor", least=0, most=1)
+        check_between(self, "min_factor")
 
 
 def lr_factor(step: int, config: SchedulerConfig) -> float:

@@ -8,7 +8,7 @@ import msgspec
 
 from rlinf_async.backends.base import OptimizerConfig
 from rlinf_async.backends.fsdp.config import ShardingConfig
-from rlinf_async.config.counts import check_bounds
+from rlinf_async.config.counts import check_between, check_bounds
 from rlinf_async.messages.weights import DEFAULT_BUCKET_BYTES
 
 
@@ -60,7 +60,7 @@ class SacLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """pixels by which each image of a batch is shifted at random, at most; 0: none"""
 
     def __post_init__(self) -> None:
-        check_bounds(self, "gamma", least=0, most=1)
+        check_between(self, "gamma")
         check_bounds(self, "tau", above=0, most=1)
         check_bounds(self, "image_shift", least=0)
         check_bounds(self, "entropy_coefficient", least=0, below=math.inf)

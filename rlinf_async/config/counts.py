@@ -41,6 +41,14 @@ def check_bounds(
             raise ValueError(f"{name} is {value}; it must be {word} {bound:g}{optional}")
 
 
+def check_between(config: msgspec.Struct, *names: str, low: float = 0.0, high: float = 1.0) -> None:
+    """Raise `ValueError` for the first of these fields that is not in this range, or is NaN."""
+    for name in names:
+        value = getattr(config, name)
+        if not low <= value <= high:
+            raise ValueError(f"{name} is {value}; it must lie between {low:g} and {high:g}")
+
+
 def near_divisors(number: int, wanted: int) -> str:
     """Return the divisors of ``number`` next to a wanted one, as an error names them."""
     divisors = [one for one in range(1, number + 1) if number % one == 0]

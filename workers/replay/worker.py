@@ -40,7 +40,7 @@ import numpy as np
 
 from rlinf_async.channels import EndOfChannel, Receiver, Sender
 from rlinf_async.channels.statistics import WaitFuture
-from rlinf_async.config.counts import check_bounds
+from rlinf_async.config.counts import check_between, check_bounds
 from rlinf_async.messages.embodied import (
     BatchRequest,
     Collected,
@@ -89,7 +89,7 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def __post_init__(self) -> None:
         check_bounds(self, "capacity", "batch_size", "n_step", "prefetch", least=1)
         check_bounds(self, "seed", least=0)
-        check_bounds(self, "priority_beta", least=0, most=1)
+        check_between(self, "priority_beta")
         if self.batch_size > self.capacity:
             raise ValueError(
                 f"batch_size is {self.batch_size}, which is more than the capacity of "

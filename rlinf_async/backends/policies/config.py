@@ -7,7 +7,7 @@ from typing import Final
 import msgspec
 
 from rlinf_async.backends.policies.vision_language.config import VisionLanguageConfig
-from rlinf_async.config.counts import check_bounds
+from rlinf_async.config.counts import check_between, check_bounds
 from rlinf_async.messages.spaces import ActionSpec, ObservationSpec, continuous, flat_spec
 
 
@@ -51,7 +51,7 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"channels is {self.channels}; there must be at least one, each at least 1"
             )
         check_bounds(self, "memory_size", least=1)
-        check_bounds(self, "initial_log_std", least=-20, most=2)
+        check_between(self, "initial_log_std", low=-20, high=2)
         check_bounds(self, "observation_clip", above=0)
 
     @property
