@@ -21,16 +21,12 @@ There is no timer but the one for the next look, and none where nothing is limit
     in a thread                 the thread sleeps
     inline, on a virtual loop   whoever waits for the result gets it so much later, by that loop's
                                 clock, and nothing sleeps
-
-What becomes of a process when the one that started it ends.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import math
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -148,17 +144,3 @@ def let_pass(seconds: float) -> None:
         time.sleep(seconds)
     else:
         take(seconds)
-
-
-PR_SET_PDEATHSIG: Final = 1
-
-
-def signal_at_end_of_parent(number: int) -> None:
-    """Let the kernel send this process a signal when its parent ends, on Linux. Not if it has ended
-    already.
-
-    The signal also comes when only the thread ends that started this process: one that kills is for
-    children of a process with one thread.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)

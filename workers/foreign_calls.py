@@ -30,11 +30,34 @@ from typing import Final, NamedTuple, NoReturn, Protocol
 
 import msgspec
 
-MAKE, RESET, STEP, STEP_AND_RESET, RECV, RECV_AND_RESET, SEND, RENDER, CLOSE = range(1, 10)
-"""What is called. Of some a part may be the reset of episodes that have ended."""
-_NAMES: Final = ("", "make", "reset", "step", "step", "recv", "recv", "send", "render", "close")
+(
+    MAKE,
+    RESET,
+    ASYNC_RESET,
+    STEP,
+    STEP_AND_RESET,
+    RECV,
+    RECV_AND_RESET,
+    SEND,
+    RENDER,
+    CLOSE,
+) = range(1, 11)
+"""Calls of an environment; some may include the reset of episodes that have ended."""
+_NAMES: Final = [
+    "",
+    "make",
+    "reset",
+    "async_reset",
+    "step",
+    "step",
+    "recv",
+    "recv",
+    "send",
+    "render",
+    "close",
+]
 _OF_STEPS: Final = frozenset({STEP, STEP_AND_RESET, RECV, RECV_AND_RESET, SEND, RENDER})
-_OF_RESETS: Final = frozenset({RESET, STEP_AND_RESET, RECV_AND_RESET, CLOSE})
+_OF_RESETS: Final = frozenset({RESET, ASYNC_RESET, STEP_AND_RESET, RECV_AND_RESET, CLOSE})
 
 _HEADER: Final = struct.Struct("<qdq")
 """number of places; seconds that were waited for the call that did not return; process"""
@@ -203,7 +226,7 @@ class ForeignCalls:
             what, number, limit, seed, steps, length = _CALL.unpack_from(self._map, at)
             label = self._map[at + _CALL.size : at + _SIZE].rstrip(b"\0").decode(errors="replace")
             if MAKE <= what <= CLOSE:
-                where = in_words(label, _NAMES[what], seed, steps, length)
+                where = in_words(label, what, seed, steps, length)
                 yield UnderWay(place, number, limit, NO_LIMITS.settings(what), where)
 
     def killed(self, reason: str, waited: float) -> None:
@@ -220,12 +243,12 @@ class ForeignCalls:
         return LastWords(reason, waited, tuple(one.where for one in self.under_way()))
 
 
-def in_words(label: str, doing: str, seed: int, steps: int, length: int) -> str:
-    """Which call of which environment this is, for an error."""
-    if doing == "make":
+def in_words(label: str, what: int, seed: int, steps: int, length: int) -> str:
+    """Name a call and its environment, for an error."""
+    if what == MAKE:
         return f"{label}, while it was made"
     episode = "" if length == NO_LENGTH else f" of its life and {length} of its episode"
-    return f"{label}, seed {seed}, in {doing}() at step {steps}{episode}"
+    return f"{label}, seed {seed}, in {_NAMES[what]}() at step {steps}{episode}"
 
 
 class Watch:

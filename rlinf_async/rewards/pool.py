@@ -1,4 +1,7 @@
-"""A scoring process, on its owner's side.
+"""Several answers at a time, each judged in a process with a time limit.
+
+Invariant: an answer gets exactly one outcome, whatever its verifier does to the process; a process
+that was killed or has died judges nothing more, and the next answer finds another in its place.
 
 ::
 
@@ -7,27 +10,14 @@
                 |               +--- time limit, cancelled, died ---> killed, with its children
                 +--- died before Begun ---> `ScorerGone`: try another process
 
-The time limit counts from ``Begun``: not while Python starts and libraries are imported.
-
-Several answers at a time, each in a process with a time limit.
-
-Invariant: an answer gets exactly one outcome, whatever its verifier does to the process; a process
-that was killed or has died judges nothing more, and the next answer finds another in its place.
-
-Not `concurrent.futures`, where one death breaks the pool, nor pebble 5.2, where the death of an
-idle process does and exit code 0 passes for a hang.
-
-The messages between a scoring process and its owner.
-
-::
-
     owner    Start                     once, first
     owner    Load(verifiers)   ->  Loaded(error)
     owner    Judge(...)        ->  Begun, Judged(outcome)        or Judged alone: it cannot load it
 
-Each message is a frame: its length in 4 bytes, then MessagePack. No pickle, and decoded by type.
+The time limit counts from ``Begun``: not while Python starts and libraries are imported.
 
-How a process ended.
+Not `concurrent.futures`, where one death breaks the pool, nor pebble 5.2, where the death of an
+idle process does and exit code 0 passes for a hang.
 """
 
 from __future__ import annotations
@@ -35,8 +25,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
-import struct
 import sys
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -49,11 +37,8 @@ from rlinf_async import deadlines
 from rlinf_async.config import ConfigError
 from rlinf_async.config.registry import FOLDER, names_for_workers
 from rlinf_async.messages.language import Failed, Outcome
+from rlinf_async.processes import HEADER, MAX_MESSAGE, frame, how_it_ended
 from rlinf_async.rewards.judging import Answer
-
-MAX_FRAME: Final = 256 * 1024 * 1024
-"""bytes"""
-HEADER: Final = struct.Struct("!I")
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -96,30 +81,6 @@ class Judged(msgspec.Struct, frozen=True, tag=True):
 
 ToProcess = Start | Load | Judge
 FromProcess = Loaded | Begun | Judged
-
-_encoder = msgspec.msgpack.Encoder()
-
-
-def frame(message: ToProcess | FromProcess) -> bytes:
-    """The bytes of a message: header and body."""
-    body = _encoder.encode(message)
-    if len(body) > MAX_FRAME:
-        raise ValueError(f"a message of {len(body)} bytes; the limit is {MAX_FRAME}")
-    return HEADER.pack(len(body)) + body
-
-
-def how_it_ended(code: int) -> str:
-    """Say it in words, of an exit code; one below 0 is that of a signal.
-
-    Real-time signals have numbers, but most of them no name.
-    """
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"killed by signal {-code}"
-
 
 START_SECONDS: Final = 120.0
 """time limit for the start of Python and the import of a verifier, on a busy machine too"""
@@ -274,8 +235,9 @@ class Scorer:
     async def _hear(self, expected: tuple[type[M], ...]) -> M:
         try:
             header = await self._answers.readexactly(HEADER.size)
-            size = HEADER.unpack(header)[0]
-            heard = _decoder.decode(await self._answers.readexactly(min(size, MAX_FRAME)))
+            (size,) = HEADER.unpack(header)
+            body = await self._answers.readexactly(size) if size <= MAX_MESSAGE else b""
+            heard = _decoder.decode(body)
         except (asyncio.IncompleteReadError, ConnectionError):
             raise ScorerGone(await self._how()) from None
         except msgspec.DecodeError:

@@ -10,18 +10,19 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
-import signal
-from io import FileIO
-from types import FrameType
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
-from rlinf_async.deadlines import signal_at_end_of_parent
 from rlinf_async.messages.language import Failed, Outcome
+from rlinf_async.processes import (
+    end_with_parent,
+    frame,
+    leave_signals_to_driver,
+    read_message,
+)
 from rlinf_async.rewards.judging import Verifier, judge, load_verifier
 from rlinf_async.rewards.pool import (
-    HEADER,
     Begun,
     FromProcess,
     Judge,
@@ -30,15 +31,13 @@ from rlinf_async.rewards.pool import (
     Loaded,
     Start,
     ToProcess,
-    frame,
 )
 
 
 def main() -> None:
     """Serve until the owner closes its end."""
     asks, answers = _take_pipes()
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, _nothing)  # for the driver: the owner closes its end when it leaves
+    leave_signals_to_driver()
     serving = Serving(asks, answers)
     try:
         while serving.answer_next():
@@ -48,8 +47,8 @@ def main() -> None:
     os._exit(0)  # without waiting for threads that a verifier has left
 
 
-def _take_pipes() -> tuple[FileIO, FileIO]:
-    asks, answers = FileIO(os.dup(0), "rb"), FileIO(os.dup(1), "wb")
+def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
+    asks, answers = open(os.dup(0), "rb"), open(os.dup(1), "wb")  # noqa: SIM115, until the end
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
@@ -57,14 +56,10 @@ def _take_pipes() -> tuple[FileIO, FileIO]:
     return asks, answers
 
 
-def _nothing(number: int, where: FrameType | None) -> None:
-    """A handler rather than SIG_IGN, which what a verifier starts would inherit."""
-
-
 class Serving:
     """Answers the owner's messages."""
 
-    def __init__(self, asks: FileIO, answers: FileIO) -> None:
+    def __init__(self, asks: BinaryIO, answers: BinaryIO) -> None:
         self._asks = asks
         self._answers = answers
         self._decoder = msgspec.msgpack.Decoder(ToProcess)
@@ -74,15 +69,14 @@ class Serving:
 
     def answer_next(self) -> bool:
         """Answer one message; False when there will be no more."""
-        asked = self._read()
-        match asked:
+        match read_message(self._asks, self._decoder):
             case None:
                 return False
-            case Start():
-                _configure(asked)
-            case Load():
-                self._say(Loaded(self._load_all(asked.verifiers)))
-            case Judge():
+            case Start() as start:
+                _configure(start)
+            case Load(verifiers=verifiers):
+                self._say(Loaded(self._load_all(verifiers)))
+            case Judge() as asked:
                 self._say(Judged(self._judge(asked)))
         return True
 
@@ -120,31 +114,12 @@ class Serving:
     def _say(self, message: FromProcess) -> None:
         if os.getpid() != self._pid:  # a verifier forked, and its child came back from the call
             os._exit(0)
-        rest = memoryview(frame(message))
-        while rest:
-            rest = rest[self._answers.write(rest) :]
-
-    def _read(self) -> ToProcess | None:
-        header = self._read_exactly(HEADER.size)
-        if header is None:
-            return None
-        body = self._read_exactly(HEADER.unpack(header)[0])
-        return None if body is None else self._decoder.decode(body)
-
-    def _read_exactly(self, size: int) -> bytes | None:
-        parts = bytearray()
-        while len(parts) < size:
-            part = self._asks.read(size - len(parts))
-            if not part:
-                return None
-            parts += part
-        return bytes(parts)
+        self._answers.write(frame(message))
+        self._answers.flush()
 
 
 def _configure(start: Start) -> None:
-    signal_at_end_of_parent(signal.SIGKILL)
-    if os.getppid() != start.owner:  # the owner ended before this was set
-        os._exit(0)
+    end_with_parent(start.owner)
     if start.memory_bytes:
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         soft = start.memory_bytes if hard < 0 else min(start.memory_bytes, hard)

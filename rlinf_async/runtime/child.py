@@ -61,8 +61,8 @@ from rlinf_async.channels.wire.protocol import Nothing
 from rlinf_async.channels.wire.remote_latest import RemoteEnd
 from rlinf_async.channels.wire.session.movement import movement
 from rlinf_async.channels.wire.session.requests import head_of
-from rlinf_async.deadlines import signal_at_end_of_parent
 from rlinf_async.observe.trace import Span, SpanRecorder
+from rlinf_async.processes import signal_at_end_of_parent
 from rlinf_async.runtime.homes import CallEnds, WorkerHome
 from rlinf_async.runtime.launching import pinned_cores
 from rlinf_async.runtime.signals import ignore_in_worker, run

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import msgspec
 
-from rlinf_async.deadlines import signal_at_end_of_parent
+from rlinf_async.processes import signal_at_end_of_parent
 from rlinf_async.runtime.child import remove_unused_torch_cache
 
 HAS_THREADS: Final = -1

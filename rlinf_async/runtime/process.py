@@ -45,7 +45,7 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any, Final
 
-from rlinf_async.rewards.pool import how_it_ended
+from rlinf_async.processes import how_it_ended
 from rlinf_async.runtime.child import Boot, child_main
 from rlinf_async.runtime.forked import LOST, ForkedProcess, NotForked
 from rlinf_async.runtime.launching import device_environment, host_devices

@@ -9,11 +9,12 @@ import pytest
 
 from tests.architecture.sources import ROOT, Import, folders, imports, loose, modules
 
-LIGHT = {"config", "messages", "parallel", "scheduling", "deadlines", "elapse", "parent"}
+LIGHT = {"config", "messages", "parallel", "scheduling", "deadlines", "processes"}
 
 ARROWS: dict[str, set[str]] = {
     "__main__": {"cli"},
     "deadlines": set(),
+    "processes": set(),
     "elapse": set(),
     "parent": set(),
     "channels": {"deadlines"},

@@ -1,21 +1,15 @@
-"""One environment from its configuration, and clear errors where it cannot be made.
-
-One environment whose calls are noted, and whose errors name it, its seed and its step.
-
-A simulator's package, or the command that installs it.
-"""
+"""One environment from its configuration, and clear errors where it cannot be made."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from rlinf_async.config import ConfigError, MissingExtra, UsageError
-from rlinf_async.config.registry import raised
 from rlinf_async.messages.spaces import EnvSpec
-from rlinf_async.workers.env.config import EnvConfig, EnvFailed, is_interrupt, not_made
+from rlinf_async.workers.env.config import EnvConfig, EnvFailed, not_made
 from rlinf_async.workers.env.known import gymnasium_for, known_gymnasium
 from rlinf_async.workers.env.make_batched import (
     autoreset_of,
@@ -26,16 +20,8 @@ from rlinf_async.workers.env.make_batched import (
 )
 from rlinf_async.workers.env.probing import check_seed, probe_many, probe_one
 from rlinf_async.workers.env.spaces import ActionReader, ObservationWriter
-from rlinf_async.workers.foreign_calls import (
-    CLOSE,
-    RENDER,
-    RESET,
-    STEP,
-    Call,
-    in_words,
-    making,
-    place_for,
-)
+from rlinf_async.workers.env.stage import ForeignEnv
+from rlinf_async.workers.foreign_calls import CLOSE, RENDER, RESET, STEP, making, place_for
 
 if TYPE_CHECKING:
     import gymnasium
@@ -101,17 +87,19 @@ def describe_env(config: EnvConfig, *, probe: bool = False) -> EnvSpec:
 
     Raises: as `make_env`, and `EnvError` for spaces that are not supported.
     """
-    with opened(config) as (env, spaces, call):
+    with opened(config) as (env, spaces, noted):
         writer = ObservationWriter(getattr(env, spaces[0]), config.name)
         reader = ActionReader(getattr(env, spaces[1]), config.name, config.actions)
         mode = autoreset_of(config, env) if config.many_in_a_call else ""
         if not config.many_in_a_call:
             check_seed(env, config.name)
-        if probe and config.simulator in ("single", "pool"):
-            probe_one(env, writer, config.name, call)
-        elif probe and config.simulator != "async":
-            shows_last = mode == "same_step" and not _is_gymnasiums(env)
-            probe_many(env, writer, config.name, call, shows_last=shows_last)
+        if probe and config.simulator != "async":
+            with suppress(EnvFailed):  # its worker reports what it raises
+                if config.many_in_a_call:
+                    shows_last = mode == "same_step" and not _is_gymnasiums(env)
+                    probe_many(env, writer, config.name, noted, shows_last=shows_last)
+                else:
+                    probe_one(env, writer, config.name, noted)
         limit = getattr(getattr(env, "spec", None), "max_episode_steps", None)
         return EnvSpec(
             observation=writer.spec,
@@ -122,19 +110,21 @@ def describe_env(config: EnvConfig, *, probe: bool = False) -> EnvSpec:
 
 
 @contextmanager
-def opened(config: EnvConfig) -> Iterator[tuple[Any, tuple[str, str], Call]]:
+def opened(config: EnvConfig) -> Iterator[tuple[Any, tuple[str, str], ForeignEnv]]:
     """An environment, or the simulator of a stage, while the block lasts; where it has its spaces;
-    and where its calls are noted."""
-    call = place_for(f"env {config.name}", config.limits)
-    with making(call):
+    and what notes its calls."""
+    label = f"env {config.name}"
+    noted = ForeignEnv(label, 0, place_for(label, config.limits))
+    with making(noted.call):
         env, spaces = _made(config)
     try:
-        yield env, spaces, call
+        yield env, spaces, noted
     except BaseException:
-        with suppress(EnvFailed):
-            closed(env, config.name, call)
+        with suppress(EnvFailed), noted.during(CLOSE):
+            env.close()
         raise
-    closed(env, config.name, call)
+    with noted.during(CLOSE):
+        env.close()
 
 
 def _made(config: EnvConfig) -> tuple[Any, tuple[str, str]]:
@@ -144,19 +134,6 @@ def _made(config: EnvConfig) -> tuple[Any, tuple[str, str]]:
     make = make_async if config.simulator == "async" else make_batched
     spaces = ("single_observation_space", "single_action_space")
     return make(config, config.envs_per_stage, 0), spaces
-
-
-def closed(env: Any, name: str, call: Call) -> None:
-    """Close an environment; raises `EnvFailed` where it raises."""
-    call.begin(CLOSE)
-    try:
-        env.close()
-    except BaseException as error:
-        if is_interrupt(error):
-            raise
-        raise EnvFailed(f"env {name}: close() raised {raised(error)}") from error
-    finally:
-        call.end()
 
 
 def _is_gymnasiums(env: object) -> bool:
@@ -189,10 +166,7 @@ def _call(config: EnvConfig, kwargs: dict[str, Any]) -> Env:
     return made
 
 
-T = TypeVar("T")
-
-
-class NamedEnv:
+class NamedEnv(ForeignEnv):
     """A Gymnasium environment for who plays and films it by hand: see `Slot` for training.
 
     Every call raises `EnvFailed` for what the environment raises.
@@ -200,12 +174,10 @@ class NamedEnv:
 
     def __init__(self, config: EnvConfig, *, render_mode: str | None = None) -> None:
         """Make it; raises as `make_env`."""
-
-        self._label = f"env {config.name}"
-        self._call = place_for(self._label, config.limits)
-        with making(self._call):
+        label = f"env {config.name}"
+        super().__init__(label, 0, place_for(label, config.limits), length=0)
+        with making(self.call):
             self.env = make_env(config, render_mode=render_mode)
-        self._seed = self._steps = self._length = 0
 
     @property
     def metadata(self) -> Mapping[str, Any]:
@@ -214,34 +186,26 @@ class NamedEnv:
 
     def reset(self, *, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
         """Begin an episode."""
-        self._seed, self._length = self._seed if seed is None else seed, 0
-        return self._noted(RESET, "reset", lambda: self.env.reset(seed=seed))
+        self.seed, self.length = self.seed if seed is None else seed, 0
+        with self.during(RESET):
+            return self.env.reset(seed=seed)
 
     def step(self, action: Any, /) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Take a step."""
-        self._steps += 1
-        self._length += 1
-        return self._noted(STEP, "step", lambda: self.env.step(action))
+        self.steps += 1
+        self.length += 1
+        with self.during(STEP):
+            return self.env.step(action)
 
     def render(self) -> Any:
         """A picture."""
-        return self._noted(RENDER, "render", self.env.render)
+        with self.during(RENDER):
+            return self.env.render()
 
     def close(self) -> None:
         """Close it."""
-        self._noted(CLOSE, "close", self.env.close)
-
-    def _noted(self, what: int, doing: str, call: Callable[[], T]) -> T:
-        self._call.begin(what, self._seed, self._steps, self._length)
-        try:
-            return call()
-        except BaseException as error:
-            if is_interrupt(error):
-                raise
-            where = in_words(self._label, doing, self._seed, self._steps, self._length)
-            raise EnvFailed(f"{where}, raised {raised(error)}") from error
-        finally:
-            self._call.end()
+        with self.during(CLOSE):
+            self.env.close()
 
 
 def needed(module: str, *, extra: str) -> Any:

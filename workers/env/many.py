@@ -53,13 +53,19 @@ from rlinf_async.config.registry import raised
 from rlinf_async.messages.embodied import Bools, Choice, Floats, Ints, success_at
 from rlinf_async.messages.spaces import ObservationSpec, Seen, all_finite, numbers_of
 from rlinf_async.rewards.judging import MAX_REWARD
-from rlinf_async.workers.env.config import Autoreset, EnvFailed, is_interrupt
+from rlinf_async.workers.env.config import Autoreset, EnvFailed
 from rlinf_async.workers.env.evaluation import Readiness
 from rlinf_async.workers.env.spaces import ActionReader, ObservationWriter, array_of
-from rlinf_async.workers.env.stage import Episode, Outcome, chunk_rewards, reward_problem
+from rlinf_async.workers.env.stage import (
+    Episode,
+    ForeignEnv,
+    Outcome,
+    chunk_rewards,
+    reward_problem,
+)
 from rlinf_async.workers.foreign_calls import (
+    ASYNC_RESET,
     CLOSE,
-    NO_LENGTH,
     NOT_NOTED,
     RECV,
     RECV_AND_RESET,
@@ -68,7 +74,6 @@ from rlinf_async.workers.foreign_calls import (
     STEP,
     STEP_AND_RESET,
     Call,
-    in_words,
 )
 
 FINAL = ("final_obs", "final_observation")
@@ -91,7 +96,7 @@ class BatchedEnv(Protocol):
     def close(self) -> None: ...
 
 
-class BatchedStage:
+class BatchedStage(ForeignEnv):
     """``E`` environments of one simulator; an `EnvStage`."""
 
     rows: Ints | None = None
@@ -109,8 +114,8 @@ class BatchedStage:
         call: Call = NOT_NOTED,
     ) -> None:
         """``call`` is where its calls are noted."""
-        self.env, self.label, self.seed = env, label, seed
-        self._call = call
+        super().__init__(f"simulator {label}", seed, call)
+        self.env = env
         self._writer, self._actions, self._autoreset = writer, actions, autoreset
         count = env.num_envs
         self.observation: Seen = writer.spec.empty(count)
@@ -119,8 +124,6 @@ class BatchedStage:
         self._ended = np.zeros(count, np.bool_)
         self._returns = np.zeros(count)
         self._lengths = np.zeros(count, np.int64)
-        self.steps = 0
-        """steps since the simulator was made"""
 
     @property
     def needs_reset(self) -> bool:
@@ -133,18 +136,13 @@ class BatchedStage:
         Raises:
             EnvFailed: the simulator raised, or showed NaN or infinity.
         """
-        self._call.begin(RESET, self.seed, self.steps)
-        try:
+        with self.during(RESET):
             if self._fresh:
                 seen, _ = self.env.reset(seed=self.seed)
             else:
                 seen, _ = self.env.reset(options={"reset_mask": self._ended.copy()})
             self.observation = self._written(seen)
-        except BaseException as error:
-            raise self._failed("reset", error) from error
-        finally:
-            self._call.end()
-        self._check(self.observation, "reset")
+        self._check(self.observation, RESET)
         self._fresh = False
         self._ended = np.zeros_like(self._ended)
 
@@ -158,25 +156,21 @@ class BatchedStage:
         actions = batch_of(self._actions.read(answer, self.env.num_envs))
         begins = self._ended if self._autoreset == "next_step" else None
         self.steps += 1
-        self._call.begin(self._stepping, self.seed, self.steps)
-        try:
+        with self.during(self._stepping):
             seen, rewards, terminations, truncations, info = self.env.step(actions)
             shown = self._written(seen)
-            paid = self._each(rewards, "rewards").astype(np.float64)
-            terminated = self._each(terminations, "terminations").astype(np.bool_)
-            cut = self._each(truncations, "truncations").astype(np.bool_) & ~terminated
+            count = self.env.num_envs
+            paid = one_each(rewards, "rewards", count).astype(np.float64)
+            terminated = one_each(terminations, "terminations", count).astype(np.bool_)
+            cut = one_each(truncations, "truncations", count).astype(np.bool_) & ~terminated
             ended = terminated | cut
             final = self._final(shown, cut, info) if cut.any() else None
-        except BaseException as error:
-            raise self._failed("step", error) from error
-        finally:
-            self._call.end()
-        self._check(shown, "step")
+        self._check(shown, STEP)
         good = np.abs(paid) <= MAX_REWARD
         if not good.all():
             first = int(np.argmin(good))
             problem = reward_problem(float(paid[first]))
-            raise EnvFailed(f"{self._where('step')} returned {problem}, environment {first}")
+            raise self.failed(STEP, f"returned {problem}, environment {first}")
         reward = paid.astype(np.float32)
         valid = None if begins is None else ~begins
         episodes = self._episodes(reward, ended, valid, info)
@@ -189,13 +183,8 @@ class BatchedStage:
         Raises:
             EnvFailed: it raised.
         """
-        self._call.begin(CLOSE, self.seed, self.steps)
-        try:
+        with self.during(CLOSE):
             self.env.close()
-        except BaseException as error:
-            raise self._failed("close", error) from error
-        finally:
-            self._call.end()
 
     @property
     def _stepping(self) -> int:
@@ -208,14 +197,6 @@ class BatchedStage:
         rows = self._writer.spec.empty(self.env.num_envs)
         self._writer.write_all(seen, rows)
         return rows
-
-    def _each(self, values: Any, name: str) -> NDArray[Any]:
-        array = array_of(values)
-        if array.shape != (self.env.num_envs,):
-            raise ValueError(
-                f"{name} of shape {array.shape}, there are {self.env.num_envs} environments"
-            )
-        return array
 
     def _final(self, shown: Seen, cut: Bools, info: Mapping[str, Any]) -> Seen:
         """The last observations of the episodes that were cut."""
@@ -248,25 +229,25 @@ class BatchedStage:
         self._lengths[ended] = 0
         return done
 
-    def _check(self, observation: Seen, doing: str) -> None:
+    def _check(self, observation: Seen, what: int) -> None:
         numbers = numbers_of(observation)
         if numbers is None or all_finite(numbers):
             return
         rows = np.flatnonzero(~np.isfinite(numbers).all(-1))
         if rows.size:
-            raise EnvFailed(
-                f"{self._where(doing)} returned observations with NaN or infinity as float32, in "
-                f"environments {rows.tolist()}"
+            raise self.failed(
+                what,
+                "returned observations with NaN or infinity as float32, in environments "
+                f"{rows.tolist()}",
             )
 
-    def _failed(self, doing: str, error: BaseException) -> EnvFailed:
-        if is_interrupt(error):
-            raise error
-        return EnvFailed(f"{self._where(doing)} raised {raised(error)}")
 
-    def _where(self, doing: str) -> str:
-        where = in_words(f"simulator {self.label}", doing, self.seed, self.steps, NO_LENGTH)
-        return f"{where},"
+def one_each(values: Any, name: str, count: int) -> NDArray[Any]:
+    """Return an array of one value for each of ``count`` environments; raises `ValueError`."""
+    array = array_of(values)
+    if array.shape != (count,):
+        raise ValueError(f"{name} of shape {array.shape}, there are {count} environments")
+    return array
 
 
 def last_name(info: Mapping[str, Any]) -> str:
@@ -514,7 +495,7 @@ class _Received(NamedTuple):
     batch: tuple[Any, Any, Any, Any, dict[str, Any]]
 
 
-class Simulated:
+class Simulated(ForeignEnv):
     """`AsyncEnvs` of one simulator."""
 
     def __init__(
@@ -529,9 +510,10 @@ class Simulated:
         calls: tuple[Call, Call] = (NOT_NOTED, NOT_NOTED),
     ) -> None:
         """``calls`` are where those of ``recv`` are noted, and all others."""
-        self._receiving, self._call = calls
+        self._receiving, call = calls
+        super().__init__(f"simulator {label}", seed, call)
         self._env, self._writer, self._actions = env, writer, actions
-        self._autoreset, self._label, self._seed = autoreset, label, seed
+        self._autoreset = autoreset
         count = env.num_envs
         self._beginning = np.zeros(count, np.bool_)
         """whether what comes next only begins an episode"""
@@ -542,23 +524,22 @@ class Simulated:
         self._under_way = threading.Semaphore(0)
         self._came: queue.SimpleQueue[_Received | BaseException] = queue.SimpleQueue()
         self._closing = False
-        self._steps = 0
-        """times that it gave some"""
         self._thread = threading.Thread(target=self._receive_all, name=label, daemon=True)
         self._thread.start()
 
     def begin(self, seeds: Sequence[int] | None) -> None:
         """Begin an episode in every environment; the simulator was seeded when it was made."""
         self._beginning[:], self._asked[:] = True, False
-        self._do(RESET, "async_reset", self._env.async_reset)
+        with self.during(ASYNC_RESET):
+            self._env.async_reset()
         self._under_way.release(self._env.num_envs)
 
     def send(self, answer: Choice, rows: Ints) -> None:
         """Begin a step in these environments."""
         self._asked[rows] = True
-        self._do(
-            SEND, "send", self._env.send, batch_of(self._actions.read(answer, len(rows))), rows
-        )
+        actions = batch_of(self._actions.read(answer, len(rows)))
+        with self.during(SEND):
+            self._env.send(actions, rows)
         self._under_way.release(len(rows))
 
     def receive(self, timeout: float | None) -> list[Ready]:
@@ -580,7 +561,8 @@ class Simulated:
         self._closing = True
         self._under_way.release()
         self._thread.join()
-        self._do(CLOSE, "close", self._env.close)
+        with self.during(CLOSE):
+            self._env.close()
 
     def _receive_all(self) -> None:
         while True:
@@ -588,7 +570,7 @@ class Simulated:
             if self._closing:
                 return
             resets = self._autoreset == "same_step" or bool(self._beginning.any())
-            self._receiving.begin(RECV_AND_RESET if resets else RECV, self._seed, self._steps)
+            self._receiving.begin(RECV_AND_RESET if resets else RECV, self.seed, self.steps)
             try:
                 batch = self._env.recv()
                 rows = array_of(batch[4]["env_id"]).astype(np.int64)
@@ -597,18 +579,18 @@ class Simulated:
                 return
             finally:
                 self._receiving.end()
-            self._steps += 1
+            self.steps += 1  # here: times that some were ready
             self._came.put(_Received(time.monotonic(), rows, batch))
             for _ in range(len(rows) - 1):
                 self._under_way.acquire()
 
     def _read(self, came: _Received | BaseException) -> list[Ready]:
         if isinstance(came, BaseException):
-            raise self._failed("recv", came) from came
+            raise self.failed(RECV, f"raised {raised(came)}") from came
         seen, rewards, terminations, truncations, info = came.batch
         try:
             columns = [
-                self._each(values, name, len(came.rows))
+                one_each(values, name, len(came.rows))
                 for values, name in (
                     (rewards, "rewards"),
                     (terminations, "terminations"),
@@ -624,7 +606,7 @@ class Simulated:
         except EnvFailed:
             raise
         except Exception as error:
-            raise self._failed("recv", error) from error
+            raise self.failed(RECV, f"raised {raised(error)}") from error
 
     def _one(
         self,
@@ -643,7 +625,7 @@ class Simulated:
             return Ready(env=env, ready_at=ready_at, observation=shown[place], valid=valid)
         reward, terminated, truncated = (column[place] for column in columns)
         if problem := reward_problem(float(reward)):
-            raise EnvFailed(f"{self._where('recv')} returned {problem}, environment {env}")
+            raise self.failed(RECV, f"returned {problem}, environment {env}")
         self._returns[env] += float(reward)
         self._lengths[env] += 1
         cut = bool(truncated) and not terminated
@@ -670,44 +652,15 @@ class Simulated:
     def _final(self, place: int, shown: Any, info: Mapping[str, Any]) -> Any:
         if self._autoreset == "next_step":
             return shown[place]
-        name = next((name for name in FINAL if name in info), None)
-        if name is None:
-            raise ValueError(
-                f"an episode was cut, but info has none of {' and '.join(FINAL)}: with "
-                "env.autoreset = 'same_step' its last observation has to stand there"
-            )
+        name = last_name(info)
         row = self._writer.spec.empty(1)
         self._writer.write(at(info[name], place), row[0])
         return row[0]
 
-    def _each(self, values: Any, name: str, count: int) -> NDArray[Any]:
-        array = array_of(values)
-        if array.shape != (count,):
-            raise ValueError(f"{name} of shape {array.shape} for {count} environments")
-        return array
-
     def _check(self, row: Any, env: int) -> None:
         numbers = numbers_of(row)
         if numbers is not None and not all_finite(numbers):
-            raise EnvFailed(
-                f"{self._where('recv')} returned an observation with NaN or infinity as float32, "
-                f"environment {env}"
+            raise self.failed(
+                RECV,
+                f"returned an observation with NaN or infinity as float32, environment {env}",
             )
-
-    def _do(self, what: int, doing: str, call: Any, *args: Any) -> None:
-        self._call.begin(what, self._seed, self._steps)
-        try:
-            call(*args)
-        except BaseException as error:
-            raise self._failed(doing, error) from error
-        finally:
-            self._call.end()
-
-    def _failed(self, doing: str, error: BaseException) -> EnvFailed:
-        if is_interrupt(error):
-            raise error
-        return EnvFailed(f"{self._where(doing)} raised {raised(error)}")
-
-    def _where(self, doing: str) -> str:
-        where = in_words(f"simulator {self._label}", doing, self._seed, self._steps, NO_LENGTH)
-        return f"{where},"

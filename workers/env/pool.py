@@ -1,4 +1,4 @@
-"""A pool of processes, each with one environment: the env worker's side.
+"""An env worker's side of a pool of processes, each with one environment.
 
 ::
 
@@ -7,11 +7,7 @@
                <--Shown------  ...                              which imports for all of them
 
 A socket for each environment: what it shows comes when it is ready, whatever the others do.
-`rlinf_async.workers.env.pool_process` is the other side.
-
-Messages between an env worker and the processes of its pool.
-
-::
+`rlinf_async.workers.env.pool_process` is the other side. The messages::
 
     Begin   worker -> env process    begin an episode
     Act     worker -> env process    take a step
@@ -30,7 +26,6 @@ import os
 import selectors
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -44,15 +39,12 @@ import numpy as np
 from rlinf_async.config import ConfigError
 from rlinf_async.messages.embodied import Choice, Ints
 from rlinf_async.messages.spaces import ObservationSpec
-from rlinf_async.rewards.pool import how_it_ended
+from rlinf_async.processes import frame, how_it_ended, read_message
 from rlinf_async.workers import foreign_calls
 from rlinf_async.workers.env.config import EnvConfig, EnvError, EnvFailed
 from rlinf_async.workers.env.many import Ready
 from rlinf_async.workers.env.stage import Episode
 from rlinf_async.workers.foreign_calls import ForeignCalls, UnderWay
-
-HEADER: Final = struct.Struct("<I")
-"""before each message: its size in bytes"""
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
@@ -103,15 +95,6 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 ToEnv = Begin | Act
 FromEnv = Made | Shown | Broken
 
-_encoder = msgspec.msgpack.Encoder()
-
-
-def frame(message: ToEnv | FromEnv | Ended) -> bytes:
-    """The bytes of a message: header and body."""
-    body = _encoder.encode(message)
-    return HEADER.pack(len(body)) + body
-
-
 MODULE: Final = "rlinf_async.workers.env.pool_process"
 LIMIT: Final = 10.0
 """seconds for the pool process to end, or to say how an env process has ended"""
@@ -149,6 +132,8 @@ class Pool:
         self._decoder = msgspec.msgpack.Decoder(FromEnv)
         pairs = [socket.socketpair() for _ in labels]
         self._sockets = [ours for ours, _ in pairs]
+        # An env process says one thing at a time: nothing waits in a buffer behind what was read.
+        self._files = [ours.makefile("rb") for ours in self._sockets]
         self._control, control = socket.socketpair()
         files = [tempfile.TemporaryFile() for _ in labels]  # noqa: SIM115
         self._calls = [ForeignCalls(one.fileno(), 1) for one in files]
@@ -215,6 +200,8 @@ class Pool:
         for calls in self._calls:
             foreign_calls.watch.remove(calls)
         self._selector.close()
+        for file in self._files:
+            file.close()
         for one in (*self._sockets, self._control):
             one.close()  # they end with it
         try:
@@ -258,24 +245,14 @@ class Pool:
 
     def _heard(self, env: int) -> FromEnv:
         """The next message of an env process; raises what is wrong with it."""
-        try:
-            (size,) = HEADER.unpack(self._read(env, HEADER.size))
-            said: FromEnv = self._decoder.decode(self._read(env, size))
-        except (EOFError, ConnectionResetError):
-            raise self._died(env) from None
+        said: FromEnv | None = None
+        with contextlib.suppress(ConnectionResetError):
+            said = read_message(self._files[env], self._decoder)
+        if said is None:
+            raise self._died(env)
         if isinstance(said, Broken):
             raise EnvFailed(said.error)
         return said
-
-    def _read(self, env: int, size: int) -> bytes:
-        parts = bytearray(size)
-        view = memoryview(parts)
-        while view:
-            count = self._sockets[env].recv_into(view)
-            if not count:
-                raise EOFError
-            view = view[count:]
-        return bytes(parts)
 
     def _died(self, env: int) -> EnvFailed:
         """The end of an env process, which is that of its worker, too: that is started again as
@@ -292,9 +269,8 @@ class Pool:
         """How an env process has ended, as the pool process says within some seconds."""
         self._control.settimeout(LIMIT)
         decoder = msgspec.msgpack.Decoder(Ended)
-        with contextlib.suppress(OSError, EOFError), self._control.makefile("rb") as told:
-            while header := told.read(HEADER.size):
-                ended = decoder.decode(told.read(*HEADER.unpack(header)))
+        with contextlib.suppress(OSError), self._control.makefile("rb") as told:
+            while ended := read_message(told, decoder):
                 if ended.env == env:
                     return ended.status
         return None

@@ -16,19 +16,22 @@ import signal
 import socket
 import sys
 import time
-from types import FrameType
 from typing import Final
 
 import msgspec
 import numpy as np
 
 from rlinf_async.config import UsageError
-from rlinf_async.deadlines import signal_at_end_of_parent
+from rlinf_async.processes import (
+    end_with_parent,
+    frame,
+    leave_signals_to_driver,
+    read_message,
+)
 from rlinf_async.workers import foreign_calls
 from rlinf_async.workers.env.config import EnvConfig, EnvError
 from rlinf_async.workers.env.make import make_env
 from rlinf_async.workers.env.pool import (
-    HEADER,
     Act,
     Begin,
     Broken,
@@ -38,7 +41,6 @@ from rlinf_async.workers.env.pool import (
     PoolStart,
     Shown,
     ToEnv,
-    frame,
 )
 from rlinf_async.workers.env.spaces import ActionReader, ObservationWriter
 from rlinf_async.workers.env.stage import Slot
@@ -50,8 +52,7 @@ GRACE: Final = 5.0
 def main() -> None:
     """Fork a process for each environment, and wait for them."""
     start = msgspec.json.decode(sys.argv[1], type=PoolStart)
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, _nothing)  # for the driver: the worker closes the sockets
+    leave_signals_to_driver()
     sys.path[:] = start.main.pop("sys_path")
     multiprocessing.spawn.prepare(start.main)
     control = socket.socket(fileno=start.control)
@@ -99,9 +100,7 @@ def _wait_for(running: dict[int, int], control: socket.socket) -> None:
 
 def _run_env(start: PoolStart, env: int, owner: int) -> None:
     """Serve one environment, and end this process."""
-    signal_at_end_of_parent(signal.SIGKILL)
-    if os.getppid() != owner:  # it ended before this was set
-        os._exit(0)
+    end_with_parent(owner)
     faulthandler.enable()
     foreign_calls.note_in_descriptor(start.calls[env])
     os.close(start.control)
@@ -142,7 +141,7 @@ class EnvProcess:
         self._slot = Slot(env, writer.write, label=label, seed=0, call=call)
         self._rows = writer.spec.empty(1)
         self._say(Made())
-        while (asked := self._next()) is not None:
+        while (asked := read_message(self._reading, self._decoder)) is not None:
             said: FromEnv
             try:
                 said = self._begin(asked) if isinstance(asked, Begin) else self._step(asked)
@@ -178,19 +177,8 @@ class EnvProcess:
         self._slot.check(row)
         return self._rows.tobytes()
 
-    def _next(self) -> ToEnv | None:
-        header = self._reading.read(HEADER.size)
-        if len(header) < HEADER.size:
-            return None
-        asked: ToEnv = self._decoder.decode(self._reading.read(*HEADER.unpack(header)))
-        return asked
-
     def _say(self, message: FromEnv) -> None:
         self._connection.sendall(frame(message))
-
-
-def _nothing(number: int, where: FrameType | None) -> None:
-    """A handler rather than SIG_IGN, which what an environment starts would inherit."""
 
 
 if __name__ == "__main__":

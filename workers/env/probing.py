@@ -8,17 +8,18 @@ from __future__ import annotations
 import inspect
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from rlinf_async.messages.spaces import Seen, numbers_of
-from rlinf_async.workers.env.config import EnvError, is_interrupt
-from rlinf_async.workers.env.many import BatchedEnv, batch_of, last_name
-from rlinf_async.workers.env.spaces import ObservationWriter, array_of
-from rlinf_async.workers.env.stage import reward_problem
-from rlinf_async.workers.foreign_calls import NOT_NOTED, RESET, STEP, STEP_AND_RESET, Call
+from rlinf_async.workers.env.config import EnvError
+from rlinf_async.workers.env.many import BatchedEnv, batch_of, last_name, one_each
+from rlinf_async.workers.env.spaces import ObservationWriter
+from rlinf_async.workers.env.stage import ForeignEnv, reward_problem
+from rlinf_async.workers.foreign_calls import RESET, STEP, STEP_AND_RESET
 
 if TYPE_CHECKING:
     import gymnasium
@@ -32,46 +33,39 @@ LEAST_STEPS: Final = 4
 RETURNED = "observation, reward, terminated, truncated, info"
 
 
-def probe_one(env: Env, writer: ObservationWriter, name: str, call: Call = NOT_NOTED) -> None:
+def probe_one(env: Env, writer: ObservationWriter, name: str, noted: ForeignEnv) -> None:
     """Reset an environment and take a step with an action of its space.
 
     Raises:
         EnvError: what it returns is not what its spaces and Gymnasium's interface say.
+        EnvFailed: it raised.
     """
     env.action_space.seed(0)
     rows = writer.spec.empty(1)
-    try:
-        returned: Any = _noted(call, RESET, lambda: env.reset(seed=0))
-    except _Raised:
-        return
-    try:
+    with noted.during(RESET):
+        returned: Any = env.reset(seed=0)
+    with _returned_by(f"env {name}: reset()"):
         shown, _ = _parts(returned, "observation, info")
         _write(shown, rows, lambda: writer.write(shown, rows[0]))
-    except ValueError as error:
-        raise EnvError(f"env {name}: reset() returned {error}") from error
-    try:
-        action = env.action_space.sample()
-        returned = _noted(call, STEP, lambda: env.step(action), steps=1)
-    except _Raised:
-        return
-    try:
+    noted.steps += 1
+    with noted.during(STEP):
+        returned = env.step(env.action_space.sample())
+    with _returned_by(f"env {name}: step()"):
         shown, reward, terminated, truncated, _ = _parts(returned, RETURNED)
         _write(shown, rows, lambda: writer.write(shown, rows[0]))
         _check_reward(reward)
         for flag, value in (("terminated", terminated), ("truncated", truncated)):
             if np.shape(value):
                 raise ValueError(f"{flag} of shape {np.shape(value)}, which is no bool")
-    except ValueError as error:
-        raise EnvError(f"env {name}: step() returned {error}") from error
 
 
 def probe_many(
     env: BatchedEnv,
     writer: ObservationWriter,
     name: str,
-    call: Call = NOT_NOTED,
+    noted: ForeignEnv,
     *,
-    shows_last: bool = False,
+    shows_last: bool,
 ) -> None:
     """Reset a simulator of many environments, and take a step in all of them.
 
@@ -79,27 +73,24 @@ def probe_many(
         env: the simulator.
         writer: of its observations.
         name: for errors.
-        call: where its calls are noted.
+        noted: what notes its calls.
         shows_last: whether the last observation of an episode that is cut has to stand in info:
             then it steps on until one is, for about `PATIENCE` seconds.
 
-    Raises: as `probe`.
+    Raises: as `probe_one`.
     """
     rows = writer.spec.empty(env.num_envs)
-    try:
-        returned: Any = _noted(call, RESET, lambda: env.reset(seed=0))
-    except _Raised:
-        return
-    try:
+    with noted.during(RESET):
+        returned: Any = env.reset(seed=0)
+    with _returned_by(f"env {name}: reset()"):
         shown, _ = _parts(returned, "observations, info")
         _write(shown, rows, lambda: writer.write_all(shown, rows))
-    except ValueError as error:
-        raise EnvError(f"env {name}: reset() returned {error}") from error
     space = env.single_action_space
     space.seed(0)
     began = time.monotonic()
     for taken in itertools.count(1):
-        cut = _step_many(env, writer, rows, name, call, taken, shows_last=shows_last)
+        noted.steps = taken
+        cut = _step_many(env, writer, rows, name, noted, shows_last=shows_last)
         enough = taken >= LEAST_STEPS and time.monotonic() - began > PATIENCE
         if cut or enough or not shows_last:
             return
@@ -110,50 +101,37 @@ def _step_many(
     writer: ObservationWriter,
     rows: Seen,
     name: str,
-    call: Call,
-    number: int,
+    noted: ForeignEnv,
     *,
     shows_last: bool,
 ) -> bool:
-    """Take a step; return whether an episode was cut, or nothing more can be looked at."""
+    """Take a step; return whether an episode was cut."""
     space = env.single_action_space
     actions = batch_of([space.sample() for _ in range(env.num_envs)])
-    try:
-        returned: Any = _noted(call, STEP_AND_RESET, lambda: env.step(actions), steps=number)
-    except _Raised:
-        return True
-    try:
+    with noted.during(STEP_AND_RESET):
+        returned: Any = env.step(actions)
+    with _returned_by(f"env {name}: step()"):
         shown, *each, info = _parts(
             returned, "observations, rewards, terminations, truncations, info"
         )
         _write(shown, rows, lambda: writer.write_all(shown, rows))
-        for flag, values in zip(("rewards", "terminations", "truncations"), each, strict=True):
-            shape = array_of(values).shape
-            if shape != (env.num_envs,):
-                raise ValueError(f"{flag} of shape {shape}, there are {env.num_envs} environments")
-        cut = array_of(each[2]).astype(np.bool_) & ~array_of(each[1]).astype(np.bool_)
+        _, terminated, truncated = (
+            one_each(values, flag, env.num_envs)
+            for flag, values in zip(("rewards", "terminations", "truncations"), each, strict=True)
+        )
+        cut = truncated.astype(np.bool_) & ~terminated.astype(np.bool_)
         if shows_last and cut.any():
             last_name(info)
-    except ValueError as error:
-        raise EnvError(f"env {name}: step() returned {error}") from error
     return bool(cut.any())
 
 
-class _Raised(Exception):
-    """The environment has raised."""
-
-
-def _noted(call: Call, what: int, do: Callable[[], Any], steps: int = 0) -> Any:
-    """What an environment returns for a call, from seed 0; raises `_Raised` where it raises."""
-    call.begin(what, 0, steps)
+@contextmanager
+def _returned_by(call: str) -> Iterator[None]:
+    """Name the call whose result does not fit."""
     try:
-        return do()
-    except BaseException as error:
-        if is_interrupt(error):
-            raise
-        raise _Raised from error
-    finally:
-        call.end()
+        yield
+    except ValueError as error:
+        raise EnvError(f"{call} returned {error}") from error
 
 
 def check_seed(env: Env, name: str) -> None:
@@ -179,7 +157,7 @@ def _parts(returned: Any, wanted: str) -> tuple[Any, ...]:
     return returned
 
 
-def _write(shown: Any, rows: Seen, write: Any) -> None:
+def _write(shown: Any, rows: Seen, write: Callable[[], object]) -> None:
     try:
         write()
     except ValueError:

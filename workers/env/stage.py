@@ -1,4 +1,4 @@
-"""A group of environments that are stepped together.
+"""Environments that are stepped together, one at a time or as a stage.
 
 An episode that ends is followed by the next in the same step: the row of ``observation`` is then of
 the new episode, and the last observation of one that was cut is kept for the bootstrap. Stepping
@@ -7,14 +7,13 @@ and resetting are two calls, because a reset may take a thousand times as long::
     needs_reset --reset()--> ready --step(answer)--> ready, or needs_reset where episodes ended
 
 All calls block, and must not overlap: `rlinf_async.workers.host` runs them one at a time.
-
-One environment: its seed, its episode so far, and errors that name both.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -26,7 +25,15 @@ from rlinf_async.messages.spaces import Seen, all_finite, numbers_of
 from rlinf_async.rewards.judging import MAX_REWARD
 from rlinf_async.workers.env.config import EnvFailed, is_interrupt
 from rlinf_async.workers.env.spaces import ActionReader
-from rlinf_async.workers.foreign_calls import CLOSE, NOT_NOTED, RESET, STEP, Call, in_words
+from rlinf_async.workers.foreign_calls import (
+    CLOSE,
+    NO_LENGTH,
+    NOT_NOTED,
+    RESET,
+    STEP,
+    Call,
+    in_words,
+)
 
 if TYPE_CHECKING:
     import gymnasium
@@ -58,7 +65,58 @@ def reward_problem(reward: float) -> str:
     return f"the reward {reward:g}{beyond if math.isfinite(reward) else ''}"
 
 
-class Slot:
+class ForeignEnv:
+    """An environment, or a simulator of many, whose calls are noted and named in errors.
+
+    Args:
+        label: stands in every error, as ``"env FetchReachDense-v4[3]"``.
+        seed: of its random numbers.
+        call: where its calls are noted.
+        length: steps of its episode, or `NO_LENGTH` for a simulator of many.
+    """
+
+    def __init__(self, label: str, seed: int, call: Call, length: int = NO_LENGTH) -> None:
+        self.label, self.seed, self.call, self.length = label, seed, call, length
+        self.steps = 0
+        """steps since the environment was made"""
+
+    def during(self, what: int) -> _During:
+        """Return the context in which to call ``what``, such as `STEP`.
+
+        Leaving it by an exception raises `EnvFailed`; a Ctrl-C is raised as it is.
+        """
+        return _During(self, what)
+
+    def failed(self, what: int, problem: str) -> EnvFailed:
+        """Return the error for a problem with a call, named with seed and step."""
+        where = in_words(self.label, what, self.seed, self.steps, self.length)
+        return EnvFailed(f"{where}, {problem}")
+
+
+class _During:
+    """A call of an environment. No generator: it stands in every step."""
+
+    __slots__ = ("_env", "_what")
+
+    def __init__(self, env: ForeignEnv, what: int) -> None:
+        self._env, self._what = env, what
+
+    def __enter__(self) -> None:
+        env = self._env
+        env.call.begin(self._what, env.seed, env.steps, env.length)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._env.call.end()
+        if error is not None and not is_interrupt(error):
+            raise self._env.failed(self._what, f"raised {raised(error)}") from error
+
+
+class Slot(ForeignEnv):
     """Steps one environment, writing its observations into rows that it is given."""
 
     def __init__(
@@ -70,20 +128,13 @@ class Slot:
         seed: int,
         call: Call = NOT_NOTED,
     ) -> None:
-        """``call`` is where its calls are noted."""
+        """``label`` is ``"FetchReachDense-v4[3]"``; ``call`` is where its calls are noted."""
+        super().__init__(f"env {label}", seed, call, length=0)
         self.env = env
-        self._call = call
-        self.label = label
-        """``"FetchReachDense-v4[3]"``: stands in every error"""
-        self.seed = seed
-        self.steps = 0
-        """steps since the environment was made"""
         self._write = write
         self.action_rewards: list[float] = []
         """of the actions that the last step executed, where actions come in chunks"""
         self._return = 0.0
-        self.length = 0
-        """steps of the episode so far"""
 
     def reset(self, row: Any, seed: int | None = None) -> None:
         """Begin an episode; with a seed, seed the environment's random numbers too.
@@ -94,14 +145,9 @@ class Slot:
         if seed is not None:
             self.seed = seed
         self._return, self.length = 0.0, 0
-        self._call.begin(RESET, self.seed, self.steps, 0)
-        try:
+        with self.during(RESET):
             observation, _ = self.env.reset(seed=seed)
             self._write(observation, row)
-        except BaseException as error:
-            raise self.failed("reset", error) from error
-        finally:
-            self._call.end()
 
     def step(self, action: Any, row: Any) -> tuple[float, bool, bool, Episode | None]:
         """Take one step: reward, terminated, truncated, and the episode if it ended with this step.
@@ -111,18 +157,13 @@ class Slot:
         """
         self.steps += 1
         self.length += 1
-        self._call.begin(STEP, self.seed, self.steps, self.length)
-        try:
+        with self.during(STEP):
             observation, reward, terminated, truncated, info = self.env.step(action)
             self._write(observation, row)
             gained, going_on = float(reward), not (terminated or truncated)
             self.action_rewards = info.get(ACTION_REWARDS, [])
-        except BaseException as error:
-            raise self.failed("step", error) from error
-        finally:
-            self._call.end()
         if problem := reward_problem(gained):
-            raise EnvFailed(f"{self._where('step')} returned {problem}")
+            raise self.failed(STEP, f"returned {problem}")
         self.length += max(len(self.action_rewards) - 1, 0)
         self._return += gained
         if going_on:
@@ -136,13 +177,8 @@ class Slot:
         Raises:
             EnvFailed: the environment raised.
         """
-        self._call.begin(CLOSE, self.seed, self.steps, self.length)
-        try:
+        with self.during(CLOSE):
             self.env.close()
-        except BaseException as error:
-            raise self.failed("close", error) from error
-        finally:
-            self._call.end()
 
     def check(self, row: Any) -> None:
         """Raise `EnvFailed` if the observation has NaN or infinity."""
@@ -151,20 +187,11 @@ class Slot:
             return
         bad = np.flatnonzero(~np.isfinite(numbers))
         if bad.size:
-            raise EnvFailed(
-                f"{self._where('step')} returned an observation with {bad.size} values that are "
-                f"NaN or infinite as float32, the first at index {bad[0]} of {numbers.size}"
+            raise self.failed(
+                STEP,
+                f"returned an observation with {bad.size} values that are NaN or infinite as "
+                f"float32, the first at index {bad[0]} of {numbers.size}",
             )
-
-    def failed(self, doing: str, error: BaseException) -> EnvFailed:
-        """The error for something that the environment raised; a Ctrl-C is raised as it is."""
-        if is_interrupt(error):
-            raise error
-        return EnvFailed(f"{self._where(doing)} raised {raised(error)}")
-
-    def _where(self, doing: str) -> str:
-        where = in_words(f"env {self.label}", doing, self.seed, self.steps, self.length)
-        return f"{where},"
 
 
 class Outcome(msgspec.Struct):

@@ -15,7 +15,7 @@ from rlinf_async.workers.env.make import describe_env, opened
 from rlinf_async.workers.env.make_batched import autoreset_of
 from rlinf_async.workers.env.many import BatchedEnv, batch_of
 from rlinf_async.workers.env.spaces import ObservationWriter, array_of
-from rlinf_async.workers.env.stage import Slot
+from rlinf_async.workers.env.stage import ForeignEnv, Slot
 from rlinf_async.workers.foreign_calls import RESET, STEP_AND_RESET, Call
 
 
@@ -62,14 +62,14 @@ def seconds_of(call: Callable[[], object], enough: float) -> float:
 
 def _stepped(config: EnvConfig, measure: float) -> Stepped:
     count = config.envs_per_stage
-    with opened(config) as (env, spaces, call):
+    with opened(config) as (env, spaces, noted):
         writer = ObservationWriter(getattr(env, spaces[0]), config.name)
         rows = writer.spec.empty(count)
         if config.many_in_a_call:
             by_hand = autoreset_of(config, env) == "disabled"
-            seconds = _many(env, writer, rows, call, measure, by_hand=by_hand)
+            seconds = _many(env, writer, rows, noted, measure, by_hand=by_hand)
         else:
-            seconds = count * _one(env, writer, config, rows, call, measure)
+            seconds = count * _one(env, writer, config, rows, noted.call, measure)
     return Stepped(seconds, rows.tobytes())
 
 
@@ -95,25 +95,23 @@ def _many(
     env: BatchedEnv,
     writer: ObservationWriter,
     rows: Seen,
-    call: Call,
+    noted: ForeignEnv,
     measure: float,
     *,
     by_hand: bool,
 ) -> float:
     """Seconds of a step of a simulator, whose episodes it begins itself, or we ``by_hand``."""
-    call.begin(RESET)
-    shown, _ = env.reset(seed=0)
-    call.end()
+    with noted.during(RESET):
+        shown, _ = env.reset(seed=0)
     writer.write_all(shown, rows)
     space = env.single_action_space
     space.seed(0)
     actions = batch_of([space.sample() for _ in range(env.num_envs)])
 
     def step() -> None:
-        call.begin(STEP_AND_RESET)
-        _, _, terminated, truncated, _ = env.step(actions)
-        if by_hand and (ended := array_of(terminated) | array_of(truncated)).any():
-            env.reset(options={"reset_mask": ended})
-        call.end()
+        with noted.during(STEP_AND_RESET):
+            _, _, terminated, truncated, _ = env.step(actions)
+            if by_hand and (ended := array_of(terminated) | array_of(truncated)).any():
+                env.reset(options={"reset_mask": ended})
 
     return seconds_of(step, measure)
