@@ -17,7 +17,8 @@ import pytest
 from rlinf_async import deadlines
 from rlinf_async.channels.wire.session.link import GRACE_SECONDS
 from rlinf_async.messages.language import Failed, Scored
-from rlinf_async.rewards.pool import CLOSED_SECONDS, Judged, Scorer, frame
+from rlinf_async.processes import frame
+from rlinf_async.rewards.pool import CLOSED_SECONDS, Judged, Scorer
 from rlinf_async.runtime.calls import GroupCall
 from rlinf_async.runtime.child import Outcome
 from rlinf_async.runtime.jobs.view import SPANS_LIMIT, LiveView
