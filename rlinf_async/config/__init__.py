@@ -13,7 +13,13 @@ A Struct stands beside the code that it configures; nothing here knows any of th
 
 from rlinf_async.config.dump import to_toml
 from rlinf_async.config.load import Document, load
-from rlinf_async.config.registry import ConfigError, MissingDevice, MissingExtra, UsageError
+from rlinf_async.config.registry import (
+    ConfigError,
+    MissingDevice,
+    MissingExtra,
+    UsageError,
+    needed,
+)
 
 __all__ = [
     "ConfigError",
@@ -22,5 +28,6 @@ __all__ = [
     "MissingExtra",
     "UsageError",
     "load",
+    "needed",
     "to_toml",
 ]

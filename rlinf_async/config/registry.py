@@ -74,6 +74,19 @@ class MissingExtra(UsageError):
         self.extra = extra
 
 
+def needed(module: str, *, extra: str, needed_for: str) -> Any:
+    """Import a module of an optional dependency.
+
+    Raises:
+        MissingExtra: it, or a module that it imports, is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        missing = error.name or module
+        raise MissingExtra(missing, extra=extra, needed_for=needed_for) from error
+
+
 class MissingDevice(UsageError):
     """A device that the configuration names is not there."""
 

@@ -1,6 +1,4 @@
-"""The configuration of the data: which they are, and how they become prompts.
-
-Errors about data.
+"""Configuration of the data, which they are and how they become prompts, and errors about data.
 
 ::
 

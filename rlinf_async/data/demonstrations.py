@@ -8,18 +8,16 @@
 
 Images are uint8 and texts UTF-8 bytes, as in `rlinf_async.messages.spaces`; actions are those of
 the policy: with ``env.actions = "rescale"`` bounds are -1 and 1. Those outside of the bounds are
-refused. A folder of LeRobot's format is read too: see `lerobot`.
+refused.
 
-Demonstrations in a folder of LeRobot's format (version 2): Parquet files, pictures in them.
-
-::
+A folder of LeRobot's format (version 2) is read too, where its pictures are not in videos::
 
     meta/info.json                            features, episodes, where the files are
     meta/tasks.jsonl                          the instructions
     data/chunk-000/episode_000000.parquet     a row for each step
 
 ``observation.state`` becomes the state, ``observation.images.NAME`` (or ``observation.image``) the
-image called ``NAME``, and the task of a row the instruction. Pictures in videos are not read.
+image called ``NAME``, and the task of a row the instruction.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rlinf_async.config import MissingExtra
+from rlinf_async.config import needed
 from rlinf_async.data.config import DataError
 from rlinf_async.messages.spaces import STATE, ObservationSpec, Part, Seen
 
@@ -96,10 +94,7 @@ def lerobot_arrays(folder: Path, spec: ObservationSpec) -> Iterator[tuple[Path, 
         DataError: a file that is damaged, or has other columns.
         MissingExtra: pyarrow is not installed.
     """
-    try:
-        parquet: Any = importlib.import_module("pyarrow.parquet")
-    except ModuleNotFoundError:
-        raise MissingExtra("pyarrow", extra="llm", needed_for=str(folder)) from None
+    parquet = needed("pyarrow.parquet", extra="llm", needed_for=str(folder))
     info = lerobot_info(folder)
     tasks = _tasks(folder)
     for number in range(info["total_episodes"]):

@@ -9,27 +9,19 @@ restored run gets the prompts that it would have got without the interruption.
                                      --> longer than max_prompt_tokens  --> DataError, or left out
                                      --> `Prompt`
 
-From a record to a prompt: columns, chat template, tokens.
-
-::
-
     prompt column: text ---------> [system message,] user message ---+
                    messages -----> [system message,] messages -------+--chat template--> text
                    text, chat = false ---------------------------------------------------> text
     text --tokenizer--> token ids     special tokens are the template's, or else the tokenizer's
 
-The tokenizer of a checkpoint folder.
-
-A tokenizer of single characters, for models that are trained from scratch.
-
-Every printable ASCII character is a token, each digit included, and so are the roles of a chat:
-102 tokens. A model of some hundred thousand parameters learns arithmetic with it. Saved to a
-folder, it is an ordinary Hugging Face tokenizer, which transformers and vLLM load.
+The tokenizer is that of a checkpoint folder, or one of single characters for models that are
+trained from scratch: every printable ASCII character is a token, each digit included, and so are
+the roles of a chat, 102 tokens. A model of some hundred thousand parameters learns arithmetic with
+it. Saved to a folder, it is an ordinary Hugging Face tokenizer, which transformers and vLLM load.
 """
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
 import string
@@ -44,7 +36,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rlinf_async.config import MissingExtra
+from rlinf_async.config import needed
 from rlinf_async.data.config import DataChanged, DataConfig, DataError, PromptTooLong
 from rlinf_async.data.records import (
     REFERENCE_COLUMN,
@@ -103,11 +95,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
             f"{path} holds no tokenizer: none of {', '.join(FILES)} is there; copy "
             "tokenizer.json and tokenizer_config.json of the model into it"
         )
-    try:
-        library = importlib.import_module("transformers")
-    except ModuleNotFoundError as error:
-        missing = error.name or "transformers"
-        raise MissingExtra(missing, extra="llm", needed_for=f"tokenizer {path}") from error
+    library = needed("transformers", extra="llm", needed_for=f"tokenizer {path}")
     try:
         tokenizer: Tokenizer = library.AutoTokenizer.from_pretrained(
             str(path), local_files_only=True, trust_remote_code=False
@@ -560,12 +548,9 @@ CHAT_TEMPLATE: Final = (
 
 def arithmetic_tokenizer() -> Any:
     """The tokenizer, as a `transformers.PreTrainedTokenizerFast`. Raises `MissingExtra`."""
-    try:
-        tokenizers = importlib.import_module("tokenizers")
-        transformers = importlib.import_module("transformers")
-    except ModuleNotFoundError as error:
-        missing = error.name or "transformers"
-        raise MissingExtra(missing, extra="llm", needed_for="the arithmetic tokenizer") from error
+    wanted_by = "the arithmetic tokenizer"
+    tokenizers = needed("tokenizers", extra="llm", needed_for=wanted_by)
+    transformers = needed("transformers", extra="llm", needed_for=wanted_by)
     special = (PAD, END, UNKNOWN, *ROLES)
     words = {word: at for at, word in enumerate((*special, *CHARACTERS))}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token=UNKNOWN))

@@ -1,11 +1,10 @@
-"""Records on disk: JSON lines, a dataset saved by Hugging Face datasets, Parquet or Arrow files.
+"""Records: tables of one prompt each, from files on disk or made by reasoning-gym tasks.
 
-Nothing is copied into a cache. A line is read again from its file whenever it is asked for; of
-tables, only the columns that are used are read.
+Files are JSON lines, a dataset saved by Hugging Face datasets, Parquet or Arrow. Nothing is copied
+into a cache. A line is read again from its file whenever it is asked for; of tables, only the
+columns that are used are read. Entries of tasks are made from a seed, with nothing to download.
 
-Values of data files as they were written: one rule for every type of JSON, Parquet and Arrow.
-
-::
+Values are kept as they were written, by one rule for every type of JSON, Parquet and Arrow::
 
     text, and bytes that are UTF-8     the text
     integer, of any size               its digits
@@ -16,13 +15,8 @@ Values of data files as they were written: one rule for every type of JSON, Parq
     list, struct, map                  JSON, with each value by this rule; a map as a list of pairs
     null, NaN, infinity, other bytes   refused, with file, record and column
 
-Records: plain tables of one prompt each, wherever they come from.
-
-Entries of reasoning-gym tasks as records: made from a seed, with nothing to download.
-
-Digests of all bytes of files: xxh3 of 128 bits. They tell changes, not forgeries.
-
-A second of CPU time is enough for about 8 GB that are in memory; several files are read at a time.
+Digests are xxh3 of 128 bits over all bytes of files: they tell changes, not forgeries. A second of
+CPU time is enough for about 8 GB that are in memory; several files are read at a time.
 """
 
 from __future__ import annotations
@@ -44,7 +38,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from rlinf_async.config import MissingExtra
+from rlinf_async.config import needed
 from rlinf_async.config.registry import nearest, raised
 from rlinf_async.data.config import DataConfig, DataError
 from rlinf_async.rewards.reasoning import open_task, reference_of
@@ -377,7 +371,7 @@ def open_tables(path: Path, split: str, columns: Sequence[str]) -> Records:
         DataError: it holds no tables, no such split, or not these columns.
         MissingExtra: the library datasets is not installed.
     """
-    library = _library(path)
+    library = needed("datasets", extra="llm", needed_for=f"reading {path}")
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         dataset, path, files = _saved(library, path, split)
         counts = [(str(path), len(dataset))]
@@ -466,14 +460,6 @@ def _tables(library: Any, files: Sequence[Path]) -> tuple[Any, list[tuple[str, i
         return library.concatenate_datasets(tables), counts
     except (ValueError, TypeError) as error:
         raise DataError(f"the files beside {files[0]} do not fit together: {error}") from error
-
-
-def _library(path: Path) -> Any:
-    try:
-        return importlib.import_module("datasets")
-    except ModuleNotFoundError as error:
-        missing = error.name or "datasets"
-        raise MissingExtra(missing, extra="llm", needed_for=f"reading {path}") from error
 
 
 REFERENCE_COLUMN: Final = "reasoning_gym"

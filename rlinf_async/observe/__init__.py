@@ -4,10 +4,9 @@
 
     run_folder      where all of it is kept             files           written whole or not at all
     run_lock        which process keeps it              status          the same seen by another one
-    metrics         rows of numbers: CSV and sinks      learning_curve  a picture of them
-    trace           spans of workers                    perfetto        the trace file
-    busy, timeline  who was busy when, and its picture  video           the policy in its env
-    progress        the live view                       summary         the result of the run
+    metrics         rows of numbers: CSV and sinks      trace           spans of workers, in a file
+    progress        the live view                       pictures        timeline, learning curve
+    summary         the result of the run               video           the policy in its env
 
 Light names are here; what draws is imported from its own module, because workers trace and never
 draw: ``from rlinf_async.observe.pictures import draw_timeline``.

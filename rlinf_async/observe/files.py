@@ -1,10 +1,8 @@
-"""Atomic writes: a file is the old or the new one, whenever the process is killed.
+"""Files of a run: atomic writes, and errors that say what the caller can do.
 
 Invariant: a reader of a path written here never sees half a file. The bytes go to a hidden
 neighbour, are synced, and are renamed over the path. (Not synced where a file may be lost with the
 machine.)
-
-Errors in showing a run and writing its files, by what the caller can do about them.
 
 ::
 
@@ -108,10 +106,18 @@ def write_all(path: Path, data: bytes) -> None:
 
 
 def append_all(descriptor: int, data: bytes) -> None:
-    """Write every byte: a disk that is nearly full takes a part first, and fails on the rest."""
+    """Append every byte, or none where it fails with an `OSError`.
+
+    A disk that is nearly full takes a part first, and fails on the rest.
+    """
+    end = os.fstat(descriptor).st_size
     rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
+    try:
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+    except OSError:
+        os.ftruncate(descriptor, end)
+        raise
 
 
 def is_partial(path: Path) -> bool:

@@ -1,13 +1,11 @@
-"""A CSV of numbers that only grows, and survives being killed at any byte.
+"""Metrics of a run: one row of numbers per iteration, in a CSV and in named sinks.
+
+The CSV is the record that everything else reads; a sink (TensorBoard, or one from the entry point
+group ``rlinf_async.metrics``) gets the same rows.
 
 The first column is ``step``. A new name becomes a new last column: the file is then replaced by one
 with the longer header, at once. A row is one write to the end of the file, so a kill can tear only
 the last line; a torn line is dropped when the file is opened again.
-
-Metrics of a run: one row of numbers per iteration, in a CSV and in named sinks.
-
-The CSV is the record that everything else reads; a sink (TensorBoard, or one from the entry point
-group ``rlinf_async.metrics``) gets the same rows.
 
 Invariant: however often a run is killed and resumed, each step stands in the CSV once.
 """
@@ -83,12 +81,7 @@ class CsvLog:
         lines = [_line(_text(row.get(name)) for name in self._columns) for row in self._unwritten]
         assert self._descriptor is not None
         with explaining("write", self._path):
-            end = os.fstat(self._descriptor).st_size
-            try:
-                append_all(self._descriptor, "".join(lines).encode())
-            except OSError:
-                os.ftruncate(self._descriptor, end)
-                raise
+            append_all(self._descriptor, "".join(lines).encode())
         self._unwritten.clear()
 
     def check_in_place(self) -> None:

@@ -1,12 +1,13 @@
-"""A picture of who was busy when: one row per worker, one colour per span name.
+"""Pictures of a run: who was busy when, and what was learned.
 
-The upper part shows the whole run, the lower part a short stretch of its middle, in which single
-spans can be seen. A column of pixels is coloured by the share of its time that each name had, so
-that a hundred thousand spans are drawn as truly as ten.
+The timeline has one row per worker, one colour per span name. Its upper part shows the whole run,
+the lower part a short stretch of its middle, in which single spans can be seen. A column of pixels
+is coloured by the share of its time that each name had, so that a hundred thousand spans are drawn
+as truly as ten.
 
-A picture of the learning: what a run is measured by, over what it took and over seconds.
+The learning curve shows what a run is measured by, over what it took and over seconds.
 
-Figures without pyplot: no global state, no display, and a file that is whole or not there.
+Figures are made without pyplot: no global state, no display, and a file that is whole or not there.
 """
 
 from __future__ import annotations

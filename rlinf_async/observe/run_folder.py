@@ -82,6 +82,21 @@ class RunFolder:
         restarts: Mapping[str, int] | None = None,
     ) -> None:
         self.path = path
+        self.config = path / _CONFIG
+        self.metrics = path / "metrics.csv"
+        self.tensorboard = path / "tensorboard"
+        self.learning_curve = path / "learning_curve.png"
+        self.video = path / "video.mp4"
+        self.trace = path / "trace.json.gz"
+        self.timeline = path / "timeline.png"
+        self.workers_log = path / "workers.log"
+        """The output of the workers; not there while they have printed nothing."""
+        self.checkpoints = path / "checkpoints"
+        self.trained = path / "trained"
+        """The trained model, of jobs that export one."""
+        self.summary = path / _SUMMARY
+        self.status = path / STATUS
+        """What the live view shows, while the run goes on."""
         self.restarts_before = dict(restarts or {})
         """Restarts of workers in earlier starts of this run, by worker."""
         self._made = made
@@ -119,67 +134,15 @@ class RunFolder:
         except BaseException:
             release_lock(lock)
             raise
-        resumed = marker is not None
         return cls(
             folder,
             lock,
-            resumed=resumed,
+            resumed=marker is not None,
             made=made,
             replaced=replaced,
             notes=notes,
             restarts=restarts,
         )
-
-    @property
-    def config(self) -> Path:
-        return self.path / _CONFIG
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.csv"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def learning_curve(self) -> Path:
-        return self.path / "learning_curve.png"
-
-    @property
-    def video(self) -> Path:
-        return self.path / "video.mp4"
-
-    @property
-    def trace(self) -> Path:
-        return self.path / "trace.json.gz"
-
-    @property
-    def timeline(self) -> Path:
-        return self.path / "timeline.png"
-
-    @property
-    def workers_log(self) -> Path:
-        """The output of the workers; not there while they have printed nothing."""
-        return self.path / "workers.log"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def trained(self) -> Path:
-        """The trained model, of jobs that export one."""
-        return self.path / "trained"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / _SUMMARY
-
-    @property
-    def status(self) -> Path:
-        """What the live view shows, while the run goes on."""
-        return self.path / STATUS
 
     def close(self) -> None:
         """Release the folder for other processes; a second close has no effect."""
@@ -244,7 +207,8 @@ def _read_marker(folder: Path, *, resume: bool) -> _Marker | None:
 
 def newest_run(runs: Path = RUNS) -> Path | None:
     """The run below this folder that was started last; None where there is none."""
-    found = ((_marker_of(path), path) for path in _below(runs))
+    folders = sorted(runs.iterdir()) if runs.is_dir() else []
+    found = ((_marker_of(path), path) for path in folders)
     starts = [(marker.starts[-1:], path) for marker, path in found if marker is not None]
     return max(starts)[1] if starts else None
 
@@ -260,10 +224,6 @@ def check_is_run(folder: Path) -> None:
             f"{folder} is not the folder of a run (it has no {MARKER} of one); name one that "
             "rlinf-async train has made"
         )
-
-
-def _below(folder: Path) -> list[Path]:
-    return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
 def _marker_of(folder: Path) -> _Marker | None:

@@ -55,12 +55,7 @@ class TensorBoardSink:
         record = io.BytesIO()
         RecordWriter(record).write(event.SerializeToString())
         with explaining("write", self._path):
-            end = os.fstat(self._descriptor).st_size
-            try:
-                append_all(self._descriptor, record.getvalue())
-            except OSError:
-                os.ftruncate(self._descriptor, end)
-                raise
+            append_all(self._descriptor, record.getvalue())
 
 
 def _next_name(earlier: list[Path]) -> str:

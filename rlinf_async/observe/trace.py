@@ -1,38 +1,27 @@
-"""The trace file: Chrome's JSON trace format, compressed. https://ui.perfetto.dev opens it.
-
-One process per worker. Spans of a worker that overlap without one containing the other (tasks of
-one event loop do) cannot be in one row of that format; they get rows of their own, as few as
-possible, which the file calls threads.
-
-Numbers over time (`Counter`) are tracks of one more process, "channels".
-
-Format: "Trace Event Format", complete events (``ph: X``) and counters (``ph: C``), times in
-microseconds.
-
-Spans: what a worker did, from when, for how long; and the Perfetto file made of them.
+"""Spans: what a worker did, from when, for how long; and the trace file made of them.
 
 Every worker has its own `SpanRecorder` and hands its spans on with `take`; the run merges them by
-time alone. Times are of ``CLOCK_MONOTONIC`` in nanoseconds, which all processes of a host share;
-those of other hosts are aligned where they arrive (`rlinf_async.observe.trace`).
-
-Invariant: a span is either in what `take` returns, once, or counted in ``left_out``.
-
-How a worker's time was spent, from spans that may nest and overlap.
-
-At every moment one span is in the foreground: of those that are open the one that started last, and
-a wait only while nothing else is open. So the pieces below never overlap, and their times add up.
-
-Clocks of other hosts: measured offsets, so that a trace of several hosts has one time.
-
-::
+time alone. Times are of ``CLOCK_MONOTONIC`` in nanoseconds, which begins when a host starts and is
+the same for all of its processes. Those of other hosts are aligned where they arrive, by offsets
+that `PeerClock` measures::
 
     this host   sent ----------------------- received        the true offset is between
     other host            its time                           its time - received and its time - sent
 
-``CLOCK_MONOTONIC`` begins when a host starts and is the same for all of its processes, so nothing
-has to be aligned there: where zero is possible, the offset is zero.
+Where an offset of zero is possible, it is zero.
 
-Numbers over time for the trace, and how fast counts grow.
+Invariant: a span is either in what `take` returns, once, or counted in ``left_out``.
+
+At every moment one span is in the foreground: of those that are open the one that started last, and
+a wait only while nothing else is open. So the pieces of `foreground` never overlap, and their times
+add up.
+
+The file is of Chrome's JSON trace format, compressed; https://ui.perfetto.dev opens it ("Trace
+Event Format": complete events, ``ph: X``, and counters, ``ph: C``, times in microseconds). A worker
+is a process in it. Spans of a worker that overlap without one containing the other (tasks of one
+event loop do) cannot be in one row of that format; they get rows of their own, as few as possible,
+which the file calls threads. Numbers over time (`Counter`) are tracks of one more process,
+"channels".
 """
 
 from __future__ import annotations

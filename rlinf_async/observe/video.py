@@ -1,15 +1,12 @@
-"""A video of a policy in its environment, or pictures of it.
+"""A video of a policy in its environment, or pictures of it side by side.
 
 Everything happens in the calling thread, on an env that is made here: an OpenGL context belongs to
 the thread that made it, and rendering from another one gives black frames without an error. So do
 not call this by ``asyncio.to_thread``, nor after other rendering envs of this process were closed;
 the runtime gives it a process of its own. Black frames that come all the same are an error.
 
-An mp4 that grows by a frame at a time, through the ffmpeg that comes with imageio-ffmpeg.
-
-Pictures of an episode side by side, as a PNG: for a page, a paper or a pull request.
-
-What takes the frames of an episode: a video, or a strip of pictures.
+An mp4 grows by a frame at a time, through the ffmpeg that comes with imageio-ffmpeg; pictures of an
+episode are one PNG, for a page, a paper or a pull request.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From one answer to one typed outcome, whatever the verifier does.
+"""Verifiers by name, and from one answer to one typed outcome, whatever a verifier does.
 
 ::
 
@@ -6,12 +6,9 @@
     raises Reject                        -> Rejected
     anything else                        -> Failed, with what was wrong; never a silent 0
 
-Verifiers by name. A name with a colon in it is the import path of a user's function.
-
-An entry of `VERIFIERS` is a function that returns the verifier: importing sympy for ``math`` takes
-a second, and is done only where ``math`` is used.
-
-The argument of a verifier, and how a verifier refuses.
+A name with a colon in it is the import path of a user's function. An entry of `VERIFIERS` is a
+function that returns the verifier: importing sympy for ``math`` takes a second, and is done only
+where ``math`` is used.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""The last number of a text, read exactly, or not at all.
+"""``exact`` and ``numeric``: the answer is the reference, as text or as a number.
 
-::
+The last number of a text is read exactly, or not at all::
 
-    text --signs, spaces, \\frac as plain characters--> the last digits that begin a word
+    text --signs, spaces, \frac as plain characters--> the last digits that begin a word
          --a number around them, what stands before and after it--> `Number`, or None
 
 Invariant: what can be read in two ways is not read, except as the table in docs/language-data.md
 decides it. A number that could be meant by several values would be right for a wrong answer.
-
-``exact`` and ``numeric``: the answer is the reference, as text or as a number.
 """
 
 from __future__ import annotations

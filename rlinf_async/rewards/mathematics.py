@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import re
 from functools import partial
 from typing import Any, Final
 
-from rlinf_async.config import MissingExtra
+from rlinf_async.config import needed
 from rlinf_async.rewards.judging import VERIFIERS, Answer, Reject, Verifier
 from rlinf_async.rewards.matching import Number, last_number, with_plain_signs
 
@@ -25,11 +24,7 @@ _MARKS: Final = ("$", "\\boxed", "\\(", "\\[")
 def load_math() -> Verifier:
     """1 where the last box of the answer, or else its last expression, equals the reference; else
     0."""
-    try:
-        library = importlib.import_module("math_verify")
-    except ModuleNotFoundError as error:
-        missing = error.name or "math_verify"
-        raise MissingExtra(missing, extra="llm", needed_for="verifier 'math'") from error
+    library = needed("math_verify", extra="llm", needed_for="verifier 'math'")
     for module in (
         "grader",
         "parser",

@@ -9,14 +9,13 @@ compared.
 from __future__ import annotations
 
 import ast
-import importlib
 import warnings
 from functools import lru_cache
 from typing import Any
 
 import msgspec
 
-from rlinf_async.config import ConfigError, MissingExtra
+from rlinf_async.config import ConfigError, needed
 from rlinf_async.config.registry import nearest
 from rlinf_async.rewards.judging import VERIFIERS, Answer, Reject, Verifier
 
@@ -121,10 +120,6 @@ def imported(module: str) -> Any:
     Raises:
         MissingExtra: reasoning-gym is not installed.
     """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)
-            return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        missing = error.name or "reasoning_gym"
-        raise MissingExtra(missing, extra="llm", needed_for="reasoning-gym") from error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        return needed(module, extra="llm", needed_for="reasoning-gym")

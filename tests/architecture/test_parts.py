@@ -23,7 +23,7 @@ ELSEWHERE = {
     "rlinf_async/parallel": "names of decoders, as each library has them",
 }
 """where a name is not that of a part, or the public class that is called so, and why"""
-LIBRARY = ("import_module", "find_spec", "MissingExtra", "getattr")
+LIBRARY = ("import_module", "needed", "find_spec", "MissingExtra", "getattr")
 """calls whose arguments are modules"""
 
 

@@ -1,6 +1,4 @@
-"""The configuration of environments.
-
-Errors of environments.
+"""The configuration of environments, their seeds, and their errors.
 
 ::
 
@@ -8,9 +6,8 @@ Errors of environments.
     +-- EnvFailed            it raised, or returned what cannot be trained on: names env, step, seed
     RolloutGone              no rollout worker is left that could answer (a ChannelError)
 
-A wrong configuration raises `rlinf_async.config.UsageError` before any environment is made.
-
-Seeds of environments and of evaluation episodes, different for any two.
+A wrong configuration raises `rlinf_async.config.UsageError` before any environment is made. Seeds
+of environments and of evaluation episodes are different for any two.
 """
 
 from __future__ import annotations

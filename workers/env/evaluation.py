@@ -1,14 +1,15 @@
-"""Episodes of the deterministic policy, each from a fixed seed.
+"""Episodes of the deterministic policy, what it remembers, and how long it waits to answer.
 
 An episode starts from its own seed, in whichever environment is free, and each one counts, however
 long it takes: short episodes are not favoured. The same weights give the same result if
 ``reset(seed)`` clears all state of the episode before. Which episodes share a forward pass depends
-on timing and on the number of workers, and can change the last bits of an action.
-
-How long the environments that are ready wait for others, before the policy answers them.
+on timing and on the number of workers, and can change the last bits of an action. A simulator that
+steps many environments in one call is seeded once, and each of its environments plays the same
+number of episodes (or one less), one after the other.
 
 A forward pass costs nearly the same for one environment and for many, so it pays to wait for those
-that will be ready soon, and not for a slow one. Which it is, nobody knows beforehand. Two rules::
+that will be ready soon, and not for a slow one. Which it is, nobody knows beforehand. Two rules
+(`Readiness`)::
 
     count     wait until so many are ready; with all of a stage: lock-step
     adaptive  wait while those that are ready have waited, on average, less than an answer takes
@@ -24,14 +25,8 @@ none has waited longer than that answer took. So a step costs ``t + 2 f`` on ave
 (For the cost of acknowledgments in TCP such a rule is known as 2-competitive: Dooly, Goldman and
 Scott, "On-line analysis of the TCP acknowledgment delay problem", JACM 2001.)
 
-Episodes of the deterministic policy in a simulator that steps many environments in one call.
-
-Every environment plays the same number of episodes (or one less), one after the other, and each
-counts, however long it takes: short episodes are not favoured. The simulator is seeded once.
-
-What a recurrent policy remembers of a stage's episodes: it travels with questions and answers.
-
-A rollout worker keeps nothing between two questions, so any of them can answer the next one, and
+What a recurrent policy remembers of a stage's episodes travels with questions and answers. A
+rollout worker keeps nothing between two questions, so any of them can answer the next one, and
 none is missed when it dies. Invariant: an episode begins with a memory of zeros.
 """
 

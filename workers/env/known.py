@@ -1,9 +1,7 @@
-"""The simulators that are known by name: what they are, and how to install them.
+"""Simulators known by name, how to install them, and Gymnasium with the ids that it knows.
 
 Any other one that makes a `gymnasium.Env` works by ``entry_point``; those here are listed by
 ``rlinf-async envs``, and named where an id of theirs is not known because they are not installed.
-
-Gymnasium, and the ids that it knows.
 
 gymnasium is imported here when the first environment is made, gymnasium_robotics and others only
 for an id that gymnasium does not know.
@@ -20,7 +18,7 @@ from typing import Any, Final
 
 import msgspec
 
-from rlinf_async.config import ConfigError, MissingExtra
+from rlinf_async.config import ConfigError, needed
 from rlinf_async.workers.env.config import EnvConfig
 
 
@@ -174,13 +172,7 @@ def known_gymnasium(config: EnvConfig) -> Any:
 
 def gymnasium_for(config: EnvConfig) -> Any:
     """The package; raises `MissingExtra` where it is not installed."""
-    try:
-        return importlib.import_module("gymnasium")
-    except ModuleNotFoundError as error:
-        if error.name != "gymnasium":
-            raise
-        needed_for = f"env {config.name}"
-        raise MissingExtra("gymnasium", extra="embodied", needed_for=needed_for) from None
+    return needed("gymnasium", extra="embodied", needed_for=f"env {config.name}")
 
 
 def _register(name: str) -> None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from rlinf_async.config import ConfigError, MissingExtra, UsageError
+from rlinf_async.config import ConfigError, UsageError
 from rlinf_async.messages.spaces import EnvSpec
 from rlinf_async.workers.env.config import EnvConfig, EnvFailed, not_made
-from rlinf_async.workers.env.known import gymnasium_for, known_gymnasium
+from rlinf_async.workers.env.known import gymnasium_for
 from rlinf_async.workers.env.make_batched import (
     autoreset_of,
     loaded,
+    made_by_gymnasium,
     make_async,
     make_batched,
     refuse_batched,
@@ -63,18 +63,8 @@ def _make_one(config: EnvConfig, render_mode: str | None) -> Env:
         kwargs["render_mode"] = render_mode
     if config.entry_point:
         return _call(config, kwargs)
-    gym = known_gymnasium(config)
-    try:
+    with made_by_gymnasium(config, kwargs) as gym:
         made: Env = gym.make(config.id, disable_env_checker=True, **kwargs)
-    except (gym.error.DependencyNotInstalled, ModuleNotFoundError) as error:
-        raise MissingExtra(
-            _missing(error), extra="embodied", needed_for=f"env {config.id}"
-        ) from error
-    except (gym.error.Error, TypeError) as error:
-        setting = "kwargs" if config.kwargs and isinstance(error, TypeError) else "id"
-        raise ConfigError(f"env {config.id!r} with {kwargs}: {error}", path=(setting,)) from error
-    except BaseException as error:
-        raise not_made(f"env {config.id!r} with {kwargs}", error) from error
     refuse_batched(config, made)
     return made
 
@@ -141,10 +131,6 @@ def _is_gymnasiums(env: object) -> bool:
     return type(getattr(env, "unwrapped", env)).__module__.startswith("gymnasium.")
 
 
-def _missing(error: Exception) -> str:
-    return getattr(error, "name", None) or str(error)
-
-
 def _call(config: EnvConfig, kwargs: dict[str, Any]) -> Env:
     function = loaded(config)
     try:
@@ -206,12 +192,3 @@ class NamedEnv(ForeignEnv):
         """Close it."""
         with self.during(CLOSE):
             self.env.close()
-
-
-def needed(module: str, *, extra: str) -> Any:
-    """Import a module; raise `MissingExtra` where its package is not installed."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        missing = error.name or module
-        raise MissingExtra(missing, extra=extra, needed_for=f"the simulator {extra}") from None

@@ -7,11 +7,12 @@ kind of environment, and another is there.
 from __future__ import annotations
 
 import difflib
-import importlib
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
-from rlinf_async.config import ConfigError, MissingExtra, UsageError
+from rlinf_async.config import ConfigError, MissingExtra, UsageError, needed
 from rlinf_async.workers.env.config import Autoreset, EnvConfig, environments, not_made
 from rlinf_async.workers.env.known import known_gymnasium
 from rlinf_async.workers.env.many import AsyncEnv, BatchedEnv
@@ -54,8 +55,7 @@ def make_async(config: EnvConfig, count: int, seed: int) -> AsyncEnv:
         # Of a larger batch the last steps of an iteration would never come: it waits for
         # environments that have taken theirs.
         return cast(AsyncEnv, _envpool(config, count, seed, batch_size=1))
-    function = loaded(config)
-    made = _called(config, function, num_envs=count, seed=seed)
+    made = _called(config, loaded(config), num_envs=count, seed=seed)
     missing = [name for name in ("async_reset", "send", "recv") if not hasattr(made, name)]
     if missing:
         raise ConfigError(
@@ -142,13 +142,18 @@ def refuse_batched(config: EnvConfig, env: Any) -> None:
 
 
 def _vector(config: EnvConfig, count: int) -> Any:
-    kwargs = dict(config.kwargs)
     if config.entry_point:
-        function = loaded(config)
-        return _called(config, function, num_envs=count)
+        return _called(config, loaded(config), num_envs=count)
+    with made_by_gymnasium(config, config.kwargs) as gym:
+        return gym.make_vec(config.id, num_envs=count, **config.kwargs)
+
+
+@contextmanager
+def made_by_gymnasium(config: EnvConfig, kwargs: dict[str, Any]) -> Iterator[Any]:
+    """Give gymnasium, and say what is wrong where it cannot make the environment of this id."""
     gym = known_gymnasium(config)
     try:
-        return gym.make_vec(config.id, num_envs=count, **kwargs)
+        yield gym
     except (gym.error.DependencyNotInstalled, ModuleNotFoundError) as error:
         missing = getattr(error, "name", None) or str(error)
         raise MissingExtra(missing, extra="embodied", needed_for=f"env {config.id}") from error
@@ -205,13 +210,7 @@ class _EnvPool:
 
 
 def _envpool(config: EnvConfig, count: int, seed: int, **more: int) -> Any:
-    try:
-        envpool = importlib.import_module("envpool")
-    except ModuleNotFoundError as error:
-        if error.name != "envpool":
-            raise
-        needed_for = "env.simulator = 'envpool'"
-        raise MissingExtra("envpool", extra="envpool", needed_for=needed_for) from None
+    envpool = needed("envpool", extra="envpool", needed_for="env.simulator = 'envpool'")
     known = envpool.list_all_envs()
     if config.id not in known:
         close = difflib.get_close_matches(config.id, known, n=3, cutoff=0.5)

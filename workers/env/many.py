@@ -1,7 +1,7 @@
-"""A simulator that steps many environments in one call, as a stage.
+"""Stages of environments that step together in one call, or of which some get ready before others.
 
-What such a simulator has to have is a part of `gymnasium.vector.VectorEnv`; arrays may be numpy's
-or torch's, on any device. How an episode that ended is followed by the next differs::
+A simulator that steps many environments in one call (`BatchedStage`) has to have a part of
+`gymnasium.vector.VectorEnv`. How an episode that ended is followed by the next differs::
 
     same_step   by the same step: it shows the new episode, and the last observation of the old one
                 in ``info["final_obs"]``
@@ -11,22 +11,7 @@ or torch's, on any device. How an episode that ended is followed by the next dif
 (`gymnasium.vector.AutoresetMode`). In all three an episode that was cut is bootstrapped from its
 own last observation.
 
-A simulator that steps many environments, and gives those that are ready.
-
-What such a simulator has to have is EnvPool's asynchronous interface; arrays may be numpy's or
-torch's, on any device::
-
-    async_reset()          begin an episode in all; each is ready when it has begun
-    send(actions, env_id)  begin a step in these
-    recv()                 wait for some: observations, rewards, terminations, truncations, and
-                           info, in which ``env_id`` says which they are
-
-``recv`` has no limit in time, so a thread of its own calls it: as often as environments are under
-way, never more.
-
-Environments of which some get ready before others, as a stage.
-
-::
+Of environments that get ready by themselves (`AsyncStage`), those that are ready are answered::
 
     step(answer, rows) --send--> [ in flight ] --receive--> those that are ready: the outcome
                                        |
@@ -34,6 +19,17 @@ Environments of which some get ready before others, as a stage.
 
 `Readiness` says how long those that are ready wait for others. A reset is part of the step that
 ended the episode: its environment is not ready before, and nobody waits for it who need not.
+
+They are in processes of their own (`rlinf_async.workers.env.pool`), or in one simulator that gives
+those that are ready (`Simulated`), which has to have EnvPool's asynchronous interface::
+
+    async_reset()          begin an episode in all; each is ready when it has begun
+    send(actions, env_id)  begin a step in these
+    recv()                 wait for some: observations, rewards, terminations, truncations, and
+                           info, in which ``env_id`` says which they are
+
+``recv`` has no limit in time, so a thread of its own calls it: as often as environments are under
+way, never more. Arrays of simulators may be numpy's or torch's, on any device.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
-"""Conversion of a policy's actions to those of an environment.
+"""Conversion of actions of a policy to those of an environment, and of what that shows to rows.
 
 A policy's actions are one array: see `rlinf_async.messages.spaces`. Box, Discrete, MultiDiscrete
 and MultiBinary are read column by column, Dict (in the sorted order of its keys) and Tuple part by
 part. Whatever the numbers of an answer are, its actions lie in the space, in the space's dtype:
 choices that are none, NaN and infinity are errors.
 
-Conversion of an environment's observations to rows of one array.
-
-All numbers stand in one vector: of a Dict in the sorted order of its keys (so a goal environment's
-row is ``achieved_goal, desired_goal, observation``), a choice one-hot, anything else as it is. If
-there are images (uint8 boxes of two or more dimensions) or texts too, an observation is structured:
-the numbers are its field ``state``, images and texts are fields of their own, called by their keys.
+All numbers of an observation stand in one vector: of a Dict in the sorted order of its keys (so a
+goal environment's row is ``achieved_goal, desired_goal, observation``), a choice one-hot, anything
+else as it is. If there are images (uint8 boxes of two or more dimensions) or texts too, an
+observation is structured: the numbers are its field ``state``, images and texts are fields of
+their own, called by their keys.
 """
 
 from __future__ import annotations

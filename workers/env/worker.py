@@ -22,13 +22,9 @@ Exactly once: a ticket is acknowledged when the trajectories of all its stages a
 that dies or is cancelled before leaves it to the next, which collects all stages again; the actor
 knows a trajectory that comes twice by its iteration, env rank, stage and epoch.
 
-The environments of one env worker: those of its stages, and those of its evaluations.
-
-One stage's questions to the rollout workers, and their answers.
-
-Invariant: `ask` returns the answer to its own question. A rollout worker that died after it had
-answered leaves a second answer to the same question, and a stage that was restarted or cancelled
-leaves one to a question that is not open any more: both are dropped, and counted.
+Invariant: `Conversation.ask` returns the answer to its own question. A rollout worker that died
+after it had answered leaves a second answer to the same question, and a stage that was restarted or
+cancelled leaves one to a question that is not open any more: both are dropped, and counted.
 """
 
 from __future__ import annotations

@@ -13,13 +13,9 @@ process, because the pages belong to the system. ``spare`` slots beyond the capa
 checkpoint's window holds from being overwritten until the next checkpoint, so that a checkpoint is
 two numbers and no copy.
 
-Priorities of the transitions of a store, and drawing in proportion to them.
-
-Source: Schaul et al. 2016, "Prioritized Experience Replay", sections 3.3 and 3.4: probabilities
-``p^alpha / sum``, weights ``(N P)^-beta`` divided by the largest of the batch; a new transition has
-the largest priority that there is.
-
-Trajectories -> transitions: n-step returns, and the right next observation of each.
+Transitions can be drawn in proportion to priorities, as in Schaul et al. 2016, "Prioritized
+Experience Replay", sections 3.3 and 3.4: probabilities ``p^alpha / sum``, weights ``(N P)^-beta``
+divided by the largest of the batch; a new transition has the largest priority that there is.
 
 A transition of step ``t`` has the rewards of up to ``n`` steps (Sutton and Barto 2018, section
 7.1)::
@@ -32,12 +28,6 @@ A transition of step ``t`` has the rewards of up to ``n`` steps (Sutton and Bart
 next observation of an episode that was truncated is its own last one, and its value counts: it
 would have gone on (Pardo et al. 2018). Every step of a trajectory becomes one transition, whatever
 comes after the trajectory, so each is in the store exactly once.
-
-A sum tree: numbers are drawn in proportion to their values, in logarithmic time.
-
-Source: Schaul et al. 2016, "Prioritized Experience Replay", appendix B.2.1.
-
-Errors of a replay worker.
 """
 
 from __future__ import annotations
@@ -112,10 +102,10 @@ Values = NDArray[np.float64]
 
 
 class SumTree:
-    """Values of the numbers ``0 .. size - 1``, all 0 at first.
+    """Values of the numbers ``0 .. size - 1``, all 0 at first, drawn in logarithmic time.
 
-    A parent is the sum of its children, computed anew whenever one of them changes: errors of
-    rounding do not add up.
+    Source: Schaul et al. 2016, "Prioritized Experience Replay", appendix B.2.1. A parent is the sum
+    of its children, computed anew whenever one of them changes: errors of rounding do not add up.
     """
 
     def __init__(self, size: int) -> None:

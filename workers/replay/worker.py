@@ -23,8 +23,6 @@ count are written. A worker that is killed before gets it again, and writes it t
 one that is killed afterwards leaves it out the second time. A request's lease ends when its batch
 is in the channel; the actor leaves out a batch that comes twice. With ``storage = "memory"`` the
 store dies with the process, and the run has to go on from its last checkpoint.
-
-The configuration of a replay worker.
 """
 
 from __future__ import annotations

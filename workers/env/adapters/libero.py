@@ -19,10 +19,9 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from rlinf_async.config import ConfigError
+from rlinf_async.config import ConfigError, needed
 from rlinf_async.observe.video import choose_headless_renderer
 from rlinf_async.workers.env.adapters.rendering import drawing, replacing_context
-from rlinf_async.workers.env.make import needed
 
 VIEW = "agentview"
 """The camera of pictures for people."""
@@ -135,8 +134,10 @@ def make(
     """
     choose_headless_renderer()  # before it is imported
     with contextlib.redirect_stdout(io.StringIO()):  # it tells of what it does
-        known = needed("libero.libero.benchmark", extra="libero").get_benchmark_dict()
-        envs = needed("libero.libero.envs", extra="libero")
+        known = needed(
+            "libero.libero.benchmark", extra="libero", needed_for="the simulator libero"
+        ).get_benchmark_dict()
+        envs = needed("libero.libero.envs", extra="libero", needed_for="the simulator libero")
         if suite not in known:
             raise ConfigError(
                 f"{suite!r} is no suite of LIBERO; there are: {', '.join(sorted(known))}",

@@ -15,7 +15,7 @@ from typing import Any
 
 import gymnasium
 
-from rlinf_async.workers.env.make import needed
+from rlinf_async.config import needed
 
 
 class NoLook:
@@ -37,7 +37,7 @@ def make(task: str, **kwargs: Any) -> gymnasium.Env[Any, Any]:
     Raises:
         MissingExtra: ManiSkill is not installed.
     """
-    needed("mani_skill.envs", extra="maniskill")
+    needed("mani_skill.envs", extra="maniskill", needed_for="the simulator maniskill")
     rendering = kwargs.get("render_mode") is not None
     if not rendering and not _can_render():
         _leave_looks_out()

@@ -15,9 +15,9 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from rlinf_async.config import needed
 from rlinf_async.observe.video import choose_headless_renderer
 from rlinf_async.workers.env.adapters.rendering import drawing, replacing_context
-from rlinf_async.workers.env.make import needed
 
 VIEW = "frontview"
 """The camera of pictures for people."""
@@ -108,7 +108,7 @@ def make(
     """
     choose_headless_renderer()  # before it is imported
     logging.getLogger("robosuite_logs").addFilter(_is_error)  # it tells of every file that it reads
-    robosuite = needed("robosuite", extra="robosuite")
+    robosuite = needed("robosuite", extra="robosuite", needed_for="the simulator robosuite")
     made = robosuite.make(
         task,
         robots=robots,

@@ -21,7 +21,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from rlinf_async.backends.language_training.config import SupervisedConfig
-from rlinf_async.config import ConfigError, MissingExtra
+from rlinf_async.config import ConfigError, needed
 from rlinf_async.config.registry import raised
 from rlinf_async.data import DataError, Prompts, load_tokenizer
 from rlinf_async.data.prompts import FILES as TOKENIZER_FILES
@@ -170,12 +170,8 @@ def copy_tokenizer(folder: Path, into: Path) -> bool:
 
 def _config_json(model: ModelConfig, folder: Path) -> bytes:
     """The configuration: the given settings, the architecture's defaults, the tokenizer's ids."""
-    try:
-        from transformers import AutoConfig, AutoTokenizer
-    except ModuleNotFoundError as error:
-        missing = error.name or "transformers"
-        raise MissingExtra(missing, extra="llm", needed_for="a language model") from error
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    library = needed("transformers", extra="llm", needed_for="a language model")
+    tokenizer: Any = library.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     given = dict(model.config)
     kind = given.pop("model_type")
     ids = {
@@ -192,7 +188,7 @@ def _config_json(model: ModelConfig, folder: Path) -> bytes:
         )
     _check_kind(kind)
     try:
-        made = AutoConfig.for_model(kind, **(ids | given))
+        made = library.AutoConfig.for_model(kind, **(ids | given))
     except Exception as error:  # a configuration's own checks raise errors of many types
         raise ConfigError(raised(error), path=("model", "config")) from error
     _check_spelling(kind, given)
