@@ -66,13 +66,13 @@ def connecting_worker(blame: Blame) -> Heard:
     worker: Any = object.__new__(RemoteWorker)
     connected: asyncio.Future[Any] = loop.create_future()
     worker.died, worker.lose = loop.create_future(), blame
-    worker._ask = lambda kind: loop.create_future()
+    worker.ask = lambda kind, reply: loop.create_future()
     background(worker.attach(connected, 4.0), blame)
     return partial(connected.set_result, None)
 
 
 def stopping_worker(blame: Blame) -> Heard:
-    async def ask(kind: str) -> Outcome:
+    async def ask(kind: str, reply: type[Outcome]) -> Outcome:
         await asked
         return Outcome()
 
@@ -84,7 +84,7 @@ def stopping_worker(blame: Blame) -> Heard:
     worker: Any = object.__new__(RemoteWorker)
     worker.name, worker.connection = "A[0]", object()
     worker.process = SimpleNamespace(ended=asked)
-    worker._ask, worker.kill = ask, kill
+    worker.ask, worker.kill = ask, kill
     background(worker.stop(4.0), blame)
     return partial(asked.set_result, None)
 
