@@ -142,7 +142,7 @@ class EnginePart(Part):
             seed: of random numbers that a request's own seed does not set.
             device: torch's name of it.
         """
-        made: GenerationEngine = super().make(settings, seed, device)
+        made: GenerationEngine = self.by_factory(settings, seed, device)
         return made
 
 
@@ -263,7 +263,7 @@ class LanguageTrainerPart(Part):
 
     def make(self, config: Any, world_size: int, rank: int, /) -> LanguageTrainer:
         """Build one rank's trainer."""
-        made: LanguageTrainer = super().make(config, world_size, rank)
+        made: LanguageTrainer = self.by_factory(config, world_size, rank)
         return made
 
 
@@ -275,7 +275,7 @@ class TrainerPart(Part):
 
     def make(self, config: Any, world_size: int, rank: int, /) -> TrainerBackend:
         """Build one rank's trainer."""
-        made: TrainerBackend = super().make(config, world_size, rank)
+        made: TrainerBackend = self.by_factory(config, world_size, rank)
         return made
 
 
@@ -287,7 +287,7 @@ class OffPolicyTrainerPart(Part):
 
     def make(self, config: Any, policy: Any, world_size: int, rank: int, /) -> OffPolicyTrainer:
         """Build one rank's trainer."""
-        made: OffPolicyTrainer = super().make(config, policy, world_size, rank)
+        made: OffPolicyTrainer = self.by_factory(config, policy, world_size, rank)
         return made
 
 
@@ -296,7 +296,7 @@ class PolicyPart(Part):
 
     def make(self, config: Any, seed: int, device: str, /) -> PolicyBackend:
         """Build the policy."""
-        made: PolicyBackend = super().make(config, seed, device)
+        made: PolicyBackend = self.by_factory(config, seed, device)
         return made
 
 

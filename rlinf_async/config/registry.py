@@ -192,8 +192,8 @@ class Part:
     factory: ClassVar[str] = ""
     """``"module:name"`` of what `make` calls"""
 
-    def make(self, *arguments: Any) -> Any:
-        """Return the engine or trainer itself."""
+    def by_factory(self, *arguments: Any) -> Any:
+        """Return what ``factory`` makes; the `make` of each kind says of what."""
         return load_entry_point(self.factory)(*arguments)
 
     @classmethod
@@ -201,7 +201,8 @@ class Part:
         """Return the part that a plain factory is."""
         said = {name for one in cls.__mro__ for name in getattr(one, "__annotations__", ())}
         found = {name: getattr(factory, name) for name in said if hasattr(factory, name)}
-        part: Self = type(cls.__name__, (cls,), {**found, "make": staticmethod(factory)})()
+        kind: Any = type(cls.__name__, (cls,), {**found, "make": staticmethod(factory)})
+        part: Self = kind()
         return part
 
     def check_installed(self, needed_for: str) -> None:

@@ -387,7 +387,7 @@ class Outbox:
         """The frames to write now: all of control, and data of about `BATCH_BYTES`, with what was
         copied to shared memory for it; small frames as one."""
         unacknowledged, data = self._unacknowledged, self._data
-        batch = list(self._control)
+        batch: list[Bytes] = list(self._control)
         self._control.clear()
         size = sum(map(len, batch))
         limit = size + self._worked + BATCH_BYTES  # however much control is, data goes on too
