@@ -50,7 +50,7 @@ async def run_workers(
         async with asyncio.TaskGroup() as envs:
             for rank in range(env_workers):
                 sender = channels.trajectories.sender.clone(f"env {rank}")
-                receiver = channels.weights.receiver
+                receiver = channels.weights.receiver.clone()
                 envs.create_task(
                     env_worker(rank, plan, STAGES, actors, sender, receiver, twice=twice)
                 )
