@@ -169,9 +169,9 @@ class Device(msgspec.Struct, frozen=True):
     kind: str
     """``"cuda"`` or ``"cpu"``"""
     index: int
-    """its number on its host"""
+    """number of the device on its host"""
     host: str = ""
-    """name of its host, where a cluster has several; empty: the driver's"""
+    """name of the device's host, where a cluster has several; empty: the driver's"""
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.index}"
@@ -187,7 +187,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     sees_own_devices: bool = False
     """whether its process sees these accelerators alone, as ``cuda:0`` and on"""
     host: str = ""
-    """name of its host, where a cluster has several; empty: the hostname says it"""
+    """name of the worker's host, where a cluster has several; empty: the hostname says it"""
     incarnation: int = 0
     """how often this rank was restarted"""
     collective: str | None = None
@@ -211,7 +211,7 @@ class WorkerContext:
         self.executor = executor
         self.span: OpenSpan = span or _no_span
         self.joined = False
-        """whether it has joined its group's torch.distributed"""
+        """whether the worker has joined its group's torch.distributed"""
         self.computing = 0
         """number of calls in the compute thread"""
         self.thread = ComputeThread()
@@ -243,7 +243,7 @@ class Worker:
 
     @property
     def rank(self) -> int:
-        """This worker's number in its group, from 0."""
+        """Number of this worker in its group, from 0."""
         return self._context.info.rank
 
     @property

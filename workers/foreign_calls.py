@@ -63,7 +63,8 @@ _HEADER: Final = struct.Struct("<qdq")
 """number of places; seconds that were waited for the call that did not return; process"""
 _REASON: Final = slice(_HEADER.size, 4096)
 _CALL: Final = struct.Struct("<B7xqdQqq")
-"""which; number of this call; limit in seconds; seed; steps of its life; steps of its episode"""
+"""kind of call; number of the call; limit in seconds; seed; steps of the environment's life; steps
+of its episode"""
 _FIRST: Final = 4096
 _SIZE: Final = 256
 """bytes of a call's note; its label follows the numbers"""
@@ -71,7 +72,7 @@ MOST: Final = 1 << 16
 """places that a file has; it is sparse"""
 _SEED: Final = (1 << 64) - 1
 NO_LENGTH: Final = -1
-"""of a simulator, whose environments are at different steps of their episodes"""
+"""length of episode of a simulator whose environments are at different steps of theirs"""
 
 LOOKS: Final = 8
 """looks of a `Watch` within the shortest limit"""
@@ -86,9 +87,9 @@ class UnderWay(msgspec.Struct, frozen=True):
     limit: float
     """seconds; 0: none"""
     setting: str
-    """of that limit"""
+    """name of the setting that holds the limit"""
     where: str
-    """which environment, its seed, what it does, and at which step"""
+    """the environment, its seed, the call and the step"""
 
     @property
     def reason(self) -> str:
@@ -212,7 +213,7 @@ class ForeignCalls:
 
     @property
     def process(self) -> int:
-        """Whose calls these are; 0 before there is any."""
+        """Process id of the process that makes these calls; 0 before there is any."""
         pid: int = _HEADER.unpack_from(self._map)[2]
         return pid
 
@@ -306,12 +307,12 @@ class Watch:
 _calls: ForeignCalls | None = None
 _watched_here = True
 watch: Final = Watch()
-"""of this process"""
+"""the watch of this process"""
 
 
 def note_in(path: Path | None) -> None:
-    """Note the calls of this process, which may end for one of them: in the file of this name, or,
-    with None, where nobody else reads them."""
+    """Note the calls of this process in the file at ``path``; None: in memory that only this
+    process reads."""
     global _open
     _open = partial(_file, path)
 

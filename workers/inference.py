@@ -237,7 +237,7 @@ class InferenceWorker(Worker):
 
 
 def _newest(samples: Sequence[Sample]) -> int:
-    """The version of the newest weights that generated a token of them."""
+    """Return the newest version of the weights that generated a token of the samples."""
     return max((int(one.generated.version.max(initial=0)) for one in samples), default=0)
 
 

@@ -143,7 +143,7 @@ class RewardWorker(Worker):
     async def _score_each(
         self, samples: Receiver[Sample], scored: Sender[ScoredSample], report: RewardReport
     ) -> None:
-        """Score one sample after the other. Several of these tasks run at a time."""
+        """Score one sample after the other. Several tasks do so at a time."""
         clock = asyncio.get_running_loop().time
         with contextlib.suppress(EndOfChannel):
             while True:

@@ -225,7 +225,7 @@ class SacReport(msgspec.Struct, kw_only=True):
     """What an iteration's gradient steps came to."""
 
     version: int
-    """of the published weights"""
+    """version of the published weights"""
     metrics: dict[str, float]
     """means over the gradient steps; empty where there were none"""
     duplicates: int
@@ -269,7 +269,7 @@ class SacActor(TrainingWorker[OffPolicyTrainer]):
         self._policy_config = policy
         self._indices: list[Any] = []
         self._errors: list[Any] = []
-        """of batches whose priorities the replay worker does not know yet"""
+        """errors of batches whose priorities the replay worker does not know yet"""
         self._duplicates = 0
 
     def make_trainer(self) -> OffPolicyTrainer:

@@ -221,12 +221,12 @@ class ChangingRank(Protocol):
 
     @property
     def active(self) -> bool:
-        """Whether it trains the next global batch."""
+        """Whether this rank trains the next global batch."""
         ...
 
     @property
     def leads(self) -> bool:
-        """Whether the others do what it does."""
+        """Whether this rank is the one whose decisions the others follow."""
         ...
 
     @property
@@ -283,9 +283,9 @@ class Iteration:
         self._data = trainer.data_rank
         self._seconds = 0.0
         self._tokens = 0
-        """that were trained"""
+        """tokens trained on this rank"""
         self._busy = 0.0
-        """seconds for which they were trained, without waits for samples"""
+        """seconds of training, without waits for samples"""
         self.arrived = ArrivalStatistics(trainer.version, max_staleness)
 
     async def collect(self, groups: Receiver[SampleGroup]) -> list[SampleGroup]:

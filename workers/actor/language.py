@@ -166,7 +166,7 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
     ) -> None:
         super().__init__(trainer, backend=backend, resume=resume)
         self._iterations = 0
-        """that were begun, on all launched ranks"""
+        """iterations that were begun, on all launched ranks"""
         self._max_staleness = max_staleness
         self._batches = batches
         self._sizes = batches.of_rank(1)  # until the trainer knows its data ranks

@@ -60,7 +60,7 @@ class ForwardBackward(msgspec.Struct, kw_only=True):
     log_probs: list[Floats] = []
     """``[R]`` of each sample, in the order of the samples, where only the forward pass ran"""
     metrics: dict[str, float] = {}
-    """of the global batch, where gradients were computed"""
+    """metrics of the global batch, on ranks that computed gradients"""
 
 
 class MegatronActor(LanguageActor):

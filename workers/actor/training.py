@@ -44,7 +44,7 @@ class AppliedStrategy(msgspec.Struct, frozen=True, kw_only=True):
     strategy: Strategy
     old_strategy: Strategy
     active: bool
-    """this rank trains now; else it is an idle member without memory of the model"""
+    """whether this rank trains now; else it is an idle member without memory of the model"""
     seconds: float
     sent_bytes: int
     received_bytes: int
@@ -106,19 +106,19 @@ class StrategyChanges:
     def __init__(self, worker: Worker, sharing: Sharing) -> None:
         self._worker, self._sharing = worker, sharing
         self._strategy: Strategy | None = None
-        """in force; None until it changes: the trainer's own"""
+        """strategy in force; None until the first change: the trainer's own"""
         self._prepared = False
         self._asked: list[Strategy] = []
         self._outcomes: list[AppliedStrategy | Exception] = []
-        """of the first of them"""
+        """outcomes of the strategies that were applied: of the first of ``_asked``"""
         self._changed, self._applying = asyncio.Condition(), asyncio.Lock()
         self._syncs = 0
         """iterations whose due strategies rank 0 has written; the store keeps them, so this is
         never set back"""
         self._training = 0
-        """calls that train"""
+        """calls that train now"""
         self._due_before_training = 0
-        """number of strategies that are applied before the first of those calls trains"""
+        """number of strategies to apply before the training calls go on"""
         self._task: asyncio.Task[None] | None = None
         self._timeout = DEFAULT_TIMEOUT
         self._bucket_bytes = DEFAULT_BUCKET_BYTES

@@ -223,7 +223,8 @@ class EnvError(RuntimeError):
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether it is the user's Ctrl-C, which nobody handles: the environment has not raised it.
+    """Whether an error is the user's Ctrl-C, which nobody handles, and not one that the environment
+    raised.
 
     Everything else that comes out of a call of an environment is its error: SystemExit too, and
     what a library in Rust raises where it panics.

@@ -70,7 +70,7 @@ class EvaluatedEpisode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Evaluation:
-    """This worker's episodes of one evaluation, a few at a time."""
+    """Episodes of one evaluation on this worker, a few at a time."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Evaluation:
         )
 
     def close(self) -> None:
-        """Nothing: the environments are kept for the next evaluation."""
+        """Do nothing: the environments are kept for the next evaluation."""
 
     def step(self, answer: Choice | None, version: int) -> None:
         """Take one step in every running episode."""
@@ -229,7 +229,7 @@ def _of(outcome: Outcome, chosen: Bools) -> Bools | Ints:
 
 
 class BatchedEvaluation:
-    """This worker's episodes of one evaluation; an `Evaluation`."""
+    """Episodes of one evaluation on this worker, in the environments of a stage: an `Evaluation`."""
 
     def __init__(self, stage: EnvStage, episodes: Sequence[int]) -> None:
         self._stage = stage

@@ -27,7 +27,7 @@ class Simulator(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     modules: tuple[str, ...]
-    """all of them have to be there; the first is the simulator's own"""
+    """modules that have to be there; the first is the simulator's own"""
     distribution: str
     """package whose version is shown"""
     install: str
@@ -150,7 +150,7 @@ SIMULATORS: Final = (
         "its own; 0.7 GB",
     ),
 )
-"""In the order in which they are listed."""
+"""known simulators, in the order in which they are listed"""
 
 
 def simulator_of(env: str) -> Simulator | None:

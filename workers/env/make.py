@@ -167,7 +167,7 @@ class NamedEnv(ForeignEnv):
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """As the environment has them."""
+        """Metadata of the environment."""
         return self.env.metadata
 
     def reset(self, *, seed: int | None = None) -> tuple[Any, dict[str, Any]]:

@@ -298,9 +298,9 @@ class Ready(msgspec.Struct, kw_only=True):
     final_observation: Any = None
     """the last observation of the episode, where that was cut"""
     episode: Episode | None = None
-    """the one that ended"""
+    """the episode that ended with the step, if one did"""
     action_rewards: Sequence[float] = ()
-    """of the actions of a chunk that were executed"""
+    """rewards of the executed actions, where actions come in chunks"""
     valid: bool = True
     """False: the step only began an episode"""
 
@@ -320,8 +320,8 @@ class AsyncEnvs(Protocol):
         ...
 
     def receive(self, timeout: float | None) -> list[Ready]:
-        """Wait for at least one environment, and return all that are ready; none after so many
-        seconds. None: for as long as it takes."""
+        """Wait for at least one environment, and return all that are ready; none after ``timeout``
+        seconds. None waits without limit."""
         ...
 
     def close(self) -> None:
@@ -417,7 +417,7 @@ class AsyncStage:
             self._receive(None)
 
     def _gather(self) -> list[Ready]:
-        """Those that are answered together."""
+        """Return the environments that are answered together."""
         ready: list[Ready] = []
         while self._in_flight:
             until = self._readiness.wait_until([one.ready_at for one in ready], self._in_flight)

@@ -58,7 +58,7 @@ class Act(msgspec.Struct, frozen=True, tag=True):
 
     action: bytes
     dtype: str
-    """of numpy"""
+    """numpy's name of the action's dtype"""
 
 
 class Made(msgspec.Struct, frozen=True, tag=True):
@@ -105,7 +105,7 @@ class PoolStart(msgspec.Struct, frozen=True, kw_only=True):
 
     config: EnvConfig
     labels: list[str]
-    """of each environment, for errors"""
+    """label of each environment, for errors"""
     sockets: list[int]
     """file descriptors, one for each environment"""
     control: int
@@ -193,7 +193,8 @@ class Pool:
         ]
 
     def close(self) -> None:
-        """Have the environments closed, and wait for their processes.
+        """Have the environments closed, and wait for their processes. One in the middle of a step
+        has `LIMIT` seconds, and is then killed.
 
         One in the middle of a step is given some seconds, and is then killed.
         """

@@ -120,7 +120,8 @@ def _run_env(start: PoolStart, env: int, owner: int) -> None:
 
 
 class EnvProcess:
-    """Does what the worker says with one environment, until it closes its end."""
+    """The process of one environment, which does what the worker says until the worker closes its
+    end."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 PATIENCE: Final = 0.5
 """seconds for which a simulator is stepped until an episode is cut"""
 LEAST_STEPS: Final = 4
-"""that it takes, however slow they are"""
+"""steps that are measured in any case, however slow they are"""
 RETURNED = "observation, reward, terminated, truncated, info"
 
 

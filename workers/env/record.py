@@ -84,7 +84,7 @@ class Record:
         return self._step == self._length or int(self._steps.min()) == self._length
 
     def unfinished(self, rows: Ints | None) -> Ints | None:
-        """Those of these environments that have steps to take; None: all of the stage."""
+        """Return the environments of ``rows`` that have steps to take; None: all of the stage."""
         return None if rows is None else rows[self._steps[rows] < self._length]
 
     def unvalued(self) -> tuple[Seen | None, Floats | None]:
@@ -101,7 +101,7 @@ class Record:
         )
 
     def acted(self, observation: Seen, answer: Actions, rows: Ints | None = None) -> None:
-        """Record the answer to ``observation``, of these environments; None: of all."""
+        """Record the answer to ``observation`` of the environments of ``rows``; None: of all."""
         place = self._place(rows)
         self._values(answer, place)
         made = self._made

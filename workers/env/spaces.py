@@ -200,7 +200,7 @@ def _box(space: spaces.Box, env: str, actions: Bounds) -> Read:
 
 
 def ends_of(space: spaces.Box) -> list[tuple[float, float]]:
-    """Lowest and highest of each number, none of them infinite."""
+    """Return the lowest and highest value of each number, none of them infinite."""
     low: NDArray[Any] = space.low.reshape(-1)
     high: NDArray[Any] = space.high.reshape(-1)
     if low.dtype.kind == "f":
@@ -361,7 +361,8 @@ def _part(name: str, leaf: _Leaf) -> Part:
 
 
 def _name(leaf: _Leaf, others: list[_Leaf]) -> str:
-    """Its last key where that is enough, else all of them; ``state`` is taken by the numbers."""
+    """Return a leaf's last key where that is enough, else its whole path; ``state`` is taken by the
+    numbers."""
     last = str(leaf.path[-1]) if leaf.path else leaf.kind
     alone = sum(other.path[-1:] == leaf.path[-1:] for other in others) == 1
     name = last if alone else ".".join(str(key) for key in leaf.path)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 ACTION_REWARDS = "action_rewards"
-"""in the info of a step that executed several actions: the reward of each"""
+"""key in the info of a step that executed several actions: the reward of each"""
 
 Write = Callable[[Any, Any], None]
 """``(observation, row)``: fills the row, or raises"""
@@ -54,7 +54,8 @@ class Episode(msgspec.Struct, frozen=True):
     length: int
     """steps"""
     success: bool | None
-    """as the environment says (`success_of`); None where it does not"""
+    """whether the task was solved, as the environment says (`success_of`); None where it does not
+    """
 
 
 def reward_problem(reward: float) -> str:
@@ -133,7 +134,7 @@ class Slot(ForeignEnv):
         self.env = env
         self._write = write
         self.action_rewards: list[float] = []
-        """of the actions that the last step executed, where actions come in chunks"""
+        """rewards of the actions that the last step executed, where actions come in chunks"""
         self._return = 0.0
 
     def reset(self, row: Any, seed: int | None = None) -> None:
@@ -209,7 +210,7 @@ class Outcome(msgspec.Struct):
     final_observation: Seen | None
     """``[K, D]``: last observations of the cut episodes, in the order of their environments"""
     episodes: list[Episode]
-    """of the environments whose episode ended, in their order"""
+    """episodes that ended, in the order of their environments"""
     action_reward: Floats | None = None
     """``[E, k]``: the reward of each action of a chunk, 0 where it was not executed"""
     executed: Bools | None = None

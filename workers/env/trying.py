@@ -23,12 +23,12 @@ class Stepped(msgspec.Struct, frozen=True):
     """Steps of the environments of a stage, as measured."""
 
     seconds: float
-    """of a step of all of them"""
+    """seconds of a step of all environments"""
     shown: bytes
-    """what they show, a row for each"""
+    """observations after the steps, a row for each environment, as bytes"""
 
     def rows(self, spec: ObservationSpec) -> Seen:
-        """What they show ``[E, D]``."""
+        """Return the observations ``[E, D]``."""
         found: Seen = np.frombuffer(self.shown, spec.empty(1).dtype).copy()
         return found.reshape(-1, spec.state_size) if spec.flat else found
 

@@ -350,7 +350,7 @@ class EnvWorker(Worker):
             for stage in range(threads)
         ]
         self._paces = [Pace(self, short=0.0, executor=thread) for thread in self._threads]
-        """of the stages, where each has a thread of its own"""
+        """paces of the stages, where each has a thread of its own"""
 
     async def setup(self) -> None:
         """Make the environments; they are reset when the first ticket comes."""

@@ -126,7 +126,7 @@ class SumTree:
             self._nodes[nodes] = self._nodes[2 * nodes] + self._nodes[2 * nodes + 1]
 
     def get(self, numbers: Ints) -> Values:
-        """Return the values of these numbers."""
+        """Return the values of entries, by number."""
         found: Values = self._nodes[numbers + self._leaves]
         return found
 
@@ -185,7 +185,7 @@ def bytes_of(columns: Mapping[str, Column], slots: int) -> int:
 
 
 class _Layout(msgspec.Struct, frozen=True):
-    """Of the files of a store: they are of the run that made them."""
+    """Layout of the files of a store, which only the run that made them reads."""
 
     slots: int
     columns: dict[str, str]
@@ -250,7 +250,7 @@ class ReplayStore:
         return numbers
 
     def take(self, numbers: Ints) -> dict[str, NDArray[Any]]:
-        """Return copies of these transitions, by column."""
+        """Return copies of transitions, by column."""
         slots = self.slots_of(numbers)
         return {name: array[slots] for name, array in self.arrays.items()}
 

@@ -79,7 +79,7 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     storage: Literal["disk", "memory"] = "disk"
     """``disk``: memory-mapped files, which outlive a killed worker"""
     folder: str = ""
-    """of these files; ``replay`` in the run folder when left out"""
+    """folder of the store's files; ``replay`` in the run folder when left out"""
     prefetch: int = 4
     """batches that are drawn ahead of the gradient step that needs them"""
     seed: int = 0
@@ -121,7 +121,7 @@ class ReplayPlan(msgspec.Struct, frozen=True, kw_only=True):
     gamma: float
     seed: int
     iterations: int
-    """of the whole run: over these the exponent of the weights grows to 1"""
+    """iterations of the whole run: over these the exponent of the weights grows to 1"""
     iteration_steps: int
     """transitions of one iteration, at most"""
     ranks: int = 1
@@ -129,7 +129,7 @@ class ReplayPlan(msgspec.Struct, frozen=True, kw_only=True):
     spare: int = 0
     """slots beyond the capacity, so that a checkpoint's transitions outlive the next ones"""
     folder: str = ""
-    """of the files of the store, with ``storage = "disk"``"""
+    """folder of the store's files, with ``storage = "disk"``"""
     start: str = ""
     """name of this start of the run: a store that an earlier start left is taken back to the
     checkpoint"""
@@ -172,7 +172,7 @@ class ReplayWorker(Worker):
         self._folder = Path(plan.folder) if config.storage == "disk" else None
         self._pace = Pace(self)
         self._held: dict[int, dict[tuple[int, int], _Held]] = {}
-        """by iteration; by env rank and stage"""
+        """trajectories not stored yet: by iteration, then by env rank and stage"""
         self._waiting: list[WaitFuture] = []
         self._duplicates = 0
         self._reported_duplicates = 0
@@ -265,7 +265,7 @@ class ReplayWorker(Worker):
                 waiter.set_result(None)
 
     def _store_all(self, iteration: int, ordered: Sequence[Trajectory]) -> Collected:
-        """Write an iteration's transitions, then the count of them."""
+        """Write the transitions of an iteration, then their count."""
         store, config = self._store, self.config
         for one in ordered:
             made = transitions_of(one, n_step=config.n_step, gamma=self.plan.gamma)

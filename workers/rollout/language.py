@@ -143,7 +143,7 @@ class LanguageRolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_un
 
 
 AHEAD = 16
-"""for each so many requests that the engine works on, one more is held"""
+"""engine slots for each request that a worker holds in advance"""
 ASKING = 4
 """gets of requests that are open at a time, where there is room: each takes a round trip, and an
 engine with free slots would wait for one after the other"""
@@ -336,7 +336,7 @@ class LanguageRolloutWorker(Worker):
 
     @property
     def stopped(self) -> bool:
-        """Whether it holds no device's memory."""
+        """Whether the engine holds no memory of a device."""
         return self._live.offloaded
 
     async def progress(self) -> RolloutProgress:
@@ -473,7 +473,7 @@ class LanguageRolloutWorker(Worker):
         """A request was taken. Override it to watch."""
 
     async def generate(self, request: Request) -> Generated | None:
-        """Have the engine generate, under weights that are recent enough. Override it to watch."""
+        """Have the engine generate, under weights that are recent enough."""
         return await self._live.generate(request)
 
     def sent(self, request: Request) -> None:

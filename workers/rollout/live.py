@@ -64,7 +64,7 @@ class LiveEngine:
 
     @property
     def offloaded(self) -> bool:
-        """Whether it holds no device's memory."""
+        """Whether the engine holds no memory of a device."""
         return self._offloaded
 
     async def start(self) -> None:
@@ -97,7 +97,7 @@ class LiveEngine:
                     return None
 
     async def log_probs(self, sequences: Sequence[tuple[Tokens, Tokens]]) -> list[Floats]:
-        """As `GenerationEngine.log_probs`; an engine that dies meanwhile is replaced.
+        """Return what `GenerationEngine.log_probs` does; an engine that dies meanwhile is replaced.
 
         Raises:
             EngineDied: once more than is allowed.

@@ -215,7 +215,7 @@ class WeightsEnded(ChannelError):
 
 
 class FollowedWeights:
-    """Which weights a model has, while newer ones are loaded beside its work.
+    """The weights that a model has, and newer ones that are loaded beside its work.
 
     ::
 
@@ -289,7 +289,7 @@ class FollowedWeights:
             await waiting
 
     def interrupt(self, names: frozenset[str]) -> None:
-        """End every `reach` of these requests."""
+        """End every `reach` of the requests of ``names``."""
         self.interrupted = names
         self.wake()
 

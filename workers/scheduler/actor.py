@@ -78,7 +78,7 @@ class SchedulerLink:
         self._newest: Orders | None = None
         self._verdict: Verdict | None = None
         self._followed_number = 0
-        """of the last verdict that this rank has followed, or published"""
+        """number of the last verdict that this rank has followed, or published"""
         self._asked: tuple[Boundary, int] | None = None
         """boundary at which this rank has said that it is ready, and to which scheduler"""
         self._answered = 0
@@ -235,7 +235,8 @@ class ScheduledActor(LanguageActor):
     """
 
     collects: ClassVar[bool] = False
-    """it trains a mini-batch only once all of it is there, so it may change while it waits"""
+    """whether a mini-batch is trained only once all of it is there, so that the strategy may change
+    while the actor waits"""
     _link: SchedulerLink = made_by("follow_scheduler()")
 
     def __init__(
@@ -279,11 +280,12 @@ class ScheduledActor(LanguageActor):
     async def run_training_pipeline(
         self, input_channel: Receiver[SampleGroup]
     ) -> LanguageTrainReport:
-        """As `run_training`: dispatched samples are always trained while they arrive."""
+        """Do what `run_training` does: dispatched samples are always trained while they arrive."""
         return await self.run_training(input_channel)
 
     async def skip_training(self, input_channel: Receiver[SampleGroup]) -> LanguageTrainReport:
-        """As `LanguageTrainingWorker.skip_training`; the scheduler is not asked who trains."""
+        """Skip an iteration, as `LanguageTrainingWorker.skip_training` does, without asking the
+        scheduler who trains."""
         await self._linked.wait()
         for done in range(self._sizes.num_global_batches):
             await self._share(Boundary(self._trainer.version, done))
@@ -385,7 +387,7 @@ class ScheduledActor(LanguageActor):
         await self._link.share(boundary, self._trainer.data_rank.size)
 
     async def at_boundary(self, done: int, tokens: int = 0, seconds: float = 0.0) -> None:
-        """Go on after so many mini-batches of the iteration, once it is known how."""
+        """Go on as the scheduler decides, after ``done`` mini-batches of the iteration."""
         self._boundary = Boundary(self._boundary.iteration, done)
         await self._do_as_decided(tokens, seconds)
 

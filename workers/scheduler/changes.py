@@ -35,7 +35,7 @@ from rlinf_async.workers.scheduler.messages import (
 from rlinf_async.workers.scheduler.monitor import same_sizes
 
 TAKEN_SECONDS = 0.02
-"""after which an instance is asked whether it has taken what moves to it"""
+"""seconds after which an instance is asked whether it has taken the requests that move to it"""
 
 
 class SchedulerSummary(msgspec.Struct, kw_only=True):
@@ -52,7 +52,7 @@ class SchedulerSummary(msgspec.Struct, kw_only=True):
     migrated: int = 0
     """requests that were handed back, for that or for another instance"""
     targeted: int = 0
-    """of these, those that went to an instance that the policy named"""
+    """requests handed back that went to an instance named by the policy"""
     ordered: int = 0
     """requests that were given another place in the queue"""
     unanswered: int = 0
@@ -113,8 +113,8 @@ class Changes:
     # -- instances ----------------------------------------------------------------------------
 
     async def _release(self, decision: ScalingDecision, due: Sequence[Resume]) -> bool:
-        """Have instances give devices back that they do not keep; whether all have. If not, all
-        have again what they had. ``due``: what they are to have afterwards.
+        """Have instances give back the devices that they do not keep; return whether all have. If
+        not, all have again what they had. ``due``: what they are to have afterwards.
 
         One that gets others for them goes on with these, or stops until it can have them. Those
         that become wider take none of the requests that are handed back before they are: on more
@@ -148,8 +148,8 @@ class Changes:
         reason: str,
         takers: tuple[int, ...] | None = None,
     ) -> set[int]:
-        """Have instances go on with these devices, which they can have, or with none; those that do
-        not."""
+        """Order instances to go on with the devices of ``change``, or with none; return those that
+        have not."""
         control, summary = self._control, self.summary
         await control.publish(devices=change, due=due, takers=takers, reason=reason)
         late = await control.gather(change, self._config.stop_seconds, "stop")
@@ -222,7 +222,7 @@ class Changes:
         await self._serve_at_home(lost)
 
     async def find(self, devices: Collection[int]) -> None:
-        """Let instances serve again, all of whose devices are there again."""
+        """Let instances serve again whose devices are all found."""
         ledger = self._control.holdings.ledger
         found = set(devices).intersection(ledger.lost)
         if not found:
@@ -233,8 +233,8 @@ class Changes:
         await self._serve_at_home([n for n, home in homes if found.intersection(home)])
 
     async def _serve_at_home(self, instances: Collection[int]) -> None:
-        """Let those of them serve that are stopped, and no device of whose home is lost; guests
-        where the actor has lent its devices."""
+        """Let stopped instances serve at home, if no device there is lost; guests only while the
+        actor lends its devices."""
         control, homes = self._control, self._topology.instances
         lost, lent = control.holdings.ledger.lost, control.actor and not control.actor.holds
         able = instances if lent else set(instances).intersection(self._not_guests())

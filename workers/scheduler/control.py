@@ -40,14 +40,14 @@ from rlinf_async.workers.scheduler.monitor import MeasuredRates, Monitor
 
 
 class Control:
-    """What is ordered, and what is known.
+    """Orders of the scheduler, and what is known of those who follow them.
 
     Args:
         topology: who was launched on which devices.
         config: limits, and what is known before.
         holdings: who may hold which device.
-        incarnation: of the scheduler.
-        log: of the scheduler.
+        incarnation: how often the scheduler was restarted.
+        log: the scheduler's log.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class Control:
         self.rates = MeasuredRates(config.rates)
         self.newest = Orders()
         self.actor: ActorReady | None = None
-        """where the actor is, and what it has, as it said last"""
+        """last report of the actor: where it is, and what it has"""
         self.is_open = False
-        """the actor waits at a boundary"""
+        """whether the actor waits at a boundary"""
         self.asks = False
-        """it has come to a boundary at which nobody was asked yet"""
+        """whether the actor has come to a boundary at which nobody was asked yet"""
         self.devices: list[DevicesReport] = []
-        """that nobody has seen to"""
+        """reports on devices that nobody has seen to yet"""
         self.fresh = 0
         """responses that were finished since the policy was asked"""
         self.unanswered = 0
@@ -79,7 +79,7 @@ class Control:
         self.silent: set[int] = set()
         """instances that did not answer when they were asked last"""
         self._changed: dict[int, ActorChanged] = {}
-        """by rank"""
+        """last changes of the actor's ranks, by rank"""
         self._began: set[str] = set()
         self._over = False
         self._news = asyncio.Event()
@@ -219,7 +219,7 @@ class Control:
     # -- waiting ------------------------------------------------------------------------------
 
     async def until(self, condition: Callable[[], bool], seconds: float | None) -> bool:
-        """Wait until a condition holds; False if it does not within so many seconds.
+        """Wait until a condition holds; return False if it does not within ``seconds``.
 
         Raises `EndOfChannel` once nobody reports any more.
         """
@@ -255,8 +255,8 @@ class Control:
         return missing
 
     async def begun(self, names: Collection[str], count: int, seconds: float) -> set[str]:
-        """Wait until so many of these requests have begun, after the newest orders; those that
-        have."""
+        """Wait until ``count`` of the named requests have begun after the newest orders; return
+        those that have."""
         await self.until(lambda: len(self._began.intersection(names)) >= count, seconds)
         return self._began.intersection(names)
 

@@ -35,11 +35,11 @@ def first_orders(topology: Topology) -> Orders:
 
 
 class Holdings:
-    """Which devices everyone may hold.
+    """Who may hold which device.
 
     Args:
         topology: who was launched on which devices.
-        moved: is called when devices have moved.
+        moved: called when devices have moved.
     """
 
     def __init__(self, topology: Topology, moved: Callable[[], None]) -> None:
@@ -50,9 +50,9 @@ class Holdings:
         self.until = ""
         """the event after which devices go back to their owners"""
         self._given: dict[int, int] = {}
-        """sequence of the orders that gave an instance devices last"""
+        """by instance: sequence of the orders that last gave it devices"""
         self._given_actor = 0
-        """the same of the actor"""
+        """sequence of the orders that last gave the actor devices"""
         self._ordered_actor: set[int] = set()
         """devices that the actor has by the newest orders"""
 
@@ -75,7 +75,7 @@ class Holdings:
             self._moved()
 
     def can_have(self, instance: int, devices: Collection[int]) -> bool:
-        """Whether nobody else may hold one of these devices."""
+        """Whether an instance may take these devices: nobody else holds one of them."""
         return self.ledger.can_take(instance_name(instance), devices)
 
     def of_instance(self, instance: int) -> tuple[int, ...]:
@@ -99,12 +99,13 @@ class Holdings:
         self._has_moved = True
 
     def can_give_actor(self, ranks: int) -> bool:
-        """Whether nobody else may hold the devices of so many ranks."""
+        """Whether the actor may take the devices of its first ``ranks`` ranks: nobody else holds
+        one of them."""
         return self.ledger.can_take(ACTOR, self._topology.actor[:ranks])
 
     def give_actor(self, ranks: int, sequence: int) -> None:
-        """Note the orders by which the actor has the devices of so many ranks, 0: it lends them;
-        raises `DeviceTaken`."""
+        """Note the orders that leave the actor the devices of its first ``ranks`` ranks; 0: it
+        lends them all. Raises `DeviceTaken`."""
         wanted = self._topology.actor[:ranks]
         self.ledger.take(ACTOR, wanted, until=self.until)
         if not self._ordered_actor.issuperset(wanted):

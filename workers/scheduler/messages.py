@@ -36,39 +36,40 @@ class HandBack(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Orders(msgspec.Struct, frozen=True, kw_only=True):
-    """scheduler -> rollout, actor: how things are to be from now on."""
+    """scheduler -> rollout, actor: what holds from now on."""
 
     sequence: int = 0
-    """counts up; every instance reports once for each"""
+    """number of these orders, which counts up; every instance reports once for each"""
     scheduler: int = 0
-    """incarnation of the scheduler; another one has not heard who is ready"""
+    """incarnation of the scheduler; a new one has not heard who is ready"""
     devices: tuple[tuple[int, ...], ...] = ()
-    """of each instance, those that it serves on; none: it is stopped. It may take those that it did
-    not have: whoever held them has released them"""
+    """by instance: the devices that it serves on; none: it is stopped. Devices that it did not have
+    before are free: whoever held them has released them"""
     due: tuple[Resume, ...] = ()
     """instances that get devices once nobody else holds these any more"""
     held: tuple[Holding, ...] = ()
     """who may hold which devices, for a scheduler that is started again"""
     lost: tuple[int, ...] = ()
-    """devices that nobody can hold, for the same"""
+    """devices that nobody can hold, for a scheduler that is started again"""
     migrate: bool = True
-    """an instance that stops hands its requests back, else it finishes them"""
+    """whether an instance that stops hands its requests back; else it finishes them"""
     takers: tuple[int, ...] | None = None
-    """instances that take requests, of those that serve; None: all. While requests move from one to
-    another, so that nobody else takes them"""
+    """instances that take requests; None: all that serve. Fewer while requests move from one
+    instance to another, so that nobody else takes them"""
     hand_back: tuple[HandBack, ...] = ()
     boundary: Boundary | None = None
-    """the place of the actor for which the next three hold"""
+    """boundary of the actor for which ``strategy``, ``holds`` and ``goes_on`` hold"""
     strategy: Strategy | None = None
-    """of the actor from there on; None: as it is"""
+    """strategy of the actor from the boundary on; None: the present one"""
     holds: bool = True
-    """False: the actor offloads, and its devices are others' until later orders"""
+    """whether the actor holds its devices; else it offloads, and others have them until later
+    orders"""
     goes_on: bool = True
-    """False: the actor stays there, until later orders"""
+    """whether the actor leaves the boundary; else it stays there until later orders"""
     ranks_report: bool = False
-    """every rank of the actor says what it holds there, though nothing changes"""
+    """whether every rank of the actor says what it holds there, even if nothing changes"""
     reason: str = ""
-    """for logs and traces"""
+    """reason of the decision, for logs and traces"""
 
     def devices_of(self, instance: int) -> tuple[int, ...]:
         """Return the devices that an instance serves on; none: it is stopped."""
@@ -81,15 +82,15 @@ class EndedCount(msgspec.Struct, frozen=True, kw_only=True):
     group: int
     tokens: int
     name: str = ""
-    """of its request: where a worker dies it may be finished twice"""
+    """name of the request: where a worker dies it may be finished twice"""
     iteration: int = -1
-    """-1: of none, of an evaluation"""
+    """iteration of the request; -1: of an evaluation"""
     made: int = 0
-    """of these tokens, those that were made here, in one piece"""
+    """tokens that this engine made in one piece; a moved request brought the others along"""
     seconds: float = 0.0
-    """for which its engine made them"""
+    """seconds for which this engine made them"""
     running: float = 0.0
-    """requests that were decoded together meanwhile"""
+    """mean number of requests that were decoded together meanwhile"""
 
 
 class InstanceReport(msgspec.Struct, frozen=True, kw_only=True, tag="instance"):
@@ -98,39 +99,38 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True, tag="instance"):
     instance: int
     sequence: int
     devices: tuple[int, ...]
-    """that it holds now; none: it is stopped"""
+    """devices that the instance holds now; none: it is stopped"""
     slots: int
-    """requests that it decodes together"""
+    """requests that the engine decodes together"""
     samples: int
-    """that it has sent on since it was started"""
+    """samples sent on since the instance was started"""
     tokens: int
-    """of these"""
+    """tokens of the samples sent on"""
     queued: int
     """requests that no instance has taken"""
     taken: int = 0
-    """requests that are with any instance, as their channel knows it: those of one that died are,
+    """requests that are with any instance, as their channel knows; those of a dead instance count
     until they are queued again"""
     requests: tuple[RequestCount, ...] = ()
     handed_back: int = 0
-    """requests that it handed back to carry out these orders"""
+    """requests that the instance handed back to carry out these orders"""
     ended: tuple[EndedCount, ...] = ()
-    """responses that were finished since its last report"""
+    """responses that were finished since the instance's last report"""
 
 
 class InstanceNews(msgspec.Struct, frozen=True, kw_only=True, tag="news"):
-    """rollout -> scheduler: what has happened since its last message, without being asked."""
+    """rollout -> scheduler: what has happened since the instance's last message, unasked."""
 
     instance: int
     ended: tuple[EndedCount, ...] = ()
     began: tuple[str, ...] = ()
-    """names of requests that it has taken, while some instances alone take any"""
+    """names of requests that the instance has taken, while only some instances take any"""
 
 
 class DevicesReport(msgspec.Struct, frozen=True, kw_only=True, tag="devices"):
-    """whoever watches hosts -> scheduler: nobody can use these devices, or can again.
+    """watcher of hosts -> scheduler: devices that nobody can use, or that are there again.
 
-    Who sends it says it again from time to time: a scheduler that dies may have read it, and not
-    carried it out.
+    It is sent again from time to time: a scheduler that dies may have read it without acting on it.
     """
 
     lost: tuple[int, ...] = ()
@@ -138,38 +138,39 @@ class DevicesReport(msgspec.Struct, frozen=True, kw_only=True, tag="devices"):
 
 
 class ActorReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    """actor rank 0 -> scheduler: its strategy can change now."""
+    """actor rank 0 -> scheduler: the actor's strategy can change now."""
 
     boundary: Boundary
     mini_batches: int
-    """of an iteration, over all epochs"""
+    """mini-batches of an iteration, over all epochs"""
     strategy: Strategy
-    """in force"""
+    """strategy in force"""
     epochs: int = 1
     """passes over the samples of an iteration"""
     tokens: int = 0
-    """that this data rank trained since the last boundary"""
+    """tokens that this data rank trained since the last boundary"""
     seconds: float = 0.0
-    """for which it trained them, without waits for samples"""
+    """seconds for which this data rank trained since the last boundary, without waits for samples
+    """
     holds: bool = True
-    """it holds its devices; else it has offloaded, and waits to get them back"""
+    """whether the actor holds its devices; else it has offloaded, and waits to get them back"""
     collects: bool = False
-    """it trains a mini-batch only once all of its samples are there: until then it may stay at the
-    boundary, and change"""
+    """whether a mini-batch is trained only once all of its samples are there: until then the actor
+    may stay at the boundary, and change"""
 
 
 class ActorChanged(msgspec.Struct, frozen=True, kw_only=True, tag="changed"):
-    """actor -> scheduler: what came of orders on one rank, which has released what it does not hold
-    any more."""
+    """actor -> scheduler: what one rank has done about orders. The rank has released what it does
+    not hold any more."""
 
     rank: int
     boundary: Boundary
     sequence: int
-    """of the orders"""
+    """sequence of the orders"""
     strategy: Strategy
-    """in force now"""
+    """strategy in force now"""
     holds: bool = True
-    """it has its devices; else it has offloaded"""
+    """whether the rank has its devices; else it has offloaded"""
     error: str = ""
     """why the strategy is not the one that was ordered"""
 
@@ -178,47 +179,47 @@ SchedulerReport = InstanceReport | InstanceNews | ActorReady | ActorChanged | De
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """actor rank 0 -> other ranks: what all of them do at a boundary. It says how things are to be:
-    a rank that missed one goes on from the next."""
+    """actor rank 0 -> other ranks: what all ranks do at a boundary. A rank that missed one goes on
+    from the next."""
 
     boundary: Boundary
     number: int = 0
-    """counts up"""
+    """number of this verdict, which counts up"""
     sequence: int = 0
-    """of the orders that it follows"""
+    """sequence of the orders that the verdict follows"""
     strategy: Strategy | None = None
-    """of all ranks from there on; None: each goes on with what it has"""
+    """strategy of all ranks from the boundary on; None: each keeps the one it has"""
     holds: bool = True
     goes_on: bool = True
     changes: bool = False
-    """every rank says what came of it"""
+    """whether every rank reports what came of the orders"""
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True):
-    """Who was launched on which devices; devices are numbered over the whole cluster."""
+    """Devices on which everyone was launched; devices are numbered over the whole cluster."""
 
     instances: tuple[tuple[int, ...], ...]
     """devices of each rollout worker"""
     actor: tuple[int, ...]
-    """the device of each launched rank of the actor"""
+    """device of each launched rank of the actor"""
     home: Strategy
-    """of the actor between two iterations"""
+    """strategy of the actor between two iterations"""
     strategies: tuple[Strategy, ...]
-    """all that fit the model and the mini-batch"""
+    """all strategies that fit the model and the mini-batch"""
     samples: int
-    """of an iteration"""
+    """samples of an iteration"""
     group: int = 1
     """samples of a prompt, which are trained together"""
     hosts: dict[int, int] = {}
-    """host of each device; one for all where left out"""
+    """host of each device; one host for all where left out"""
     sizes: tuple[int, ...] = ()
-    """numbers of devices that an instance can serve on, beside that at home"""
+    """numbers of devices that an instance can serve on, besides that at home"""
     workers: int = 0
     """workers of the actor that report; 0: one for each rank"""
 
     @property
     def owners(self) -> dict[int, str]:
-        """Of each device, who has it between two iterations."""
+        """Owner of each device between two iterations."""
         found = {
             device: instance_name(number)
             for number, home in enumerate(self.instances)

@@ -31,7 +31,7 @@ from rlinf_async.workers.scheduler.messages import (
 UNKNOWN_TOKENS = 256.0
 """mean length of a response before one is finished"""
 KNOWN_LENGTHS = 8192
-"""lengths that are remembered at least, where there were so many: as many whole iterations"""
+"""least number of lengths that are remembered, once there were as many: in whole iterations"""
 
 
 class Finished:
@@ -39,13 +39,13 @@ class Finished:
 
     def __init__(self) -> None:
         self.lengths: dict[str, int] = {}
-        """tokens of each, by the name of its request"""
+        """tokens of each response, by the name of its request"""
         self.tokens = 0
-        """of all"""
+        """tokens of all finished responses"""
         self.groups: dict[int, list[int]] = {}
-        """tokens of each, by group"""
+        """tokens of each response, by group"""
         self.whole = 0
-        """groups of which all are finished"""
+        """groups of which all responses are finished"""
 
     def add(self, one: EndedCount, group_size: int) -> None:
         """Take a response; one that is finished twice counts once."""
@@ -66,9 +66,9 @@ class Responses:
     them in an iteration, all would be long ones at its end.
 
     Args:
-        samples: of an iteration.
+        samples: number of samples of an iteration.
         group: samples of a prompt.
-        lengths: of responses of an earlier run, in tokens.
+        lengths: lengths of responses of an earlier run, in tokens.
     """
 
     def __init__(self, samples: int, group: int, lengths: Sequence[float] = ()) -> None:
@@ -78,9 +78,9 @@ class Responses:
         """lengths by which others are expected, by iteration"""
         self._predictor = Predictor(lengths) if len(lengths) else None
         self._finished: dict[int, Finished] = {}
-        """by iteration: the present one, and those ahead of it"""
+        """finished responses by iteration: the present one, and those ahead of it"""
         self.longest = float(max(lengths, default=0.0))
-        """tokens of the longest that was seen; 0: none was"""
+        """tokens of the longest response so far; 0: none was seen"""
 
     def note(self, ended: Iterable[EndedCount]) -> None:
         """Take responses that are finished; an evaluation's tell nothing of an iteration."""
@@ -111,14 +111,14 @@ class Responses:
         return 0 if here is None else len(here.lengths)
 
     def in_whole_groups(self, iteration: int) -> int:
-        """Return those of them whose groups are finished."""
+        """Return the number of finished samples of an iteration whose groups are finished."""
         here = self._finished.get(iteration)
         return 0 if here is None else here.whole * self._group
 
     @property
     def mean(self) -> float:
-        """Mean tokens of a response: of the iterations before, or, while there is none, of those
-        that are finished; 0: there is none."""
+        """Return the mean tokens of a response of the iterations before; until there is one, of the
+        finished responses; 0: there is none."""
         if self._predictor is not None:
             return self._predictor.mean
         count = sum(len(one.lengths) for one in self._finished.values())
@@ -163,9 +163,9 @@ class Monitor:
         self.queued = 0
         """requests that no instance has taken, by the reports on the newest orders"""
         self._taken = 0
-        """requests that are with any instance, by the same"""
+        """requests that are with any instance, by the reports on the newest orders"""
         self._sequence = 0
-        """of these orders"""
+        """sequence of the newest orders on which an instance has reported"""
         self._responses = Responses(topology.samples, topology.group, lengths)
         self._refused: tuple[int, list[Strategy]] = (-1, [])
 
@@ -361,9 +361,10 @@ class Monitor:
 
 
 KEPT = 64
-"""measurements of each kind"""
+"""measurements of each kind that are kept"""
 LEAST_TOKENS = 4
-"""of a response: what a shorter one takes is mostly its beginning and its end"""
+"""tokens of the shortest response that is measured: a shorter one is mostly its beginning and its
+end"""
 
 
 class MeasuredRates:

@@ -61,14 +61,14 @@ class ScheduledRollout(LanguageRolloutWorker):
         # Others may hold its devices: the actor, whose they are, or which has grown there.
         self._starts_stopped = self.rank >= self.world_size - guests or self.incarnation > 0
         self.orders = Orders()
-        """the newest"""
+        """the newest orders"""
         self._sending: dict[str, EndedCount] = {}
-        """responses that are generated and not sent on, by request"""
+        """responses that are generated but not sent on, by request"""
         self._ended: list[EndedCount] = []
         """responses that were sent on since the last message"""
         self._known: dict[int, list[EndedCount]] = {}
-        """all of them, by iteration, from the one that the actor trains on: for a scheduler that is
-        started again"""
+        """responses that were sent on, by iteration, from the one that the actor trains: for a
+        scheduler that is started again"""
         self._began: list[str] = []
         """requests that were taken since the last message, where few instances take any"""
         self._news = asyncio.Event()

@@ -58,7 +58,7 @@ from rlinf_async.workers.scheduler.messages import (
 from rlinf_async.workers.scheduler.monitor import Phase
 
 ORDER_SECONDS = 0.2
-"""for which it waits for a request that was in the queue a moment ago"""
+"""seconds of waiting for a request that was in the queue a moment ago"""
 
 
 class SchedulerWorker(Worker):

@@ -19,7 +19,7 @@ from rlinf_async.config import needed
 
 
 class NoLook:
-    """Stands for a material or texture of SAPIEN; takes every property, and has none."""
+    """A stand-in for a material or texture of SAPIEN: it takes every property, and has none."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         """Take what a material takes."""

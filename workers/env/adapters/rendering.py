@@ -33,8 +33,8 @@ def drawing(simulation: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing_context(task: Any) -> Iterator[None]:
-    """As `drawing`, where the task may get a new simulation, or let go of its own: the old
-    context's objects are then deleted in that context, and nowhere else."""
+    """Draw in the task's context, as `drawing` does, while the task may get a new simulation or let
+    go of its own: the old context's objects are then deleted in that context, and nowhere else."""
     old = _context_of(task.sim)
     with drawing(task.sim):
         yield
