@@ -34,7 +34,7 @@ T = TypeVar("T")
 Function = Callable[..., Any]
 
 LAST_LINES: Final = 6
-"""of what a process has printed that is not shown else, or of its stack, where it died"""
+"""last lines shown of what a dead process printed, or of its stack"""
 _PREFIX: Final = re.compile(r"^[0-9:]+ [^:]*: ", re.MULTILINE)
 """time and worker, of a line in a file"""
 _STACK: Final = re.compile(r"^(?:Current thread|Thread) 0x.*$", re.MULTILINE)
@@ -42,20 +42,20 @@ _IN_COMPUTE_THREAD: Final = "concurrent/futures/thread.py"
 
 
 class Raised(msgspec.Struct, frozen=True):
-    """What the function raised, where its caller knows it."""
+    """Error that the function raised, of a class that its caller knows."""
 
     names: list[str]
-    """of the class, and of those that it derives from"""
+    """names of the error's class and of its base classes"""
     text: str
     path: tuple[str, ...] = ()
-    """of a `ConfigError`"""
+    """path of a `ConfigError` in the configuration"""
 
 
 class Ended(msgspec.Struct, frozen=True):
     """How the function has ended."""
 
     result: bytes = b""
-    """as MessagePack"""
+    """the function's result, as MessagePack"""
     raised: Raised | None = None
 
 
@@ -73,7 +73,7 @@ class Apart(Worker):
 
     @classmethod
     def slow_imports(cls, arguments: Mapping[str, Any]) -> Sequence[str]:
-        """Those that the caller has named."""
+        """Return the modules that the caller has named."""
         imports: Sequence[str] = arguments["imports"]
         return imports
 

@@ -305,7 +305,7 @@ class RankCall:
 
 
 class FirstCause:
-    """Which failure a cluster raises: the first that explains the others.
+    """Finds the failure that a cluster raises: the first that explains the others.
 
     A failure spreads: whoever reads or writes a channel of a failed worker fails too, often before
     the first failure was noted. Such a *secondary* failure never hides a primary one.
@@ -322,7 +322,7 @@ class FirstCause:
             self.error, self._call = error, call
 
     def outranks(self, body: BaseException | None, *, aborted: bool) -> bool:
-        """Whether it is to be raised rather than what the body ended with."""
+        """Whether to raise the first failure rather than what the body ended with."""
         if self.error is None or self.error is body:
             return False
         if isinstance(body, asyncio.CancelledError):
@@ -338,7 +338,7 @@ class FirstCause:
 
 
 def _clone_ends(value: Any, holder: str, ends: list[Any]) -> Any:
-    """The same argument with every channel end replaced by a clone, which is added to ``ends``."""
+    """Return an argument with every channel end replaced by a clone, which is added to ``ends``."""
     if isinstance(value, End):
         clone = value.clone(holder)
         ends.append(clone)

@@ -333,8 +333,8 @@ def _end_children() -> None:
 
 
 def _go_with_parent(folder: Path, within: float | None = None) -> None:
-    """If the parent ends within so many seconds, remove its folder and exit, with all processes
-    that were started here. Nobody else would."""
+    """If the parent ends within ``within`` seconds (None: ever), remove its folder and exit, with
+    all processes that were started here. Nobody else would."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return

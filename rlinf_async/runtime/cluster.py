@@ -147,7 +147,7 @@ class ClusterGroups:
             raise BuildError(f"{group}: this cluster was left while it started") from None
 
     def supervisors(self) -> list[Supervisor]:
-        """Those of all ranks."""
+        """Supervisors of all ranks of all groups."""
         return [one for group in self.by_name.values() for one in group.supervisors]
 
     async def spans(self) -> list[Span]:
@@ -186,17 +186,18 @@ C = TypeVar("C", Channel[Any], Latest[Any])
 
 
 class ClusterChannels:
-    """Gives them to the backend, so that workers can have ends of them, and sees who waits."""
+    """Channels of a cluster. Gives them to the backend, so that workers can have ends of them, and
+    finds who waits."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self.here: dict[str, Channel[Any] | Latest[Any]] = {}
-        """by name"""
+        """channels whose queues live in this process, by name"""
         self.homed: dict[str, HomedChannel[Any]] = {}
-        """those whose queues live with workers, by name"""
+        """channels whose queues live with workers, by name"""
         self._makers: dict[str, HomeMaker] = {}
         self._seen: list[ChannelSeen] = []
-        """of the channels in ``homed``, when they were last looked at"""
+        """state of the channels in ``homed``, when they were last looked at"""
 
     def check_name(self, name: str) -> None:
         """Raise `BuildError` where a name is taken."""
@@ -276,11 +277,11 @@ def _cannot_cross(name: str, error: TypeError) -> BuildError:
 
 
 class ClusterBody:
-    """Ends with everything that it started: the first failure cancels it, and is raised once."""
+    """Body of ``async with`` of a cluster. The first failure cancels it, and is raised once."""
 
     def __init__(self) -> None:
         self._task: asyncio.Task[Any] | None = None
-        """that entered the cluster"""
+        """task that entered the cluster"""
         self._cause = FirstCause()
         self._aborted = False
         self._leaving = False
@@ -289,7 +290,7 @@ class ClusterBody:
 
     @property
     def entered(self) -> bool:
-        """Whether it was, at any time."""
+        """Whether the body was entered, at any time."""
         return self._task is not None
 
     def enter(self) -> None:
@@ -383,7 +384,7 @@ class Cluster:
         self._backend = backend
         self._channels = ClusterChannels(backend)
         self.channels = self._channels.here
-        """by name"""
+        """channels whose queues live in this process, by name"""
         self.homed = self._channels.homed
         """channels whose queues live with workers, by name"""
         self._body = ClusterBody()
@@ -394,7 +395,7 @@ class Cluster:
             on_idle_death=self._body.abort,
         )
         self.groups = self._groups.by_name
-        """by name"""
+        """groups of workers, by name"""
         self._devices = None if devices is None else tuple(devices)
         self._watch = DeadlockWatch(
             self.channels,

@@ -26,9 +26,11 @@ from rlinf_async.processes import signal_at_end_of_parent
 from rlinf_async.runtime.child import remove_unused_torch_cache
 
 HAS_THREADS: Final = -1
-"""instead of a process's number: none was forked, because its imports have started threads"""
+"""answer in place of a process number: none was forked, because the worker's imports have started
+threads"""
 ASK_ANOTHER: Final = -2
-"""the same, because those of another have"""
+"""answer in place of a process number: none was forked, because imports of another worker have
+started threads"""
 MESSAGE_BYTES: Final = 1 << 16
 DESCRIPTORS: Final = 64
 
@@ -50,7 +52,8 @@ class _Forks:
         self._poll = select.poll()
         self._poll.register(control, select.POLLIN)
         self._running: dict[int, tuple[int, int]] = {}
-        """by a file that is readable once it has ended: its number, and the pipe for that"""
+        """by the file that is readable once a process has ended: its number, and the pipe for its
+        status"""
         self._parent: int | None = os.pidfd_open(os.getppid())
         """a file that is readable once the process that started this one has ended"""
         self._poll.register(self._parent, select.POLLIN)
@@ -190,7 +193,7 @@ def _run(told: int, handed: Sequence[int]) -> int:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Nothing is printed: this process has no name, under which it could be read."""
+    """Discard what is printed in the block: this process has no name under which it could be read."""
     kept = os.dup(1), os.dup(2)
     with open(os.devnull, "wb") as nothing:
         for stream in (1, 2):

@@ -48,10 +48,10 @@ from rlinf_async.runtime.fork_server import ASK_ANOTHER, HAS_THREADS
 from rlinf_async.runtime.wakers import mark_internal
 
 UNREAD: Final = frozenset({"PYTEST_CURRENT_TEST", FOLDER, NAMES})
-"""variables that no import reads: with another value of them it is the same environment"""
+"""variables that no import reads: environments that differ in them alone share a server"""
 WITHOUT_CUDA: Final = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-"""Of the server alone: a library that asks, when it is imported, whether there is a GPU does not
-open it."""
+"""variables of the server alone: a library that looks for a GPU when it is imported does not open
+it"""
 LOST: Final = 256
 """exit code of a worker whose server is gone: no process ends with it"""
 SERVERS: Final = 4
@@ -67,11 +67,11 @@ class NotForked(Exception):
 
 
 class _AskAnother(Exception):
-    """This server forks nobody any more."""
+    """The server forks no more processes: ask another one."""
 
 
 class ForkedProcess(SpawnProcess):
-    """As multiprocessing's process that is spawned, but forked from a server of this process.
+    """A process like that of multiprocessing's ``spawn``, but forked from a server of this process.
 
     Args:
         imports: modules that the server imports first. One that cannot be imported is left to the
@@ -156,7 +156,7 @@ class _Fork(popen_forkserver.Popen):
         return True
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
-        """As multiprocessing's own, but for what it says where the server is gone."""
+        """Return the exit code, or None while the process runs; `LOST` where the server is gone."""
         if self.returncode is not None:
             return self.returncode
         if not connection.wait([self.sentinel], 0 if flag == os.WNOHANG else None):
@@ -243,16 +243,16 @@ class _Server:
 
     @property
     def pid(self) -> int:
-        """Its process."""
+        """Number of the server's process."""
         return self._process.pid
 
     @property
     def lives(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the server's process has not ended."""
         return self._process.poll() is None
 
     def serves(self, environment: Mapping[str, str]) -> bool:
-        """Whether it lives, and forks processes of this environment."""
+        """Whether the server lives, and forks processes of this environment."""
         return self.environment == _shared(environment) and not self.closed and self.lives
 
     def close(self) -> None:
@@ -262,7 +262,7 @@ class _Server:
             self._control.close()
 
     def forget(self) -> None:
-        """It is that of the process which has forked this one."""
+        """Close the server's socket here: it serves the process that forked this one."""
         self._control.close()
 
     def wait(self) -> None:
@@ -273,14 +273,14 @@ class _Server:
 
 _lock = threading.Lock()
 _servers: list[_Server] = []
-"""the one that was asked last is last"""
+"""servers of this process, in the order in which they were last asked"""
 _not_forked: dict[tuple[str, ...], str] = {}
 """imports with which no process can be forked, and why"""
 
 
 def _server_for(environment: Mapping[str, str]) -> _Server:
-    """The server of this environment. Of those that serve, the one that was asked longest ago is
-    let go where they become too many."""
+    """Return the server of this environment. Of those that serve, the one that was asked longest
+    ago is closed once they are more than `SERVERS`."""
     with _lock:
         for one in [one for one in _servers if not one.lives]:
             one.close()

@@ -127,8 +127,9 @@ class WorkerHome:
         return Home(self._name, host_id(), addresses), queues
 
     def _addresses(self, owner: Connection) -> list[str]:
-        """For this host a Unix socket; for others, where there may be any, the interface by which
-        the cluster's owner is reached, or that it listens at where this is its own host."""
+        """Return the addresses to listen at: a Unix socket for this host; where others may ask,
+        also the interface through which the cluster's owner is reached, or that the owner listens
+        at where it is on this host."""
         found = [f"@rlinf-{secrets.token_hex(16)}"]
         if self._outside is not None:
             known = parse(self._outside)

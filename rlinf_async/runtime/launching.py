@@ -221,7 +221,7 @@ MOST_STATED: Final = 65_536
 
 
 def host_devices() -> tuple[Device, ...]:
-    """This host's accelerators, or its CPU cores. Found without importing torch."""
+    """Return the accelerators of this host, or its CPU cores. Found without importing torch."""
     present = len(_pci_addresses() or _device_files())
     visible = os.environ.get(VISIBLE)
     if present and visible is not None:
@@ -307,7 +307,8 @@ def pinned_cores(devices: Sequence[Device]) -> set[int]:
 
 
 def _pci_addresses() -> list[str]:
-    """Of the accelerators here, in the order of ``CUDA_DEVICE_ORDER=PCI_BUS_ID``.
+    """Return the addresses of the accelerators here, in the order of
+    ``CUDA_DEVICE_ORDER=PCI_BUS_ID``.
 
     A container may see the driver's list of the whole host, but it has the device files of its own
     alone. Where there is no such file yet, the first program that uses CUDA makes them.

@@ -71,7 +71,7 @@ LINES_AT_ONCE: Final = 50_000
 LINES_PER_SECOND: Final = 200
 """lines of a worker that are written, in the long run"""
 LAST_LINES: Final = 200
-"""of the lines that are left out, the last ones are written when the worker ends"""
+"""last lines of those left out that are kept, and written when the worker ends"""
 
 
 class LineLimit:
@@ -87,7 +87,7 @@ class LineLimit:
         self._last: deque[str] = deque(maxlen=LAST_LINES)
 
     def allowed(self, lines: Sequence[str], now: float) -> list[str]:
-        """Those of the lines that are written.
+        """Return the lines that may be written now.
 
         Args:
             now: seconds, by any clock that does not go back.
@@ -129,7 +129,7 @@ class OutputLog:
         self.path = path
         self._broken = False
         self._limits: dict[str, LineLimit] = {}
-        """by worker"""
+        """limits by worker"""
 
     @property
     def place(self) -> str:
@@ -186,7 +186,8 @@ class OutputPipe:
         self._loop.add_reader(self._read_end, self._read)
 
     def __reduce__(self) -> tuple[Callable[[Any], None], tuple[Any]]:
-        """In the process that is started: print into the pipe, from the moment it is unpickled."""
+        """Pickle as a function that, in the process that is started, prints into the pipe from the
+        moment it is unpickled."""
         return _print_into, (DupFd(self._write_end),)
 
     def started(self) -> None:

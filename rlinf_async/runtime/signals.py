@@ -155,7 +155,7 @@ class RunSignals:
         self._terminals: list[int] = []
         """descriptors of this process's output that is shown on a terminal"""
         self._handlers: dict[int, Callable[[int, FrameType | None], None]] = {}
-        """those that are set now, by signal"""
+        """handlers that are set now, by signal"""
         self._reported = WorkEvent()
         self._over = threading.Event()
 
@@ -181,8 +181,8 @@ class RunSignals:
 
     @contextmanager
     def checked_each_step(self) -> Iterator[None]:
-        """In this block a SIGTERM does not cancel the run at once: the job looks at the end of
-        each step, saves, and leaves. It is cancelled all the same at 60 % of the grace."""
+        """Keep a SIGTERM from cancelling the run at once while the block runs: the job looks at the
+        end of each step, saves, and leaves. It is cancelled all the same at 60 % of the grace."""
         self._steps += 1
         try:
             yield
@@ -402,11 +402,11 @@ def ignore_in_worker() -> None:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Nothing; the process goes when the one that started it does."""
+    """Do nothing; the process ends when the one that started it does."""
 
 
 def _wake() -> None:
-    """Nothing; but a loop that waits for files looks at its tasks only when something happens."""
+    """Do nothing; but a loop that waits for files looks at its tasks only when something happens."""
 
 
 def _in_main_thread() -> bool:

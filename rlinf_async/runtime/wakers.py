@@ -60,7 +60,7 @@ def mark_internal(one: Any) -> None:
 
 
 def is_internal(one: Any) -> bool:
-    """Whether it was noted so."""
+    """Whether a task or thread was noted as the runtime's own."""
     return one in _internal
 
 
@@ -242,7 +242,7 @@ def _outermost(frame: FrameType) -> FrameType:
 
 
 def _is_harmless(thread: threading.Thread) -> bool:
-    """Whether it runs nothing of a user."""
+    """Whether a thread runs nothing of a user."""
     if isinstance(thread, threading.Timer):
         return not _foreign(thread.function, thread.args)
     target = getattr(thread, "_target", None)
@@ -274,7 +274,8 @@ class WorkFuture(asyncio.Future[Any]):
 
 
 class WorkEvent:
-    """As `asyncio.Event`, for what only workers, or other tasks of this process, can bring about.
+    """An event like `asyncio.Event`, for what only workers, or other tasks of this process, can
+    bring about.
 
     A task that waits for it is blocked; one that waits for an `asyncio.Event` is not, since a timer
     or a signal may set that.
@@ -332,7 +333,7 @@ def what_can_go_on() -> str:
 
 
 def free_task(tasks: Iterable[asyncio.Task[Any]]) -> str:
-    """One of these tasks that is neither blocked nor the runtime's own; "" for none."""
+    """Return the name of a task that is neither blocked nor the runtime's own; "" if there is none."""
     for task in tasks:
         if not (task.done() or is_internal(task) or is_blocked(task)):
             what = getattr(task.get_coro(), "__qualname__", "")

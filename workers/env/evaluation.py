@@ -229,7 +229,7 @@ def _of(outcome: Outcome, chosen: Bools) -> Bools | Ints:
 
 
 class BatchedEvaluation:
-    """Episodes of one evaluation on this worker, in the environments of a stage: an `Evaluation`."""
+    """Episodes of one evaluation on this worker, in a stage's environments: an `Evaluation`."""
 
     def __init__(self, stage: EnvStage, episodes: Sequence[int]) -> None:
         self._stage = stage

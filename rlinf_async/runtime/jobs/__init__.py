@@ -61,7 +61,8 @@ class PlacingJob(Job, Protocol):
         ...
 
     def check(self, config: Any, devices: Sequence[Device] | None = None) -> None:
-        """As `Job.check`, for this host or for a machine with these devices."""
+        """Check a configuration as `Job.check` does, for this host or for a machine with
+        ``devices``."""
         ...
 
 

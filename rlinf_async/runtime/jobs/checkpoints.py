@@ -53,7 +53,7 @@ def max_deliveries(holders: int, max_restarts: int) -> int:
 
 @contextmanager
 def abort_on_lost_items(cluster: Cluster) -> Iterator[None]:
-    """While the block runs, an item that was given up aborts the cluster with `ItemLost`."""
+    """Abort the cluster with `ItemLost` when an item is given up while the block runs."""
     watching = internal(asyncio.create_task(_watch(cluster), name="lost items"))
     try:
         yield

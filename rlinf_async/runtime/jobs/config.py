@@ -474,7 +474,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _packages() -> dict[str, str]:
-    """Versions of Python, of this package, and of those of its requirements that are installed."""
+    """Return the versions of Python, of this package, and of its installed requirements."""
     found = {"python": platform.python_version()}
     try:
         required = importlib.metadata.requires("rlinf-async") or []

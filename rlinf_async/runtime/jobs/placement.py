@@ -70,10 +70,10 @@ class LaunchOptions(TypedDict):
 
 
 class Role(msgspec.Struct, frozen=True, kw_only=True):
-    """What the planner has to know of a role."""
+    """Requirements of a role, for the planner."""
 
     name: str
-    """as in the settings: ``"actor"``"""
+    """name of the role in the settings: ``"actor"``"""
     count: int | None
     """number of workers; None: as many as its devices allow"""
     asked: str | RolePlacement = ""
@@ -111,7 +111,7 @@ class Plan(msgspec.Struct, frozen=True):
     turns: frozenset[str]
     """roles that free the memory of shared devices while another of these works"""
     settings: dict[str, RolePlacement] = {}
-    """of each role"""
+    """settings of each role"""
 
     def count(self, role: str) -> int:
         """Number of workers of the role."""
@@ -186,8 +186,8 @@ class Plan(msgspec.Struct, frozen=True):
         return {at for rank in self.ranks[role] for at in rank}
 
     def _shares(self, role: str) -> list[float]:
-        """For each rank one over the number of workers that hold memory on one of its devices at a
-        time."""
+        """Return for each rank one over the number of workers that hold memory on one of its
+        devices at a time."""
         held = Counter[int]()
         for other, ranks in self.ranks.items():
             if other == role or not {other, role} <= self.turns:

@@ -82,8 +82,8 @@ class Run(Protocol[S_co]):
         ...
 
     def drawings(self, *, ended: bool) -> dict[str, Draw]:
-        """Its pictures, by name, in the order in which they are drawn; ``ended``: the run came to
-        its end."""
+        """Return the run's pictures by name, in the order in which they are drawn; ``ended``: the
+        run came to its end."""
         ...
 
 

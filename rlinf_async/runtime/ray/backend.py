@@ -395,7 +395,7 @@ class _Actor(msgspec.Struct, frozen=True):
     handle: Any
     place: Place
     devices: tuple[Device, ...]
-    """of its rank; others than asked, where the host of those was lost"""
+    """devices of the rank; others than asked for, where their host was lost"""
 
 
 class RayBackend(RemoteBackend):

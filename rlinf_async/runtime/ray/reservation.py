@@ -72,7 +72,7 @@ def bundles(ranks: Sequence[WorkerSpec], reserved: Mapping[Device | str, object]
 
 
 def impossible(wanted: Iterable[Bundle], hosts: Sequence[Host]) -> list[Bundle]:
-    """Those of the bundles that no host has, also where nobody uses it."""
+    """Return the bundles that no host has, even while nobody uses it."""
     return [one for one in wanted if not any(_fits(one, host) for host in hosts)]
 
 
@@ -152,11 +152,11 @@ class Slot(msgspec.Struct, frozen=True):
     """A bundle that is reserved."""
 
     group: Any
-    """its placement group"""
+    """placement group of the bundle"""
     index: int
     host: Host
     number: str = ""
-    """of its accelerator, as CUDA_VISIBLE_DEVICES names it"""
+    """number of the bundle's accelerator, as CUDA_VISIBLE_DEVICES names it"""
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -166,7 +166,7 @@ class Place(msgspec.Struct, frozen=True):
     slot: Slot | None
     """the bundle that it runs in; None: none, it has no devices"""
     numbers: tuple[str, ...] = ()
-    """of its accelerators there"""
+    """numbers of the rank's accelerators on its host"""
 
 
 class Reservations:
@@ -182,7 +182,7 @@ class Reservations:
         self._wait = wait
         self._label = label
         self._slots: dict[Device | str, Slot] = {}
-        """by device; by name of a rank for what it has besides devices"""
+        """reserved bundles by device; by name of a rank for what it has besides devices"""
         self._users: dict[str, set[str]] = {}
         """names of the groups that use a placement group, by its identifier"""
         self._groups: dict[str, Any] = {}

@@ -43,13 +43,13 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     address: str
     port: int
-    """at which Ray's node listens there"""
+    """port at which Ray's node listens on the host"""
     resources: Mapping[str, float]
     """all that it has, by name, also what is in use"""
 
     @property
     def devices(self) -> list[Device]:
-        """Its accelerators, or its CPU cores where it has none."""
+        """Return the accelerators of the host, or its CPU cores where it has none."""
         accelerators = int(self.resources.get("GPU", 0))
         kind, count = ("cuda", accelerators) if accelerators else ("cpu", self.cores)
         return [Device(kind, index, self.name) for index in range(count)]
@@ -93,7 +93,8 @@ def live_hosts(nodes: Iterable[Mapping[str, Any]]) -> list[Host]:
 
 
 async def present_hosts(nodes: Iterable[Mapping[str, Any]]) -> list[Host]:
-    """As `live_hosts`; of several nodes with one name only those that answer.
+    """Return the hosts that are alive, as `live_hosts` does; of several nodes with one name only
+    those that answer.
 
     Where a host was started again, Ray takes its former node for alive for another while.
     """
@@ -108,7 +109,7 @@ async def present_hosts(nodes: Iterable[Mapping[str, Any]]) -> list[Host]:
 
 
 async def answering(hosts: Sequence[Host]) -> list[Host]:
-    """Those that answer."""
+    """Return the hosts that answer."""
     answers = await asyncio.gather(*(host.answers() for host in hosts))
     return [host for host, there in zip(hosts, answers, strict=True) if there]
 
@@ -323,8 +324,8 @@ class RaySession:
         return await self._answered(call, getattr(function, "__name__", "a call"))
 
     async def make(self, function: Callable[[], R], undo: Callable[[R], object]) -> R:
-        """As `do`; what the function makes is undone, in Ray's thread, if the caller is cancelled
-        or has given up meanwhile."""
+        """Return what the function makes in Ray's thread, as `do` does; it is undone there if the
+        caller is cancelled or has given up meanwhile."""
         loop = asyncio.get_running_loop()
         call = loop.run_in_executor(self._calls, function)
         try:
@@ -349,7 +350,7 @@ class RaySession:
             threading.Thread(target=lambda: undo(made), name="ray undo", daemon=True).start()
 
     def submit(self, function: Callable[P, object], /, *args: P.args, **kwargs: P.kwargs) -> None:
-        """As `do`, without a result."""
+        """Run a function in Ray's thread, without waiting for its end."""
         with contextlib.suppress(RuntimeError):  # the session is closed: Ray ends what is left
             self._calls.submit(function, *args, **kwargs)
 
@@ -379,7 +380,7 @@ class _SharedConnection:
         self._own = False
         """whether a session connected; else the script had"""
         self.address = ""
-        """as the session asked that connected"""
+        """address for which the session asked that connected"""
         self._runtime_env: dict[str, Any] = {}
 
     def enter(self, address: str | None, runtime_env: dict[str, Any] | None) -> None:

@@ -70,9 +70,9 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of one stage."""
 
     step: float
-    """of all its environments"""
+    """seconds of a step of all environments of the stage"""
     forward: float
-    """of the policy, for all its observations"""
+    """seconds of a forward pass of the policy for all observations of the stage"""
 
 
 def planned(config: EnvironmentSettings, devices: Sequence[Device] | None) -> Plan:
@@ -105,7 +105,7 @@ def chosen(
 
 
 def foreseen(config: EnvironmentSettings, devices: Sequence[Device] | None = None) -> ClusterConfig:
-    """As `chosen`, as far as it can be said without a step of an environment."""
+    """Return the choice of `chosen`, as far as it can be made without a step of an environment."""
     if config.cluster.rollout_workers != "auto" or decided(config, devices) is not None:
         return chosen(config, None, devices)
     print(
@@ -231,6 +231,6 @@ def asked(config: EnvConfig) -> Fit:
 
 
 def asked_all(configs: Sequence[EnvConfig]) -> Iterator[Fit]:
-    """`asked` of each, in their order; two at a time."""
+    """Yield what `asked` returns for each configuration, in order; two are asked at a time."""
     with ThreadPoolExecutor(2) as threads:
         yield from threads.map(asked, configs)

@@ -52,7 +52,7 @@ from rlinf_async.workers.env.spaces import ActionReader, ObservationWriter, answ
 from rlinf_async.workers.env.worker import Environments
 
 MOST_STEPS = 100_000
-"""of an episode, for an environment that does not end"""
+"""most steps of an episode, for an environment that does not end"""
 
 SILENT: Final = 20
 """episodes after which an environment that has not said of any whether it succeeded never will"""
@@ -342,12 +342,12 @@ class PlayingJob(Job, Protocol):
 
 
 class Played(msgspec.Struct, frozen=True):
-    """What came of letting a policy act."""
+    """Result of letting a policy act."""
 
     episodes: list[EvaluatedEpisode]
-    """in their order"""
+    """episodes in their order"""
     films: list[VideoReport]
-    """of the episode ``shown``"""
+    """videos of the episode ``shown``"""
     shown: int = 0
 
 
@@ -490,7 +490,7 @@ def film(
 
 
 def single_env(env: EnvConfig) -> EnvConfig:
-    """The same environment, one by one: for pictures.
+    """Return settings that make the same environment one by one, for pictures.
 
     Raises:
         ConfigError: only its simulator can make it, many at a time.

@@ -391,7 +391,7 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
         self._env_reports: list[EnvReport] = []
         self._last: TrainReport | None = None
         self._warnings: set[str] = set()
-        """those that were printed"""
+        """warnings that were printed"""
         self._episodes: list[EvaluatedEpisode] = []
         """episodes of the evaluation"""
 

@@ -105,10 +105,11 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class EmbodiedPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which devices each role has: a text such as ``"0-3"``, or a table with more."""
+    """Devices of each role: a text such as ``"0-3"``, or a table with more."""
 
     preset: Preset = "auto"
-    """for roles that are left out; ``hybrid``: env and rollout workers share, actors have theirs"""
+    """placement of roles that are left out; ``hybrid``: env and rollout workers share, actors have
+    theirs"""
     actor: str | RolePlacement = ""
     rollout: str | RolePlacement = ""
     env: str | RolePlacement = ""
@@ -266,7 +267,8 @@ def described(config: EnvironmentSettings) -> EnvSpec:
 
 
 def described_for_run(config: EnvironmentSettings) -> EnvSpec:
-    """As `described`, for a run that begins now: not asked again where it was just checked."""
+    """Return what `described` does, for a run that begins now: nothing is asked again that was just
+    checked."""
     checked = [spec for one, spec in _described if one is config.env]
     _described.clear()
     return checked[0] if checked else described(config)
@@ -360,7 +362,7 @@ MAY_DIFFER = (*ALWAYS_MAY_DIFFER, "training.checkpoint_every")
 """settings and sections that a resumed run may change"""
 
 LEVELS = ("token", "action", "chunk")
-"""of log-probs and advantages, from fine to coarse"""
+"""levels of log-probs and advantages, from fine to coarse"""
 
 
 class TrainingConfig(LengthConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -382,7 +384,7 @@ class DemonstrationsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     left out"""
     episodes: int = 100
     seed: int = 0
-    """of the episodes, added to the run's"""
+    """seed of the episodes, added to the run's"""
 
     def __post_init__(self) -> None:
         check_bounds(self, "episodes", least=1)

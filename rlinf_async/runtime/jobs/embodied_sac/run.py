@@ -52,7 +52,7 @@ from rlinf_async.workers.replay import ReplayWorker
 from rlinf_async.workers.replay.worker import STATE, ReplayPlan, read_state
 
 REPLAY = "replay"
-"""in a checkpoint, and in the run folder"""
+"""name of the store's folder, in a checkpoint and in the run folder"""
 
 
 class SacProgress(EmbodiedProgress, kw_only=True):

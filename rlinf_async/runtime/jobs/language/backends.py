@@ -175,9 +175,9 @@ class Layout(msgspec.Struct, frozen=True):
     each worker."""
 
     actor: tuple[int, ...]
-    """of each launched rank; the first ones train between two iterations"""
+    """device of each launched rank of the actor; the first ones train between two iterations"""
     instances: tuple[tuple[int, ...], ...]
-    """of each rollout worker, guests last"""
+    """devices of each rollout worker, guests last"""
     hosts: dict[int, int]
     """host of each device"""
     accelerated: bool

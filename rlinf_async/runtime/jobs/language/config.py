@@ -219,7 +219,7 @@ class CriticOptimizerConfig(
 
 
 class CriticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The critics, ``cluster.critics`` of them; what is left out here is as ``[actor]`` has it."""
+    """The critics, ``cluster.critics`` of them; what is left out here is taken from ``[actor]``."""
 
     path: str = ""
     """folder of the model that it begins with; the actor's when left out"""
@@ -289,7 +289,8 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     keep_checkpoints: int = 2
     """newest checkpoints that are kept"""
     export: bool = True
-    """at the end the model is written as a Hugging Face folder, ``trained/`` in the run's own"""
+    """whether to write the model as a Hugging Face folder at the end: ``trained/`` in the run
+    folder"""
     metrics: tuple[str, ...] = ("tensorboard",)
     """sinks beside ``metrics.csv``; others by the entry point group ``rlinf_async.metrics``"""
 
@@ -305,7 +306,7 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     the last."""
 
     samples: int = 200
-    """at most; 0: there is no evaluation"""
+    """most samples of an evaluation; 0: there is no evaluation"""
     every: int = 0
     """iterations between two evaluations before the last one, 0: none; the actors wait meanwhile,
     and the next samples are generated"""
@@ -340,10 +341,10 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class LanguagePlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which devices each role has: a text such as ``"0-3"``, or a table with more."""
+    """Devices of each role: a text such as ``"0-3"``, or a table with more."""
 
     preset: Preset = "auto"
-    """for roles that are left out; ``hybrid``: rollout has its own, the others share"""
+    """placement of roles that are left out; ``hybrid``: rollout has its own, the others share"""
     actor: str | RolePlacement = ""
     critic: str | RolePlacement = ""
     inference: str | RolePlacement = ""
@@ -358,12 +359,14 @@ class ClusterConfig(HostConfig, frozen=True, kw_only=True, forbid_unknown_fields
     placement: Preset | LanguagePlacement = "auto"
     """rollout workers and learners that share devices take turns, with offload and onload"""
     rollout_workers: int | None = None
-    """as many as their devices allow when left out; 1 without accelerators"""
+    """number of rollout workers; when left out as many as their devices allow, 1 without
+    accelerators"""
     reward_workers: int = 1
     inference_workers: int = 0
     """workers that recompute log-probs by the actor's forward; 0: the sampled ones are used"""
     actors: int | None = None
-    """as many as their devices and the batch sizes allow when left out; 1 without accelerators"""
+    """number of actors; when left out as many as their devices and the batch sizes allow, 1 without
+    accelerators"""
     critics: int = 0
     """workers that compute values, for ``gae``: as many as actors, or 0; with Megatron as many as
     hold a model together for each actor that reads samples"""
@@ -547,7 +550,7 @@ class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def critic_part(self) -> LanguageTrainerPart:
-        """What that says about itself."""
+        """Description of the critic's trainer."""
         return language_trainers.check(self.critic_backend, ("critic", "backend"))
 
     @property

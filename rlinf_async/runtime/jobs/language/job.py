@@ -133,13 +133,13 @@ def _reads(run: LanguageRun) -> Reads:
 
 
 class _Inputs(NamedTuple):
-    """What a run has read when its first worker starts."""
+    """Files that a run has read when its first worker starts."""
 
     model: Path
     """Folder of the model."""
     prompts: Prompts
     examples: Examples
-    """Those of a warm start that is still to come; else none."""
+    """examples of a warm start that is still to come; else none"""
 
 
 def _inputs(config: LanguageConfig, into: Path) -> _Inputs:

@@ -197,7 +197,7 @@ class Evaluated(NamedTuple):
         )
 
     def columns(self) -> dict[str, float]:
-        """Its columns in the metrics."""
+        """Return the columns of the evaluation in the metrics."""
         columns = {"eval_unscored": float(self.unscored)}
         if self.reward is not None:
             columns["eval_reward"] = self.reward

@@ -115,7 +115,8 @@ class LanguageChannels:
             ),
         )
         self.inferred: Channel[Sample] = self.generated
-        """with log-probs of the actor's forward; the same channel where none are asked for"""
+        """samples with log-probs of the actor's forward pass; ``generated`` where none are asked
+        for"""
         if config.needs_inference:
             self.inferred = cluster.channel(
                 Sample,
@@ -130,13 +131,14 @@ class LanguageChannels:
             SampleGroup, name="groups", capacity=training.prompts * ahead
         )
         self.valued: Channel[SampleGroup] = self.groups
-        """with values, by key of the critic; the same channel where there is no critic"""
+        """groups with values, by key of the critic; ``groups`` where there is no critic"""
         if config.has_critic:
             self.valued = cluster.channel(
                 SampleGroup, name="valued groups", capacity=training.prompts * ahead
             )
         self.to_train: Channel[SampleGroup] = self.valued
-        """by key of the actor; the same channel where each actor has the critic of its rank"""
+        """groups to train, by key of the actor; ``valued`` where each actor has the critic of its
+        rank"""
         if config.has_critic and config.scheduled:
             self.to_train = cluster.channel(
                 SampleGroup, name="dispatched groups", capacity=training.prompts * ahead
@@ -148,7 +150,7 @@ class LanguageChannels:
 
     @contextmanager
     def held_open(self) -> Iterator[None]:
-        """This process's own ends, which stay open between two calls of the workers."""
+        """Keep the ends of this process open between two calls of the workers."""
         with ExitStack() as ends:
             ends.enter_context(self.scored.receiver)
             ends.enter_context(self.groups.sender)
@@ -398,7 +400,7 @@ class Roles:
         """whether rollout workers share devices with no other role"""
         self._rollouts_stopped = False
         self.scheduling: Scheduling | None = None
-        """of a run with a scheduler"""
+        """scheduling, in a run with a scheduler"""
         self._layout = layout_of(config, self._plan) if config.scheduled else None
         if self._layout is not None:
             from rlinf_async.runtime.jobs.language.scheduling import Scheduling

@@ -116,7 +116,7 @@ class LanguageRun:
         self._last: dict[str, float] | None = None
         self._scheduled: SchedulerSummary | None = None
         self._evaluated: Evaluated | None = None
-        """by the evaluation at the end"""
+        """result of the evaluation at the end"""
         training = config.training
         self._warned = training.group_size == 1  # groups of one have no signal of their own
         self._warned_of_evaluation = False

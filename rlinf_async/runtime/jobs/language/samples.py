@@ -414,11 +414,11 @@ def _training_sample(scored: ScoredSample) -> TrainingSample:
 
 
 def next_prompts(prompts: Prompts, iterations: int, count: int) -> Sequence[Prompt]:
-    """The next ``count`` prompts.
+    """Return the next ``count`` prompts.
 
     Args:
-        prompts: of the run.
-        iterations: of the whole run, for the error.
+        prompts: prompts of the run.
+        iterations: iterations of the whole run, for the error.
         count: prompts of one iteration.
 
     Raises:
@@ -533,7 +533,7 @@ class Collector:
                 await self._take(group)
 
     async def whole(self, iteration: int) -> None:
-        """Wait until every group of this iteration, and of those before, is complete."""
+        """Wait until every group of ``iteration``, and of those before, is complete."""
         while self._sending <= iteration:
             self._complete.clear()
             await self._complete.wait()
@@ -594,7 +594,7 @@ class LanguageProgress(RunProgress, kw_only=True):
 
 
 class InFlight(msgspec.Struct, kw_only=True):
-    """Samples between admission and collection, each of them in one place only."""
+    """Samples between admission and collection, each in one place only."""
 
     partial: list[Request] = msgspec.field(default_factory=list)
     """requests with tokens to continue after"""
@@ -714,8 +714,8 @@ def load_unfinished(checkpoints: Path, progress: LanguageProgress) -> Unfinished
 
 
 def _told(unfinished: Unfinished) -> Unfinished:
-    """Without the tokens of which nobody knows what they were drawn from: those of a run of an
-    older version that truncates. They are generated again."""
+    """Return a state without the tokens of which nobody knows what they were drawn from: those of a
+    run of an older version that truncates. They are generated again."""
 
     def told(sample: Sample) -> bool:
         return sample.generated.tells_of(sample.request.sampling)

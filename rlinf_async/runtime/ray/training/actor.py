@@ -204,17 +204,17 @@ class LanguageTrainRayActor(TrainRayActor):
     train_backend: ClassVar[str]
     """``train_backend`` of the arguments that it takes"""
     args: TrainArgs = made_by("init()")
-    """of its role"""
+    """arguments of the rank's role"""
     role: str = ""
     hf_config: Any = None
     """the Hugging Face configuration of the model"""
     tokenizer: Any = None
-    """that of ``hf_checkpoint``; None where it has none"""
+    """tokenizer of ``hf_checkpoint``; None where it has none"""
     _worker: GroupRank | None = None
     _ranks: Ranks | None = None
-    """of a group of several"""
+    """ranks of the group, where there are several"""
     _side: ActorSide | CriticSide | None = None
-    """this rank's side of the pair that it is in"""
+    """this rank's side of its actor and critic pair"""
     _step: int = 0
     """the last one of the pair"""
     _without_model: bool = False
@@ -304,8 +304,8 @@ class LanguageTrainRayActor(TrainRayActor):
     def train_step(
         self, step: int | None, rollout_id: int, rollout_data_ref: Any
     ) -> LanguageTrainReport | None:
-        """As `train`, in this step of the pair of an actor and a critic: see `PairSteps`. None: in
-        that after the last one.
+        """Train as `train` does, in one step of a pair of an actor and a critic (`PairSteps`);
+        ``step`` None: in the one after the last.
 
         Raises:
             PeerFailed: the rank that this one is paired with failed, or is lost.
@@ -465,7 +465,7 @@ class LanguageTrainRayActor(TrainRayActor):
         self._pair_by(side)
 
     def link_actor(self, ticket: PairTicket, start_rollout_id: int) -> None:
-        """On a critic: open its side of a pair.
+        """Open a critic's side of a pair.
 
         Raises `ValueError`: the actor begins at another rollout, or has other ranks.
         """

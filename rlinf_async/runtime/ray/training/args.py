@@ -53,7 +53,7 @@ ESTIMATORS = {
 
 
 class TrainArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a training group is told. Exactly one of ``hf_checkpoint`` and ``model_config`` is set.
+    """Arguments of a training group. Exactly one of ``hf_checkpoint`` and ``model_config`` is set.
 
     Raises `ValueError`, with the field and what it must be.
     """
@@ -68,7 +68,7 @@ class TrainArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ref_load: str | None = None
     """folder of the reference model; the weights that training begins with where left out"""
     seed: int = 0
-    """of random weights"""
+    """seed of random weights"""
 
     # -- checkpoints --
     load: str | None = None
@@ -100,7 +100,7 @@ class TrainArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     overlap_grad_reduce: bool = False
     """megatron: reduce gradients, and gather parameters, while others are computed"""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
-    """of the arithmetic (megatron: of the weights too, and not ``float16``); optimizer and
+    """dtype of the arithmetic (megatron: of the weights too, and not ``float16``); optimizer and
     gradients, and parameters of fsdp, stay float32"""
     gradient_checkpointing: bool = False
     """compute each layer again in the backward pass instead of keeping what it computed"""
@@ -145,12 +145,13 @@ class TrainArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     grpo_std_normalization: bool = True
     """grpo: divide by the standard deviation of the group"""
     normalize_advantages: bool = False
-    """over the tokens of the global batch; some estimators always do"""
+    """whether to normalize advantages over the tokens of the global batch; some estimators always
+    do"""
     gamma: float = 1.0
     lambd: float = 1.0
     """lambda of GAE"""
     kl_coef: float = 0.0
-    """of the KL to the reference that is subtracted from the rewards"""
+    """coefficient of the KL to the reference that is subtracted from the rewards"""
     use_kl_loss: bool = False
     """add ``kl_loss_coef`` times the KL to the reference to the loss"""
     kl_loss_coef: float = 0.0
@@ -173,7 +174,7 @@ class TrainArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     tis_clip: float = 2.0
     """largest of these weights"""
     rollout_temperature: float = 1.0
-    """by which the logits were divided when the samples were drawn"""
+    """temperature by which the logits were divided when the samples were drawn"""
     rollout_top_p: float = 1.0
     """probability mass that the samples were drawn from; below 1 they bring ``rollout_kept``"""
     rollout_top_k: int = -1
@@ -204,14 +205,14 @@ class TrainArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     rollout_data_postprocess_path: str | None = None
     """a function, ``module.name`` or ``module:name``: ``(args, samples) -> samples or None``"""
     train_env_vars: dict[str, str] = {}
-    """of the actors' processes"""
+    """environment variables of the actors' processes"""
     use_routing_replay: bool = False
     """sets ENABLE_ROUTING_REPLAY=1 in actors (not in critics), for code that reads it; neither
     backend replays routing"""
     debug_train_only: bool = False
-    """there are no engines: ``update_weights`` does nothing"""
+    """whether there are no engines: ``update_weights`` does nothing"""
     debug_rollout_only: bool = False
-    """nothing is trained, and no model is built"""
+    """whether nothing is trained, and no model is built"""
 
     def __post_init__(self) -> None:
         self._check_backend()
@@ -402,7 +403,8 @@ class RolloutData(msgspec.Struct, frozen=True, kw_only=True):
     advantages: Sequence[Any] | None = None
     returns: Sequence[Any] | None = None
     group_indices: Sequence[int] | None = None
-    """which prompt; ``n_samples_per_prompt`` samples in a row where left out"""
+    """number of each sample's prompt; ``n_samples_per_prompt`` samples in a row share one where
+    left out"""
     weight_versions: Sequence[Any] | None = None
     """version of the weights that made the response: one number, or ``[R]``; the present one where
     left out"""
@@ -765,7 +767,7 @@ class Start(NamedTuple):
     rollout_id: int
     """the next rollout"""
     checkpoint: Path | None
-    """to go on from"""
+    """checkpoint to go on from"""
 
 
 def start_of(args: TrainArgs) -> Start:

@@ -33,7 +33,7 @@ class _Followed:
     def __init__(self, weights: LatestReceiver[WeightUpdate]) -> None:
         self.weights = weights
         self.loaded = -1
-        """the newest version of them that the engine has loaded"""
+        """newest version of the weights that the engine has loaded"""
 
 
 class RolloutEngineActor:
@@ -115,7 +115,8 @@ class FromTensors:
         self._published = published
 
     def deliver(self, engines: Sequence[Any], version: int) -> None:
-        """Return when all engines have this version. It is put there once, for all of them."""
+        """Have all engines load a version, and return when they have. It is put into Ray once, for
+        all of them."""
         ray = of_ray()
         update = ray.put(self._published.receiver.clone().get_nowait())
         ray.get([engine.update_weights_from_tensor.remote(update) for engine in engines])
@@ -129,7 +130,7 @@ class FromChannel:
         self._loop = loop
         self._host: ChannelHost | None = None
         self._tickets: dict[str, Ticket] = {}
-        """by the engine's identifier"""
+        """tickets by the engine's identifier"""
 
     def deliver(self, engines: Sequence[Any], version: int) -> None:
         """Return when all engines have this version."""

@@ -54,7 +54,7 @@ class Placed(NamedTuple):
 
     group: Any
     bundles: list[int]
-    """of each rank; there may be more"""
+    """bundle of each rank; there may be more"""
     own: bool
     """whether the training group made it, and removes it"""
 

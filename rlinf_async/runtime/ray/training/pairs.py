@@ -108,7 +108,7 @@ class Guest:
     def __init__(self, name: str) -> None:
         self._name = name
         self._connections: dict[str, Connection] = {}
-        """by address"""
+        """connections by address"""
 
     async def end(self, ticket: Ticket, item_type: Any) -> Any:
         """Return the end that a ticket stands for. Raises `WireError`: its host is not there."""
@@ -147,7 +147,7 @@ class PairSteps:
     def __init__(self) -> None:
         self._last = 0
         self._newest: dict[int, int] = {}
-        """by rollout; those that one side still has to join"""
+        """newest step by rollout, where one side still has to join it"""
         self._joined: dict[str, int] = {}
         """the newest step of each role"""
         self._lock = threading.Lock()
@@ -166,13 +166,13 @@ class PairSteps:
 
 
 class PairTicket(msgspec.Struct, frozen=True):
-    """With it a critic opens its side of the pair."""
+    """Ticket with which a critic opens its side of the pair."""
 
     actor: str
     """name of the actor's rank"""
     host: HostTicket
     data_rank: DataRank
-    """which share of a rollout the actor trains"""
+    """share of a rollout that the actor trains"""
 
 
 class StepEnds(msgspec.Struct, frozen=True):
@@ -239,7 +239,7 @@ class ActorSide:
         return PairTicket(self._name, self._host.here, self._data_rank)
 
     async def begin(self, number: int) -> ActorStep:
-        """Begin a step. What is left of those before it ends here."""
+        """Begin a step. What is left of earlier steps ends here."""
         self._current = number
         for old in [one for one in self._steps if one < number]:
             step = self._steps.pop(old)

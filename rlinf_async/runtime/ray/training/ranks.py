@@ -43,7 +43,8 @@ class LoopThread:
         self._loop: asyncio.AbstractEventLoop = make()
         threading.Thread(target=self._loop.run_forever, name=name, daemon=True).start()
         self.interrupt: Future[None] | None = None
-        """its error ends the wait for a coroutine; what that does in another thread goes on"""
+        """future whose error ends the wait for a coroutine; what the coroutine does in another
+        thread goes on"""
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Return the coroutine's result, or raise its error, or that of `interrupt`."""
@@ -80,7 +81,7 @@ class Peer(msgspec.Struct, frozen=True):
 
     rank: str
     actor: str
-    """its name as an actor of Ray"""
+    """name of the rank as an actor of Ray"""
     place: str
     """process and host"""
 
@@ -205,7 +206,7 @@ class Ranks:
 
 
 class _Interrupted(Exception):
-    """Another rank has failed: what happened to it."""
+    """Another rank has failed. The message says what happened to it."""
 
 
 def _asked(others: Sequence[tuple[Peer, Any]]) -> dict[Any, Peer]:

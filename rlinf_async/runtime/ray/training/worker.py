@@ -112,7 +112,8 @@ class GroupRank(LanguageTrainingWorker):
             raise RuntimeError(f"{self.name} does not train: another rank failed, see its error")
 
     def any_rank(self, answer: bool) -> bool:
-        """Whether it is true on any rank. Collective over all ranks, those of one model too."""
+        """Return whether ``answer`` is true on any rank. Collective over all ranks, those of one
+        model too."""
         if self.world_size == 1:
             return answer
         import torch
@@ -146,7 +147,7 @@ class GroupRank(LanguageTrainingWorker):
 
     @property
     def data_rank(self) -> DataRank:
-        """Which share of a rollout this rank trains."""
+        """Share of a rollout that this rank trains."""
         return self._trainer.data_rank
 
     @property
@@ -407,7 +408,8 @@ class GroupActor(GroupRank, FSDPActor):
                 sample.log_prob = sample.prev_log_prob
 
     def _any(self, answers: Iterable[bool]) -> bool:
-        """Whether it is true of a sample of any rank: all of them compute, or none. Collective."""
+        """Return whether an answer is true for a sample of any rank: all of them compute, or none.
+        Collective."""
         return self.any_rank(any(answers))
 
     async def _add_values(
@@ -468,7 +470,7 @@ class GroupActor(GroupRank, FSDPActor):
                 setattr(old, name, getattr(new, name))
 
     async def shift_weights(self) -> None:
-        """After the engines were given the weights: which ones they had when they generated."""
+        """Keep the weights that the engines generated with, after they were given new ones."""
         if self.args.keep_old_actor:
             await self.compute(self._shift_weights)
 
