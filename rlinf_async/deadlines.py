@@ -35,11 +35,11 @@ from typing import Any, Final
 
 LOOKS: Final = 8
 _PUNCTUAL: Final = 4
-"""What a look counts that is not late, in quarters."""
+"""quarters for which a punctual look counts; a late one counts for one"""
 
 
 class Patience:
-    """What is left of a limit of this many seconds, for who looks each time when it is `due`.
+    """Time left of a limit of ``seconds``, for a caller that looks each time when it is `due`.
 
     ``every``: seconds between two looks, where it is not to be an eighth.
     """
@@ -53,12 +53,12 @@ class Patience:
         self.renew()
 
     def renew(self) -> None:
-        """It begins again, now."""
+        """Begin the limit again, now."""
         self._left = self._whole
         self.due = self._loop.time() + self._every
 
     def look(self) -> bool:
-        """Whether it is at its end."""
+        """Count a look; return whether the limit has run out."""
         now = self._loop.time()
         late = now - self.due > self._every
         self._left -= 1 if late else _PUNCTUAL
@@ -67,7 +67,7 @@ class Patience:
 
     @property
     def left(self) -> float:
-        """Seconds until its end, if no look is late."""
+        """Seconds until the limit runs out, if no look is late."""
         looks = math.ceil(self._left / _PUNCTUAL)
         if looks <= 0:
             return 0.0
@@ -76,7 +76,7 @@ class Patience:
 
 
 class Timer:
-    """Calls back in so many seconds, as ``loop.call_later`` does, unless it is cancelled."""
+    """Calls back after ``seconds``, as ``loop.call_later`` does, unless it is cancelled."""
 
     __slots__ = ("_handle", "_loop", "_patience")
 
@@ -87,11 +87,11 @@ class Timer:
 
     @property
     def left(self) -> float:
-        """Seconds until then, if nothing stalls."""
+        """Seconds until the callback, if nothing stalls."""
         return self._patience.left
 
     def cancel(self) -> None:
-        """Do not call."""
+        """Do not call back any more."""
         self._handle.cancel()
 
     def _wait(self, callback: Callable[..., object], args: tuple[Any, ...]) -> None:
@@ -107,7 +107,8 @@ class Timer:
 
 @asynccontextmanager
 async def timeout(seconds: float) -> AsyncIterator[None]:
-    """As ``asyncio.timeout``: cancels what takes longer, and raises TimeoutError."""
+    """Cancel what takes longer than ``seconds``, and raise TimeoutError, as ``asyncio.timeout``
+    does."""
     loop = asyncio.get_running_loop()
     # Its own deadline never comes, but says to `runtime.stall` that the task can go on by itself.
     async with asyncio.timeout(math.inf) as scope:
@@ -119,12 +120,12 @@ async def timeout(seconds: float) -> AsyncIterator[None]:
 
 
 _here = threading.local()
-"""of each thread: where seconds go instead of being slept"""
+"""by thread: the function that takes seconds instead of sleeping them"""
 
 
 @contextmanager
 def taking_time(take: Callable[[float], None]) -> Iterator[None]:
-    """Have the seconds of the block, which is run inline by a loop, go there.
+    """Give the seconds that the block lets pass to ``take``; a loop runs the block inline.
 
     Not by a context variable: whoever runs the code may do so in a context that was copied before.
     """
@@ -136,7 +137,8 @@ def taking_time(take: Callable[[float], None]) -> Iterator[None]:
 
 
 def let_pass(seconds: float) -> None:
-    """Take so many seconds; none where they are not above 0."""
+    """Take ``seconds``: sleep them, or give them to the loop that runs this code inline. 0 or less:
+    none."""
     if seconds <= 0.0:
         return
     take: Callable[[float], None] | None = getattr(_here, "take", None)

@@ -33,7 +33,7 @@ class AdvantageInputs(NamedTuple):
 
 
 class Advantages(NamedTuple):
-    """Both ``[T, E]``, float32."""
+    """Advantages and returns of a trajectory, both ``[T, E]``, float32."""
 
     advantage: Floats
     returns: Floats

@@ -28,7 +28,7 @@ WHITENED = frozenset({"gae", "reinforce++", "reinforce++_baseline"})
 class LanguageAdvantageConfig(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 ):
-    """Which advantage, and the KL in its rewards."""
+    """The advantage of a language model's tokens, and the KL in their rewards."""
 
     name: str = "grpo"
     """``grpo``, ``rloo``, ``reinforce++``, ``reinforce++_baseline``, ``gae``, or a user's own"""
@@ -38,10 +38,12 @@ class LanguageAdvantageConfig(
     """discount per token: gae and reinforce++"""
     gae_lambda: float = 1.0
     normalize: Literal["auto", "none", "batch"] = "auto"
-    """over the tokens of the global batch, all ranks together; auto: where the named advantage is
-    defined that way (gae, reinforce++ and its baseline form)"""
+    """tokens over which advantages are normalized: ``batch``: the global batch, all ranks together;
+    ``auto``: the same where the named advantage is defined that way (gae, reinforce++ and its
+    baseline form)"""
     kl_coefficient: float = 0.0
-    """of the KL to the reference that is subtracted from each token's reward; 0: none"""
+    """coefficient of the KL to the reference that is subtracted from each token's reward; 0: none
+    """
     kl_estimator: KLEstimator = "k1"
     k3_limit: float = K3_LIMIT
     """upper limit of ``k3`` of one token"""
@@ -58,7 +60,7 @@ class LanguageAdvantageConfig(
 
 
 class LanguageLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which loss, and its coefficients."""
+    """The loss of a language model, and its coefficients."""
 
     name: str = "ppo"
     """``ppo``, ``gspo``, ``reinforce``, ``supervised``, or a user's own"""
@@ -67,7 +69,8 @@ class LanguageLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     clip_high: float = 0.2
     """the ratio is clipped at ``1 + clip_high`` from above; DAPO: larger than ``clip_low``"""
     dual_clip: float | None = None
-    """with a negative advantage the loss is at most ``-dual_clip * advantage``; above 1"""
+    """factor of the limit of a loss with a negative advantage, ``-dual_clip * advantage``; above 1
+    """
     proximal: Literal["auto", "behaviour", "current", "step"] = "auto"
     """denominator of the ratio. ``auto``: the recomputed log-probs if the sample has them, else
     those of the engine; ``behaviour``: those of the engine; ``current``: those of the current
@@ -79,7 +82,7 @@ class LanguageLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     off_policy_cap: float = 2.0
     """``truncated``: upper limit of the weight; ``decoupled``: tokens above it are left out"""
     kl_coefficient: float = 0.0
-    """of the KL to the reference that is added to the loss; 0: none"""
+    """coefficient of the KL to the reference that is added to the loss; 0: none"""
     kl_estimator: KLEstimator = "k3"
     k3_limit: float = K3_LIMIT
     """upper limit of ``k3`` of one token; the KL has no gradient beyond"""
@@ -87,7 +90,7 @@ class LanguageLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """log-ratios are clamped to plus or minus this before `exp`; the ratio has no gradient beyond.
     At most 80: ratios stay finite in float32"""
     entropy_coefficient: float = 0.0
-    """of the entropy bonus"""
+    """coefficient of the entropy bonus"""
     aggregation: Aggregation = "token-mean"
     early_stop_ratio: float | None = None
     """the loss of a sample whose mean ratio is above it is multiplied by 0; every rank still takes
@@ -112,7 +115,7 @@ def _check_clips(loss: LanguageLossConfig | LossConfig) -> None:
 
 
 class AdvantageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which advantage, and its discounts."""
+    """The advantage of a robot policy, and its discounts."""
 
     name: str = "gae"
     gamma: float = 0.99
@@ -127,7 +130,7 @@ class AdvantageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class LossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which loss, and its coefficients."""
+    """The loss of a robot policy, and its coefficients."""
 
     name: str = "ppo"
     clip_low: float = 0.2
@@ -135,11 +138,12 @@ class LossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     clip_high: float = 0.2
     """the ratio is clipped at ``1 + clip_high`` from above"""
     dual_clip: float | None = None
-    """with a negative advantage the loss is at most ``-dual_clip * advantage``; above 1"""
+    """factor of the limit of a loss with a negative advantage, ``-dual_clip * advantage``; above 1
+    """
     value_clip: float | None = None
     """largest change of a value from the old one, for the clipped value loss"""
     value_coefficient: float = 1.0
-    """of half the mean squared error"""
+    """coefficient of the value loss, half the mean squared error"""
     entropy_coefficient: float = 0.0
 
     def __post_init__(self) -> None:
@@ -156,9 +160,9 @@ class Share(NamedTuple):
     """The weight of one sample."""
 
     weight: float
-    """of each of its trained tokens"""
+    """weight of each trained token of the sample"""
     units: float
-    """its part of the denominator"""
+    """the sample's part of the denominator"""
 
 
 def share_of(trained_tokens: int, aggregation: Aggregation) -> Share:

@@ -29,10 +29,10 @@ class LossInputs(NamedTuple):
     advantage: Tensor
     returns: Tensor
     weight: Tensor | None = None
-    """of each log-prob in means: 0 where it is masked; None: all count the same. The other columns
-    of values, ``value`` and ``returns``, may then have another shape than those of log-probs"""
+    """weight of each log-prob in means: 0 where it is masked; None: all count the same. ``value``
+    and ``returns`` may then have another shape than log-probs"""
     value_weight: Tensor | None = None
-    """of each value in means"""
+    """weight of each value in means"""
 
 
 class LossOutput(NamedTuple):
@@ -84,7 +84,7 @@ def clipped_policy_loss(
 
 
 class Surrogate(NamedTuple):
-    """Of each ratio."""
+    """The surrogate objective, for each ratio."""
 
     loss: Tensor
     clipped: Tensor

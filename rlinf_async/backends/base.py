@@ -113,7 +113,7 @@ class RecurrentPolicyBackend(PolicyBackend, Protocol):
         ...
 
     def act_from(self, observation: Seen, memory: Floats) -> PolicyAnswer:
-        """As `act`; the answer has the memory after these observations."""
+        """Act as `act` does; the answer has the memory after these observations."""
         ...
 
     def mode_from(self, observation: Seen, memory: Floats) -> tuple[Floats | Ints, Floats]:
@@ -121,7 +121,7 @@ class RecurrentPolicyBackend(PolicyBackend, Protocol):
         ...
 
     def value_from(self, observation: Seen, memory: Floats) -> Floats:
-        """As `value`."""
+        """Return the values as `value` does, from the memory before these observations."""
         ...
 
 
@@ -194,7 +194,7 @@ class RescaleReport(NamedTuple):
     active: bool
     """whether this rank trains now"""
     seconds: float
-    """from the call to the commit, waiting for other ranks included"""
+    """seconds from the call to the commit, waiting for other ranks included"""
     sent_bytes: int
     received_bytes: int
     peak_bytes: int
@@ -248,12 +248,12 @@ class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     lr: float = 3e-4
     value_lr: float | None = None
-    """of the parameters that only the value uses; ``lr`` when left out"""
+    """learning rate of the parameters that only the value uses; ``lr`` when left out"""
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-5
     weight_decay: float = 0.0
     max_grad_norm: float | None = 0.5
-    """over all parameters together; None measures but does not clip"""
+    """limit of the norm of all gradients together; None measures but does not clip"""
 
     def __post_init__(self) -> None:
         check_bounds(self, "lr", "value_lr", "eps", "max_grad_norm", above=0)

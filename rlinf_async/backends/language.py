@@ -205,7 +205,7 @@ class LanguageTrainer(Protocol):
 
     @property
     def data_rank(self) -> DataRank:
-        """Which samples this rank trains on."""
+        """Share of the samples that this rank trains on."""
         ...
 
     def compute_advantages(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
@@ -428,7 +428,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "smollm3": Family(),
     "starcoder2": Family("untried"),
 }
-"""by ``model_type``"""
+"""families of models that were tried, by ``model_type``"""
 
 REFUSED: Final[Mapping[str, str]] = {
     "gpt_oss": "its attention has sinks, which packed attention does not compute",
@@ -531,9 +531,9 @@ class VersionTrainer(VersionCounter):
     recomputes = False
     has_weights: ClassVar[bool] = False
     collective: ClassVar[bool] = False
-    """its ranks exchange nothing"""
+    """whether its ranks exchange anything"""
     file: ClassVar[str]
-    """of a checkpoint"""
+    """name of a checkpoint's file"""
 
     def __init__(self, world_size: int, rank: int, *, tp: int = 1) -> None:
         super().__init__()

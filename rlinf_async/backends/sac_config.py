@@ -25,7 +25,7 @@ class SacPolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     hidden_sizes: tuple[int, ...] = (256, 256)
     """ReLU between them"""
     channels: tuple[int, ...] = (32, 32, 32, 32)
-    """of images: outputs of the convolutions, which halve height and width"""
+    """outputs of the convolutions for images, which halve height and width"""
 
     def __post_init__(self) -> None:
         if any(size < 1 for size in self.hidden_sizes):
@@ -77,7 +77,7 @@ class SacTrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     fsdp: SacShardingConfig = SacShardingConfig()
     sac: SacLossConfig = SacLossConfig()
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
-    """of the published weights"""
+    """bytes of a bucket of the published weights"""
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -18,16 +18,16 @@ import msgspec
 
 
 class Absence(enum.Enum):
-    """Why a case has no samples."""
+    """Reason why a case has no samples."""
 
     NOT_ASKED = "needs --peers"
-    """Its peer was not asked for: its bars are not measured."""
+    """The peer was not asked for: its bars are not measured."""
     MISSING = "peer missing"
-    """Its peer could not be installed: its bars fell short."""
+    """The peer could not be installed: its bars fell short."""
     SKIPPED = "skipped"
-    """It cannot run on this machine: its bars are not measured."""
+    """The case cannot run on this machine: its bars are not measured."""
     FAILED = "failed"
-    """Its command failed or printed no measurement: its bars fell short."""
+    """The command failed or printed no measurement: its bars fell short."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,11 +100,11 @@ class Outcome:
 
     stdout: str
     out: pathlib.Path
-    """The empty folder it was given as ``{out}``."""
+    """The empty folder that the command was given as ``{out}``."""
 
 
 def printed_json(outcome: Outcome) -> Sample:
-    """The sample that a command printed: its last line, a JSON object of numbers."""
+    """Return the sample that a command printed: its last line, a JSON object of numbers."""
     lines = outcome.stdout.strip().splitlines()
     return sample_of(json.loads(lines[-1] if lines else ""))
 
@@ -129,10 +129,10 @@ class Case:
 
     name: str
     command: tuple[str, ...]
-    """May hold ``{python}`` (ours, or the peer's), ``{here}`` (the bench's folder), ``{out}`` (an
-    empty folder) and ``{repetition}`` (0, 1, 2, ...: a seed)."""
+    """Command line. May hold ``{python}`` (ours, or the peer's), ``{here}`` (the bench's folder),
+    ``{out}`` (an empty folder) and ``{repetition}`` (0, 1, 2, ...: a seed)."""
     peer: Peer | None = None
-    """Whose virtualenv runs it; None: ours."""
+    """Peer in whose virtualenv the command runs; None: ours."""
     requires: tuple[str, ...] = ()
     """Modules that our own interpreter must have for it."""
     cores: int = 1

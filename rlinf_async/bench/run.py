@@ -307,7 +307,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def this_machine() -> Machine:
-    """This machine, now."""
+    """Return what this machine is now."""
     return Machine(
         system=platform.platform(),
         cpu=_cpu(),

@@ -99,7 +99,7 @@ def _is_ours(error: BaseException) -> bool:
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """The one error inside a group; a group that has an interrupt counts as an interrupt."""
+    """Return the one error inside a group; a group that has an interrupt counts as an interrupt."""
     if not isinstance(error, BaseExceptionGroup):
         return error
     if (interrupts := error.subgroup((KeyboardInterrupt, Terminated))) is not None:

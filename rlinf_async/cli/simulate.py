@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rlinf_async.simulate import Record, SimulationConfig
 
 ORACLE = "oracle"
-"""in ``--compare``: no policy, but what one that knows every length could do"""
+"""name in ``--compare`` that is no policy: what one that knows every length could do"""
 
 
 @click.command(

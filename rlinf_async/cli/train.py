@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 JOB = "job"
 SHOWN_RANKS = 64
-"""workers of a role that are shown in full; of more only the first half of them, and the last"""
+"""workers of a role that are shown in full; of more only the first half of as many, and the last"""
 NO_RUN = "--resume needs --out DIR: which run is to go on?"
 NOT_RESUMED = "--checkpoint chooses where to resume: give --resume, too"
 
@@ -137,7 +137,7 @@ def _plan(job: Job, config: Any, machine: Sequence[Device] | None) -> Plan | Non
 
 
 def _print_plan(plan: Plan) -> None:
-    """A table of the workers, and the accelerators that none of them has."""
+    """Print a table of the workers, and the accelerators that none of them has."""
     from rich.console import Console
     from rich.table import Table
 

@@ -10,7 +10,7 @@ import msgspec
 MOST_WORKERS: Final = 4_096
 """workers of a role, few enough to go through before a run"""
 MOST_THREADS: Final = 4_096
-"""of the arithmetic in a process: more than any host has cores"""
+"""most threads of the arithmetic in a process: more than any host has cores"""
 
 
 def check_bounds(

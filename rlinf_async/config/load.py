@@ -181,7 +181,7 @@ class Document:
             raise ConfigError(f"is not UTF-8 text: {error}", origin=name) from None
 
     def without(self, key: str) -> Document:
-        """The same file, one top-level setting left out."""
+        """Return a copy of the document without one top-level setting."""
         other = Document(self.name, self._text)
         other.tables.pop(key, None)
         return other
@@ -202,7 +202,7 @@ class Document:
             raise located from error.__cause__
 
     def located(self, error: ConfigError, overrides: Overrides | None = None) -> ConfigError:
-        """The same error with the line or the flag that its path came from."""
+        """Return the error with the line or the flag that its path came from."""
         return error.at(self._origin_of(error, overrides or {}))
 
     def _origin_of(self, error: ConfigError, overrides: Overrides) -> str:

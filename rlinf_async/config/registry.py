@@ -58,7 +58,7 @@ class ConfigError(UsageError):
         self.origin = origin
 
     def at(self, origin: str) -> Self:
-        """The same error, said to come from ``origin`` (a file and line, or a flag)."""
+        """Return the error as one that comes from ``origin`` (a file and line, or a flag)."""
         return type(self)(self.problem, path=self.path, origin=origin)
 
 
@@ -218,7 +218,7 @@ NAMES = "RLINF_ASYNC_NAMES"
 
 
 class UnknownName(LookupError):
-    """Nothing is called so; the message has the nearest name and all others."""
+    """No part has this name; the message has the nearest name and all others."""
 
     def __init__(self, kind: str, name: str, known: list[str]) -> None:
         nearest = difflib.get_close_matches(name, known, n=1)

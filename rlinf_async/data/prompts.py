@@ -169,7 +169,8 @@ class Renderer:
             raise DataError(f"{where}: column {self._reference!r}: {error}") from error
 
     def not_between(self, least: int, most: int, texts: Sequence[str]) -> Iterator[tuple[int, int]]:
-        """Position and number of tokens of those texts that have fewer or more than this."""
+        """Yield position and number of tokens of the texts that have fewer than ``least`` or more
+        than ``most``."""
         # No tokenizer makes more tokens of ASCII than it has characters, but for a few at its ends.
         unclear = [
             at
@@ -259,8 +260,8 @@ def _template(config: DataConfig, tokenizer: Tokenizer) -> str | None:
 BATCH: Final = 256
 """records that are checked together when the data are opened"""
 TASK_SECONDS: Final = 10.0
-"""for which entries of tasks, which are made one by one, are checked; the others are checked when
-they occur"""
+"""seconds for which entries of tasks are checked in advance, as they are made one by one; the
+others are checked when they occur"""
 
 _SHOWN: Final = 3
 """records that an error names"""
@@ -332,7 +333,7 @@ class Prompts(Iterator[Prompt]):
         self._long: dict[int, int] = {}
         """tokens of the prompts that are too long, of the records that were checked"""
         self._hashes = array("q")
-        """of the texts of the prompts that were checked"""
+        """hashes of the texts of the prompts that were checked"""
         self.position = 0
         """index of the next prompt"""
         self.too_long = 0

@@ -65,7 +65,7 @@ class Collect(msgspec.Struct, frozen=True, kw_only=True):
     actor_ranks: int | None = None
     """ranks that share the trajectories of this iteration; None: as many as the worker was given"""
     epochs: int = 1
-    """so many times ``steps``: a trajectory of each stage for each"""
+    """trajectories of ``steps`` steps that each stage collects, one after the other"""
     transitions: bool = False
     """Trajectories have the next observations, for a replay worker, instead of values."""
 
@@ -120,7 +120,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     env_rank: int
     stage: int
     epoch: int = 0
-    """of those that the stage collected for the iteration"""
+    """number of this trajectory among those that the stage collected for the iteration"""
     observation: Seen
     """``[T, E, D]``, as the env gave it (not normalised)"""
     action: Choice
@@ -201,7 +201,7 @@ class BatchRequest(msgspec.Struct, kw_only=True):
 
     iteration: int
     number: int
-    """of the batch in its iteration, from 0"""
+    """number of the batch in its iteration, from 0"""
     index: Ints | None = None
     """``[K]``: transitions of earlier batches whose priorities have changed"""
     priority: Floats | None = None

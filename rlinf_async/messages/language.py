@@ -33,7 +33,8 @@ Mask = NDArray[np.bool_]
 Unsigned = NDArray[np.uint8 | np.uint16 | np.uint32]
 
 LEAST_TEMPERATURE = 0.01
-"""below it, rounding of the logits decides what is drawn; vLLM would silently take this one"""
+"""lowest temperature besides 0: below it, rounding of the logits decides what is drawn, and vLLM
+would silently use this one"""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -98,7 +99,7 @@ class Kept(msgspec.Struct, frozen=True):
         return np.split(self.token_ids, np.cumsum(self.counts.astype(np.int64)))[:-1]
 
     def followed_by(self, rest: Kept) -> Kept:
-        """Return the sets of these tokens and of those after them."""
+        """Return the kept sets of these tokens, followed by those of ``rest``."""
         return Kept(
             np.concatenate([self.counts, rest.counts]),
             np.concatenate([self.token_ids, rest.token_ids]),
@@ -342,7 +343,7 @@ class RolloutProgress(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     version: int
-    """of the weights that it serves"""
+    """version of the weights that the worker serves"""
     slots: int
     """requests that its engine decodes together"""
     samples: int

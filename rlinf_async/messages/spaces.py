@@ -54,7 +54,7 @@ class ObservationSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def flat(self) -> bool:
-        """Whether it is one vector of numbers."""
+        """Whether the observation is one vector of numbers."""
         return len(self.parts) == 1 and self.parts[0].kind == "state"
 
     @property
@@ -104,12 +104,12 @@ class ActionSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def discrete(self) -> bool:
-        """Whether it is one choice alone."""
+        """Whether the action is one choice alone."""
         return len(self.factors) == 1 and self.factors[0].kind == "choice"
 
     @property
     def continuous(self) -> bool:
-        """Whether it is one vector of numbers alone."""
+        """Whether the action is one vector of numbers alone."""
         return len(self.factors) == 1 and self.factors[0].kind == "continuous"
 
     @property

@@ -252,7 +252,8 @@ def _stripe(
 
 
 def _coverage(edges: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Which share of each column ``[columns]`` the intervals ``[n, 2]`` cover; columns are 1 wide.
+    """Return the share of each column ``[columns]`` that the intervals ``[n, 2]`` cover; columns
+    are 1 wide.
 
     The covered length left of a point is the sum of the intervals' ramps: its differences at the
     columns' borders are the shares, whatever the number of intervals.

@@ -57,9 +57,9 @@ class WorkerView(msgspec.Struct, kw_only=True, frozen=True):
     waiting_seconds: float = 0.0
     restarts: int = 0
     host: str | None = None
-    """of its process, where it has one of its own"""
+    """host of the worker's process, where it has one of its own"""
     devices: Sequence[str] = ()
-    """its accelerators, or cores: ``cuda:0``"""
+    """accelerators of the worker, or cores: ``cuda:0``"""
     live: bool = True
     """whether its process runs; one that has died is started again, or ends the run"""
 
@@ -74,7 +74,7 @@ class WaitView(msgspec.Struct, kw_only=True, frozen=True):
     key: str | None = None
     seconds: float
     unblockers: Sequence[str] = ()
-    """those who can end it, who hold the other end of the channel"""
+    """parties who can end the wait: they hold the other end of the channel"""
 
 
 class ProgressState(msgspec.Struct, kw_only=True):

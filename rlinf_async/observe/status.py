@@ -43,22 +43,22 @@ class RunResult(msgspec.Struct, kw_only=True):
 
 
 class RunState(msgspec.Struct, kw_only=True):
-    """A run, as far as its folder tells."""
+    """State of a run, as far as its folder tells."""
 
     folder: str
     state: Literal["starting", "running", "ending", "ended", "killed"]
     host: str | None = None
-    """of the process that runs it, or that was killed"""
+    """host of the process that runs it, or that was killed"""
     pid: int | None = None
-    """of this process, on its host"""
+    """process id on that host"""
     here: bool = False
     """whether that is this host"""
     seconds_ago: float | None = None
     """age of the status"""
     status: Status | None = None
-    """while it goes on, and of one that was killed"""
+    """status while the run goes on, or when it was killed"""
     result: RunResult | None = None
-    """of one that has ended"""
+    """result of a run that has ended"""
 
 
 def write_status(path: Path, status: Status) -> None:

@@ -38,7 +38,7 @@ class Summary(msgspec.Struct, kw_only=True, rename={"return_": "return"}):
     """Training alone: without start, evaluation and what is written at the end."""
     staleness: Staleness | None = None
     restarts: dict[str, int] = {}
-    """By worker, over all starts of the run."""
+    """Restarts by worker, over all starts of the run."""
     dropped: dict[str, int] = {}
     """Number of items left out, by kind: stale answers, second trajectories, spans."""
     error: str | None = None
@@ -56,12 +56,12 @@ class EmbodiedSummary(Summary, kw_only=True):
     env_steps: int
     steps_per_second: float | None = None
     success_rate: float | None = None
-    """Of the evaluation at the end, 0 to 1."""
+    """Success rate of the evaluation at the end, 0 to 1."""
     success_unreported: int | None = None
     """Episodes of that evaluation of which the environment did not say whether they succeeded: they
     count as not. None where it never says."""
     success_rate_before: float | None = None
-    """Of the evaluation before the first iteration, where one is configured."""
+    """Success rate of the evaluation before the first iteration, where one is configured."""
     return_: float | None = None
     """Mean episode return of the evaluation at the end."""
     evaluation_episodes: int | None = None
@@ -85,23 +85,23 @@ class LanguageSummary(Summary, kw_only=True):
     """The result of a run of a language model."""
 
     samples: int
-    """samples that were trained on"""
+    """number of trained samples"""
     samples_per_second: float | None = None
     tokens_per_second: float | None = None
-    """prompt and response tokens of those samples"""
+    """prompt and response tokens of the trained samples per second"""
     eval_accuracy_before: float | None = None
-    """Share of right ones among greedy answers to the held-out tasks, before the first iteration;
-    None where a reward is neither 0 (wrong) nor 1 (right). What was not scored is not right."""
+    """Share of correct greedy answers to the held-out tasks before the first iteration; None where
+    a reward is neither 0 (wrong) nor 1 (right). What was not scored is not right."""
     eval_accuracy: float | None = None
-    """The same, of the trained model."""
+    """Share of correct greedy answers to the held-out tasks of the trained model."""
     eval_reward_before: float | None = None
-    """Mean reward of those of these answers that were scored, before the first iteration."""
+    """Mean reward of the scored greedy answers before the first iteration."""
     eval_reward: float | None = None
-    """The same, of the trained model."""
+    """Mean reward of the scored greedy answers of the trained model."""
     evaluation_samples: int | None = None
     """Held-out tasks that were answered in the evaluation at the end."""
     evaluation_unscored: int | None = None
-    """Number of those that the verifier rejected or failed on."""
+    """Number of evaluated answers that the verifier rejected or failed on."""
     outcomes: dict[str, int] = {}
     """number of trained samples that were scored, rejected, failed"""
     scheduler: dict[str, int | str] | None = None

@@ -39,7 +39,7 @@ class Frames(abc.ABC):
     """Checks and counts frames; a subclass makes a file of them."""
 
     one_size: ClassVar[str]
-    """in messages: that it has one size"""
+    """part of messages that says that all frames have one size"""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -151,7 +151,7 @@ class Mp4(Frames):
 HEIGHT: Final = 160
 """pixels of a picture; frames that are higher are made smaller"""
 COLOURS: Final = 128
-"""of the whole strip: a rendered scene needs no more, and the file is a third as large"""
+"""colours of the whole strip: a rendered scene needs no more, and the file is a third as large"""
 GAP: Final = 4
 """white pixels between two pictures"""
 
@@ -171,7 +171,7 @@ class Strip(Frames):
         self._pictures = pictures
         self._kept: list[Frame] = []
         self._stride = 1
-        """of how many frames one is kept"""
+        """number of frames of which one is kept"""
         self._last: Frame | None = None
 
     def _take(self, frame: Frame) -> None:

@@ -140,8 +140,8 @@ def _untied(held: list[Parameter]) -> list[Parameter]:
 
 
 def _shared_by_stages(model: Model, strategy: Strategy) -> frozenset[str]:
-    """Return the names of tied parameters where stages have a copy each. Of the whole model: a
-    stage has only one of them."""
+    """Return the names of tied parameters, over the whole model, of which stages have a copy each:
+    a stage has only one of them."""
     if strategy.pp == 1:
         return frozenset()
     tied = [(one.name, one.tied_to) for one in model.parameters if one.tied_to is not None]
@@ -415,7 +415,7 @@ def _has_tp(model: Model, strategy: Strategy, tp: int) -> bool:
 
 
 def _first_of_each_kind(faults: Sequence[str]) -> list[str]:
-    """The same misfit is in every layer: keep the first parameter that has it."""
+    """Keep the first fault of each kind: the same misfit is in every layer."""
     kinds: dict[str, str] = {}
     for fault in faults:
         kinds.setdefault(fault.partition(" (")[0], fault)

@@ -414,7 +414,8 @@ def _check_size(moves: int) -> None:
 PASSES = 4
 """number of attempts to fit further moves into the same round"""
 STEPS = 1 << 15
-"""of a receiver's way, which the order of moves tells apart"""
+"""steps into which the way of a receiver is divided: the order of moves tells no finer ones apart
+"""
 
 
 def in_rounds(plan: Plan, bucket_bytes: int) -> Plan:
@@ -495,7 +496,7 @@ def _rounds(plan: Plan, bucket_bytes: int) -> Ints:
 
 
 def _filling(moves: _Moves, bucket_bytes: int) -> Flags:
-    """Which moves go into one round: in order, as long as their ranks' buckets have room."""
+    """Return which moves go into one round: in order, as long as their ranks' buckets have room."""
     ranks = max(int(moves.from_rank.max()), int(moves.to_rank.max())) + 1
     filled = np.zeros((2, ranks), np.int64)
     taken = np.zeros(len(moves.amount), bool)

@@ -82,7 +82,8 @@ def distinct(values: Ints) -> Ints:
 
 
 def numbered(values: Ints, below: int) -> tuple[Ints, Ints]:
-    """Return the distinct values in order, and for each value which of them it is.
+    """Return the distinct values in order, and for each value its number among them. Values are in
+    ``0 .. below``; nothing is sorted.
 
     Values are in ``0 .. below``; nothing is sorted."""
     there = np.zeros(below, bool)

@@ -26,7 +26,7 @@ from typing import Final, NamedTuple, Protocol
 import msgspec
 
 UNEVEN: Final = "; or stage_layers="
-"""in a line about layers, before the counts that would fit"""
+"""text in a line about layers, before the counts that would fit"""
 
 
 class ParallelError(Exception):

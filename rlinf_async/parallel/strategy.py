@@ -331,7 +331,8 @@ def nested_order(ranks: int) -> tuple[int, ...]:
 
 
 class DataRank(NamedTuple):
-    """Which samples a rank trains on: several ranks may hold parts of one model, for the same ones.
+    """Share of the samples that a rank trains on: several ranks may hold parts of one model, for
+    the same ones.
 
     ::
 
@@ -341,7 +342,7 @@ class DataRank(NamedTuple):
     """
 
     rank: int
-    """of the samples: the key under which they arrive"""
+    """number of the share, the key under which its samples arrive"""
     size: int
     """number of data ranks, which share a global batch"""
     is_io: bool = True

@@ -152,7 +152,7 @@ VERIFIERS: Registry[Callable[[], Verifier]] = Registry(
 verifiers: Registry[Verifier] = Registry(
     "verifier of your own", group="rlinf_async.verifiers", called_with=("answer",)
 )
-"""those that are registered as they are"""
+"""verifiers by name"""
 register_verifier = verifiers.register
 
 INLINE: Final = frozenset({"exact", "numeric"})

@@ -154,7 +154,7 @@ class Number(NamedTuple):
     """characters of the text that follow it, its unit included"""
 
     def agrees(self, wanted: Number) -> bool:
-        """Whether it is the same number, and of the same unit where both have one."""
+        """Whether the number is the wanted one, and of the same unit where both have one."""
         units_differ = self.unit and wanted.unit and self.unit != wanted.unit
         return self.value == wanted.value and not units_differ
 

@@ -14,7 +14,7 @@ from rlinf_async.rewards.matching import Number, last_number, with_plain_signs
 DECIMALS: Final = 12
 """decimal places to which math-verify compares what is not a plain number"""
 _NEGATED: Final = re.compile(r"(?:(?<!-)-|[=(,:$][ $]*-[ ]*)\Z")
-"""before a box: a sign, not the dash of a list's item"""
+"""end of the text before a box that is a sign, not the dash of a list's item"""
 _BEGINS: Final = re.compile(r"-?\d+(?:\.\d+)?(?!\d*:)")
 _RELATION: Final = re.compile(r"[<>!]|[\u2260\u2264\u2265]|\\(?:[gln]eq?|[gl]t)(?![A-Za-z])")
 _MARKS: Final = ("$", "\\boxed", "\\(", "\\[")

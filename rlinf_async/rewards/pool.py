@@ -159,7 +159,7 @@ class Scorer:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Process id of the scorer."""
         return self._process.pid
 
     @property

@@ -193,7 +193,7 @@ def _run(told: int, handed: Sequence[int]) -> int:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Discard what is printed in the block: this process has no name under which it could be read."""
+    """Discard what the block prints: this process has no name under which it could be read."""
     kept = os.dup(1), os.dup(2)
     with open(os.devnull, "wb") as nothing:
         for stream in (1, 2):

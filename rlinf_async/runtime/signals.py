@@ -406,7 +406,7 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 
 def _wake() -> None:
-    """Do nothing; but a loop that waits for files looks at its tasks only when something happens."""
+    """Do nothing. A loop that waits for files looks at its tasks only when something happens."""
 
 
 def _in_main_thread() -> bool:

@@ -333,7 +333,7 @@ def what_can_go_on() -> str:
 
 
 def free_task(tasks: Iterable[asyncio.Task[Any]]) -> str:
-    """Return the name of a task that is neither blocked nor the runtime's own; "" if there is none."""
+    """Return the name of a task that is neither blocked nor the runtime's own; "" for none."""
     for task in tasks:
         if not (task.done() or is_internal(task) or is_blocked(task)):
             what = getattr(task.get_coro(), "__qualname__", "")

@@ -10,7 +10,7 @@ from rlinf_async.scheduling.state import Rates
 
 
 class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which devices move between rollout workers and actors while the run goes on."""
+    """Devices that move between rollout workers and actors while the run goes on."""
 
     policy: str = "static"
     """``static``: none, and there is no scheduler; ``tail``: the actors grow into the devices of
@@ -24,18 +24,18 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """what a rollout worker that has to stop does with its requests: others go on with them, or it
     finishes them"""
     answer_seconds: float = 5.0
-    """for which the scheduler waits for reports; who does not answer is left as it is"""
+    """seconds for which the scheduler waits for reports; who does not answer is left as it is"""
     stop_seconds: float = 30.0
-    """for which it waits until a rollout worker has stopped or come back"""
+    """seconds for which the scheduler waits until a rollout worker has stopped or come back"""
     change_seconds: float = 120.0
-    """that a change of the actors' strategy may take"""
+    """seconds that a change of the actors' strategy may take"""
     every: float = 0.05
     """share of an iteration's samples after which the policy is asked again"""
     rates: Rates = Rates()
     """seconds that work takes, where they are known before the run measures them: from
     ``rlinf-async calibrate``"""
     lengths: tuple[float, ...] = ()
-    """of responses of an earlier run, in tokens"""
+    """lengths of responses of an earlier run, in tokens"""
 
     def __post_init__(self) -> None:
         if not self.policy:

@@ -135,12 +135,12 @@ class Predictor:
 
     @property
     def longest(self) -> float:
-        """The longest of them."""
+        """Longest of the known lengths, in tokens."""
         return self._ordered[-1]
 
     @property
     def mean(self) -> float:
-        """Their mean."""
+        """Mean of the known lengths, in tokens."""
         return self._means[0]
 
     def left(self, made: int) -> float:

@@ -193,9 +193,9 @@ class InstanceState(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[int, ...]
     """devices that it holds now; none while it is stopped"""
     stopping: bool = False
-    """it is to release them, and has not said that it has"""
+    """whether the instance is to release its devices, and has not said that it has"""
     due: tuple[int, ...] = ()
-    """devices on which it serves as soon as nobody else may hold one of them"""
+    """devices on which the instance serves as soon as nobody else may hold one of them"""
     slots: int = 64
     """requests that it decodes together"""
     sizes: tuple[int, ...] = ()
@@ -210,12 +210,12 @@ class InstanceState(msgspec.Struct, frozen=True, kw_only=True):
     requests: tuple[RequestState, ...] = ()
     """the requests that are here; may be left out where only counts are known"""
     answers: bool = True
-    """it has reported in time; one that does not cannot be stopped, nor get other devices while it
-    serves"""
+    """whether the instance has reported in time; one that has not cannot be stopped, nor get other
+    devices while it serves"""
 
     @property
     def serves(self) -> bool:
-        """Whether it answers requests."""
+        """Whether the instance answers requests."""
         return bool(self.devices) and not self.stopping
 
     @property
@@ -224,7 +224,7 @@ class InstanceState(msgspec.Struct, frozen=True, kw_only=True):
         return self.running + self.waiting
 
     def fits(self, devices: int) -> bool:
-        """Whether it can serve on so many devices."""
+        """Whether the instance can serve on ``devices`` devices."""
         return devices == len(self.home) or devices in self.sizes
 
 
@@ -234,22 +234,22 @@ class ActorState(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[int, ...]
     """the device of each launched rank; a strategy of ``n`` ranks holds the first ``n``"""
     strategy: Strategy
-    """in force, or the one it comes back with while its devices are lent"""
+    """strategy in force, or the one that the actor comes back with while its devices are lent"""
     home: Strategy
-    """in force between two iterations"""
+    """strategy in force between two iterations"""
     strategies: tuple[Strategy, ...]
     """all that can share a mini-batch and fit the model"""
     holds: bool = True
     """False: it is offloaded, and others may hold its devices"""
     mini_batches: int = 1
-    """of an iteration, over all epochs"""
+    """mini-batches of an iteration, over all epochs"""
     mini_batches_done: int = 0
     epochs: int = 1
     """passes over the samples of an iteration"""
     arrived: int | None = None
     """samples that it has received and not trained; None: not known"""
     ready: bool = False
-    """at a boundary between mini-batches, where its strategy can change now"""
+    """whether the actor is at a boundary between mini-batches, where its strategy can change now"""
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -272,21 +272,22 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Seconds that work takes, as measured or calibrated. 0: not known."""
 
     decode_seconds: float = 0.0
-    """of a decoding step of an instance at home, without what each sequence adds"""
+    """seconds of a decoding step of an instance at home, without what each sequence adds"""
     sequence_seconds: float = 0.0
-    """that each running sequence adds to a decoding step"""
+    """seconds that each running sequence adds to a decoding step"""
     wider: float = 0.6
     """an instance on ``n`` times as many devices decodes ``n ** wider`` times as fast"""
     prefill_seconds: float = 0.0
-    """of a token that an instance reads before it goes on with a response of another one"""
+    """seconds for each token that an instance reads before it goes on with another's response"""
     train_seconds: float = 0.0
-    """of a forward and backward pass of one token on one device"""
+    """seconds of a forward and backward pass of one token on one device"""
     mini_batch_seconds: float = 0.0
-    """of an optimizer step"""
+    """seconds of an optimizer step"""
     rescale_seconds: float = 0.0
-    """of a change of the actor's strategy, or of lending its devices and taking them back"""
+    """seconds of a change of the actor's strategy, or of lending its devices and taking them back
+    """
     move_seconds: float = 0.0
-    """of stopping an instance and continuing its requests elsewhere"""
+    """seconds of stopping an instance and continuing its requests elsewhere"""
 
     def token_seconds(self, running: float, width: float = 1.0) -> float:
         """Return the seconds of a decoding step on ``width`` times the devices of home."""
@@ -300,7 +301,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
-    """What a policy decides by."""
+    """State of the run by which a policy decides."""
 
     time: float
     """seconds, by the loop's clock"""
@@ -308,7 +309,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     phase: Literal["begin", "step", "end"]
     """``begin``: an iteration begins, nothing of it is generated; ``end``: it was trained"""
     samples: int
-    """of an iteration"""
+    """samples of an iteration"""
     finished: int
     """samples of this iteration that are generated"""
     tokens: float = 0.0
@@ -349,7 +350,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
         return next((one for one in self.instances if one.number == number), None)
 
     def is_guest(self, instance: InstanceState) -> bool:
-        """Whether it was launched on devices that are the actor's between iterations."""
+        """Whether an instance was launched on devices that are the actor's between iterations."""
         own = set(self.actor.devices[: self.actor.home.world_size])
         return not own.isdisjoint(instance.home)
 
@@ -374,7 +375,7 @@ class Migration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScalingDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """One decision. As it is by default, nothing changes.
+    """One decision of a policy. With its defaults, nothing changes.
 
     Carried out in this order::
 
@@ -401,7 +402,7 @@ class ScalingDecision(msgspec.Struct, frozen=True, kw_only=True):
     order: tuple[str, ...] = ()
     """names of requests, the first to be served first; others come after them"""
     reason: str = ""
-    """for the log and the trace"""
+    """reason of the decision, for the log and the trace"""
 
     @property
     def changes_devices(self) -> bool:

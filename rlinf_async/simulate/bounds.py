@@ -171,19 +171,19 @@ TOLERANCE = 0.005
 TRIES = 400
 """prices that are tried before a ``T`` is taken to be impossible"""
 BINS = 256
-"""of the samples of a mini-batch, by length"""
+"""bins by length for the samples of a mini-batch"""
 POINTS = 16
-"""of the cost of a token"""
+"""points of the cost of a token that are kept"""
 
 
 @dataclass(frozen=True)
 class Oracle:
-    """What came of the search."""
+    """Result of the search."""
 
     seconds: float
-    """of all iterations"""
+    """seconds of all iterations"""
     ranks: list[tuple[int, ...]]
-    """of the actor in each mini-batch, by iteration"""
+    """ranks of the actor in each mini-batch, by iteration"""
 
 
 def oracle(config: SimulationConfig, lengths: Sequence[Sequence[int]]) -> Oracle:

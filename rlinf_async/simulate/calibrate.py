@@ -79,13 +79,13 @@ ENOUGH = 8
 
 
 class TrainingCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """See `CostTrainerConfig`."""
+    """Costs of training, as in `CostTrainerConfig`."""
 
     token_seconds: float
     sample_seconds: float
     beside_generation: float
     iteration_seconds: float
-    """of the optimizer steps of an iteration"""
+    """seconds of the optimizer steps of an iteration"""
     fit: Fit
 
 
@@ -202,7 +202,7 @@ CRITIC = "critic"
 """what the names of critics begin with; there are none in a simulation, so their spans are left
 out"""
 LENGTHS = 200
-"""that stand for those of all samples at most"""
+"""most lengths that are kept to stand for those of all samples"""
 LEAST_ITERATIONS = 4
 """fewer do not tell two costs apart, since the first is left out"""
 NEEDED = ("iteration", "samples", "response_tokens", "prompt_tokens", "response_tokens_max")
@@ -217,14 +217,16 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     generation: dict[str, float]
     actor: dict[str, float]
     lengths: tuple[int, ...]
-    """of responses, rising: those of the run, or as many quantiles as `LENGTHS`"""
+    """lengths of responses, rising: those of the run, or `LENGTHS` quantiles of them"""
     fits: tuple[Fit, ...]
     step_seconds: float = 0.0
     """mean seconds from one trained version to the next, which leaves the first out, too"""
     work: dict[str, float | int | bool] = {}
-    """of a simulation of the same run; empty where the folder has no configuration"""
+    """settings of ``[work]`` in a simulation of the same run; empty where the folder has no
+    configuration"""
     hardware: dict[str, int] = {}
-    """the same"""
+    """settings of ``[hardware]`` in a simulation of the same run; empty where the folder has no
+    configuration"""
 
 
 def calibrate(run: Path) -> Calibration:
@@ -354,7 +356,7 @@ def _between(
 
 
 def _lengths(spans: Iterable[Span]) -> tuple[int, ...]:
-    """Return the lengths of the responses that were trained, or quantiles of them."""
+    """Return the lengths of the trained responses, or `LENGTHS` quantiles of them."""
     scored = (span.args or {} for span in spans if span.name == "score")
     found = [int(args["tokens"]) for args in scored if int(args.get("iteration", -1)) >= 0]
     if len(found) > LENGTHS:

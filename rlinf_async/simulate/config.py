@@ -22,7 +22,7 @@ class WorkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """prompts of an iteration for each device of the cluster"""
     group_size: int = 16
     mini_batches: int = 4
-    """of an iteration: optimizer steps"""
+    """mini-batches of an iteration, with an optimizer step each"""
     max_staleness: int = 0
     prompt_tokens: int = 300
     pipelined: bool = False
@@ -48,7 +48,7 @@ class HardwareConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     actor_tp: int = 1
     """tensor-parallel size of the actor, of every strategy"""
     price: float = 2.0
-    """of a device for an hour, in any currency"""
+    """price of a device for an hour, in any currency"""
 
     def __post_init__(self) -> None:
         check_bounds(self, "devices", "devices_per_host", "instance_devices", "actor_tp", least=1)
@@ -93,7 +93,7 @@ class FaultConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     host_lost_every: float = 0.0
     """all instances of a host stop, and what they have made is lost"""
     host_seconds: float = 600.0
-    """until the host is back"""
+    """seconds until a lost host is back"""
 
     def __post_init__(self) -> None:
         check_bounds(self, "crash_every", "slow_every", "host_lost_every", "slow_seconds", least=0)
@@ -154,7 +154,7 @@ class SimulationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     @property
     def mean_tokens(self) -> float:
-        """Of a sample, with its prompt."""
+        """Return the mean tokens of a sample, with its prompt."""
         return self.work.prompt_tokens + float(self.generation.lengths.many(4096, 1).mean())
 
     @property
@@ -165,7 +165,8 @@ class SimulationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 def on_devices(config: SimulationConfig, devices: int) -> SimulationConfig:
-    """The same on another number of devices: the actor keeps its share of them, nearly.
+    """Return the same simulation on another number of devices, of which the actor has nearly the
+    same share.
 
     Raises `ValueError` where no share fits.
     """

@@ -87,7 +87,7 @@ class Faults:
         self._returning: list[asyncio.Task[None]] = []
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Let faults happen until it is cancelled."""
         try:
             await self._all()
         finally:
@@ -165,42 +165,42 @@ OnStep = Callable[[int, float], None]
 
 
 class Simulated(msgspec.Struct, kw_only=True):
-    """What came of a simulated run."""
+    """Result of a simulated run."""
 
     policy: str
     devices: int
     actor_devices: int
     samples: int
     seconds: float
-    """of virtual time, from the first request to the last trained version"""
+    """seconds of virtual time, from the first request to the last trained version"""
     step_seconds: list[float]
-    """of each iteration"""
+    """virtual seconds of each iteration"""
     bubbles: dict[str, float]
     """share of the held device-seconds without work, by role"""
     lag_mean: float
-    """versions, over response tokens"""
+    """mean age of the weights of response tokens when they are trained, in versions"""
     lag_max: int
     tokens: int
-    """of responses"""
+    """number of response tokens"""
     decisions: int
     migrated: int
     """requests that were put back by an instance that stopped"""
     crashes: int
     lost_hosts: int
     price: float
-    """of a device-hour"""
+    """price of a device-hour"""
     spent: dict[str, float] = {}
     """share of all device-seconds, by cause"""
     fault: str = ""
     """why the policy was given up"""
     real_seconds: float = 0.0
-    """that the simulation took; not part of its result"""
+    """seconds that the simulation took; not part of its result"""
     steps: int = 0
-    """of the event loop"""
+    """steps of the event loop"""
 
     @property
     def device_hours(self) -> float:
-        """Of the whole cluster."""
+        """Hours of all devices of the cluster."""
         return self.devices * self.seconds / 3600.0
 
     @property
@@ -226,7 +226,7 @@ class Record(msgspec.Struct, kw_only=True):
     """response tokens of the samples of each iteration"""
     history: list[Moment] = []
     trace: bytes = b""
-    """of the loop, where it was asked for"""
+    """trace of the event loop, where it was asked for"""
 
 
 def simulate(
@@ -380,7 +380,7 @@ class SimulatedRun:
         self.trained: list[str] = []
         """names of all samples that were trained"""
         self.lengths: list[list[int]] = []
-        """response tokens of those, by iteration"""
+        """response tokens of the trained samples, by iteration"""
         self._reports: list[LanguageTrainReport] = []
         self._step_seconds: list[float] = []
         self._faults = Faults(config, self.site, self._tell)
@@ -574,7 +574,7 @@ class SimulatedRun:
 
 
 def with_policy(config: SimulationConfig, policy: str) -> SimulationConfig:
-    """The same run under another policy."""
+    """Return the same run under another policy."""
     scheduler = PolicyConfig(policy=policy, every=config.scheduler.every)
     return msgspec.structs.replace(config, scheduler=scheduler)
 
@@ -596,7 +596,8 @@ def candidates(config: SimulationConfig, policies: Sequence[str]) -> Iterator[Si
 
 
 def resize(config: SimulationConfig, size: int) -> SimulationConfig:
-    """The same with instances of ``size`` devices: faster, and fewer. Raises `ValueError`."""
+    """Return the same run with instances of ``size`` devices: faster ones, and fewer. Raises
+    `ValueError`."""
     hardware, generation = config.hardware, config.generation
     factor = size / hardware.instance_devices
     widths = tuple(

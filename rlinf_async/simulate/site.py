@@ -115,7 +115,8 @@ class Usage:
 
 
 ANSWER_SECONDS = 120.0
-"""of virtual time; a slow node takes its time, and nobody is deaf"""
+"""seconds of virtual time in which a worker must answer: slow nodes take their time, and none is
+deaf"""
 CHANGE_SECONDS = 3600.0
 
 
@@ -175,7 +176,7 @@ class Trains(Protocol):
 
     @property
     def trainer(self) -> CostTrainer:
-        """Of all ranks that it stands for."""
+        """Trainer of all ranks that the worker stands for."""
         ...
 
 
@@ -212,7 +213,7 @@ class Site:
         self.gradients = GradientSync()
         self.usage = Usage(config.hardware.devices)
         self.decisions: list[tuple[float, ScalingDecision]] = []
-        """those that changed something, with their time"""
+        """decisions that changed something, with their time"""
         self.iteration = self.training = 0
         """ranks of the actor that train"""
         self._finished: Counter[int] = Counter()
@@ -254,7 +255,7 @@ class Site:
             self.check()
 
     def trains(self, ranks: int) -> None:
-        """So many more ranks of the actor train."""
+        """Count ``ranks`` more ranks of the actor as training."""
         self.training += ranks
         self.note()
 

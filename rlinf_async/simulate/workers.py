@@ -65,7 +65,7 @@ class SimulatedIteration(Iteration):
     site: Site
     """set by whoever makes it"""
     ranks = 1
-    """for which this one stands"""
+    """ranks that this worker stands for"""
     pipelined = False
 
     async def _stepped(
@@ -122,7 +122,7 @@ class SimulatedActor(ScheduledActor):
 
     @property
     def collects(self) -> bool:  # type: ignore[override]  # a setting of each run here
-        """Whether it trains whole mini-batches only."""
+        """Whether the actor trains whole mini-batches only."""
         return not self._pipelined
 
     def make_trainer(self) -> CostTrainer:

@@ -78,7 +78,7 @@ class Entry:
         self.label = label
         self.lane = lane
         self.is_step = is_step
-        """it runs a task, and is not a plain callback"""
+        """whether the callback runs a task, and is not a plain one"""
         self.future = future
         """the future that it was called for, if any"""
         self.followers: list[Entry] = []
@@ -114,7 +114,7 @@ class FifoQueue:
         return self._entries.popleft() if self._entries else None
 
     def finished(self, entry: Entry) -> None:
-        """Nothing to release: the order is total."""
+        """Do nothing: the order is total, so no entry waits for another."""
 
 
 class SeededQueue:
@@ -334,7 +334,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._step_limit = self._max_steps = math.inf if max_steps is None else max_steps
         self._labels = trace_lines > 0
         self._bare = seed is None and not self._labels
-        """nothing but the order of arrival decides, and is seen: no lanes, no labels"""
+        """whether nothing but the order of arrival decides: no lanes, no labels"""
         self._entries: ReadyQueue = FifoQueue() if seed is None else SeededQueue(seed)
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._cancelled_timers = 0
@@ -389,7 +389,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         *args: *Ts,
         context: contextvars.Context | None = None,
     ) -> asyncio.Handle:
-        """As `call_soon`; there are no other threads.
+        """Schedule a callback like `call_soon`: there are no other threads.
 
         Raises RuntimeError in another thread, and in an executor's function that waits for a
         coroutine on this loop: it runs inline, so the loop could never answer.

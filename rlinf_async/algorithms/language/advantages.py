@@ -34,18 +34,19 @@ from rlinf_async.messages.language import TrainingSample
 
 
 class ScoredTokens(NamedTuple):
-    """One scored sample, its trained tokens only; all ``[R]``."""
+    """Trained tokens of one scored sample; all ``[R]``."""
 
     reward: Floats
-    """of each token: the sample's reward at the last one, less the KL of each where asked for"""
+    """reward of each token: the sample's reward at the last one, less each token's KL where asked
+    for"""
     value: Floats | None
-    """of the state before each token, with a critic"""
+    """value of the state before each token, with a critic"""
     total: float
     """the sample's reward less the KL of its tokens; also set if none of its tokens is trained"""
 
 
 class TokenAdvantages(NamedTuple):
-    """Both ``[R]``, float32."""
+    """Advantages and returns of one sample's tokens, both ``[R]``, float32."""
 
     advantage: Floats
     returns: Floats
@@ -68,7 +69,7 @@ register_group_advantage = group_advantages.register
 
 
 class AdvantageMoments(NamedTuple):
-    """Of the advantages of trained tokens; sums, so that ranks can add theirs up."""
+    """Moments of the advantages of trained tokens, as sums that ranks can add up."""
 
     tokens: float
     total: float

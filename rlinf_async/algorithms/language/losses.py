@@ -21,7 +21,7 @@ from rlinf_async.config.registry import Registry
 
 
 class OffPolicyWeights(NamedTuple):
-    """Both ``[N]``."""
+    """Weights of tokens of another policy, and which of them were capped, both ``[N]``."""
 
     weight: Tensor
     capped: Tensor
@@ -80,13 +80,13 @@ class TokenLossInputs(NamedTuple):
     """The trained tokens of a micro-batch, sample after sample; all ``[N]``."""
 
     log_prob: Tensor
-    """under the current weights, with its gradient"""
+    """log-prob under the current weights, with its gradient"""
     entropy: Tensor
-    """of the current distribution of each token"""
+    """entropy of the current distribution of each token"""
     proximal_log_prob: Tensor
     """denominator of the ratio"""
     behaviour_log_prob: Tensor
-    """of the engine, when the token was sampled"""
+    """log-prob of the engine, when the token was sampled"""
     ref_log_prob: Tensor | None
     advantage: Tensor
     sample: Tensor
@@ -95,11 +95,11 @@ class TokenLossInputs(NamedTuple):
 
 
 class TokenLoss(NamedTuple):
-    """All ``[N]``."""
+    """Loss of each token, and its metrics; all ``[N]``."""
 
     loss: Tensor
     metrics: dict[str, Tensor]
-    """without gradients; means over tokens are reported"""
+    """metrics without gradients, of which the means over tokens are reported"""
 
 
 class LanguageLoss(Protocol):

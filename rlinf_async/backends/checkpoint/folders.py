@@ -95,7 +95,7 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     aliases: dict[str, str] = {}
     """tied tensors, which are stored once: name -> the name that is stored"""
     crc32: int | None = None
-    """of what is written before it; None in folders of earlier versions"""
+    """checksum of the file before this field; None in folders of earlier versions"""
 
 
 class MetadataV1(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -70,7 +70,7 @@ class SavedBox(NamedTuple):
 
     @property
     def size(self) -> Bounds:
-        """Its shape."""
+        """Shape of the box."""
         return tuple(self.data.shape)
 
     def __str__(self) -> str:

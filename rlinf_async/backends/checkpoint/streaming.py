@@ -130,7 +130,7 @@ class Copies:
         )
 
     def write(self, target: Path, advance: Advance) -> None:
-        """Copy them into ``target``, which has none of them."""
+        """Copy the files into ``target``, which has none of them."""
         folders: list[Path] = []
         for one in self._found:
             source = self._folder / one

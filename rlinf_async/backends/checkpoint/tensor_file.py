@@ -182,11 +182,11 @@ def checksum(path: Path) -> int:
 
 
 class Part(NamedTuple):
-    """What one rank writes of the state."""
+    """What one rank writes of a state."""
 
     entries: list[Entry]
-    """in the order of the file"""
+    """entries in the order of the file"""
     shapes: dict[str, tuple[int, ...]]
-    """of the global tensors"""
+    """shapes of the global tensors"""
     live: dict[str, Tensor]
     """the tensors themselves, which training changes"""

@@ -34,7 +34,7 @@ class Rank(Protocol):
 
     @property
     def rank(self) -> int:
-        """Its number."""
+        """Number of the rank."""
         ...
 
     @property

@@ -162,9 +162,10 @@ class Seconds(NamedTuple):
     """Durations of the last checkpoint."""
 
     stalled: float
-    """in which training stopped for it: until `begin` returned, and in `settle`"""
+    """seconds for which training stopped for the checkpoint: until `begin` returned, and in
+    `settle`"""
     writing: float
-    """from `begin` until the rank's files were on the disk"""
+    """seconds from `begin` until the rank's files were on the disk"""
 
 
 class CheckpointWriter:

@@ -65,7 +65,7 @@ class Empirical(
 
     @property
     def longest(self) -> int:
-        """The longest of them."""
+        """Longest of the lengths, in tokens."""
         return max(self.tokens)
 
     def length(self, seed: int) -> int:
@@ -98,15 +98,15 @@ class CostEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """
 
     decode_seconds: float
-    """of a step: reading the weights"""
+    """seconds of a step for reading the weights"""
     sequence_seconds: float
-    """that each running sequence adds to a step: reading its cache"""
+    """seconds that each running sequence adds to a step, for reading its cache"""
     prefill_seconds: float
-    """of one token of a prompt, or of a partial response that is continued elsewhere"""
+    """seconds for one token of a prompt, or of a partial response that is continued elsewhere"""
     load_seconds: float = 0.0
-    """of taking new weights"""
+    """seconds of taking new weights"""
     move_seconds: float = 0.0
-    """of offloading, and of onloading"""
+    """seconds of offloading, and of onloading"""
     wider: float = 0.6
     """exponent of the speed by width: 1 if twice the devices were twice as fast"""
     slots: int = 128
@@ -124,21 +124,21 @@ class CostTrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """A trainer whose ranks share each mini-batch by its tokens."""
 
     token_seconds: float
-    """of forward and backward pass of one token, and its log-probs, on one device"""
+    """seconds of forward and backward pass of one token, and its log-probs, on one device"""
     sample_seconds: float = 0.0
-    """that each sample adds to its tokens: what a micro-batch takes, however many tokens it has,
-    shared out over its samples"""
+    """seconds that each sample adds to those of its tokens: what a micro-batch takes, however many
+    tokens it has, shared out over its samples"""
     beside_generation: float = 1.0
-    """by which both are multiplied while rollout instances generate: where they and the actor
-    compute on the same cores"""
+    """factor of ``token_seconds`` and ``sample_seconds`` while rollout instances generate, where
+    they and the actor compute on the same cores"""
     step_seconds: float = 0.0
-    """of an optimizer step"""
+    """seconds of an optimizer step"""
     rescale_seconds: float = 0.0
-    """of a change of the strategy"""
+    """seconds of a change of the strategy"""
     move_seconds: float = 0.0
-    """of offloading, and of onloading"""
+    """seconds of offloading, and of onloading"""
     publish_seconds: float = 0.0
-    """of gathering the weights of a version"""
+    """seconds of gathering the weights of a version"""
 
     def __post_init__(self) -> None:
         seconds = ("step_seconds", "rescale_seconds", "move_seconds", "publish_seconds")
@@ -151,10 +151,10 @@ class InferenceCostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     """Workers that compute log-probs of whole samples before they are trained, on own devices."""
 
     devices: int = 0
-    """of the cluster, that neither rollout nor actor ever has; 0: the actor computes log-probs
-    itself, within ``actor.token_seconds``"""
+    """devices of the cluster that neither rollout nor actor ever has; 0: the actor computes
+    log-probs itself, within ``actor.token_seconds``"""
     token_seconds: float = 0.0
-    """of one token, on one device"""
+    """seconds for one token, on one device"""
     batch: int = 64
     """samples that are computed together at most"""
 
@@ -173,7 +173,7 @@ class EnvCostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     need no devices."""
 
     steps: int = 0
-    """of each sample"""
+    """steps of each sample"""
     step_seconds: float = 0.0
     workers: int = 0
     """samples whose steps run at a time; 0: all"""
@@ -183,5 +183,5 @@ class EnvCostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def seconds(self) -> float:
-        """Of all steps of a sample."""
+        """Seconds of all steps of a sample."""
         return self.steps * self.step_seconds

@@ -29,7 +29,7 @@ from rlinf_async.messages.weights import WeightUpdate, refuse_older
 TOKEN = np.ones(1, np.int32)
 LOG_PROB = np.full(1, -1.0, np.float32)
 ROUNDING = 1e-6
-"""of a token; positions are sums of floating-point numbers"""
+"""tolerance, in tokens: positions are sums of floating-point numbers"""
 
 
 class Row:
@@ -46,7 +46,7 @@ class Row:
         """position at which it joined; -1 while it waits"""
         self.end = math.inf
         self.version = -1
-        """of the weights when it joined"""
+        """version of the weights when the request joined"""
         self.answer: asyncio.Future[Generated] = asyncio.get_running_loop().create_future()
 
     def made(self, position: float) -> int:
@@ -79,7 +79,7 @@ class CostEngine:
         self._offloaded = False
         self._spent: dict[str, float] = {}
         self._stalled = ""
-        """for what it last stood still"""
+        """reason of the last stall"""
         self._version = -1
         # What responses are slices of: to broadcast for each takes ten times as long.
         longest = config.lengths.longest

@@ -66,7 +66,8 @@ class CostTrainer(VersionTrainer):
         return spent
 
     def check_strategy(self, strategy: Strategy) -> None:
-        """Raise `StrategyError` unless it has copies of the same size, of those launched."""
+        """Raise `StrategyError` unless the strategy has copies of the same size, and no more than
+        were launched."""
         if strategy.world_size != strategy.dp * self._strategy.tp:
             raise StrategyError([f"{strategy.sizes}: copies have tp={self._strategy.tp}"])
         if strategy.dp > self._launched:

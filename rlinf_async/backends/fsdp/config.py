@@ -14,15 +14,15 @@ from rlinf_async.messages.weights import DEFAULT_BUCKET_BYTES
 
 
 class ShardingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a model is sharded and optimised, whichever model it is."""
+    """How a model is sharded and optimised."""
 
     strategy: Literal["fsdp1", "fsdp2"] = "fsdp2"
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
-    """of the arithmetic; parameters and optimizer stay float32. float16 scales the loss"""
+    """dtype of the arithmetic; parameters and optimizer stay float32. float16 scales the loss"""
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     critic_warmup_steps: int = 0
-    """for so many optimizer steps only the value's own parameters change"""
+    """optimizer steps in which only the value's own parameters change"""
     device: str = "cpu"
     """``"cpu"``, ``"cuda"`` or ``"cuda:1"``; several ranks take one of ``"cuda"`` each"""
 
@@ -97,7 +97,7 @@ class EmbodiedTrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_un
     normalize_observation: bool = True
     normalize_reward: bool = True
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
-    """of the published weights"""
+    """bytes of a bucket of the published weights"""
     seed: int = 0
 
     def __post_init__(self) -> None:

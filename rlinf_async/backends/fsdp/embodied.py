@@ -131,7 +131,7 @@ class _RunningReturns(msgspec.Struct, frozen=True):
     """Discounted returns of the episodes that continue in a stage's next trajectory."""
 
     incarnation: int
-    """of the env worker; another one begins new episodes"""
+    """incarnation of the env worker; another one begins new episodes"""
     returns: list[float]
     """``[E]``, float32"""
     version: int
@@ -143,7 +143,7 @@ class _RescaleExtra(msgspec.Struct, frozen=True):
 
     version: int
     running_returns: dict[str, _RunningReturns]
-    """by stage"""
+    """returns of the continuing episodes, by stage"""
 
 
 class EmbodiedTrainer:
@@ -160,7 +160,7 @@ class EmbodiedTrainer:
             self.manager.setup_model_and_optimizer()
         self._generator = torch.Generator().manual_seed(config.seed + rank)
         self._running_returns: dict[str, _RunningReturns] = {}
-        """by stage"""
+        """returns of the continuing episodes, by stage"""
         self._version = 0
 
     @property

@@ -48,7 +48,7 @@ class FlatBatch(NamedTuple):
     weight: Tensor | None = None
     """``[N, parts]``, of log-probs in means"""
     value_weight: Tensor | None = None
-    """of values in means"""
+    """weight of values in means"""
 
     @property
     def vectors(self) -> Tensor:

@@ -104,7 +104,7 @@ class Gradients:
     def __init__(self, optimizer: torch.optim.Optimizer, *, sharded: bool) -> None:
         self._optimizer, self._sharded = optimizer, sharded
         self._buffers: dict[str, GradientBuffer] = {}
-        """by parameter group"""
+        """buffers by parameter group"""
 
     @property
     def _groups(self) -> list[dict[str, Any]]:

@@ -42,7 +42,7 @@ from rlinf_async.backends.policies.base import Evaluation
 from rlinf_async.messages.embodied import Bools, Floats
 
 ORDER: Final = ("token", "action", "chunk")
-"""from fine to coarse"""
+"""levels of log-probs and advantages, from fine to coarse"""
 
 
 class Steps(NamedTuple):

@@ -88,14 +88,15 @@ def rescale(
 
 
 class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an active rank has besides its shards: the same on each; rank 0's goes to new ones."""
+    """State of an active rank besides its shards, equal on all of them; new ranks take that of rank
+    0."""
 
     counters: Counters
     groups: list[dict[str, Any]]
     """the optimizer's parameter groups, without their parameters"""
     schedule: dict[str, Any]
     optimizer_steps: dict[str, float]
-    """by the name of a parameter that has moments"""
+    """optimizer steps by the name of a parameter that has moments"""
     kept: list[str]
     """names of the kept weights"""
 

@@ -281,7 +281,7 @@ class SacTrainer:
         return GradientStep({**numbers, "grad_norm": norm}, error.flatten().cpu().numpy())
 
     def _share(self, batch: ReplayBatch) -> SacBatch:
-        """This rank's share on its device."""
+        """Return this rank's share of a batch, on its device."""
 
         def tensor(column: Observed) -> Tensor:
             if not isinstance(column, Tensor):
@@ -364,5 +364,5 @@ class SacTrainer:
 
 
 def _local(module: nn.Module) -> list[Tensor]:
-    """This rank's shards of the parameters: the memory itself."""
+    """Return this rank's shards of the parameters: the memory itself."""
     return [local_shard(one).detach() for one in module.parameters()]

@@ -58,7 +58,7 @@ from rlinf_async.parallel import (
 )
 
 TRAINING_LIMIT = timedelta(minutes=5)
-"""of one collective of the model"""
+"""longest duration of one collective of the model"""
 
 
 def order_of(ranks: int) -> tuple[int, ...]:
@@ -372,9 +372,9 @@ class RankShards(NamedTuple):
     weights: Shards
     """parameters and buffers"""
     moments: Mapping[str, Shards]
-    """by their names in the optimizer's state; empty before the first step"""
+    """moments by their names in the optimizer's state; empty before the first step"""
     kept: Mapping[str, Shards]
-    """of `FSDPModelManager.kept`, on the CPU"""
+    """shards of `FSDPModelManager.kept`, on the CPU"""
 
 
 class NewShards:
@@ -384,7 +384,7 @@ class NewShards:
         self._memory, self._device = memory, device
         self._old, self._new = old, new
         self._moves: dict[frozenset[str], tuple[Plan, list[State]]] = {}
-        """by the names of the tensors that move"""
+        """plans and states by the names of the tensors that move"""
         self.shards = RankShards({}, {}, {})
 
     def make(self, held: RankShards, stepped: frozenset[str]) -> None:

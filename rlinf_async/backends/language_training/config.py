@@ -12,7 +12,7 @@ from rlinf_async.messages.weights import DEFAULT_BUCKET_BYTES
 
 
 class LanguageModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which model. Exactly one of ``path`` and ``config`` is given."""
+    """The model. Exactly one of ``path`` and ``config`` is given."""
 
     path: str | None = None
     """folder of a Hugging Face model: ``config.json``, and weights unless ``random``"""
@@ -52,13 +52,13 @@ class LanguageTrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     """largest mean absolute difference between the engine's log-probs of the trained version and
     those of the first forward pass of an iteration; a larger one is an error. None: any"""
     max_tokens_per_forward: int = 16_384
-    """of a forward pass without gradients: `log_probs`, `values`"""
+    """most tokens of a forward pass without gradients: `log_probs`, `values`"""
     logit_chunk_bytes: int = 256 * 1024 * 1024
-    """of logits at a time; more are computed in pieces, and again in the backward pass"""
+    """bytes of logits at a time; more are computed in pieces, and again in the backward pass"""
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
-    """of the published weights"""
+    """bytes of a bucket of the published weights"""
     publish_precision: Literal["float32", "bfloat16", "float16"] = "float32"
-    """of the published weights: what the engines compute in"""
+    """dtype of the published weights: what the engines compute in"""
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -48,7 +48,7 @@ ENGINE_DIFFERENCE: Final = "engine_actor_difference"
 """mean absolute difference between the engine's log-probs and the actor's, over the tokens that the
 engine has generated under the weights of the actor's forward pass"""
 ENGINE_TOKENS: Final = "engine_actor_tokens"
-"""number of those tokens"""
+"""name of the metric: number of tokens whose log-probs are compared with the engine's"""
 
 
 class Part(NamedTuple):
@@ -146,7 +146,7 @@ def check_engine(metrics: Mapping[str, float], tolerance: float | None, version:
 
 
 class KeptTokens(NamedTuple):
-    """Of ``N`` tokens."""
+    """Tokens from which each of ``N`` tokens was drawn."""
 
     bounds: Tensor
     """``[N + 1]``, int64: of each one's part of ``ids``; an empty part is the whole vocabulary"""
@@ -331,7 +331,7 @@ def by_tokens(lengths: Sequence[int], limit: int) -> list[list[int]]:
 
 
 class TokenStatistics(NamedTuple):
-    """Both ``[N]``, float32."""
+    """Log-prob and entropy of tokens, both ``[N]``, float32."""
 
     log_prob: Tensor
     entropy: Tensor
@@ -357,7 +357,7 @@ class Forward(NamedTuple):
     counts: bool
     """False: none of the samples has a gradient, and metrics are means over other samples"""
     version: int | None
-    """that the weights are of, whose tokens are compared with the engine's; None: of none"""
+    """version of the weights whose tokens are compared with the engine's; None: no tokens are"""
 
     def answer(self, found: Any) -> Part:
         """Return the loss; ``found``: what the model computes for ``packed``."""

@@ -32,7 +32,7 @@ class SupervisedTrainer(Protocol):
 
     @property
     def data_rank(self) -> DataRank:
-        """Which samples this rank trains on."""
+        """Share of the samples that this rank trains on."""
         ...
 
     def supervised_step(self, micro_batches: Iterable[MicroBatch]) -> Mapping[str, float]:

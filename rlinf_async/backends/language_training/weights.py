@@ -74,7 +74,7 @@ class OwnParts(NamedTuple):
     tensors: Mapping[str, Tensor]
     """what is published, in the same order on all ranks, without memory (meta)"""
     parts: Mapping[str, Sequence[PlacedPart]]
-    """what this rank writes of them, by name; those of all ranks make up the whole"""
+    """parts that this rank writes, by name; those of all ranks make up the whole"""
 
 
 class _Placed(NamedTuple):
@@ -110,7 +110,7 @@ class _Outline(NamedTuple):
     size: int
     """bytes"""
     parts: list[_Placed]
-    """of this rank"""
+    """parts of this rank"""
 
 
 def publish_in_place(
@@ -279,7 +279,7 @@ ACTOR = "actor"
 
 
 class KeptWeightsError(ValueError):
-    """There are no weights of that tag, or they are of another model."""
+    """No weights have that tag, or they are of another model."""
 
 
 class HoldsWeights(Protocol):
@@ -298,7 +298,7 @@ class HoldsWeights(Protocol):
 
 
 class KeptWeights:
-    """This rank's part of copies of a model's weights, by tag.
+    """Copies of this rank's part of a model's weights, by tag.
 
     The manager holds them, so that they move when the number of ranks changes. While another tag
     is active, the weights that are trained are one of the copies: training, checkpoints and

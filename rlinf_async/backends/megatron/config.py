@@ -38,7 +38,7 @@ VOCABULARY_MULTIPLE: Final = 1
 
 OUTPUT_LAYER: Final = "output_layer."
 VALUE_HEAD: Final = "value_head."
-"""of a critic's tensors in a checkpoint"""
+"""prefix of the names of a critic's own tensors in a checkpoint"""
 
 
 class Architecture(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +48,7 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     norm_eps: float
     rope_theta: float
     rope_factor: float | None
-    """of Llama 3's scaling of rotary positions; None: not scaled"""
+    """factor of Llama 3's scaling of rotary positions; None: not scaled"""
     longest: int
     """tokens of a sequence"""
     padding: int | None = None
@@ -166,7 +166,7 @@ class MegatronConfig(MegatronOptions, frozen=True, kw_only=True, forbid_unknown_
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6, eps=1e-8, max_grad_norm=1.0)
     scheduler: SchedulerConfig = SchedulerConfig()
     precision: Literal["float32", "bfloat16"] = "float32"
-    """of weights and arithmetic; gradients and the optimizer's own weights stay float32"""
+    """dtype of weights and arithmetic; gradients and the optimizer's own weights stay float32"""
     device: str = "cpu"
     """``"cpu"``, ``"cuda"`` or ``"cuda:1"``; several ranks take one of ``"cuda"`` each"""
     tp: int = 1

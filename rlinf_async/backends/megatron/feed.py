@@ -70,7 +70,7 @@ class Peers:
         alone = group is None or dist.get_world_size(group) == 1
         self._group = None if alone else group
         self.ranks = [] if self._group is None else dist.get_process_group_ranks(self._group)
-        """of the group, numbered as all launched ones are; none where this one is alone"""
+        """ranks of the group, numbered as all launched ones are; none where this one is alone"""
         self._sending: list[tuple[dist.Work, Tensor]] = []
 
     @property
@@ -137,7 +137,7 @@ class Readers:
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         self._failure: Failure | None = None
-        """of the global batch that is read; all know of it"""
+        """failure of the global batch that is read, which all readers know"""
 
     @property
     def alone(self) -> bool:

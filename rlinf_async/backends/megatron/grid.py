@@ -23,11 +23,11 @@ AFTER_A_FAILURE = timedelta(seconds=0.1)
 
 
 class Key(NamedTuple):
-    """Which group."""
+    """Identity of a process group."""
 
     ranks: tuple[int, ...]
     objects: bool = False
-    """over gloo, for what is no tensor: its messages never meet those of stages"""
+    """whether messages are objects, over gloo, which never meet those of stages; else tensors"""
 
 
 class Groups:
@@ -107,7 +107,8 @@ class Grid(NamedTuple):
     model: dist.ProcessGroup | None
     """the ranks that train on the same samples; their first one reads the channels"""
     feed: dist.ProcessGroup | None
-    """the same ranks, over gloo, for what is no tensor: its messages never meet those of stages"""
+    """ranks of this rank's model, over gloo, for what is no tensor: messages never meet those of
+    stages"""
     readers: dist.ProcessGroup | None
     """the ranks that read the channels, over gloo; None on others"""
 

@@ -371,7 +371,7 @@ class MegatronModelManager(Offloading):
 
     @property
     def data_rank(self) -> DataRank:
-        """Which samples this rank trains on; an idle one reads none."""
+        """Share of the samples that this rank trains on; an idle one reads none."""
         place = self.grid.place
         if place is None:
             return DataRank(0, self.strategy.dp, is_io=False)

@@ -36,7 +36,7 @@ class HostCopies:
 
     def __init__(self) -> None:
         self._kept: dict[int, _Kept] = {}
-        """by storage, as long as that is empty"""
+        """copies by storage, as long as that is empty"""
         self._free: defaultdict[tuple[torch.dtype, int], list[Tensor]] = defaultdict(list)
 
     def offload(self, tensors: Iterable[Tensor]) -> None:

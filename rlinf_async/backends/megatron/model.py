@@ -351,8 +351,9 @@ def _transformer_config(architecture: Architecture, strategy: Strategy, options:
 
 
 def _interleaving(strategy: Strategy) -> dict[str, Any]:
-    """Both neighbours of one of two stages are the same rank: activations and gradients must not
-    travel in one batch then, whose messages would be mixed up."""
+    """Return the options of virtual stages. Both neighbours of one of two stages are the same rank:
+    activations and gradients must not travel in one batch then, whose messages would be mixed up.
+    """
     if strategy.virtual_stages == 1:
         return {}
     return {

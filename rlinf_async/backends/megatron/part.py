@@ -124,7 +124,7 @@ class Megatron(LanguageTrainerPart):
 
 
 class MegatronCritic(Megatron):
-    """The same with a value head."""
+    """The Megatron trainer of a critic: a language model with a value head."""
 
     factory = f"{MODULE}:MegatronCriticTrainer"
     actor = ""

@@ -51,7 +51,7 @@ from rlinf_async.parallel.splits import nearest
 
 CPU = torch.device("cpu")
 STATE = torch.float32
-"""of moments and of the weights that the optimizer steps"""
+"""dtype of moments and of the weights that the optimizer steps"""
 
 
 def check_strategy(strategy: Strategy, architecture: Architecture, launched: int) -> None:
@@ -116,12 +116,13 @@ def rescale(
 
 
 class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an active rank has besides its tensors: the same on each; rank 0's goes to new ones."""
+    """State of an active rank besides its tensors, equal on all of them; new ranks take that of
+    rank 0."""
 
     steps: int
     skipped_steps: int
     stepped: bool
-    """there are moments"""
+    """whether there are moments"""
     kept: list[str]
     """names of the kept weights"""
 
@@ -130,7 +131,7 @@ class Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one rank tells the others."""
 
     groups: list[Key]
-    """which it has"""
+    """groups that the rank has"""
     progress: Progress | None
     """None from an idle rank"""
 
@@ -146,7 +147,7 @@ class MegatronChange(Change):
         self._told: list[Told] = []
         self._grid: Grid | None = None
         self._random_states: dict[str, Tensor] | None = None
-        """of Megatron's layers, before the new part was built"""
+        """random states of Megatron's layers, before the new part was built"""
         self._part: RankModel | None = None
         self._moves: list[tuple[Plan, list[State]]] = []
         self._moments: dict[str, dict[str, Tensor]] = {}

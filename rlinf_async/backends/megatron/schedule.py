@@ -40,8 +40,8 @@ class Work(NamedTuple):
 
     packed: Packed
     answer: Callable[[Any], tuple[Tensor, Any]]
-    """of what was read from the output: loss to differentiate, and what is to be returned; called
-    on the last stage"""
+    """function of what was read from the output: returns the loss to differentiate and the result;
+    called on the last stage"""
     is_last: bool
     of: int | None
     """micro-batches of the global batch; stages of a pipeline have to know"""

@@ -93,7 +93,7 @@ def check_ranges(
 
 
 class RankState(NamedTuple):
-    """This rank's tensors of each kind, flat, not copied."""
+    """Tensors of this rank by kind, flat, not copied."""
 
     weights: Tensors
     state: Mapping[str, Tensors]

@@ -31,7 +31,7 @@ class Held(NamedTuple):
     """A parameter of this rank, and the boxes of the checkpoint's tensors in it."""
 
     name: str
-    """in the whole model"""
+    """name of the parameter in the whole model"""
     parameter: nn.Parameter
     pieces: tuple[Piece, ...]
 
@@ -147,13 +147,13 @@ MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 
 
 class Kept(NamedTuple):
-    """What the optimizer of this rank has of a parameter."""
+    """Elements of a parameter whose state the optimizer of this rank has."""
 
     optimizer: torch.optim.Optimizer
     main: Tensor
     """the elements that it steps, float32"""
     start: int
-    """of them in the flat parameter"""
+    """first of the elements in the flat parameter"""
 
     @property
     def state(self) -> dict[str, Any]:

@@ -23,12 +23,12 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     channels: tuple[int, ...] = (16, 32, 32)
     """outputs of the convolutions of a CNN; each halves height and width"""
     memory_size: int = 64
-    """of ``"gru"``: numbers that it remembers"""
+    """numbers that the policy ``"gru"`` remembers"""
     initial_log_std: float = 0.0
     observation_clip: float = 10.0
     """bound of normalised observations, in both directions"""
     vision_language: VisionLanguageConfig = VisionLanguageConfig()
-    """of the policy ``vision_language_action``"""
+    """settings of the policy ``vision_language_action``"""
     action_chunk: int = 0
     """actions of an answer; taken from the environment"""
     token_values: bool = False

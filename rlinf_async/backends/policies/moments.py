@@ -113,7 +113,7 @@ class ObservationNormalizer(RunningMoments):
         return (observation - used.mean32).mul_(used.scale).clamp_(-self.clip, self.clip)
 
     def of_array(self, observation: Floats) -> Floats:
-        """As `forward`, of arrays; for statistics in the CPU's memory."""
+        """Normalize an array as `forward` does a tensor; for statistics in the CPU's memory."""
         used = self._constants()
         if not used.changes:
             return observation

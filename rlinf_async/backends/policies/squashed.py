@@ -59,7 +59,7 @@ class SquashedGaussianPolicy(Policy[ObservedT]):
         self.register_buffer("uniform", torch.ones((), dtype=torch.bool))
 
     def new_head(self) -> tuple[nn.Module, int]:
-        """Return a new head for features, and how many numbers it makes of them."""
+        """Return a new head for features, and the number of its outputs."""
         if self.encoder is None:
             return nn.Identity(), self._vector
         head = FeatureHead(self.encoder)
@@ -126,7 +126,7 @@ class SquashedGaussianPolicy(Policy[ObservedT]):
 
 @register_policy("mlp_squashed_gaussian")
 class MlpSquashedGaussianPolicy(SquashedGaussianPolicy[Tensor]):
-    """For observations of one vector."""
+    """A policy for observations of one vector."""
 
     @classmethod
     def misfit(cls, config: PolicyConfig) -> str:
@@ -135,7 +135,7 @@ class MlpSquashedGaussianPolicy(SquashedGaussianPolicy[Tensor]):
 
 @register_policy("cnn_squashed_gaussian")
 class CnnSquashedGaussianPolicy(SquashedGaussianPolicy[Mapping[str, Tensor]]):
-    """For images, and the state where there is one.
+    """A policy for images, and the state where there is one.
 
     Its encoder is trained by the critics' loss alone, which SAC+AE found to be stable: the policy's
     gradient ends at the features.

@@ -182,17 +182,17 @@ class Change(ABC):
 
 
 _attempts = itertools.count()
-"""Of this process, like torch's groups: models share one store, and all ranks rescale them in the
-same order."""
+"""Number of the next rescale of this process. Like torch's groups: models share one store, and all
+ranks rescale them in the same order."""
 
 
 class Proposal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one rank was asked for, and what it contributes."""
+    """Strategy that one rank was asked for, and what it contributes."""
 
     strategy: Strategy
     bucket_bytes: int
     content: bytes
-    """of the backend: `Change.propose`"""
+    """content of the backend: `Change.propose`"""
     extra: bytes
 
 
@@ -359,7 +359,7 @@ class Rescale:
     # -- around them --------------------------------------------------------------------------
 
     def _agree_on_proposal(self) -> None:
-        """After this every rank comes to `connect`."""
+        """Decide on the proposal of all ranks, after which every rank comes to `connect`."""
         self._take_proposals(self._through("propose", self.propose))
         _check_same(self._proposals)
         self._transaction.decide()

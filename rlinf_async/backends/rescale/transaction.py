@@ -44,7 +44,8 @@ class RescaleError(Exception):
 
 
 class RescaleUndecided(StrategyUnknown):
-    """This rank was ready, so the others may have changed, and the store with the decision is gone.
+    """The outcome of a rescale is unknown. This rank was ready, so the others may have changed, and
+    the store with the decision is gone.
 
     Its model may be the old or the new one: end the process, and go on from a checkpoint.
     """
@@ -57,7 +58,7 @@ class StageResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """peer failed: because of another rank, which is dead or will report its own failure"""
     reason: str = ""
     content: bytes = b""
-    """for the other ranks"""
+    """result of the stage, for the other ranks"""
 
 
 class Transaction:

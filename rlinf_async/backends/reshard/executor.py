@@ -121,7 +121,7 @@ def vote(
 
 
 def copy_runs(runs: Iterable[Run], old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> int:
-    """Copy the runs that stay on a rank; return the bytes of those that also stay in place."""
+    """Copy the runs that stay on a rank; return the bytes of the runs that also stay in place."""
     kept = 0
     for run in runs:
         source = window(old[run.source.buffer], run.source)
@@ -154,7 +154,7 @@ DEFAULT_TIMEOUT = timedelta(seconds=120)
 
 
 class State(NamedTuple):
-    """This rank's buffers of one kind (weights, first moments, ...), by the layouts' names.
+    """Buffers of one kind (weights, first moments, ...) on this rank, by the layouts' names.
 
     A rank that is in only one of the layouts gives an empty mapping for the other.
     """

@@ -34,9 +34,11 @@ allocator"""
 LARGE_PAGE = 1 << 21
 """bytes; the first touch of a large page takes half the time of that of as many small ones"""
 WORTH_LARGE_PAGES = 2 * LARGE_PAGE
-"""bytes; each range with large pages of its own is an entry in the system's table of them"""
+"""least bytes that get large pages of their own: each such range is an entry in the system's table
+"""
 NO_RESERVE = 0x4000
-"""of Linux: address space, of which only a part will be used; Python 3.11 has no name for it"""
+"""Linux's ``MAP_NORESERVE``, for address space of which only a part will be used; Python 3.11 has
+no name for it"""
 MARK_FREE: int | None = mmap.MADV_FREE if sys.platform == "linux" else None
 """how free memory is marked; None where the system cannot, and no address space is reserved then"""
 
@@ -114,7 +116,8 @@ class _Reserved:
         self._advise(mmap.MADV_NOHUGEPAGE, 0, size, mmap.PAGESIZE)
 
     def take(self, low: int, high: int, held: Tensor | None) -> memoryview | None:
-        """Return these bytes, or None where a tensor other than ``held`` refers to some of them."""
+        """Return the bytes from ``low`` to ``high``, or None where a tensor other than ``held``
+        refers to some of them."""
         kept = None
         if held is not None:
             start = held.data_ptr() - self._address
@@ -137,7 +140,8 @@ class _Reserved:
             low = max(low, stop)
 
     def _taken(self) -> Iterable[tuple[int, int]]:
-        """The ranges of bytes that tensors refer to: each of them keeps its memory view alive."""
+        """Return the ranges of bytes that tensors refer to: each tensor keeps its memory view
+        alive."""
         self._given = [one for one in self._given if one[2]() is not None]
         return [(low, high) for low, high, _ in self._given]
 

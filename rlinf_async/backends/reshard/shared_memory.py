@@ -32,7 +32,7 @@ from rlinf_async.parallel import Run
 from rlinf_async.weights.behind import this_host
 
 Runs = Mapping[int, Sequence[Run]]
-"""by peer"""
+"""runs by peer"""
 
 
 class Collective:

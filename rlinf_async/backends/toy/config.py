@@ -57,4 +57,4 @@ class ToyPolicyConfig(ToyTrainerConfig, frozen=True, kw_only=True, forbid_unknow
     """A cost model of a trainer of a policy."""
 
     loss: LanguageLossConfig = LanguageLossConfig()
-    """it computes the weights of ``off_policy``, and no loss"""
+    """settings of the weights of ``off_policy``; the toy computes no loss"""

@@ -19,7 +19,7 @@ class TransformersEngineConfig(
     weights: Literal["update", "folder"] = "update"
     """``update``: the first `WeightUpdate` brings them; ``folder``: those there are version 0"""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """of weights and arithmetic; log-probs are float32"""
+    """dtype of weights and arithmetic; log-probs are float32"""
     max_concurrent: int = 128
     """sequences decoded together; more wait, by priority"""
     context: int | None = None

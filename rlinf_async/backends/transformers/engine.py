@@ -251,7 +251,7 @@ class TransformersEngine:
                 answer.set_exception(EngineDied(self._failure))
 
     def _check_weights(self) -> None:
-        """Its memory is not filled before the first update."""
+        """Raise unless the engine has weights: its memory is not filled before the first update."""
         if self.version < 0:
             raise RuntimeError(
                 "the engine has no weights yet: they come with the first update, or, with "

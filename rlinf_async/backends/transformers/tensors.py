@@ -72,9 +72,9 @@ class ModelTensors:
         self.tied = {name: one for name, one in names.items() if name != one}
         """tensors that are another one: name -> the first name, both in memory"""
         self.memory = {name: tensor.detach().to("meta") for name, tensor in state.items()}
-        """by name in memory, without elements"""
+        """tensors by name in memory, without elements"""
         self.slices = _slices(model, names, self.memory)
-        """by name in the checkpoint; tied tensors under each of their names"""
+        """slices by name in the checkpoint; tied tensors under each of their names"""
 
     def of(self, name: str) -> Tensor:
         """Return a tensor of the checkpoint without its elements."""
@@ -119,7 +119,7 @@ class _Placeholder(Tensor):
 def _slices(
     model: nn.Module, names: Mapping[str, str], memory: Mapping[str, Tensor]
 ) -> dict[str, Slice]:
-    """Return the slices in the order of ``names``, which maps tied tensors to the first of them."""
+    """Return the slices in the order of ``names``, which maps tied tensors to the first one."""
     placeholders: dict[str, Tensor] = {
         name: torch.empty(one.shape, device="meta").as_subclass(_Placeholder)
         for name, one in memory.items()

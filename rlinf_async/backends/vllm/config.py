@@ -32,7 +32,7 @@ class VllmEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     weights: Literal["update", "folder"] = "update"
     """``update``: the first `WeightUpdate` brings them; ``folder``: those there are version 0"""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """of weights and arithmetic; log-probs are float32"""
+    """dtype of weights and arithmetic; log-probs are float32"""
     max_concurrent: int = 256
     """sequences decoded together; more wait, by priority"""
     context: int | None = None
@@ -53,7 +53,7 @@ class VllmEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """release a GPU's memory on `offload` (vLLM's sleep mode, which CPUs do not have); when left
     out, where the job's placement lets others use the device in turns"""
     threads: int = 1
-    """of the engine on a CPU"""
+    """threads of the engine on a CPU"""
     extra: dict[str, Any] = {}
     """further arguments of vLLM's ``AsyncEngineArgs``, passed unchanged; none of
     `OWN_ARGUMENTS`"""

@@ -84,7 +84,7 @@ class VllmEngine:
 
     @property
     def process_ids(self) -> list[int]:
-        """Of the processes that vLLM started, while they run."""
+        """Ids of the processes that vLLM started, while they run."""
         if self._llm is None:
             return []
         return [process.pid for process in self._llm.engine_core.resources.engine_manager.processes]

@@ -35,7 +35,7 @@ from rlinf_async.messages.language import Generated, Kept, Request
 EXTENSION: Final = "rlinf_async.backends.vllm.loading.WeightsExtension"
 CPU_CACHE_BYTES: Final = 256 * 1024 * 1024
 STEP_TOKENS: Final = 4096
-"""of prompts in one step of a CPU, unless the context is longer"""
+"""most tokens of prompts in one step on a CPU, unless the context is longer"""
 
 
 def start_llm(config: VllmEngineConfig, folder: ModelFolder, seed: int, device: str) -> Any:

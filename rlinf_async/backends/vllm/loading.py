@@ -33,13 +33,13 @@ class Shard(NamedTuple):
 
     name: str
     data: Tensor
-    """of the parameter's shape; may be a view of the tensors it is made of"""
+    """tensor of the parameter's shape; may be a view of the tensors it is made of"""
     tensors: frozenset[str]
     """names of the tensors it is made of"""
 
 
 class Unknown(Exception):
-    """This model has to be loaded by vLLM's own loader; the message says why."""
+    """The model has to be loaded by vLLM's own loader; the message says why."""
 
 
 def shards(

@@ -19,7 +19,8 @@ COARSER = frozenset({"kv_cache_dtype", "quantization"})
 
 
 class Vllm(EnginePart):
-    """Its imports start threads, so that none of them is shared by forked workers."""
+    """The part that generates with vLLM. Its imports start threads, so that none of them is shared
+    by forked workers."""
 
     Config = VllmEngineConfig
     library = "vllm"

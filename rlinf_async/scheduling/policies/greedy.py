@@ -41,7 +41,7 @@ from rlinf_async.scheduling.state import ClusterState, ScalingDecision
 LONGEST = 4.0
 """most tokens over mean tokens to come, where a response has no known limit"""
 POINTS = 24
-"""of ``x`` at which `S` is taken"""
+"""values of ``x`` at which `S` is taken"""
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class Plan:
     """One way to go on."""
 
     seconds: float
-    """until the iteration is trained"""
+    """seconds until the iteration is trained"""
     waits: float
     """seconds until the actor changes; 0: now"""
     strategy: Strategy | None
-    """that the actor has until everything is generated; None: it has no devices until then"""
+    """strategy of the actor until everything is generated; None: it has no devices until then"""
 
 
 class Forecast:
@@ -284,7 +284,7 @@ LEAST_GAIN = 0.02
 
 
 class Greedy:
-    """Of the layouts that can be had now, the one with which the iteration ends first.
+    """Chooses, of the layouts that can be had now, the one with which the iteration ends first.
 
     Where rates are not known yet, it moves nothing, but that the actor takes its devices again once
     all is generated.

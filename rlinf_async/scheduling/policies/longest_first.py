@@ -165,7 +165,7 @@ class LongestFirst:
     """Requests by predicted remaining length, and wider instances for the tail: see the module."""
 
     orders = True
-    """it wants to know the requests in the queue one by one"""
+    """whether the policy wants to know the requests in the queue one by one"""
 
     def __init__(self) -> None:
         self._layout = Greedy()

@@ -37,7 +37,7 @@ class FSDP(LanguageTrainerPart):
         )
 
     def can_offload(self, learner_strategy: str) -> bool:
-        """Only parameters of fsdp2 can leave their device and come back."""
+        """Whether parameters can leave their device and come back: only those of fsdp2 can."""
         return learner_strategy != "fsdp1"
 
     def check_scheduled(self, learner_strategy: str, options: Any, wanted: str) -> None:
@@ -51,7 +51,7 @@ class FSDP(LanguageTrainerPart):
 
 
 class FSDPCritic(FSDP):
-    """The same with a value head."""
+    """The FSDP trainer of a critic: a language model with a value head."""
 
     factory = f"{MODULE}:CriticTrainer"
     actor = ""

@@ -35,9 +35,9 @@ class Weights(NamedTuple):
     """A policy's weights, and the tensors of a checkpoint that lie in them."""
 
     memory: Mapping[str, Tensor]
-    """by name in memory; sharded as they are, those of FSDP1 whole"""
+    """tensors by name in memory; sharded as they are, those of FSDP1 whole"""
     slices: Mapping[str, Slice]
-    """by name in the checkpoint"""
+    """slices by name in the checkpoint"""
 
 
 def policy_weights(manager: FSDPModelManager) -> Weights:

@@ -23,7 +23,7 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class VisionLanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A vision-language model, and how it says actions.
+    """A vision-language model, and how it expresses actions.
 
     The sizes are those of a model that is built with random weights, a small SmolVLM; with
     ``folder`` they are the folder's.
@@ -33,13 +33,13 @@ class VisionLanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     """folder of a Hugging Face vision-language model; a new model is built when left out"""
     hidden_size: int = 64
     layers: int = 2
-    """of the language model"""
+    """layers of the language model"""
     vision_layers: int = 2
     heads: int = 4
     patch_size: int = 8
     """pixels along a side of an image patch"""
     scale_factor: int = 2
-    """that squared many patches become one image token"""
+    """square root of the number of patches that become one image token"""
     bins: int = 256
     """action tokens: each number of an action is one of so many equal parts of [-1, 1]"""
     chunk: int = 0
