@@ -13,14 +13,6 @@ ever.
     counted   1   2   3   4           4 1/4   ...      8 1/4
 
 There is no timer but the one for the next look, and none where nothing is limited.
-
-`let_pass`: what blocking code calls to take time, so that the time comes from its loop.
-
-::
-
-    in a thread                 the thread sleeps
-    inline, on a virtual loop   whoever waits for the result gets it so much later, by that loop's
-                                clock, and nothing sleeps
 """
 
 from __future__ import annotations
@@ -137,8 +129,14 @@ def taking_time(take: Callable[[float], None]) -> Iterator[None]:
 
 
 def let_pass(seconds: float) -> None:
-    """Take ``seconds``: sleep them, or give them to the loop that runs this code inline. 0 or less:
-    none."""
+    """Take ``seconds``, or none if they are not above 0.
+
+    ::
+
+        in a thread                 the thread sleeps
+        inline, on a virtual loop   nothing sleeps: whoever waits for the result gets it so
+                                    much later, by that loop's clock
+    """
     if seconds <= 0.0:
         return
     take: Callable[[float], None] | None = getattr(_here, "take", None)

@@ -1,4 +1,4 @@
-"""`Worker`: a class with async methods, and a thread for blocking work.
+"""`Worker`: a class with async methods, and a thread for blocking work; errors of workers.
 
 ::
 
@@ -15,23 +15,13 @@ Channel ends given as arguments of a call belong to that call: every rank gets i
 is closed when the call returns. So "the last sender has closed" means "every producer has
 returned".
 
-Errors of workers, by what the caller can do about them.
-
-::
+Errors, by what the caller can do about them::
 
     BuildError              the worker graph is wrong: nothing was started (also a ValueError)
     WorkerError             a call failed inside a worker: worker, rank, host, method, traceback
      +-- WorkerDied         the worker's process ended by itself: exit code or signal
           +-- WorkerUnresponsive   it, or an environment in it, stopped answering, and it was killed
     Deadlock                every worker waits for another: who, on which channel, how long
-
-torch.distributed for the ranks of one worker group.
-
-A worker's identity in the run, and the means that its host gives it.
-
-A span of work that is done in several places; `Worker.span` is one in a single block.
-
-Several tasks inside one call of a worker.
 """
 
 from __future__ import annotations

@@ -11,23 +11,7 @@ state         entered by                       left by
 ``FAILED``    ``__init__`` or ``setup`` raised
 ============  ===============================  ==========================================
 
-`Pace`: runs a worker's blocking work on the event loop while it is short, else in its thread.
-
-A switch to the compute thread and back costs more than a step of a light environment, or the
-forward pass of a small network; and while a thread computes, it and the loop contend for the
-interpreter. But work that takes much longer than a switch must not block the event loop. How long
-it takes is only known when it runs, and may change. So each kind of work is measured, and runs::
-
-    first, and while it is long  ->  in the compute thread
-    once it computed little      ->  on the event loop, on trial
-    too long there               ->  in the compute thread; each trial comes later than the last
-
-Invariant: no two pieces of one `Pace` run at the same time, however often callers are cancelled.
-
-Reports what blocks an event loop.
-
-A thread asks the loop to answer; when it does not for ``limit`` seconds, the stack that the loop's
-thread is in is logged, with the worker's name. Blocking work belongs in `Worker.compute`.
+`Pace` decides where blocking work runs, and `Watchdog` reports what blocks the event loop.
 """
 
 from __future__ import annotations
@@ -294,7 +278,21 @@ LONGEST_INTERVAL: Final = 4096
 
 
 class Pace:
-    """Runs the blocking work of one worker, one piece at a time."""
+    """Runs a worker's blocking work on the event loop while it is short, else in a thread.
+
+    A switch to the compute thread and back costs more than a step of a light environment, or the
+    forward pass of a small network; and while a thread computes, it and the loop contend for the
+    interpreter. But work that takes much longer than a switch must not block the event loop. How
+    long it takes is only known when it runs, and may change. So each kind of work is measured, and
+    runs::
+
+        first, and while it is long  ->  in the compute thread
+        once it computed little      ->  on the event loop, on trial
+        too long there               ->  in the compute thread; each trial comes later than the last
+
+    Invariant: no two pieces of one `Pace` run at the same time, however often callers are
+    cancelled.
+    """
 
     def __init__(
         self,
@@ -390,7 +388,11 @@ watch_log = logging.getLogger("rlinf_async.watchdog")
 
 
 class Watchdog:
-    """Watches the running loop from a thread of its own."""
+    """Reports what blocks the running event loop, from a thread of its own.
+
+    The thread asks the loop to answer; when it does not for ``limit`` seconds, the stack of the
+    loop's thread is logged, with the worker's name. Blocking work belongs in `Worker.compute`.
+    """
 
     def __init__(self, name: str, limit: float = 5.0) -> None:
         self._name = name

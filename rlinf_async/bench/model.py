@@ -1,9 +1,4 @@
-"""A bench: cases, the peers they need, and bars.
-
-Bars: bounds on medians and on quotients of medians, and the verdict on each.
-
-What was measured: each case's samples, or why there are none.
-"""
+"""Plain data of benches: cases and the peers they need, what was measured, bars and verdicts."""
 
 from __future__ import annotations
 
@@ -147,7 +142,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """A target for a measurement."""
+    """A target for a measurement: a bound on a median, or on a quotient of medians."""
 
     name: str
     cases: tuple[str, ...]

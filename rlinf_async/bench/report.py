@@ -1,7 +1,4 @@
-"""A bench's result as tables for a person and as JSON for a program.
-
-One run of a bench from the command line.
-"""
+"""One run of a bench from the command line: tables for a person, JSON for a program."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
-"""Runs one case once: pinned, in a clean environment; no process of it is left.
+"""Finds benches and measures them: cases alternate, each in a clean environment on its own cores.
 
-Runs a bench's cases alternating, so that a slow minute of the machine affects all of them.
-
-Finding benches: every ``benchmarks/NAME/bench.py`` of the checkout that is installed.
-
-This machine: what a measurement depends on.
+Cases alternate so that a slow minute of the machine affects all of them. No process of a case is
+left after it. `Machine` says what a measurement depends on.
 """
 
 from __future__ import annotations

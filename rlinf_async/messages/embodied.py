@@ -1,35 +1,22 @@
-"""Messages of the embodied job: tickets, observations, actions, trajectories.
+"""Messages of the embodied jobs: tickets, observations, actions, trajectories, transitions.
 
 ::
 
     Collect       runtime -> env       "collect so many steps for this iteration"
     Observations  env     -> rollout   one stage of one env worker waits for its actions
     Actions       rollout -> env       the answer, by key ``stage_key(env_rank, stage)``
-    Trajectory    env     -> actor     what one stage collected for one iteration, by key of the DP
-    rank
+    Trajectory    env     -> actor     what one stage collected for one iteration, by data rank
+
+    BatchRequest  actor   -> replay    "draw this batch"; priorities of earlier ones
+    ReplayBatch   replay  -> actor     the answer
+    Collected     replay  -> runtime   what an iteration has added, and what is in the store
 
 Shapes are written with ``E`` envs of one stage, ``T`` steps, ``D`` observation values, ``A``
-columns of actions, and ``H`` numbers of a recurrent policy's memory. Arrays are float32 unless said
-otherwise. Observations with images or texts are structured, without the last dimension: see
-`rlinf_async.messages.spaces`. Discrete actions are int64 ``[T, E]``.
-
-Messages between a replay worker and an actor that learns off-policy.
-
-::
-
-    BatchRequest  actor  -> replay  "draw this batch"; priorities of earlier ones
-    ReplayBatch   replay -> actor   the answer
-    Collected     replay -> runtime what an iteration has added, and what is in the store
-
-Shapes are written with ``B`` transitions of an optimizer step, which ``R`` data ranks share, ``D``
-observation values and ``A`` columns of actions.
-A transition may span several steps: see `rlinf_async.workers.replay.store`.
-
-Whether an episode succeeded, as its environment says, and the share of those that did.
-
-An environment says so by ``is_success`` or ``success`` in the info of the last step: True or False,
-or 1 or 0. Anything else (nothing at all, None, NaN, 0.7) is no word. Where an environment reports
-success in some episodes, those of which it says nothing count as not succeeded.
+columns of actions, ``H`` numbers of a recurrent policy's memory, and ``B`` transitions of an
+optimizer step, which ``R`` data ranks share. Arrays are float32 unless said otherwise. Observations
+with images or texts are structured, without the last dimension: see `rlinf_async.messages.spaces`.
+Discrete actions are int64 ``[T, E]``. A transition may span several steps: see
+`rlinf_async.workers.replay.store`.
 """
 
 from __future__ import annotations
@@ -258,7 +245,11 @@ SUCCESS: Final = ("is_success", "success")
 
 
 def success_of(info: Any) -> bool | None:
-    """Return whether the episode succeeded of whose last step this is the info; None: no word."""
+    """Return whether the episode succeeded of whose last step this is the info; None: no word.
+
+    An environment says so by ``is_success`` or ``success`` in the info of the last step: True or
+    False, or 1 or 0. Anything else (nothing at all, None, NaN, 0.7) is no word.
+    """
     if not isinstance(info, Mapping):
         return None
     said = (_truth(info[name]) for name in SUCCESS if name in info)
@@ -285,6 +276,9 @@ def success_rate(said: Sequence[bool | None], *, reports: bool = False) -> float
     """Return the share of episodes that succeeded; None where there are none, or none of them says.
 
     ``reports``: whether the environment has said it of others, so that silence is no success.
+
+    Where an environment reports success in some episodes, those of which it says nothing count as
+    not succeeded.
     """
     if not said or not (reports or any(one is not None for one in said)):
         return None

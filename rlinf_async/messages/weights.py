@@ -1,13 +1,11 @@
-"""Errors about weights that arrived.
+"""Published weights: actor -> rollout, inference. Bytes in buckets, under one version.
 
-::
+Errors about weights that arrived::
 
     WeightsError
     ├── WeightsDamaged      the bytes are not those that were sent
     ├── WeightsMismatch     the bytes are right, but this model has other tensors
     └── WeightsOutdated     the engine serves a newer version already
-
-Published weights: actor -> rollout, inference. Bytes in buckets, under one version.
 """
 
 from __future__ import annotations

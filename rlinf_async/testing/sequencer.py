@@ -1,8 +1,7 @@
-"""Find code that keeps a real event loop from answering.
+"""Order of events on a real event loop: `Sequencer` runs steps of several tasks in a written order.
 
-Run steps of several tasks in a written order, without sleeping.
-
-Wait until every other task waits, so that a test can look at a settled state.
+`wait_all_blocked` waits for a settled state, and `LoopWatch` finds code that keeps the loop from
+answering. Nothing here sleeps to put events in order.
 """
 
 from __future__ import annotations

@@ -2,18 +2,12 @@
 
 Nothing here waits for real: when no callback is ready the clock jumps to the next timer. When there
 is no timer either, no task can ever go on, and the loop says so with `Deadlock`. Which of the ready
-callbacks runs next is drawn from the seed among the legal ones (see `ready`), so that the same seed
-gives the same run, byte for byte, and another seed another run that asyncio could have had.
+callbacks runs next is drawn from the seed among the legal ones, so that the same seed gives the
+same run, byte for byte, and another seed another run that asyncio could have had.
 
-There are no sockets, processes or signals, and no thread but the loop's own: a function given to an
-executor runs inline, as a callback of its own. Seconds that it lets pass (`let_pass`) go by before
-its result is there; two functions of one executor do so side by side.
-
-Which ready callback runs next.
-
-A *lane* keeps what asyncio promises: a task's own steps and the callbacks that it scheduled run in
-the order in which they were scheduled. Between lanes nothing is promised, so `SeededQueue` takes
-any of them; that is where races show.
+What is legal: a *lane* keeps what asyncio promises. A task's own steps and the callbacks that it
+scheduled run in the order in which they were scheduled. Between lanes nothing is promised, so
+`SeededQueue` takes any of them; that is where races show::
 
     a step of a task                  lane of that task
     a callback, by call_soon          lane of whoever scheduled it
@@ -22,9 +16,12 @@ any of them; that is where races show.
 One promise holds across lanes: a task that awaits a future goes on after the callbacks that were
 added to that future.
 
-Where every task of a loop stands, in words that are the same in every run.
+There are no sockets, processes or signals, and no thread but the loop's own: a function given to an
+executor runs inline, as a callback of its own. Seconds that it lets pass (`let_pass`) go by before
+its result is there; two functions of one executor do so side by side.
 
-Errors of the test kit.
+Errors of the test kit; all but the last are findings about the code under test, so a test runner
+shows them as failures::
 
     AssertionError
     ├── Deadlock          every task waits and nothing is left that could wake one
@@ -34,8 +31,6 @@ Errors of the test kit.
     └── InvariantBroken   items lost, doubled or reordered, a bound passed, something left behind
     ExceptionGroup
     └── Unhandled         errors that reached only the loop's exception handler
-
-The first five are findings about the code under test, so a test runner shows them as failures.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What Megatron's layers need to know of a model, from its Hugging Face configuration. No torch.
+"""Settings of the Megatron backend, and what it needs to know of a model and a strategy. No torch.
 
-Settings of the Megatron backend. No torch.
-
-Strategies that Megatron has, but this backend does not offer: refused by name. No torch.
+The model comes from its Hugging Face configuration. Strategies that Megatron has, but this backend
+does not offer, are refused by name.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
-"""megatron-core on the CPU: it is written for CUDA, and asks torch for it by name.
+"""megatron-core, imported when it is first needed, and what lets it run on hosts without CUDA.
 
-Installed once, in processes that train with Megatron and only where there is no CUDA. Nothing else
-knows of these shims:
+megatron-core is written for CUDA, and asks torch for it by name. The shims are installed once, in
+processes that train with Megatron and only where there is no CUDA. Nothing else knows of them:
 
 1. the current CUDA device is the CPU;
 2. the random state of CUDA is that of the CPU;
 3. tensors that are made on, or moved to, ``"cuda"`` are made on the CPU;
 4. `Tensor.type` gives the names of CUDA's types, with which the optimizers compare.
-
-megatron-core's own modules: an optional dependency, imported when it is first needed, which type
-checkers need not have.
 """
 
 from __future__ import annotations

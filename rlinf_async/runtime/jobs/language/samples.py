@@ -1,4 +1,4 @@
-"""The samples of a language run in this process: admitted, collected into groups, accounted for.
+"""The samples of a language run in this process: admitted, collected, accounted for, saved.
 
 ::
 
@@ -18,41 +18,14 @@ Admission bounds staleness: iteration ``i`` is admitted once version ``i - max_s
 trained, and no token of it may come from older weights than that (``Request.min_version``), so no
 token is trained more than ``max_staleness`` versions late. 0 is exactly on-policy.
 
-The checkpoints of a language run: what they hold beside the actors' shards.
-
-::
+A checkpoint of a run holds beside the actors' shards what was not trained yet::
 
     checkpoints/
       latest.json           `LanguageProgress`: written last, in one atomic step; names the rest
       version-000010/       the actors' shards; critic/ for those of the critics
         run.msgpack         `Unfinished`: the ledger, the position in the data, samples in flight
 
-Samples in flight, so that a resumed run begins none of them anew::
-
-    rollout workers: requests with the tokens generated so far --+
-    generated, inferred: samples that wait for their score ------+--> InFlight
-    scored: samples that wait for the collector -----------------+
-
-A sample that is in none of these places at that moment is in the ledger all the same, as a request
-that was admitted: it is requested again. So `InFlight` need not be complete, and it cannot be
-wrong: whatever the ledger does not know to be running is left out.
-
-`Dispatcher`: gives the groups of each global batch to the ranks that train it.
-
-::
-
-    actor rank 0 --DataShare: who trains the next global batch--> Dispatcher
-    Collector, or critics --whole groups, by iteration----------> Dispatcher --SampleGroup--> actors
-    actors --samples of the first of several epochs-------------> Dispatcher
-
-               waits for                                    unblocked by
-    Dispatcher who trains the next global batch; a group    actor rank 0; the Collector, the critics
-               in further epochs: all samples of the first  the actors
-
-For runs whose actors change between mini-batches. A group is given to a rank when it is known which
-ranks there are, so none is in the queue of a rank that does not train any more; its global batch is
-that of its turn, whatever number of ranks shares it. Further epochs go through the same samples,
-shuffled, as one actor alone would: the order depends on iteration and epoch.
+Where actors change between mini-batches, the groups go through a `Dispatcher`.
 """
 
 from __future__ import annotations
@@ -95,16 +68,32 @@ SHUFFLED = -1
 
 
 class Dispatcher:
-    """Hands out groups in the order in which they came, or in that of their numbers.
+    """Gives the groups of each global batch to the ranks that train it.
+
+    ::
+
+        actor rank 0 --DataShare: who trains the next batch----->
+        Collector, critics --whole groups, by iteration---------> Dispatcher --SampleGroup--> actors
+        actors --samples of the first of several epochs--------->
+
+        waits for                                    unblocked by
+        who trains the next global batch; a group    actor rank 0; the Collector, the critics
+        in further epochs: all samples of the first  the actors
+
+    A group is given to a rank when it is known which ranks there are, so none is in the queue of a
+    rank that does not train any more; its global batch is that of its turn, whatever number of
+    ranks shares it. Further epochs go through the same samples, shuffled, as one actor alone would:
+    the order depends on iteration and epoch.
 
     Args:
-        groups: to the actors, by key of the data rank.
-        shares: from rank 0.
+        groups: channel to the actors, by key of the data rank.
+        shares: messages from rank 0 on who trains the next global batch.
         batch: groups of a global batch, over all ranks.
         batches: global batches of an epoch; needed where there are several epochs.
-        samples: of an iteration; the same.
-        again: samples of the first epoch, which further ones give out, too; the same.
-        first: number of the first group, where they are to go in the order of their numbers, so
+        samples: samples of an iteration; needed where there are several epochs.
+        again: samples of the first epoch, which further ones give out too; needed where there are
+            several.
+        first: number of the first group, where groups are to go in the order of their numbers, so
             that the same samples make the same global batches; None: as they come.
     """
 
@@ -594,7 +583,18 @@ class LanguageProgress(RunProgress, kw_only=True):
 
 
 class InFlight(msgspec.Struct, kw_only=True):
-    """Samples between admission and collection, each in one place only."""
+    """Samples between admission and collection, each in one place only.
+
+    With them a resumed run begins no sample anew::
+
+        rollout workers: requests with the tokens generated so far --+
+        generated, inferred: samples that wait for their score ------+--> InFlight
+        scored: samples that wait for the collector -----------------+
+
+    A sample that is in none of these places at that moment is in the ledger all the same, as a
+    request that was admitted: it is requested again. So `InFlight` need not be complete, and it
+    cannot be wrong: whatever the ledger does not know to be running is left out.
+    """
 
     partial: list[Request] = msgspec.field(default_factory=list)
     """requests with tokens to continue after"""
