@@ -435,8 +435,8 @@ class GroupStore:
     """Bytes by key that all ranks of a group share: the store of their process group.
 
     Args:
-        prefix: of all keys.
-        apart: over a connection of its own, which does not wait where torch waits in the store.
+        prefix: prefix of all keys.
+        apart: whether to use an own connection, which does not wait where torch waits in the store.
     """
 
     def __init__(self, prefix: str, *, apart: bool = False) -> None:

@@ -42,7 +42,7 @@ class LanguageCritic(LanguageTrainingWorker):
         trainer: configuration of the trainer backend, as its own Struct.
         batches: sizes of an iteration, the actor's own.
         actor_ranks: data ranks of the actor group, which are paired with those of the critic.
-        backend: its registered name; that of the class when left out.
+        backend: registered name of the backend; the class's own when left out.
         resume: folder of the checkpoint to go on from.
         max_staleness: the actor's.
 

@@ -54,10 +54,10 @@ def require_finite(
     """Check log-probs ``[R]`` that come with a sample.
 
     Args:
-        log_prob: of each of ``token_ids``.
-        token_ids: of the response.
+        log_prob: log-prob of each of ``token_ids``.
+        token_ids: tokens of the response.
         whose: says who computed them, and under which weights.
-        sample: its name.
+        sample: name of the sample.
         if_nan: what to look at where one is NaN.
 
     Raises:
@@ -523,7 +523,7 @@ class VersionTrainer(VersionCounter):
 
     Args:
         world_size: data ranks that were launched.
-        rank: of this one.
+        rank: number of this rank.
         tp: tensor-parallel ranks of a copy of the model.
     """
 

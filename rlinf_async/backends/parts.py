@@ -128,7 +128,7 @@ class EnginePart(Part):
 
         Args:
             settings: the engine's own, placed.
-            folder: with the model's configuration and tokenizer, perhaps without weights.
+            folder: folder with the model's configuration and tokenizer, perhaps without weights.
             device: ``"cpu"`` or a CUDA device.
 
         Raises `ValueError`.
@@ -139,7 +139,7 @@ class EnginePart(Part):
 
         Args:
             settings: the engine's own, with the model's folder.
-            seed: of random numbers that a request's own seed does not set.
+            seed: seed of random numbers that a request's own seed does not set.
             device: torch's name of it.
         """
         made: GenerationEngine = self.by_factory(settings, seed, device)
@@ -224,7 +224,7 @@ class LanguageTrainerPart(Part):
         """Return a critic's own settings, from those of the actor.
 
         Args:
-            options: of the actor.
+            options: options of the actor.
             same_stages: whether both have as many pipeline stages.
         """
         return options

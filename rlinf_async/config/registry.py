@@ -237,7 +237,7 @@ class Registry(Generic[T]):
         kind: noun, for errors.
         built_in: modules that register when they are imported, which the first look-up does.
         entries: name -> ``"module:name"``, imported when it is asked for.
-        group: of the entry points by which packages add names; none are looked for without.
+        group: entry points by which packages add names; none are looked for without.
         called_with: what a part is called with, one word for each argument. One that takes others
             is refused.
         described_by: class of the parts, where these say more than how they are made.

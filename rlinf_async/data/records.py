@@ -327,7 +327,7 @@ class TableRecords:
     Args:
         dataset: the tables of all files, one after the other.
         files: names and numbers of rows, in this order.
-        fingerprint: of their content.
+        fingerprint: fingerprint of their content.
     """
 
     made_on_demand = False

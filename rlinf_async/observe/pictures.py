@@ -120,7 +120,7 @@ def draw_timeline(
     """Draw the picture, and return where each worker's time went.
 
     Args:
-        left_out: by worker, how many spans are missing; said in the picture.
+        left_out: number of missing spans by worker; said in the picture.
         close_up: seconds of the lower part; chosen by the density of the spans where it is None,
             and left out where the whole run is short enough to be seen at once.
 

@@ -328,8 +328,8 @@ def write_perfetto(
     """Write the spans of all workers as one trace; time 0 is the start of the earliest.
 
     Args:
-        path: with the suffix ``.gz`` it is compressed.
-        left_out: by worker, how many spans its recorder had to leave out; noted in the file.
+        path: path of the file; compressed if its suffix is ``.gz``.
+        left_out: number of spans that recorders left out, by worker; noted in the file.
         counters: tracks of numbers, shown below the workers.
 
     Raises:

@@ -263,7 +263,7 @@ def record_video(
     Args:
         make_env: makes the env, with ``render_mode="rgb_array"``; called here, and closed here.
         act: observation -> action. What it raises goes through as it is.
-        max_steps: of one episode, for an env that does not end.
+        max_steps: most steps of one episode, for an env that does not end.
         time_limit: seconds, after which the video ends with the frames that it has; None: no limit.
         until_success: an episode ends with the step that first succeeds; some go on to their
             time limit, and nothing more is seen of them.

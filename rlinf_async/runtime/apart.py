@@ -105,10 +105,10 @@ def apart(
     """Call a function in a process of its own, and wait for it.
 
     Args:
-        function: at the top level of a module.
-        args: its arguments; they are pickled.
+        function: function at the top level of a module.
+        args: arguments of the function, which are pickled.
         returns: type of its result, plain data.
-        name: of the process.
+        name: name of the process.
         raises: errors that are raised here as they are, besides `UsageError`; each takes one text.
         imports: modules that it needs, see `Worker.slow_imports`.
         quiet: whether what it prints is left out, and shown only where the process dies.

@@ -329,7 +329,7 @@ class ClusterBody:
         """Close, and raise what the cluster ends with.
 
         Args:
-            error: that the body ended with, which is raised anyway unless this raises another.
+            error: error that the body ended with, raised anyway unless this raises another.
             close: ends what the body started; without grace once its argument is set.
         """
         body_failed = isinstance(error, Exception) and not is_secondary(error)
@@ -533,8 +533,8 @@ class Cluster:
         Args:
             worker: the class.
             args, kwargs: for its ``__init__``.
-            placement: which devices each rank gets; without one, none are assigned.
-            name: of the group in errors and reports; by default the class's name.
+            placement: devices of each rank; without one, none are assigned.
+            name: name of the group in errors and reports; by default the class's.
             restart: what to do when a rank's process dies; by default the run ends.
             collective: torch.distributed backend for the group; see `Worker.join_collective`.
             env_vars: environment variables of the ranks' processes.

@@ -268,7 +268,7 @@ class Listeners:
 
     Args:
         listen: where other hosts reach it, ``tcp://host:port``; None for nowhere.
-        secret: that both sides prove; by default a new one.
+        secret: secret that both sides prove; by default a new one.
     """
 
     def __init__(

@@ -72,7 +72,7 @@ class SafePolicy:
 
     Args:
         policy: is asked.
-        name: of the policy, in the log.
+        name: name of the policy, in the log.
         report: gets the message, once; by default it is logged as a warning.
     """
 
@@ -123,7 +123,7 @@ class Predictor:
     than that, their mean.
 
     Args:
-        lengths: of samples of the past.
+        lengths: lengths of samples of the past.
     """
 
     def __init__(self, lengths: Collection[float] | NDArray[np.float64]) -> None:

@@ -57,7 +57,7 @@ def at_best(config: SimulationConfig, lengths: Sequence[Sequence[int]]) -> float
     taken as one long iteration. Faults only add work.
 
     Args:
-        config: of the simulation.
+        config: the simulation's configuration.
         lengths: response tokens of the samples of each iteration.
     """
     if config.work.max_staleness:
@@ -97,7 +97,7 @@ def token_costs(
     """Return the envelope ``c``: seconds of a token ``[n]``, rising, and its device-seconds.
 
     Args:
-        config: of the engine.
+        config: the engine's configuration.
         hardware: says how wide instances can be.
         samples: no more than these run together.
     """
@@ -214,7 +214,7 @@ def oracle(config: SimulationConfig, lengths: Sequence[Sequence[int]]) -> Oracle
     fraction of a device, and move for nothing. So nobody should be expected to reach it.
 
     Args:
-        config: of the simulation, on-policy: iterations do not overlap.
+        config: the simulation's configuration, on-policy: iterations do not overlap.
         lengths: response tokens of the samples of each iteration, group after group.
 
     Raises `ValueError` for one with ``max_staleness``.
@@ -229,7 +229,7 @@ class Plans:
     """The ranks that the actor can have in one iteration, what they cost, and the best of them.
 
     Args:
-        config: of the simulation.
+        config: the simulation's configuration.
         lengths: response tokens of the samples of the iteration, group after group.
     """
 
@@ -406,7 +406,7 @@ def all_alike(config: SimulationConfig, lengths: Sequence[Sequence[int]]) -> Ora
     limit: some groups could be put first before anything is known of them.
 
     Args:
-        config: of the simulation, on-policy: iterations do not overlap.
+        config: the simulation's configuration, on-policy: iterations do not overlap.
         lengths: response tokens of the samples of each iteration, group after group.
 
     Raises `ValueError` for one with ``max_staleness``.

@@ -112,8 +112,8 @@ def training_costs(
     the handing over of micro-batches to the compute thread, and part of what a sample takes.
 
     Args:
-        spans: by worker, in order of their start.
-        iterations: which are looked at.
+        spans: spans by worker, in order of their start.
+        iterations: iterations to look at.
     """
     wanted = set(iterations)
     last = []

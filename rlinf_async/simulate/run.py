@@ -69,8 +69,8 @@ class Faults:
     follow from the seed.
 
     Args:
-        config: of the simulation.
-        site: of the engines.
+        config: the simulation's configuration.
+        site: site of the engines.
         tell: tells the scheduler of hosts, as whoever watches them does.
     """
 
@@ -243,7 +243,7 @@ def simulate(
     """Run it to its end.
 
     Args:
-        config: of the simulation.
+        config: the simulation's configuration.
         on_step: is called after each iteration.
         report: gets the message about a policy that failed.
         spans: whether the record has them.
@@ -251,7 +251,7 @@ def simulate(
         shuffled: whether the order of events at one time is drawn from the seed, to find races; by
             default first come, first served.
         check: whether invariants are held after each decision; AssertionError where one is broken.
-        max_steps: of the loop, after which `Livelock` is raised: faults alone keep a run alive.
+        max_steps: loop steps after which `Livelock` is raised: faults alone keep a run alive.
     """
     began = time.perf_counter()
     with _no_collection():

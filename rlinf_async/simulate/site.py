@@ -200,7 +200,7 @@ class Site:
     """What a simulation watches of its workers.
 
     Args:
-        config: of the simulation.
+        config: the simulation's configuration.
         checked: whether invariants are held whenever devices have moved.
     """
 

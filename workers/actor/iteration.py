@@ -258,8 +258,8 @@ class Iteration:
 
     Args:
         worker: where it runs.
-        trainer: of the model.
-        sizes: of this rank's share.
+        trainer: trainer of the model.
+        sizes: sizes of this rank's share.
         epochs: how often the share is gone through.
         max_staleness: versions that a token's weights may be behind those that are trained; None:
             any number.

@@ -57,7 +57,7 @@ class SupervisedWorker(Worker):
 
     Args:
         trainer: configuration of the language trainer.
-        phase: its `SupervisedConfig`.
+        phase: `SupervisedConfig` of the phase.
         backend: the trainer's registered name.
     """
 
@@ -81,7 +81,7 @@ class SupervisedWorker(Worker):
         """Train on ``(prompt [P], response [R])`` and write the model.
 
         Args:
-            examples: the same on every rank.
+            examples: examples, the same on every rank.
             folder: where the model is written.
             losses: the loss of every step is put here, by rank 0.
         """
@@ -146,7 +146,7 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
     Args:
         trainer: configuration of the trainer backend, as its own Struct.
         batches: sizes of an iteration, over all ranks.
-        backend: its registered name; that of the class when left out.
+        backend: registered name of the backend; the class's own when left out.
         resume: folder of the checkpoint to go on from.
         max_staleness: versions that a token's weights may be behind those that are trained; None:
             any number.

@@ -350,7 +350,7 @@ class TrainingWorker(Worker, ABC, Generic[TrainerT]):
 
     Args:
         trainer: configuration of the trainer backend, as plain data or its own Struct.
-        backend: its registered name.
+        backend: registered name of the backend.
         resume: folder of the checkpoint to go on from.
     """
 

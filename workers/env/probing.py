@@ -71,8 +71,8 @@ def probe_many(
 
     Args:
         env: the simulator.
-        writer: of its observations.
-        name: for errors.
+        writer: writer of the environment's observations.
+        name: name of the environment, for errors.
         noted: what notes its calls.
         shows_last: whether the last observation of an episode that is cut has to stand in info:
             then it steps on until one is, for about `PATIENCE` seconds.

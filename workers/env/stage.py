@@ -71,7 +71,7 @@ class ForeignEnv:
 
     Args:
         label: stands in every error, as ``"env FetchReachDense-v4[3]"``.
-        seed: of its random numbers.
+        seed: seed of the environment's random numbers.
         call: where its calls are noted.
         length: steps of its episode, or `NO_LENGTH` for a simulator of many.
     """

@@ -195,10 +195,10 @@ class ReplayStore:
     """Transitions by number.
 
     Args:
-        columns: by name.
+        columns: columns by name.
         capacity: transitions in the window.
         spare: further slots, of what has left the window.
-        folder: of the files; None: in memory.
+        folder: folder of the files; None: in memory.
         fresh: make new files; else those that are there are opened.
 
     Raises `ReplayError` where files that are to be opened are missing, or of another layout.

@@ -276,8 +276,8 @@ class LanguageRolloutWorker(Worker):
         after `resume`.
 
         Args:
-            names: of the requests (`Request.name`); None: all.
-            share: of those, rounded up: the ones that have made the fewest tokens.
+            names: names of the requests (`Request.name`); None: all.
+            share: part of them, rounded up: those that have made the fewest tokens.
 
         Returns how many were handed back; one that is finished meanwhile is not.
         """

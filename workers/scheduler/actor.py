@@ -52,7 +52,7 @@ class SchedulerLink:
         orders: the scheduler's.
         reports: to the scheduler.
         verdicts: rank 0's.
-        followed: the same, of other ranks.
+        followed: verdicts of rank 0, on other ranks.
         shares: to the dispatcher.
         patience: seconds that rank 0 waits for the scheduler.
         again: to the dispatcher: samples that are to be trained in another epoch, too.
@@ -228,10 +228,10 @@ class ScheduledActor(LanguageActor):
 
     Args:
         trainer: see `LanguageTrainingWorker`.
-        batches: see there.
-        backend: see there.
-        resume: see there.
-        max_staleness: see there.
+        batches: sizes of an iteration, over all ranks.
+        backend: registered name of the backend.
+        resume: folder of the checkpoint to go on from.
+        max_staleness: versions that a token's weights may be behind those that are trained.
     """
 
     collects: ClassVar[bool] = False
@@ -315,8 +315,8 @@ class ScheduledActor(LanguageActor):
         Args:
             orders: the scheduler's.
             reports: to the scheduler.
-            verdicts: of rank 0, on what all ranks do at a boundary.
-            followed: the same, for the other ranks.
+            verdicts: sender of rank 0, for what all ranks do at a boundary.
+            followed: receiver of these verdicts, for the other ranks.
             shares: to whoever dispatches samples: who trains the next global batch.
             patience: seconds that rank 0 waits for orders at a boundary; then nothing changes.
             again: to whoever dispatches samples: those that another epoch trains, too. Needed where

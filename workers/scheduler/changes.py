@@ -67,10 +67,10 @@ class Changes:
     """Carries decisions out, and counts what became of them.
 
     Args:
-        control: of everyone.
-        topology: who was launched on which devices.
+        control: orders to everyone, and reports.
+        topology: devices on which everyone was launched.
         config: limits.
-        log: of the scheduler.
+        log: the scheduler's log.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Changes:
         """Do what was decided; the actor, where it is at a boundary, gets an answer.
 
         Args:
-            decision: that can be carried out.
+            decision: decision that can be carried out.
             holds_boundary: the actor stays at its boundary, though it has its devices.
         """
         control, ready = self._control, self._control.actor

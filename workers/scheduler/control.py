@@ -43,9 +43,9 @@ class Control:
     """Orders of the scheduler, and what is known of those who follow them.
 
     Args:
-        topology: who was launched on which devices.
+        topology: devices on which everyone was launched.
         config: limits, and what is known before.
-        holdings: who may hold which device.
+        holdings: holdings, which say who may hold which device.
         incarnation: how often the scheduler was restarted.
         log: the scheduler's log.
     """
@@ -107,8 +107,8 @@ class Control:
         one instance to another: then all take requests.
 
         Args:
-            devices: of instances that have others from now on. Raises `DeviceTaken` where somebody
-                else may hold one.
+            devices: devices of instances that have others from now on. Raises `DeviceTaken` where
+                somebody else may hold one.
             due: instances that get devices later.
             takers: see `Orders`.
             hand_back: see `Orders`.

@@ -38,7 +38,7 @@ class Holdings:
     """Who may hold which device.
 
     Args:
-        topology: who was launched on which devices.
+        topology: devices on which everyone was launched.
         moved: called when devices have moved.
     """
 

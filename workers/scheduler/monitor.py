@@ -153,8 +153,8 @@ class Monitor:
     """The newest report of everyone.
 
     Args:
-        topology: of the run.
-        lengths: of responses of an earlier run, in tokens.
+        topology: topology of the run.
+        lengths: lengths of responses of an earlier run, in tokens.
     """
 
     def __init__(self, topology: Topology, lengths: Sequence[float] = ()) -> None:
@@ -254,12 +254,12 @@ class Monitor:
 
         Args:
             ready: where the actor is.
-            phase: of the iteration.
+            phase: phase of the iteration.
             is_ready: whether the actor waits there, and can change.
             time: seconds, by the loop's clock.
             silent: instances that have not answered.
             orders: the last ones.
-            ledger: who may hold which device.
+            ledger: ledger of who may hold which device.
             rates: measured.
             queued: requests that no instance has taken; None: their number alone is known.
         """

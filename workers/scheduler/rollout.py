@@ -44,8 +44,8 @@ class ScheduledRollout(LanguageRolloutWorker):
 
     Args:
         engine: see `LanguageRolloutWorker`.
-        config: see there.
-        backend: see there.
+        config: as for `LanguageRolloutWorker`.
+        backend: registered name of the backend.
         guests: number of the last ranks that hold no devices until the scheduler gives them some.
     """
 

@@ -65,7 +65,7 @@ class SchedulerWorker(Worker):
     """The scheduler of a run.
 
     Args:
-        topology: who was launched on which devices.
+        topology: devices on which everyone was launched.
         config: policy and limits.
     """
 
@@ -107,9 +107,9 @@ class SchedulerWorker(Worker):
 
         Args:
             orders: to rollout workers and actors.
-            newest: of the orders, the first of which are there before this is called.
-            reports: of rollout workers and actors.
-            requests: that rollout workers take, for policies that order them.
+            newest: receiver of the orders, the first of which are there before this is called.
+            reports: reports of rollout workers and actors.
+            requests: requests that rollout workers take, for policies that order them.
         """
         topology, config = self.topology, self.config
         self._requests = requests

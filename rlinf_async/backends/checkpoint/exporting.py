@@ -333,7 +333,7 @@ class Cutting:
     known before.
 
     Args:
-        folder: of the checkpoint.
+        folder: the checkpoint's folder.
         dp: ranks that share each tensor's rows.
         tp: tensor-parallel ranks.
 

@@ -457,7 +457,7 @@ def by_name_map(saved: Saved, files: Mapping[str, Path]) -> Named:
 
     Args:
         saved: the checkpoint.
-        files: its configuration and tokenizer, by name.
+        files: configuration and tokenizer of the model, by name.
 
     Raises:
         CheckpointError: there is no name map for it.

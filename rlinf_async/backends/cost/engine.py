@@ -61,7 +61,7 @@ class CostEngine:
     """Lets the time of generating pass. See the module.
 
     Args:
-        config: of the cost model.
+        config: configuration of the cost model.
         seed: not used: the length of a response depends on its request alone.
         device: not used.
     """

@@ -32,9 +32,9 @@ class CostTrainer(VersionTrainer):
     """Counts versions and takes time.
 
     Args:
-        config: of the cost model.
+        config: configuration of the cost model.
         world_size: copies of the model that were launched: data ranks.
-        rank: of this one.
+        rank: number of this rank.
         tp: tensor-parallel ranks of a copy, for all of which it stands.
         beside: whether somebody generates at this moment.
     """

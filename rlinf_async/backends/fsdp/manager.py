@@ -248,8 +248,8 @@ class FSDPModelManager:
 
     Args:
         cfg: how the model is sharded and optimised.
-        world_size: of the launched ranks, all of which are active at first.
-        rank: of this one.
+        world_size: number of launched ranks, all of which are active at first.
+        rank: number of this rank.
         model_provider: builds the model; without it ``cfg`` is a `FSDPConfig`, which names a
             policy. What is built in it may have a method ``value_parameter_names``: the names of
             the parameters that only the value uses.

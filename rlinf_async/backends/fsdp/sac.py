@@ -89,8 +89,8 @@ class TwinCritics(nn.Module):
     Weights begin as those of `torch.nn.Linear`. Both share the head of the features.
 
     Args:
-        head: of the features ``[N, F]``, see `SquashedGaussianPolicy`.
-        sizes: of the layers, from what the head makes and an action to the value.
+        head: head for the features ``[N, F]``, see `SquashedGaussianPolicy`.
+        sizes: sizes of the layers, from what the head makes and an action to the value.
     """
 
     def __init__(self, head: nn.Module, sizes: Sequence[int]) -> None:
@@ -218,7 +218,7 @@ class SacTrainer:
         config: losses and optimizer.
         policy: the policy and its spaces.
         world_size: ranks, which share each batch equally.
-        rank: of this one.
+        rank: number of this rank.
 
     Raises `ValueError` for a policy that does not fit the spaces, and for FSDP1 over several ranks.
     """

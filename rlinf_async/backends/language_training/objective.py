@@ -157,9 +157,9 @@ class KeptTokens(NamedTuple):
         """Make logits ``[n, V]`` minus infinity outside of what was kept, in place.
 
         Args:
-            logits: of ``n`` of the tokens, for a part of the vocabulary.
-            first: of the tokens.
-            start: of this part of the vocabulary.
+            logits: logits of ``n`` of the tokens, for a part of the vocabulary.
+            first: number of the first of these tokens.
+            start: first token of this part of the vocabulary.
         """
         bounds = self.bounds[first : first + len(logits) + 1]
         ids = self.ids[int(bounds[0]) : int(bounds[-1])] - start

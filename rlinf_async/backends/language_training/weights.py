@@ -127,7 +127,7 @@ def publish_in_place(
     Args:
         member: this rank; collective over the active ranks.
         own: what this rank writes.
-        version: of the update.
+        version: version of the update.
         bucket_bytes: size from which a bucket is full.
         allocate: gives memory for a bucket; only that of rank 0 is used, as with ``previous``.
         previous: update whose buckets are taken over where nothing in them has changed.

@@ -208,7 +208,7 @@ def check_offered(architecture: Architecture, parts: Strategy, *, cp: int, ep: i
     """Refuse context and expert parallelism.
 
     Args:
-        architecture: of the model.
+        architecture: architecture of the model.
         parts: how each copy of the model is cut otherwise.
         cp: ranks that share the tokens of each sample.
         ep: ranks that share the experts of each layer.

@@ -184,7 +184,7 @@ class Feed:
 
     Args:
         peers: between them.
-        readers: of all models, on the rank that reads.
+        readers: readers of all models, on the rank that reads.
     """
 
     def __init__(self, peers: Peers, readers: Readers) -> None:

@@ -242,7 +242,7 @@ def custom_forward(
 
     Args:
         model: a chunk, as Megatron's schedule gives it; may be wrapped.
-        grid: its process groups.
+        grid: process groups of the model.
         batch: padded samples; without ``pack_seqs`` padding is computed, too.
         sequence_parallel: as the model was built; another value is an error.
         value_model: the model is a critic: values ``[B, S]`` are returned. Another value than the

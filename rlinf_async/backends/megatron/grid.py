@@ -56,8 +56,8 @@ class Groups:
         """Make groups. Collective over all launched ranks.
 
         Args:
-            keys: in the same order on all ranks.
-            known: those that every rank has.
+            keys: keys of groups, in the same order on all ranks.
+            known: groups that every rank has.
             limit: how long one may take.
 
         Raises the `RuntimeError` of torch when a rank cannot be reached, after all were asked for;

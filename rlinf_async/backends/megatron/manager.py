@@ -90,8 +90,8 @@ def with_gradients(
     float32.
 
     Args:
-        chunks: of a stage.
-        grid: of the ranks.
+        chunks: chunks of a stage.
+        grid: process groups of the ranks.
         sharding: whether parameters have buffers, too.
         reused: buffers to hold them in.
     """
@@ -193,9 +193,9 @@ class MegatronModelManager(Offloading):
 
     Args:
         cfg: how the model is cut and optimised.
-        world_size: of the launched ranks, all of which train at first.
-        rank: of this one.
-        seed: of random weights.
+        world_size: number of launched ranks, all of which train at first.
+        rank: number of this rank.
+        seed: seed of random weights.
         values: a critic, with a value head in place of the output layer.
 
     Raises:
@@ -383,8 +383,8 @@ class MegatronModelManager(Offloading):
         """Build the first model chunk of a stage, with weights that are to be replaced.
 
         Args:
-            pre_process: it has the embedding.
-            post_process: it has the output layer, or the value head of a critic.
+            pre_process: whether the chunk has the embedding.
+            post_process: whether the chunk has the output layer, or the value head of a critic.
 
         Raises `IdleRank`.
         """

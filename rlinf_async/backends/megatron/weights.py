@@ -238,9 +238,9 @@ def on_first_rank(
 
     Args:
         held: this rank's parameters.
-        layout: of weights under the strategy.
-        strategy: in force.
-        dtype: of what is returned.
+        layout: layout of weights under the strategy.
+        strategy: strategy in force.
+        dtype: dtype of the result.
     """
     rank, found = dist.get_rank(), dict[str, Tensor]()
     shapes = {one.name: tuple(one.shape) for one in layout.tensors}

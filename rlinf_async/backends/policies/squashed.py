@@ -43,7 +43,7 @@ class SquashedGaussianPolicy(Policy[ObservedT]):
 
     Args:
         config: sizes of the layers, and spaces.
-        encoder: of images; None: observations are one vector.
+        encoder: encoder of images; None: observations are one vector.
     """
 
     off_policy = True

@@ -252,7 +252,7 @@ class Rescale:
         new: strategy that this rank was asked for.
         timeout: seconds, waiting for other ranks included.
         bucket_bytes: memory for buckets.
-        extra: of the old active ranks, comes to all in the report.
+        extra: bytes of the old active ranks, which come to all in the report.
         objection: why this rank cannot change; no rank changes then. An error is raised on this
             rank as it is. It takes part all the same: the others would wait for it in vain, and
             count one attempt more than it does.

@@ -65,10 +65,10 @@ class Transaction:
     """One rank's part in one attempt. All ranks go through the same stages.
 
     Args:
-        store: of this attempt alone, shared by all ranks.
+        store: store of this attempt alone, shared by all ranks.
         rank: this rank.
         ranks: their number.
-        deadline: by `time.monotonic`; when to give up waiting for the others.
+        deadline: when to give up waiting for the others, by `time.monotonic`.
     """
 
     def __init__(self, store: Store, rank: int, ranks: int, deadline: float) -> None:

@@ -108,7 +108,7 @@ class ToyEngine:
     with them their log-probs, depend on the weights.
 
     Args:
-        config: of the cost model.
+        config: configuration of the cost model.
         seed: not used: a response depends on its request alone.
         device: not used.
     """

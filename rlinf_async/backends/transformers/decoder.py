@@ -67,7 +67,7 @@ class RowCache:
         """The next forward pass fills rows from ``first`` on: row ``i`` from its ``source[i]``.
 
         Args:
-            first: as many rows are in use.
+            first: number of rows in use.
             source: ``[joining]``, which row of the pass each one is.
             width: positions of the pass.
         """
@@ -250,11 +250,11 @@ def make_masks(config: Any, kinds: list[str], at: Tensor, width: int, dtype: tor
     each kind.
 
     Args:
-        config: of the model.
-        kinds: of its layers.
+        config: the model's configuration.
+        kinds: kinds of the model's layers.
         at: ``[rows, new]`` (rows may be 1): the position of each query token.
         width: positions of keys.
-        dtype: of the model.
+        dtype: dtype of the model.
     """
     seen = torch.arange(width, device=at.device)
     look = seen <= at[:, None, :, None]
@@ -287,7 +287,7 @@ class Decoder:
     Args:
         model: a Hugging Face causal language model.
         stop_token_ids: tokens that end a response.
-        prefill_tokens: of prompts in one forward pass, padding included.
+        prefill_tokens: most tokens of prompts in one forward pass, padding included.
     """
 
     def __init__(

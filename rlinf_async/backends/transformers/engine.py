@@ -46,8 +46,8 @@ class TransformersEngine:
 
     Args:
         config: the model and how it generates.
-        seed: of what the model draws when it is built; requests have their own seeds.
-        device: as torch names it.
+        seed: seed of what the model draws when it is built; requests have their own.
+        device: device, as torch names it.
     """
 
     def __init__(

@@ -76,7 +76,7 @@ def draw(logits: Tensor, rules: Rules, random: Tensor) -> Drawn:
 
     Args:
         logits: ``[rows, vocabulary]``
-        rules: of each row.
+        rules: rules of each row.
         random: ``[rows]`` in [0, 1), float64: in float32 a number near 1 would be 1, which lies
             behind the last token.
     """

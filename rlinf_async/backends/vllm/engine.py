@@ -53,7 +53,7 @@ class VllmEngine:
 
     Args:
         config: the model and how it is served.
-        seed: of requests that are not drawn from their own.
+        seed: seed of requests that have none.
         device: ``"cpu"`` or a CUDA device; which GPUs is up to ``CUDA_VISIBLE_DEVICES``.
     """
 

@@ -53,7 +53,7 @@ class Sharing:
     ``header`` says where it is; ``update`` is the same update, as views of that memory.
 
     Args:
-        update: as it arrived.
+        update: weights as they arrived.
         known: buckets that the engine has loaded.
     """
 

@@ -148,7 +148,7 @@ class RunProgress(msgspec.Struct, kw_only=True):
         """The content of ``latest.json`` for this moment, once this checkpoint is complete.
 
         Args:
-            checkpoint: its folder, or the name of it.
+            checkpoint: folder of the checkpoint, or its name.
         """
         return msgspec.json.encode(msgspec.structs.replace(self, checkpoint=Path(checkpoint).name))
 
@@ -164,7 +164,7 @@ def load_progress(
     Args:
         checkpoints: the folder of the checkpoints.
         kind: the job's own progress.
-        file: that a checkpoint of this job has to contain.
+        file: file that a checkpoint of this job has to contain.
 
     Raises:
         RunFolderError: ``latest.json``, or the checkpoint that it names, is damaged or missing.
@@ -189,8 +189,8 @@ def named_checkpoint(run: Path, checkpoint: str) -> Path:
     """The folder of a checkpoint of the run in this folder.
 
     Args:
-        run: its folder.
-        checkpoint: its name, or the number of its version.
+        run: folder of the run.
+        checkpoint: name of the checkpoint, or the number of its version.
 
     Raises:
         UsageError: no such checkpoint, with those that there are.
@@ -213,8 +213,8 @@ def resuming_from(run: Path, checkpoint: str) -> Iterator[None]:
     What is refused within, with `UsageError`, leaves the newest the one to resume from.
 
     Args:
-        run: its folder.
-        checkpoint: its name, or the number of its version.
+        run: folder of the run.
+        checkpoint: name of the checkpoint, or the number of its version.
 
     Raises:
         UsageError: no such checkpoint, with those that there are; or a process runs there.
@@ -250,7 +250,7 @@ async def make_latest(
 
     Args:
         checkpoints: the folder of the checkpoints.
-        checkpoint: its folder, or the name of it: complete, as its workers say.
+        checkpoint: folder of the checkpoint, or its name: complete, as its workers say.
         progress: `RunProgress.at` the moment that the checkpoint is of.
         count: checkpoints to keep.
         files: what the job adds to the checkpoint, by name.
@@ -313,7 +313,7 @@ class Checkpointer:
         """Start the checkpoint of this version; waits for the one before.
 
         Args:
-            progress: of the run, now.
+            progress: progress of the run, now.
             files: what the job adds to the checkpoint, by name.
         """
         name = folder_of(progress.version)

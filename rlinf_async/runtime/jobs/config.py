@@ -214,7 +214,7 @@ def check_resumed(config: Any, started: Path, may_differ: Sequence[str]) -> list
     Returns the settings that differ and may, with both of their values.
 
     Args:
-        config: of the command.
+        config: configuration of the command.
         started: the file with the configuration that the run has now; nothing is checked where
             the folder holds no run, or one that was killed before it had written this file.
         may_differ: paths of the settings, or of whole sections, that a resumed run may change.
@@ -315,8 +315,8 @@ def check_inputs(folder: RunFolder, config: msgspec.Struct, reads: Reads) -> lis
     """Compare what the run in a folder reads with what it has read, and record it.
 
     Args:
-        folder: of the run.
-        config: of the run; code that a text in it names is among what is compared.
+        folder: the run's folder.
+        config: the run's configuration; code that a text in it names is compared too.
         reads: the rest.
 
     Returns:

@@ -146,8 +146,8 @@ class LiveView:
     """Shows a run while it goes on, and collects spans and counters for its trace.
 
     Args:
-        folder: of the run.
-        cluster: of the run.
+        folder: the run's folder.
+        cluster: the run's cluster.
         view: where to show it.
         headline: returns the top line, now.
     """

@@ -198,7 +198,7 @@ class ActorProcess(WorkerProcess):
     """An actor of Ray that serves one rank.
 
     Args:
-        actor: its handle.
+        actor: handle of the actor.
         serving: reference to the result of the actor's ``serve``: by it the end is seen.
         host: on which it runs.
     """

@@ -86,7 +86,7 @@ def holders(groups: Iterable[Mapping[str, Any]], hosts: Sequence[Host]) -> list[
     """What each placement group holds, and where: ``"run/1 Env: 4 CPU on beta"``.
 
     Args:
-        groups: as Ray's table of placement groups has them.
+        groups: placement groups, as Ray's table has them.
     """
     names = {host.id: host.name for host in hosts}
     found = []

@@ -123,7 +123,7 @@ def least_loaded(hosts: Sequence[Host], ranks: Mapping[str, int]) -> Host:
     """Where a rank without devices goes: the host with the fewest ranks for its cores.
 
     Args:
-        hosts: at least one.
+        hosts: hosts, at least one.
         ranks: number of ranks on each host, by the host's identifier.
     """
     return min(hosts, key=lambda host: (ranks.get(host.id, 0) + 1) / max(host.cores, 1))

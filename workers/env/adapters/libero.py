@@ -122,11 +122,11 @@ def make(
     Args:
         suite: such as ``"libero_spatial"``, ``"libero_object"``, ``"libero_goal"`` or
             ``"libero_10"``.
-        task: its number in the suite.
+        task: number of the task in the suite.
         horizon: steps after which an episode is cut.
         hard_reset: build the scene anew for every episode, which takes seconds; the state that it
             begins in is the same.
-        kwargs: of LIBERO's ``OffScreenRenderEnv``.
+        kwargs: further arguments of LIBERO's ``OffScreenRenderEnv``.
 
     Raises:
         MissingExtra: LIBERO is not installed.

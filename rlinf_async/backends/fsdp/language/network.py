@@ -50,7 +50,7 @@ def token_statistics(
         scale: ``[N]``: of the logits; 1 / temperature.
         kept: what each target was drawn from; None: the whole vocabulary.
         softcap: logits are held within it, smoothly.
-        chunk_bytes: of float32 logits at a time.
+        chunk_bytes: bytes of float32 logits at a time.
     """
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)

@@ -374,9 +374,9 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
 
     Args:
         config: fitted to its environment.
-        folder: of the run.
+        folder: the run's folder.
         progress: where nothing was trained yet.
-        file: that a checkpoint of this job has to contain.
+        file: file that a checkpoint of this job has to contain.
     """
 
     def __init__(
@@ -548,7 +548,7 @@ class EmbodiedRun(EnvironmentRun[EmbodiedConfig, EmbodiedProgress, EmbodiedChann
 
     Args:
         config: fitted to its environment.
-        folder: of the run.
+        folder: the run's folder.
     """
 
     def __init__(self, config: EmbodiedConfig, folder: RunFolder) -> None:

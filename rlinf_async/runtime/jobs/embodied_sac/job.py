@@ -51,8 +51,8 @@ class EmbodiedSAC:
         """Check all that can be checked before a worker starts; asks an environment.
 
         Args:
-            config: of the run.
-            devices: those of another machine, to check the run for; None: of this host.
+            config: the run's configuration.
+            devices: devices of the machine to check for; None: this host's.
 
         Raises:
             UsageError: with the setting, and what is wrong with it.

@@ -95,7 +95,7 @@ class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
 
     Args:
         config: fitted to its environment.
-        folder: of the run.
+        folder: the run's folder.
     """
 
     def __init__(self, config: FittedSac, folder: RunFolder) -> None:

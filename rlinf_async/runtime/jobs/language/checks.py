@@ -372,7 +372,7 @@ def open_prompts(config: LanguageConfig, model: Path) -> Prompts:
     """The run's prompts; each fits the context of the model.
 
     Args:
-        config: of the run.
+        config: the run's configuration.
         model: the model's folder.
 
     Raises:
@@ -491,7 +491,7 @@ def check_engine(config: LanguageConfig, model: Path, device: str) -> None:
     """Refuse what the engine would refuse when it starts. Imports the engine's library.
 
     Args:
-        config: of the run.
+        config: the run's configuration.
         model: the model's folder.
         device: ``"cpu"`` or a CUDA device, of the rollout workers.
 

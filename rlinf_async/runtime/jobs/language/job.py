@@ -62,8 +62,8 @@ class LanguageRL:
         """Check all that can be checked without opening data, tokenizer and weights: `inspect`.
 
         Args:
-            config: of the run.
-            devices: those of another machine, to check the run for; None: of this host.
+            config: the run's configuration.
+            devices: devices of the machine to check for; None: this host's.
 
         Raises:
             UsageError: with the setting, and what is wrong with it.
@@ -85,8 +85,8 @@ class LanguageRL:
         """Read all that a run reads before its first worker starts: prompts, tokenizer, weights.
 
         Args:
-            config: of the run, checked.
-            devices: those of another machine, to check the run for; None: of this host.
+            config: the run's configuration, checked.
+            devices: devices of the machine to check for; None: this host's.
 
         Raises:
             UsageError: with the setting, and what is wrong with what it names.
@@ -146,7 +146,7 @@ def _inputs(config: LanguageConfig, into: Path) -> _Inputs:
     """Read and check the model, the prompts and the examples of the warm start.
 
     Args:
-        config: of the run.
+        config: the run's configuration.
         into: folder for a model that is described by settings.
 
     Raises:

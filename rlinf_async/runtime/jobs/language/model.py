@@ -253,7 +253,7 @@ def check_weights(folder: Path, where: tuple[str, ...]) -> None:
     not checked: engine and trainer refuse them.
 
     Args:
-        folder: of the checkpoint.
+        folder: the checkpoint's folder.
         where: the setting that names it.
 
     Raises:
@@ -296,7 +296,7 @@ def check_tokens(folder: Path, where: tuple[str, ...]) -> None:
     """Refuse a tokenizer with more tokens than the model, and one that ends no answer.
 
     Args:
-        folder: of the model.
+        folder: the model's folder.
         where: the setting that names its tokenizer.
 
     Raises:
@@ -425,7 +425,7 @@ async def warm_start(
     Shows its progress, and returns the loss of every step.
 
     Args:
-        config: of the run.
+        config: the run's configuration.
         model: folder of the model, without weights.
         learned: the examples.
         log: file for what worker processes print; None: stderr.

@@ -301,9 +301,9 @@ def warn_of_failures(
     """Warn of the first samples that were not scored.
 
     Args:
-        run: its name.
-        iteration: that was trained.
-        groups: of it.
+        run: name of the run.
+        iteration: iteration that was trained.
+        groups: groups of that iteration.
         before: numbers of earlier samples of this run, by their outcome.
 
     Raises:
@@ -353,7 +353,7 @@ def warn_of_no_correction(run: str, last: Mapping[str, float], *, warned: bool) 
     """Warn of the first iteration in which ``off_policy`` changed nothing for stale samples.
 
     Args:
-        run: its name.
+        run: name of the run.
         last: row of the metrics of the iteration.
         warned: this run has been warned already.
 
@@ -387,9 +387,9 @@ def summary(
     """What came of a run.
 
     Args:
-        config: of the run.
+        config: the run's configuration.
         progress: how far it came.
-        evaluated: by the evaluation at the end.
+        evaluated: result of the evaluation at the end.
         stopped: how it ended, where it did not come to its end.
         scheduled: what its scheduler did.
         left_out: numbers of prompts, by the reason.

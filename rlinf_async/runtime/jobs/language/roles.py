@@ -178,8 +178,8 @@ class Learners:
 
     Args:
         cluster: where to launch them.
-        config: of the run.
-        channels: its channels.
+        config: the run's configuration.
+        channels: channels of the run.
         model: the model's folder.
         plan: the devices of each role.
     """
@@ -263,7 +263,7 @@ class Learners:
         """Train the next iteration: actors and critics that share devices one after the other.
 
         Args:
-            iteration: which.
+            iteration: number of the iteration.
             pipelined: actors begin with what is there; else once their share is.
         """
         in_turns = self._in_turns
@@ -373,8 +373,8 @@ class Roles:
 
     Args:
         cluster: where to launch them.
-        config: of the run.
-        channels: its channels.
+        config: the run's configuration.
+        channels: channels of the run.
         model: the model's folder.
         verifiers: names of those that the data needs.
     """
@@ -487,7 +487,7 @@ class Roles:
         """Train the next iteration.
 
         Args:
-            iteration: which.
+            iteration: number of the iteration.
             whole: waits until all of its samples are collected. Roles that share devices train
                 only then, others on the samples that are there.
         """

@@ -99,8 +99,8 @@ class LanguageRun:
 
     Args:
         config: its model is a folder.
-        prompts: of the run, opened.
-        folder: of the run.
+        prompts: the run's prompts, opened.
+        folder: the run's folder.
         model: the model's folder.
     """
 

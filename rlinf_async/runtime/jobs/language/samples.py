@@ -234,12 +234,12 @@ class Ledger:
     """Knows what was admitted, what of it is finished, and what is trained.
 
     Args:
-        prompts: of one iteration.
+        prompts: prompts of one iteration.
         group_size: samples of each prompt.
         max_staleness: versions that a token may be older than the weights it trains.
         sampling: how samples are drawn.
-        seed: of the run; each sample gets a seed of its own from it.
-        state: of a resumed run.
+        seed: seed of the run; each sample gets a seed of its own from it.
+        state: ledger of a resumed run.
     """
 
     def __init__(
@@ -427,11 +427,11 @@ class Source:
     """Admits iterations, and puts their requests in the order of their prompts.
 
     Args:
-        ledger: of the run.
+        ledger: the run's ledger.
         prompts: returns the next ones.
         requests: channel to the rollout workers; whichever has room takes a request.
         version: trained so far.
-        iterations: of the whole run.
+        iterations: iterations of the whole run.
         generated: names of samples of a resumed run that need no rollout any more.
     """
 
@@ -481,7 +481,7 @@ class Collector:
     finish.
 
     Args:
-        ledger: of the run.
+        ledger: the run's ledger.
         scored: channel from the reward workers.
         groups: channel to the actors or critics, by key of the DP rank.
         ranks: number of DP ranks.

@@ -55,8 +55,8 @@ def topology(
     """Return what the scheduler has to know of a run.
 
     Args:
-        layout: its devices.
-        samples: of an iteration.
+        layout: devices of the run.
+        samples: samples of an iteration.
         group: samples of a prompt.
         home: the actor's strategy between two iterations.
         valid: data parallel sizes that fit model and mini-batch.
@@ -106,8 +106,8 @@ class Scheduling:
 
     Args:
         cluster: where to launch it.
-        config: of the run.
-        layout: its devices.
+        config: the run's configuration.
+        layout: devices of the run.
     """
 
     def __init__(self, cluster: Cluster, config: LanguageConfig, layout: Layout) -> None:

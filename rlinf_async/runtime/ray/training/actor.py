@@ -50,9 +50,9 @@ class TrainRayActor(ABC):
 
     Args:
         world_size: number of ranks.
-        rank: of this one, from 0.
+        rank: number of this rank, from 0.
         master_addr: address of rank 0; None on rank 0 itself.
-        master_port: its port; None on rank 0, which listens at a free one.
+        master_port: port of rank 0; None on rank 0, which listens at a free one.
     """
 
     train_parallel_config: dict[str, int]
@@ -289,7 +289,7 @@ class LanguageTrainRayActor(TrainRayActor):
         """Train on one rollout; a rank that sleeps is woken up before. Collective.
 
         Args:
-            rollout_id: its number.
+            rollout_id: number of the rollout.
             rollout_data_ref: columns or samples (`RolloutData`), a reference to them, or a list of
                 references to the share of each rank.
 

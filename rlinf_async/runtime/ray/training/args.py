@@ -440,10 +440,10 @@ class RolloutData(msgspec.Struct, frozen=True, kw_only=True):
         """Return the prompts of a rank, with all their samples.
 
         Args:
-            args: of the group.
+            args: arguments of the group.
             rollout_id: number of the rollout.
-            version: of the weights, for samples that do not say theirs.
-            rank: whose prompts.
+            version: version of the weights, for samples that do not say theirs.
+            rank: rank that trains these prompts.
             ranks: between which they are divided.
 
         Raises:

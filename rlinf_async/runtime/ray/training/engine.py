@@ -40,10 +40,10 @@ class RolloutEngineActor:
     """A generation engine that is given weights by a training group; use it with ``ray.remote``.
 
     Args:
-        config: of the engine, as its own Struct.
+        config: the engine's configuration, as its own Struct.
         backend: the engine's registered name.
-        seed: of random numbers that a request's own seed does not set.
-        device: as torch names it.
+        seed: seed of random numbers that a request's own seed does not set.
+        device: device, as torch names it.
     """
 
     def __init__(

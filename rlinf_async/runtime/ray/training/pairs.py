@@ -82,7 +82,7 @@ class ChannelHost:
         """Listen at a free port of this host's address.
 
         Args:
-            name: of this process, in reports.
+            name: name of this process, in reports.
             router: what else the processes that come here may ask.
             on_left: called when one of them has gone.
         """
