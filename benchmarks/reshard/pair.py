@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rlinf_async.backends.reshard import Reservations, State, allocate, reshard
+from rlinf_async.backends.reshard import BufferState, Reservations, allocate, reshard
 from rlinf_async.parallel import Model, Strategy, layout, plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -46,7 +46,7 @@ def exchange(rank: int, ranks: int, parameters: float) -> dict[str, Any]:
         begin = time.process_time()
         with timed_together() as seconds:
             rooms = (allocate(new, rank, device=CPU, reserved=Reservations()) for _ in held)
-            states = [State(*pair) for pair in zip(held, rooms, strict=True)]
+            states = [BufferState(*pair) for pair in zip(held, rooms, strict=True)]
             reshard((made, states), device=CPU)
         worked.append(STATES * whole / (time.process_time() - begin))
         moved.append(STATES * whole / seconds[0])

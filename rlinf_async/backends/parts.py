@@ -305,7 +305,7 @@ ONE_RANK = ("config", "world_size", "rank")
 engines: Registry[EnginePart] = Registry(
     "generation backend",
     entries={
-        "toy": "rlinf_async.backends.toy.part:ToyEngine",
+        "toy": "rlinf_async.backends.toy.part:ToyEnginePart",
         "transformers": "rlinf_async.backends.transformers.part:Transformers",
         "vllm": "rlinf_async.backends.vllm.part:Vllm",
     },
@@ -318,11 +318,11 @@ DEFAULT_ENGINE: Final = "transformers"
 language_trainers: Registry[LanguageTrainerPart] = Registry(
     "language trainer backend",
     entries={
-        "toy": "rlinf_async.backends.toy.part:ToyTrainer",
+        "toy": "rlinf_async.backends.toy.part:ToyTrainerPart",
         "fsdp": "rlinf_async.backends.fsdp.language.part:FSDP",
-        "fsdp_critic": "rlinf_async.backends.fsdp.language.part:FSDPCritic",
+        "fsdp_critic": "rlinf_async.backends.fsdp.language.part:FSDPCriticPart",
         "megatron": "rlinf_async.backends.megatron.part:Megatron",
-        "megatron_critic": "rlinf_async.backends.megatron.part:MegatronCritic",
+        "megatron_critic": "rlinf_async.backends.megatron.part:MegatronCriticPart",
     },
     group="rlinf_async.language_trainers",
     called_with=ONE_RANK,

@@ -292,10 +292,10 @@ def test_elements_that_are_in_no_file_are_counted(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     folder.mkdir()
     box = tensor_file.Box("w", (0, 0), (2, 3), 0)
-    entry = tensor_file.Entry("w", torch.float32, (2, 3), (box,))
+    entry = tensor_file.TensorEntry("w", torch.float32, (2, 3), (box,))
     content = tensor_file.header([entry], {"w": (5, 3)}) + bytes(24)
     tensors = tensor_file.write_file(folder, "rank_0_of_1.safetensors", content)
-    note = metadata.Metadata(strategy=metadata.Strategy(), tensors=(tensors,), own=())
+    note = metadata.Metadata(strategy=metadata.SavedStrategy(), tensors=(tensors,), own=())
     folders.write_whole(folder / "metadata.json", metadata.encode(note))
     with pytest.raises(CheckpointError, match="'w': 9 of its 15 elements are in no file"):
         reading.read_checkpoint(folder)

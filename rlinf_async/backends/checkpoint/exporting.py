@@ -60,7 +60,7 @@ from rlinf_async.backends.checkpoint.folders import (
 from rlinf_async.backends.checkpoint.reading import (
     CONFIG,
     OF_WEIGHTS,
-    Named,
+    NamedParameters,
     Saved,
     by_name_map,
     foreign,
@@ -79,7 +79,7 @@ from rlinf_async.backends.checkpoint.streaming import (
 from rlinf_async.backends.checkpoint.tensor_file import (
     DTYPES,
     Box,
-    Entry,
+    TensorEntry,
     header,
     in_file_order,
     write_file,
@@ -147,16 +147,16 @@ class Export:
             write_file(folder, CONFIG, _pretty(self._described()))
         return Exported(out, len(self._slices), self.total_bytes)
 
-    def _make(self, entry: Entry) -> Tensor:
+    def _make(self, entry: TensorEntry) -> Tensor:
         one = self._slices[entry.name]
         return one.of(self._saved.tensors[one.tensor].whole().contiguous()).to(entry.dtype)
 
-    def _in_shards(self) -> Iterator[list[Entry]]:
-        shard: list[Entry] = []
+    def _in_shards(self) -> Iterator[list[TensorEntry]]:
+        shard: list[TensorEntry] = []
         for name, one in self._slices.items():
             stored = self._saved.tensors[one.tensor].dtype
             dtype = self._dtype if self._dtype is not None and stored.is_floating_point else stored
-            entry = Entry(name, dtype, one.shape)
+            entry = TensorEntry(name, dtype, one.shape)
             if shard and sum(one.nbytes for one in shard) + entry.nbytes > self._shard_bytes:
                 yield in_file_order(shard)
                 shard = []
@@ -342,7 +342,7 @@ class Cutting:
     """
 
     def __init__(self, folder: Path, *, dp: int, tp: int) -> None:
-        self._strategy = notes.Strategy(dp=dp, tp=tp)
+        self._strategy = notes.SavedStrategy(dp=dp, tp=tp)
         self.ranks = dp * tp
         with being_read(folder):
             self._saved = read_checkpoint(folder)
@@ -353,7 +353,7 @@ class Cutting:
             named = by_name_map(self._saved, self._model_files)
         else:
             shapes = {name: one.shape for name, one in tensors.items() if one.shape}
-            named = Named(Model.of(shapes))
+            named = NamedParameters(Model.of(shapes))
         self._aliases = {**self._saved.aliases, **named.aliases}
         sharding = FSDP2() if dp > 1 else Replicated()
         found = layout(named.model, Strategy(dp=dp, tp=tp, sharding=sharding))
@@ -399,22 +399,24 @@ class Cutting:
             files = {one.name for one in (*known.tensors, *known.own)}
         return files | {METADATA, MODEL_FOLDER}
 
-    def _entries(self, found: Layout, named: Named, rank: int) -> Iterator[Entry]:
+    def _entries(self, found: Layout, named: NamedParameters, rank: int) -> Iterator[TensorEntry]:
         saved = self._saved.tensors
         for buffer in found.of_rank(rank):
             boxes = tuple(named.box(piece) for piece in buffer.pieces)
-            yield Entry(buffer.name, saved[buffer.name].dtype, buffer.shape, boxes)
+            yield TensorEntry(buffer.name, saved[buffer.name].dtype, buffer.shape, boxes)
         if rank == 0:
             for name, one in saved.items():
                 if not one.shape:
-                    yield Entry(name, one.dtype, (), (Box(name, (), (), 0),))
+                    yield TensorEntry(name, one.dtype, (), (Box(name, (), (), 0),))
 
-    def _write(self, folder: Path, name: str, entries: list[Entry], advance: Advance) -> FileRecord:
+    def _write(
+        self, folder: Path, name: str, entries: list[TensorEntry], advance: Advance
+    ) -> FileRecord:
         shapes = {one.name: self._saved.tensors[one.name].shape for one in entries}
         head = header(entries, shapes)
         return write_tensors(folder, name, head, entries, self._make, advance)
 
-    def _make(self, entry: Entry) -> Tensor:
+    def _make(self, entry: TensorEntry) -> Tensor:
         made = torch.zeros(entry.shape, dtype=entry.dtype)
         flat = made.reshape(-1)
         for box in entry.boxes:

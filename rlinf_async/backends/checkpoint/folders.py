@@ -57,7 +57,7 @@ class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """crc32"""
 
 
-class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SavedStrategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the tensors are cut: by tensor-parallel rank, and each part by FSDP2's rows.
 
     Ranks are numbered as in `rlinf_async.parallel`: ``rank = tp_rank + tp * dp_rank``. Which rows
@@ -85,7 +85,7 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The contents of ``metadata.json``."""
 
     format: int = FORMAT
-    strategy: Strategy
+    strategy: SavedStrategy
     tensors: tuple[FileRecord, ...]
     """``rank_R_of_N.safetensors``, by rank"""
     own: tuple[FileRecord, ...]
@@ -113,7 +113,7 @@ class _Any(msgspec.Struct):
 def of_ranks(records: list[RankRecord]) -> Metadata:
     """Return the metadata of what ranks 0, 1, ... of a data-parallel run have written."""
     return Metadata(
-        strategy=Strategy(dp=len(records)),
+        strategy=SavedStrategy(dp=len(records)),
         tensors=tuple(one.tensors for one in records),
         own=tuple(one.own for one in records),
         model=records[0].model,

@@ -15,8 +15,8 @@ Nothing is copied until a piece is cut out. Files are read as safetensors, or by
 A language model's weights are stored as ``model.language.NAME``, moments as
 ``optimizer.language.NAME.exp_avg``. How tensor-parallel ranks cut them says the name map of their
 decoder (`by_name_map`); a critic's value head is whole on every tensor rank. The map has a name for
-each expert; transformers 5 and checkpoints have them fused, ``[experts, ...]``: `Named.places` has
-the place of each in the fused tensor.
+each expert; transformers 5 and checkpoints have them fused, ``[experts, ...]``:
+`NamedParameters.places` has the place of each in the fused tensor.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from rlinf_async.backends.checkpoint.folders import (
     FileRecord,
     Metadata,
     MetadataV1,
-    Strategy,
+    SavedStrategy,
     find_checkpoint,
     read_metadata,
 )
-from rlinf_async.backends.checkpoint.tensor_file import LAYOUT, Box, Layout, checksum
+from rlinf_async.backends.checkpoint.tensor_file import LAYOUT, Box, FileLayout, checksum
 from rlinf_async.parallel import GlobalTensor, Model, ModelMismatch, Parameter, Piece, layout
 from rlinf_async.parallel import Strategy as ParallelStrategy
 from rlinf_async.parallel.decoders import ARCHITECTURES, Decoder, huggingface
@@ -152,7 +152,7 @@ class Saved(NamedTuple):
     """A checkpoint that was read."""
 
     folder: Path
-    strategy: Strategy
+    strategy: SavedStrategy
     tensors: dict[str, SavedTensor]
     own: list[dict[str, Any]]
     """values besides tensors of each rank that wrote"""
@@ -244,7 +244,7 @@ def _map(path: Path, found: dict[str, SavedTensor]) -> None:
     """Add the boxes of a file."""
     try:
         with safe_open(path, framework="pt") as file:
-            layout = msgspec.json.decode((file.metadata() or {}).get(LAYOUT, ""), type=Layout)
+            layout = msgspec.json.decode((file.metadata() or {}).get(LAYOUT, ""), type=FileLayout)
             names = list(file.keys())
             if set(names) != layout.boxes.keys():
                 other = min(set(names) ^ layout.boxes.keys())
@@ -256,7 +256,7 @@ def _map(path: Path, found: dict[str, SavedTensor]) -> None:
 
 
 def _add_boxes(
-    path: Path, name: str, stored: Tensor, layout: Layout, found: dict[str, SavedTensor]
+    path: Path, name: str, stored: Tensor, layout: FileLayout, found: dict[str, SavedTensor]
 ) -> None:
     """Add the boxes of a tensor of a file, which lie in it one behind the other."""
     flat, end = stored.reshape(-1), 0
@@ -351,7 +351,7 @@ def _read_v1(folder: Path, metadata: MetadataV1, checked: Wanted) -> Saved:
         own.append(content)
     _check_covered(list(found.values()))
     _check_moments(found)
-    return Saved(folder, Strategy(dp=metadata.world_size), found, own, {}, None)
+    return Saved(folder, SavedStrategy(dp=metadata.world_size), found, own, {}, None)
 
 
 CONFIG = "config.json"
@@ -422,7 +422,7 @@ def foreign(names: Iterable[str]) -> list[str]:
 HEAD = "lm_head.weight"
 
 
-class Place(NamedTuple):
+class MappedBox(NamedTuple):
     """Where a tensor of the map lies in the checkpoint: a box of a stored tensor."""
 
     tensor: str
@@ -437,11 +437,11 @@ class Place(NamedTuple):
         return Box(self.tensor, moved, size, piece.offset)
 
 
-class Named(NamedTuple):
+class NamedParameters(NamedTuple):
     """A checkpoint's tensors as parameters that can be cut."""
 
     model: Model
-    places: Mapping[str, Place] = {}
+    places: Mapping[str, MappedBox] = {}
     """places of the tensors that are stored under another name"""
     aliases: Mapping[str, str] = {}
     """tied tensors that were stored twice: name -> the name that is kept"""
@@ -452,7 +452,7 @@ class Named(NamedTuple):
         return Box(*piece) if place is None else place.box(piece)
 
 
-def by_name_map(saved: Saved, files: Mapping[str, Path]) -> Named:
+def by_name_map(saved: Saved, files: Mapping[str, Path]) -> NamedParameters:
     """Return the parameters of a language model's trainer: a policy's or a critic's.
 
     Args:
@@ -471,7 +471,7 @@ def by_name_map(saved: Saved, files: Mapping[str, Path]) -> Named:
     names -= aliases.keys()
     _check_shapes(saved, base, names, without={HEAD} if critic else set())
     parameters: list[Parameter] = []
-    places: dict[str, Place] = {}
+    places: dict[str, MappedBox] = {}
     for one in KINDS:
         held = {inner for name in names if (inner := one.inner(name)) is not None}
         mine = Model(tuple(part for part in base.parameters if part.name in held), base.layers)
@@ -492,7 +492,7 @@ def by_name_map(saved: Saved, files: Mapping[str, Path]) -> Named:
         raise CheckpointError(
             f"{saved.folder} holds {name!r}, which is not in the name map of {kind}{near}: use tp=1"
         )
-    return Named(Model(tuple(parameters), base.layers), places, aliases)
+    return NamedParameters(Model(tuple(parameters), base.layers), places, aliases)
 
 
 def _decoder(saved: Saved, files: Mapping[str, Path]) -> tuple[Decoder, str]:
@@ -531,14 +531,14 @@ def _check_shapes(saved: Saved, base: Model, names: set[str], without: set[str])
     )
 
 
-def _fused(model: Model) -> dict[str, Place]:
+def _fused(model: Model) -> dict[str, MappedBox]:
     """The places of the tensors that share a parameter with others."""
-    found: dict[str, Place] = {}
+    found: dict[str, MappedBox] = {}
     for buffer in layout(model, ParallelStrategy()).of_rank(0):
         for piece in buffer.pieces:
             if piece.tensor != buffer.name:
                 start = np.unravel_index(piece.offset, buffer.shape)
-                found[piece.tensor] = Place(buffer.name, tuple(map(int, start)))
+                found[piece.tensor] = MappedBox(buffer.name, tuple(map(int, start)))
     return found
 
 

@@ -20,7 +20,7 @@ from rlinf_async.backends.checkpoint.folders import (
     staging_folder,
     sync,
 )
-from rlinf_async.backends.checkpoint.tensor_file import CHUNK_BYTES, ChecksummedFile, Entry
+from rlinf_async.backends.checkpoint.tensor_file import CHUNK_BYTES, ChecksummedFile, TensorEntry
 
 Advance: TypeAlias = Callable[[int], None]
 """callback for progress, with the number of bytes written since the last call"""
@@ -30,8 +30,8 @@ def write_tensors(
     folder: Path,
     name: str,
     head: bytes,
-    entries: Sequence[Entry],
-    make: Callable[[Entry], Tensor],
+    entries: Sequence[TensorEntry],
+    make: Callable[[TensorEntry], Tensor],
     advance: Advance,
 ) -> FileRecord:
     """Write a file of tensors in their order; ``make`` returns each, on the CPU."""

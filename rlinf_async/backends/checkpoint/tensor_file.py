@@ -60,7 +60,7 @@ class Box(NamedTuple):
         return math.prod(self.size)
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """A tensor of the file."""
 
     name: str
@@ -74,7 +74,7 @@ class Entry(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Layout(msgspec.Struct, frozen=True):
+class FileLayout(msgspec.Struct, frozen=True):
     """The boxes of a file, in its ``__metadata__``."""
 
     shapes: dict[str, tuple[int, ...]]
@@ -83,13 +83,13 @@ class Layout(msgspec.Struct, frozen=True):
     """boxes of each tensor of the file"""
 
 
-def in_file_order(entries: Iterable[Entry]) -> list[Entry]:
+def in_file_order(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
     """Sort by dtype, the widest first, so that every tensor is aligned without gaps."""
     return sorted(entries, key=lambda one: (-one.dtype.itemsize, one.name))
 
 
 def header(
-    entries: Sequence[Entry],
+    entries: Sequence[TensorEntry],
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     about: Mapping[str, str] | None = None,
 ) -> bytes:
@@ -103,7 +103,7 @@ def header(
         boxes = {one.name: one.boxes for one in entries}
         # In the order of the entries: equal tensors make equal files.
         known = {box.tensor: shapes[box.tensor] for one in entries for box in one.boxes}
-        texts[LAYOUT] = msgspec.json.encode(Layout(known, boxes)).decode()
+        texts[LAYOUT] = msgspec.json.encode(FileLayout(known, boxes)).decode()
     fields: dict[str, Any] = {"__metadata__": texts}
     at = 0
     for one in entries:
@@ -181,10 +181,10 @@ def checksum(path: Path) -> int:
     return found
 
 
-class Part(NamedTuple):
+class RankPart(NamedTuple):
     """What one rank writes of a state."""
 
-    entries: list[Entry]
+    entries: list[TensorEntry]
     """entries in the order of the file"""
     shapes: dict[str, tuple[int, ...]]
     """shapes of the global tensors"""

@@ -46,7 +46,12 @@ from rlinf_async.backends.checkpoint.folders import (
     sync,
     tensor_file,
 )
-from rlinf_async.backends.checkpoint.tensor_file import ChecksummedFile, Part, header, write_file
+from rlinf_async.backends.checkpoint.tensor_file import (
+    ChecksummedFile,
+    RankPart,
+    header,
+    write_file,
+)
 
 SMALL_BYTES = 64 * 1024
 """size up to which a tensor is copied at once"""
@@ -59,7 +64,7 @@ class HostMemory:
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
-    def views(self, part: Part) -> dict[str, Tensor]:
+    def views(self, part: RankPart) -> dict[str, Tensor]:
         """Return memory for every tensor of the part, one behind the other."""
         needed = sum(one.nbytes for one in part.entries)
         pinned = any(tensor.is_cuda for tensor in part.live.values())
@@ -72,7 +77,7 @@ class HostMemory:
             at += one.nbytes
         return found
 
-    def content(self, part: Part) -> memoryview:
+    def content(self, part: RankPart) -> memoryview:
         """Return the bytes of the part."""
         needed = sum(one.nbytes for one in part.entries)
         content: memoryview = self._bytes[:needed].numpy().data
@@ -82,7 +87,7 @@ class HostMemory:
 class Snapshot:
     """The copying of one part. ``at_once``: names that may change before the next step."""
 
-    def __init__(self, part: Part, memory: HostMemory, at_once: Collection[str]) -> None:
+    def __init__(self, part: RankPart, memory: HostMemory, at_once: Collection[str]) -> None:
         self.part = part
         self._memory = memory
         self._settled = threading.Event()
@@ -150,7 +155,7 @@ ModelFiles = Mapping[str, bytes | Path]
 class Content(NamedTuple):
     """What one rank writes into a checkpoint."""
 
-    part: Part
+    part: RankPart
     at_once: Collection[str]
     """names of tensors that may change before the next optimizer step"""
     own: bytes

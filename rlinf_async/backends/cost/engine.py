@@ -32,7 +32,7 @@ ROUNDING = 1e-6
 """tolerance, in tokens: positions are sums of floating-point numbers"""
 
 
-class Row:
+class CostRow:
     """One request inside the engine."""
 
     __slots__ = ("answer", "began", "brought", "end", "length", "request", "version")
@@ -90,9 +90,9 @@ class CostEngine:
         self._position = 0.0
         self._at = 0.0
         """time up to which the position is known; in the future while the engine is stopped"""
-        self._waiting: list[tuple[int, int, Row]] = []
-        self._running: dict[str, Row] = {}
-        self._ends: list[tuple[float, int, Row]] = []
+        self._waiting: list[tuple[int, int, CostRow]] = []
+        self._running: dict[str, CostRow] = {}
+        self._ends: list[tuple[float, int, CostRow]] = []
         self._arrived = 0
         self._timer: asyncio.TimerHandle | None = None
         self._dead = False
@@ -137,7 +137,7 @@ class CostEngine:
     async def generate(self, request: Request) -> Generated:
         """Make the rest of the response. See `GenerationEngine.generate`."""
         self._check_alive()
-        row = Row(request, self.config.lengths.length(request.seed))
+        row = CostRow(request, self.config.lengths.length(request.seed))
         self._arrived += 1
         heapq.heappush(self._waiting, (request.priority, self._arrived, row))
         self._advance()
@@ -269,7 +269,7 @@ class CostEngine:
         spent = seconds * self.slowness * self.devices
         self._spent[cause] = self._spent.get(cause, 0.0) + spent
 
-    def _rows(self) -> list[Row]:
+    def _rows(self) -> list[CostRow]:
         return [*self._running.values(), *(row for _, _, row in self._waiting)]
 
     def _check_alive(self) -> None:
@@ -337,7 +337,7 @@ class CostEngine:
         self._admit()
         self._plan()
 
-    def _end(self, rows: Sequence[Row]) -> None:
+    def _end(self, rows: Sequence[CostRow]) -> None:
         for row in rows:
             self._answer(row, "abort")
         self._waiting = [entry for entry in self._waiting if not entry[2].answer.done()]
@@ -345,12 +345,12 @@ class CostEngine:
         self._admit()
         self._plan()
 
-    def _answer(self, row: Row, finish: Literal["stop", "length", "abort"]) -> None:
+    def _answer(self, row: CostRow, finish: Literal["stop", "length", "abort"]) -> None:
         self._running.pop(row.request.name, None)
         if not row.answer.done():
             row.answer.set_result(self._generated(row, finish))
 
-    def _generated(self, row: Row, finish: Literal["stop", "length", "abort"]) -> Generated:
+    def _generated(self, row: CostRow, finish: Literal["stop", "length", "abort"]) -> Generated:
         made = row.length if finish != "abort" else row.made(self._position)
         return Generated(
             token_ids=self._tokens[:made],
@@ -359,7 +359,9 @@ class CostEngine:
             finish=finish,
         )
 
-    def _token_versions(self, row: Row, made: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    def _token_versions(
+        self, row: CostRow, made: int
+    ) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
         """Return the version ``[made]`` that made each token."""
         partial = row.request.partial
         if partial is None and row.version == self._version:

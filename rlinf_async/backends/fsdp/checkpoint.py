@@ -108,7 +108,7 @@ class LossScaler:
             self.good_steps = 0
 
 
-class Source(NamedTuple):
+class SavedModel(NamedTuple):
     """What one rank saves."""
 
     model: nn.Module
@@ -119,7 +119,9 @@ class Source(NamedTuple):
     """kept beside the tensors, to export the model from; rank 0's"""
 
 
-def begin(member: ranks.Rank, writer: CheckpointWriter, path: Path, source: Source) -> Future[Path]:
+def begin(
+    member: ranks.Rank, writer: CheckpointWriter, path: Path, source: SavedModel
+) -> Future[Path]:
     """Start writing a checkpoint folder; see `FSDPModelManager.begin_checkpoint`."""
     prepare_writing(member, writer, path)
     # FSDP1 gathers its state in collectives: they stay outside of what may fail on one rank.
@@ -129,7 +131,7 @@ def begin(member: ranks.Rank, writer: CheckpointWriter, path: Path, source: Sour
         return writer.begin(path, content, member.rank, member.world_size, source.optimizer)
 
 
-def save(member: ranks.Rank, writer: CheckpointWriter, path: Path, source: Source) -> None:
+def save(member: ranks.Rank, writer: CheckpointWriter, path: Path, source: SavedModel) -> None:
     """Write a checkpoint folder; see `FSDPModelManager.save_checkpoint`."""
     begin(member, writer, path, source)
     with ranks.fail_together(member, f"writing {path}"):
@@ -161,13 +163,13 @@ def load(
     return own
 
 
-def _state(source: Source) -> dict[str, Tensor]:
+def _state(source: SavedModel) -> dict[str, Tensor]:
     model = {MODEL + k: v for k, v in model_state(source.model).items()}
     moments = optimizer_state(source.model, source.optimizer)
     return model | {OPTIMIZER + k: v for k, v in moments.items()}
 
 
-def _content(source: Source, state: Mapping[str, Tensor], rank: int) -> Content:
+def _content(source: SavedModel, state: Mapping[str, Tensor], rank: int) -> Content:
     tied = {MODEL + name: MODEL + first for name, first in tied_names(source.model).items()}
     return Content(
         part=part_of_rank(state, rank),

@@ -574,8 +574,8 @@ class FSDPModelManager:
             return checkpoint.begin(self, self.checkpoints, Path(path), self._source(extra))
         return self.checkpoints.idle(Path(path))
 
-    def _source(self, extra: Mapping[str, Any] | None) -> checkpoint.Source:
-        return checkpoint.Source(
+    def _source(self, extra: Mapping[str, Any] | None) -> checkpoint.SavedModel:
+        return checkpoint.SavedModel(
             self.model, self.optimizer, self.counters, extra or {}, self.model_files
         )
 

@@ -35,7 +35,7 @@ from rlinf_async.backends.fsdp.sharding import (
 from rlinf_async.backends.fsdp.state import MOMENTS, Shards, moment_shards, reshard, set_moments
 from rlinf_async.backends.rescale import Change, TransferGroup, rescale_together
 from rlinf_async.backends.rescale.rescale import collect_unless_freed, trim_heap
-from rlinf_async.backends.reshard import Report
+from rlinf_async.backends.reshard import ExchangeReport
 from rlinf_async.backends.reshard.executor import DEFAULT_BUCKET_BYTES
 from rlinf_async.parallel import FSDP2, Replicated, Strategy, StrategyError
 
@@ -87,7 +87,7 @@ def rescale(
     )
 
 
-class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FSDPProgress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """State of an active rank besides its shards, equal on all of them; new ranks take that of rank
     0."""
 
@@ -101,12 +101,12 @@ class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """names of the kept weights"""
 
 
-class RankState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ProposedState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one rank tells the others."""
 
     groups: list[int]
     """the sizes for which it has a process group"""
-    progress: Progress | None
+    progress: FSDPProgress | None
     """None from an idle rank"""
 
 
@@ -125,7 +125,7 @@ class FSDPChange(Change):
     def __init__(self, manager: FSDPModelManager, new: int) -> None:
         self._manager = manager
         self._old, self._new = manager.world_size, new
-        self._states: list[RankState] = []
+        self._states: list[ProposedState] = []
         self._new_shards: NewShards | None = None
         self._ready: _Ready | None = None
 
@@ -140,7 +140,7 @@ class FSDPChange(Change):
         return self._manager.active
 
     def propose(self) -> bytes:
-        """Return this rank's `RankState`; raises `FSDPError` where it cannot change."""
+        """Return this rank's `ProposedState`; raises `FSDPError` where it cannot change."""
         manager = self._manager
         if manager.cfg.strategy != "fsdp2":
             raise FSDPError(
@@ -153,11 +153,11 @@ class FSDPChange(Change):
                 "load_optimizer() first"
             )
         progress = _progress_of(manager) if manager.active else None
-        return msgspec.msgpack.encode(RankState(manager.groups.sizes, progress))
+        return msgspec.msgpack.encode(ProposedState(manager.groups.sizes, progress))
 
     def connect(self, proposals: Sequence[bytes], limit: timedelta) -> None:
         """Make the group of the new active ranks."""
-        self._states = [msgspec.msgpack.decode(one, type=RankState) for one in proposals]
+        self._states = [msgspec.msgpack.decode(one, type=ProposedState) for one in proposals]
         known = all(self._new in one.groups for one in self._states)
         self._manager.groups.prepare(self._new, known=known)
 
@@ -183,7 +183,7 @@ class FSDPChange(Change):
         held = _held_shards(self._manager, progress.kept)
         new.make(held, frozenset(progress.optimizer_steps))
 
-    def move(self, bucket_bytes: int, limit: timedelta) -> Report:
+    def move(self, bucket_bytes: int, limit: timedelta) -> ExchangeReport:
         """Fill the new shards."""
         assert self._new_shards is not None
         return self._new_shards.fill(self.transfer.group, bucket_bytes, limit)
@@ -244,15 +244,15 @@ class FSDPChange(Change):
         return memory
 
     @property
-    def _progress(self) -> Progress:
+    def _progress(self) -> FSDPProgress:
         progress = self._states[0].progress
         assert progress is not None  # rank 0 is always active
         return progress
 
 
-def _progress_of(manager: FSDPModelManager) -> Progress:
+def _progress_of(manager: FSDPModelManager) -> FSDPProgress:
     state = manager.optimizer.state
-    return Progress(
+    return FSDPProgress(
         counters=manager.counters,
         groups=[
             {key: value for key, value in group.items() if key != "params"}
@@ -280,10 +280,10 @@ def _held_shards(manager: FSDPModelManager, names: Sequence[str]) -> RankShards:
 def _fill_optimizer(
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
-    progress: Progress,
+    progress: FSDPProgress,
     moments: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
-    """Give an optimizer the settings of `Progress`, and these shards of moments."""
+    """Give an optimizer the settings of `FSDPProgress`, and these shards of moments."""
     for group, settings in zip(optimizer.param_groups, progress.groups, strict=True):
         group |= settings
         group["betas"] = tuple(group["betas"])

@@ -43,7 +43,13 @@ from rlinf_async.backends.fsdp.state import (
 )
 from rlinf_async.backends.rescale import TransferGroup
 from rlinf_async.backends.rescale.rescale import Storages, new_group
-from rlinf_async.backends.reshard import Report, Reservations, State, allocate, reshard
+from rlinf_async.backends.reshard import (
+    BufferState,
+    ExchangeReport,
+    Reservations,
+    allocate,
+    reshard,
+)
 from rlinf_async.parallel import (
     FSDP2,
     GlobalTensor,
@@ -383,7 +389,7 @@ class NewShards:
     def __init__(self, memory: ShardMemory, device: torch.device, old: int, new: int) -> None:
         self._memory, self._device = memory, device
         self._old, self._new = old, new
-        self._moves: dict[frozenset[str], tuple[Plan, list[State]]] = {}
+        self._moves: dict[frozenset[str], tuple[Plan, list[BufferState]]] = {}
         """plans and states by the names of the tensors that move"""
         self.shards = RankShards({}, {}, {})
 
@@ -412,7 +418,7 @@ class NewShards:
 
     def fill(
         self, group: dist.ProcessGroup | None, bucket_bytes: int, timeout: timedelta
-    ) -> Report:
+    ) -> ExchangeReport:
         """Move the old shards in. Collective; raises what `reshard` does."""
         return reshard(
             *self._moves.values(),
@@ -435,7 +441,7 @@ class NewShards:
             self._moves[names] = made, []
         made, states = self._moves[names]
         new = self._memory.allocate(made.new, kind, device, held)
-        states.append(State(held, new))
+        states.append(BufferState(held, new))
         return new
 
 

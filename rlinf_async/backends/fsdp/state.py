@@ -1,8 +1,8 @@
 """Sharding a model over the ranks; its state, and its optimizer's, by name.
 
 Names are ``"model.NAME"`` and ``"optimizer.NAME.exp_avg"``. Values are the live tensors (FSDP2,
-plain) or sharded copies of them (FSDP1); each rank has its own shards. A rank writes its `Part` of
-them into a checkpoint: of a sharded tensor a range of rows, dealt as by ``torch.chunk``; tensors
+plain) or sharded copies of them (FSDP1); each rank has its own shards. A rank writes its `RankPart`
+of them into a checkpoint: of a sharded tensor a range of rows, dealt as by ``torch.chunk``; tensors
 that are the same on all ranks are written by rank 0 alone.
 """
 
@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from rlinf_async.backends.checkpoint.folders import CheckpointError
 from rlinf_async.backends.checkpoint.reading import Saved, SavedTensor
-from rlinf_async.backends.checkpoint.tensor_file import Box, Entry, Part, in_file_order
+from rlinf_async.backends.checkpoint.tensor_file import Box, RankPart, TensorEntry, in_file_order
 
 Shards = dict[str, Tensor]
 """what one rank holds of some tensors, by their names"""
@@ -121,9 +121,9 @@ MOMENTS: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 """AdamW's moments of each parameter"""
 
 
-def part_of_rank(state: Mapping[str, Tensor], rank: int) -> Part:
+def part_of_rank(state: Mapping[str, Tensor], rank: int) -> RankPart:
     """Return what this rank has to write of ``state``: its shards, and on rank 0 whole tensors."""
-    entries: list[Entry] = []
+    entries: list[TensorEntry] = []
     shapes: dict[str, tuple[int, ...]] = {}
     live: dict[str, Tensor] = {}
     for name, tensor in state.items():
@@ -131,9 +131,9 @@ def part_of_rank(state: Mapping[str, Tensor], rank: int) -> Part:
             continue
         local = local_shard(tensor).detach()
         size = tuple(local.shape)
-        entries.append(Entry(name, local.dtype, size, (Box(name, _start(tensor), size, 0),)))
+        entries.append(TensorEntry(name, local.dtype, size, (Box(name, _start(tensor), size, 0),)))
         shapes[name], live[name] = tuple(tensor.shape), local
-    return Part(in_file_order(entries), shapes, live)
+    return RankPart(in_file_order(entries), shapes, live)
 
 
 def check_fits(target: Tensor, saved: SavedTensor, name: str) -> None:

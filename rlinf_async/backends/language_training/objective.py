@@ -51,7 +51,7 @@ ENGINE_TOKENS: Final = "engine_actor_tokens"
 """name of the metric: number of tokens whose log-probs are compared with the engine's"""
 
 
-class Part(NamedTuple):
+class MicroBatchSums(NamedTuple):
     """Contribution of one micro-batch; scalars."""
 
     loss: Tensor
@@ -79,7 +79,7 @@ class Totals:
         self.tokens = 0.0
         self.micro_batches = 0
 
-    def add(self, part: Part | NothingToDo) -> None:
+    def add(self, part: MicroBatchSums | NothingToDo) -> None:
         self.micro_batches += 1
         self.units += part.units
         if isinstance(part, NothingToDo):
@@ -217,7 +217,7 @@ def _check_kept(sample: TrainingSample, kept: Kept) -> None:
         )
 
 
-class Packed(NamedTuple):
+class PackedTokens(NamedTuple):
     """``T`` tokens of a micro-batch, ``N`` of them predict a response token."""
 
     input_ids: Tensor
@@ -238,7 +238,7 @@ class Packed(NamedTuple):
 
 def pack_samples(
     samples: Sequence[TrainingSample], masks: Sequence[NDArray[np.bool_]], device: torch.device
-) -> Packed:
+) -> PackedTokens:
     """Pack samples; of each response, the tokens in its mask ``[R]`` are predicted.
 
     Raises `ValueError`, naming the sample, for a prompt without tokens.
@@ -274,7 +274,7 @@ def pack_samples(
     def tensor(parts: list[NDArray[np.int64]] | list[NDArray[np.float32]]) -> Tensor:
         return torch.from_numpy(np.concatenate(parts)).to(device)
 
-    return Packed(
+    return PackedTokens(
         tensor(ids)[None],
         tensor(positions)[None],
         lengths,
@@ -285,10 +285,10 @@ def pack_samples(
     )
 
 
-def single_token(device: torch.device) -> Packed:
+def single_token(device: torch.device) -> PackedTokens:
     """Return a row of one token, for a rank that computes only because others do."""
     token = torch.zeros(1, dtype=torch.int64, device=device)
-    return Packed(token[None], token[None], [1], token, token, torch.ones(1, device=device))
+    return PackedTokens(token[None], token[None], [1], token, token, torch.ones(1, device=device))
 
 
 def whole_response(sample: TrainingSample) -> NDArray[np.bool_]:
@@ -296,7 +296,7 @@ def whole_response(sample: TrainingSample) -> NDArray[np.bool_]:
     return np.ones(len(sample.response_ids), np.bool_)
 
 
-def pack_responses(samples: Sequence[TrainingSample], device: torch.device) -> Packed:
+def pack_responses(samples: Sequence[TrainingSample], device: torch.device) -> PackedTokens:
     """Pack samples; every token of each response is predicted."""
     return pack_samples(samples, [whole_response(one) for one in samples], device)
 
@@ -346,7 +346,7 @@ SILENT_AT_ZERO = frozenset({"ppo", "gspo", "reinforce"})
 class Forward(NamedTuple):
     """Samples that go through the model, and what becomes of the model's answer."""
 
-    packed: Packed
+    packed: PackedTokens
     units: float
     """share of the denominator of all samples of the micro-batch (`Share`)"""
     objective: Objective
@@ -359,7 +359,7 @@ class Forward(NamedTuple):
     version: int | None
     """version of the weights whose tokens are compared with the engine's; None: no tokens are"""
 
-    def answer(self, found: Any) -> Part:
+    def answer(self, found: Any) -> MicroBatchSums:
         """Return the loss; ``found``: what the model computes for ``packed``."""
         part = self.objective.part(self, found)
         if self.counts:
@@ -423,7 +423,7 @@ class Objective(ABC):
         """Raise `ValueError` for a sample that lacks what the loss needs."""
 
     @abstractmethod
-    def part(self, forward: Forward, found: Any) -> Part:
+    def part(self, forward: Forward, found: Any) -> MicroBatchSums:
         """Return the loss of what the model has found."""
 
     def silent(self, sample: TrainingSample, loss: LanguageLossConfig) -> bool:
@@ -456,14 +456,14 @@ class PolicyObjective(Objective):
                     "is 'step': fill it in with first_log_probs() before the first optimizer step"
                 )
 
-    def part(self, forward: Forward, found: TokenStatistics) -> Part:
+    def part(self, forward: Forward, found: TokenStatistics) -> MicroBatchSums:
         losses = token_loss(_loss_inputs(forward, found), forward.loss)
         weights = token_weights(forward.masks, forward.loss, losses.loss.device)
         metrics = {name: numbers.sum() for name, numbers in losses.metrics.items()}
         if forward.version is not None:
             metrics |= engine_difference(forward, found)
         total = (losses.loss * weights).sum()
-        return Part(total, forward.units, len(forward.packed.rows), metrics)
+        return MicroBatchSums(total, forward.units, len(forward.packed.rows), metrics)
 
     def silent(self, sample: TrainingSample, loss: LanguageLossConfig) -> bool:
         quiet = loss.name in SILENT_AT_ZERO and not (
@@ -488,13 +488,13 @@ class ValueObjective(Objective):
                     "trains on samples with its own values, after compute_advantages()"
                 )
 
-    def part(self, forward: Forward, found: Tensor) -> Part:
+    def part(self, forward: Forward, found: Tensor) -> MicroBatchSums:
         returns = forward.column("returns")
         losses = token_value_loss(found, forward.column("value"), returns, self.config.value_clip)
         total = (losses * token_weights(forward.masks, forward.loss, losses.device)).sum()
         error = (found.detach() - returns).square()
         metrics = {"value": found.detach().sum(), "value_error": error.sum()}
-        return Part(total, forward.units, len(forward.packed.rows), metrics)
+        return MicroBatchSums(total, forward.units, len(forward.packed.rows), metrics)
 
 
 def engine_difference(forward: Forward, now: TokenStatistics) -> dict[str, Tensor]:

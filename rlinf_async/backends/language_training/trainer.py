@@ -347,7 +347,7 @@ class LanguageModelTrainer(VersionCounter, Generic[C, M]):
         """Load model and optimizer; return what each rank saved besides. Collective."""
 
 
-class Policy(LanguageModelTrainer[C, M]):
+class LanguagePolicyTrainer(LanguageModelTrainer[C, M]):
     """Policy-gradient losses over packed samples, for one rank of an actor."""
 
     def __init__(self, config: C, world_size: int, rank: int) -> None:

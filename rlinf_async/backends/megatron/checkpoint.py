@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rlinf_async.backends.checkpoint.folders import CheckpointError, staging_folder
 from rlinf_async.backends.checkpoint.reading import Saved
-from rlinf_async.backends.checkpoint.tensor_file import Box, Entry, Part, in_file_order
+from rlinf_async.backends.checkpoint.tensor_file import Box, RankPart, TensorEntry, in_file_order
 from rlinf_async.backends.checkpoint.together import (
     Counters,
     Own,
@@ -34,7 +34,7 @@ from rlinf_async.backends.megatron.config import OUTPUT_LAYER, VALUE_HEAD
 from rlinf_async.backends.megatron.manager import MegatronModelManager
 from rlinf_async.backends.megatron.weights import (
     MOMENTS,
-    Held,
+    HeldParameter,
     kept_of,
     pieces_of_range,
     set_state,
@@ -103,7 +103,7 @@ def saved_name(tensor: str) -> str:
     return tensor if tensor.startswith(VALUE_HEAD) else f"language.{tensor}"
 
 
-def _content(manager: MegatronModelManager, part: Part, extra: Mapping[str, object]) -> Content:
+def _content(manager: MegatronModelManager, part: RankPart, extra: Mapping[str, object]) -> Content:
     return Content(
         part=part,
         at_once=part.live.keys(),
@@ -113,7 +113,7 @@ def _content(manager: MegatronModelManager, part: Part, extra: Mapping[str, obje
     )
 
 
-def _part(manager: MegatronModelManager) -> Part:
+def _part(manager: MegatronModelManager) -> RankPart:
     """Return what this rank has of weights and moments: no rank needs memory for another's.
 
     Where data ranks have copies of the optimizer, the first writes; where tensor ranks or two
@@ -122,7 +122,7 @@ def _part(manager: MegatronModelManager) -> Part:
     place = manager.place
     first = place.dp == 0
     layout = {one.name: tuple(one.shape) for one in manager.tensors}
-    entries: list[Entry] = []
+    entries: list[TensorEntry] = []
     shapes: dict[str, tuple[int, ...]] = {}
     live: dict[str, Tensor] = {}
     steps = torch.tensor(float(manager.steps))
@@ -142,18 +142,18 @@ def _part(manager: MegatronModelManager) -> Part:
                     (prefix + saved_name(one.tensor) + suffix, layout[one.tensor])
                     for one in held.pieces
                 )
-                entries.append(Entry(name, data.dtype, tuple(data.shape), boxes))
+                entries.append(TensorEntry(name, data.dtype, tuple(data.shape), boxes))
                 live[name] = data
         for one in held.pieces if first and place.tp == 0 and manager.steps else ():
             name = f"{OPTIMIZER}{saved_name(one.tensor)}.step"
             if name not in shapes:
                 shapes[name] = ()
-                entries.append(Entry(name, torch.float32, (), (Box(name, (), (), 0),)))
+                entries.append(TensorEntry(name, torch.float32, (), (Box(name, (), (), 0),)))
                 live[name] = steps
-    return Part(in_file_order(entries), shapes, live)
+    return RankPart(in_file_order(entries), shapes, live)
 
 
-def _is_first_copy(manager: MegatronModelManager, held: Held) -> bool:
+def _is_first_copy(manager: MegatronModelManager, held: HeldParameter) -> bool:
     """Whether no other tensor rank or stage before this one holds the same of a parameter."""
     place, architecture = manager.place, manager.architecture
     tied = architecture.decoder.tied and not architecture.values
@@ -162,21 +162,21 @@ def _is_first_copy(manager: MegatronModelManager, held: Held) -> bool:
     return place.tp == 0 or bool(getattr(held.parameter, "tensor_model_parallel", False))
 
 
-def _boxes(held: Held, start: int, count: int, prefix: str, suffix: str) -> Iterator[Box]:
+def _boxes(held: HeldParameter, start: int, count: int, prefix: str, suffix: str) -> Iterator[Box]:
     """Yield the boxes of so many elements of a flat parameter."""
     for one in pieces_of_range(held, start, count):
         name = prefix + saved_name(one.tensor) + suffix
         yield Box(name, one.start, one.size, one.offset)
 
 
-def _kinds(held: Held, saved: Saved) -> dict[str, tuple[str, str]]:
+def _kinds(held: HeldParameter, saved: Saved) -> dict[str, tuple[str, str]]:
     """Return what was saved of a parameter, with prefix and suffix of its names in the files."""
     if any(f"{OPTIMIZER}{saved_name(one.tensor)}.step" in saved.tensors for one in held.pieces):
         return KINDS
     return {"param": KINDS["param"]}
 
 
-def _assembled(held: Held, saved: Saved) -> dict[str, Tensor]:
+def _assembled(held: HeldParameter, saved: Saved) -> dict[str, Tensor]:
     """Return a parameter, and its moments if they were saved, flat."""
     found = {}
     for kind, (prefix, suffix) in _kinds(held, saved).items():

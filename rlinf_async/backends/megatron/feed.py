@@ -37,7 +37,7 @@ T = TypeVar("T")
 NO_LIMIT: Final = timedelta(days=3650)
 
 
-class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ReadFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Sent in place of what a rank was to give."""
 
     rank: int
@@ -45,7 +45,7 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     no_samples: bool = False
 
     @classmethod
-    def of(cls, error: BaseException) -> Failure:
+    def of(cls, error: BaseException) -> ReadFailure:
         """Return what this rank says of its error."""
         cause = f"{type(error).__name__}: {error}"
         return cls(dist.get_rank(), cause, isinstance(error, NoSamples))
@@ -107,7 +107,7 @@ class Peers:
         for work, _ in sending:
             work.wait(NO_LIMIT)
 
-    def receive(self, kind: type[T] | Any, source: int) -> T | Failure:
+    def receive(self, kind: type[T] | Any, source: int) -> T | ReadFailure:
         """Return the next value, of this type, that a rank has sent to this one, or that it failed.
 
         Raises the `RuntimeError` of torch when that rank is gone.
@@ -116,7 +116,7 @@ class Peers:
         self._receive(size, source)
         data = torch.empty(int(size), dtype=torch.uint8)
         self._receive(data, source)
-        found: T | Failure = decode(data.numpy().tobytes(), kind | Failure)
+        found: T | ReadFailure = decode(data.numpy().tobytes(), kind | ReadFailure)
         return found
 
     def _receive(self, tensor: Tensor, source: int) -> None:
@@ -136,7 +136,7 @@ class Readers:
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        self._failure: Failure | None = None
+        self._failure: ReadFailure | None = None
         """failure of the global batch that is read, which all readers know"""
 
     @property
@@ -151,31 +151,31 @@ class Readers:
     def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
         """Return the numbers of all of them, by data rank. Collective among the ranks that read.
 
-        Raises what `Failure.error` says if any of them failed.
+        Raises what `ReadFailure.error` says if any of them failed.
         """
         every = self._exchange(list(numbers))
         if self._failure is not None:
             raise self._failure.error()
-        return [one for one in every if not isinstance(one, Failure)]
+        return [one for one in every if not isinstance(one, ReadFailure)]
 
-    def fail(self, error: BaseException) -> Failure:
+    def fail(self, error: BaseException) -> ReadFailure:
         """Have all of them fail, unless this error came from an exchange; return what all raise."""
-        own = Failure.of(error)
+        own = ReadFailure.of(error)
         if self._failure is None:
             self._exchange(own)
         return self._failure or own
 
-    def _exchange(self, own: list[float] | Failure) -> list[list[float] | Failure]:
+    def _exchange(self, own: list[float] | ReadFailure) -> list[list[float] | ReadFailure]:
         peers = self._peers
-        every: list[list[float] | Failure] = [own]
+        every: list[list[float] | ReadFailure] = [own]
         try:
             peers.send(own)
             others = {rank: peers.receive(list[float], rank) for rank in peers.others}
             peers.finish()
             every = [others.get(rank, own) for rank in peers.ranks] or [own]
         except RuntimeError as error:  # one of them is gone: this rank's model has to hear of it
-            every = [Failure.of(error)]
-        self._failure = next((one for one in every if isinstance(one, Failure)), None)
+            every = [ReadFailure.of(error)]
+        self._failure = next((one for one in every if isinstance(one, ReadFailure)), None)
         return every
 
 
@@ -235,9 +235,9 @@ class Feed:
         """Raise `RankFailed` on all ranks of this model, in place of what is shared next."""
         if self._peers.alone:
             raise error
-        self._tell(Failure.of(error), error)
+        self._tell(ReadFailure.of(error), error)
 
-    def _tell(self, failure: Failure, error: Exception) -> NoReturn:
+    def _tell(self, failure: ReadFailure, error: Exception) -> NoReturn:
         self._peers.send(failure)
         self.finish()
         raise failure.error() from error
@@ -276,7 +276,7 @@ class Feed:
 
     def _receive(self, kind: type[T], source: int) -> T:
         found = self._peers.receive(kind, source)
-        if isinstance(found, Failure):
+        if isinstance(found, ReadFailure):
             raise found.error()
         return found
 

@@ -21,7 +21,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from rlinf_async.backends.language_training.objective import KeptTokens, Packed, TokenStatistics
+from rlinf_async.backends.language_training.objective import (
+    KeptTokens,
+    PackedTokens,
+    TokenStatistics,
+)
 from rlinf_async.backends.megatron.cpu import of_megatron
 from rlinf_async.backends.megatron.grid import Grid
 
@@ -145,7 +149,7 @@ class SelectRows:
 
 
 def run_stage(
-    model: nn.Module, stage: nn.Module, packed: Packed, grid: Grid, select: SelectRows | None
+    model: nn.Module, stage: nn.Module, packed: PackedTokens, grid: Grid, select: SelectRows | None
 ) -> Tensor:
     """Return hidden states ``[T, 1, D]``, or on the last stage logits ``[1, N, V / tp]``.
 
@@ -171,14 +175,14 @@ def run_stage(
     return output
 
 
-Read = Callable[[Tensor, Packed], Any]
+Read = Callable[[Tensor, PackedTokens], Any]
 """takes what a model says of the tokens of a micro-batch from the output of its last stage"""
 
 
 def read_statistics(vocabulary: int, grid: Grid) -> Read:
     """Read log-probs and entropies ``[N]`` from logits."""
 
-    def read(logits: Tensor, packed: Packed) -> TokenStatistics:
+    def read(logits: Tensor, packed: PackedTokens) -> TokenStatistics:
         return vocabulary_statistics(
             logits[0],
             packed.targets,
@@ -191,12 +195,12 @@ def read_statistics(vocabulary: int, grid: Grid) -> Read:
     return read
 
 
-def read_values(output: Tensor, packed: Packed) -> Tensor:
+def read_values(output: Tensor, packed: PackedTokens) -> Tensor:
     """Read values ``[N]``, float32."""
     return output[0, :, 0].float().clone()
 
 
-def padded(packed: Packed, multiple: int) -> Packed:
+def padded(packed: PackedTokens, multiple: int) -> PackedTokens:
     """Add a sample of padding, so that the tensor ranks divide the tokens."""
     missing = -sum(packed.lengths) % multiple
     if not missing:
@@ -328,13 +332,13 @@ def _check_batch(batch: PaddedBatch, max_batch_seqlen: int) -> None:
         )
 
 
-def _packed(batch: PaddedBatch, mask: Tensor) -> Packed:
+def _packed(batch: PaddedBatch, mask: Tensor) -> PackedTokens:
     """Return the tokens in the mask; what attends to itself alone are those of each sample, and,
     where all are in it, each padding."""
     ids, there = batch.input_ids[mask], batch.attention_mask
     lengths = _segments(there) if bool(mask.all()) else there.sum(1).tolist()
     rows = torch.arange(len(ids), device=ids.device)
-    return Packed(
+    return PackedTokens(
         ids[None], batch.position_ids[mask][None], lengths, rows, ids, torch.ones_like(rows)
     )
 

@@ -30,7 +30,7 @@ class Key(NamedTuple):
     """whether messages are objects, over gloo, which never meet those of stages; else tensors"""
 
 
-class Groups:
+class GridGroups:
     """The process groups of one rank, whatever the strategy: each set of ranks has one, made once.
 
     Every launched rank makes every group, at the same place of the program, also those it is not
@@ -86,7 +86,7 @@ class Groups:
         return self._made[key]
 
 
-class Place(NamedTuple):
+class GridPlace(NamedTuple):
     """Where a rank stands in the grid of a strategy."""
 
     tp: int
@@ -98,7 +98,7 @@ class Grid(NamedTuple):
     """The process groups of one strategy, as this rank sees them."""
 
     strategy: Strategy
-    place: Place | None
+    place: GridPlace | None
     """None: this rank is idle"""
     groups: Any
     """Megatron's ``ProcessGroupCollection``; None on an idle rank"""
@@ -123,12 +123,12 @@ class Grid(NamedTuple):
         return self.place is not None and self.place.stage == self.strategy.pp - 1
 
 
-def place_of(rank: int, strategy: Strategy) -> Place | None:
+def place_of(rank: int, strategy: Strategy) -> GridPlace | None:
     """Return where a rank stands; None where the strategy does not use it."""
     if rank >= strategy.world_size:
         return None
     tp, rest = rank % strategy.tp, rank // strategy.tp
-    return Place(tp, rest % strategy.dp, rest // strategy.dp)
+    return GridPlace(tp, rest % strategy.dp, rest // strategy.dp)
 
 
 def keys_of(strategy: Strategy) -> dict[str, list[Key]]:
@@ -159,16 +159,16 @@ def keys_of(strategy: Strategy) -> dict[str, list[Key]]:
 
 def make_grid(
     strategy: Strategy,
-    groups: Groups | None = None,
+    groups: GridGroups | None = None,
     known: Collection[Key] = (),
     limit: timedelta = default_pg_timeout,
 ) -> Grid:
     """Make the groups of a strategy without context and expert parallelism.
 
     Collective over all launched ranks: each makes all groups, in the same order; but not those of
-    ``groups`` that are ``known`` to all. Raises what `Groups.make` does.
+    ``groups`` that are ``known`` to all. Raises what `GridGroups.make` does.
     """
-    made = groups or Groups()
+    made = groups or GridGroups()
     rank = dist.get_rank()
     place = place_of(rank, strategy)
     by_role = keys_of(strategy)

@@ -42,7 +42,7 @@ from rlinf_async.backends.megatron.forward import (
     read_statistics,
     read_values,
 )
-from rlinf_async.backends.megatron.grid import Grid, Groups, Place, make_grid
+from rlinf_async.backends.megatron.grid import Grid, GridGroups, GridPlace, make_grid
 from rlinf_async.backends.megatron.memory import Offloading, StageMemory
 from rlinf_async.backends.megatron.model import (
     Options,
@@ -52,7 +52,7 @@ from rlinf_async.backends.megatron.model import (
 )
 from rlinf_async.backends.megatron.schedule import Schedule, Work, make_data_iterator_list
 from rlinf_async.backends.megatron.weights import (
-    Held,
+    HeldParameter,
     first_weights,
     held_weights,
     load_weights,
@@ -179,7 +179,7 @@ class RankModel(NamedTuple):
     """All that an active rank trains with."""
 
     chunks: list[nn.Module]
-    held: list[Held]
+    held: list[HeldParameter]
     models: list[Any]
     """the chunks in Megatron's data parallelism"""
     optimizer: Any
@@ -237,7 +237,7 @@ class MegatronModelManager(Offloading):
         )
         check_offered(self.architecture, self.strategy, cp=cfg.cp, ep=cfg.ep)
         layout_of(self.architecture, self.strategy)  # refuses what does not divide, first of all
-        self.groups = Groups()
+        self.groups = GridGroups()
         self.options = Options(
             dtype=DTYPES[cfg.precision],
             sequence_parallel=cfg.sequence_parallel,
@@ -258,7 +258,7 @@ class MegatronModelManager(Offloading):
         self.take(grid, self.build(grid, partial(load_weights, tensor=tensor)))
 
     def build(
-        self, grid: Grid, fill: Callable[[list[Held]], None], reused: Iterable[Tensor] = ()
+        self, grid: Grid, fill: Callable[[list[HeldParameter]], None], reused: Iterable[Tensor] = ()
     ) -> RankModel:
         """Build this rank's part of the model for a strategy; ``fill`` gives it its weights.
 
@@ -311,7 +311,7 @@ class MegatronModelManager(Offloading):
         return self.part
 
     @property
-    def place(self) -> Place:
+    def place(self) -> GridPlace:
         """Where this rank stands; raises `IdleRank`."""
         self.active_part()
         place = self.grid.place
@@ -319,7 +319,7 @@ class MegatronModelManager(Offloading):
         return place
 
     @property
-    def held(self) -> list[Held]:
+    def held(self) -> list[HeldParameter]:
         """The parameters of this rank; none on an idle one."""
         return self.part.held if self.part is not None else []
 

@@ -123,7 +123,7 @@ class Megatron(LanguageTrainerPart):
             )
 
 
-class MegatronCritic(Megatron):
+class MegatronCriticPart(Megatron):
     """The Megatron trainer of a critic: a language model with a value head."""
 
     factory = f"{MODULE}:MegatronCriticTrainer"

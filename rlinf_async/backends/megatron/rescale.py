@@ -41,10 +41,10 @@ from rlinf_async.backends.megatron.shards import (
     take_apart,
     unchanged,
 )
-from rlinf_async.backends.megatron.weights import MOMENTS, Held, zero_padding
+from rlinf_async.backends.megatron.weights import MOMENTS, HeldParameter, zero_padding
 from rlinf_async.backends.rescale import Change, RescaleError, TransferGroup, rescale_together
 from rlinf_async.backends.rescale.rescale import trim_heap
-from rlinf_async.backends.reshard import Report, State, allocate, reshard
+from rlinf_async.backends.reshard import BufferState, ExchangeReport, allocate, reshard
 from rlinf_async.backends.reshard.executor import DEFAULT_BUCKET_BYTES
 from rlinf_async.parallel import Layout, Plan, Replicated, Strategy, StrategyError, plan
 from rlinf_async.parallel.splits import nearest
@@ -115,7 +115,7 @@ def rescale(
     )
 
 
-class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class MegatronProgress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """State of an active rank besides its tensors, equal on all of them; new ranks take that of
     rank 0."""
 
@@ -132,7 +132,7 @@ class Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     groups: list[Key]
     """groups that the rank has"""
-    progress: Progress | None
+    progress: MegatronProgress | None
     """None from an idle rank"""
 
 
@@ -149,7 +149,7 @@ class MegatronChange(Change):
         self._random_states: dict[str, Tensor] | None = None
         """random states of Megatron's layers, before the new part was built"""
         self._part: RankModel | None = None
-        self._moves: list[tuple[Plan, list[State]]] = []
+        self._moves: list[tuple[Plan, list[BufferState]]] = []
         self._moments: dict[str, dict[str, Tensor]] = {}
         self._kept: dict[str, dict[str, Tensor]] = {}
 
@@ -173,7 +173,7 @@ class MegatronChange(Change):
         manager.check_onloaded("rescale()")
         progress = None
         if manager.part is not None:
-            progress = Progress(
+            progress = MegatronProgress(
                 manager.steps, manager.skipped_steps, _has_moments(manager), list(manager.kept)
             )
         return msgspec.msgpack.encode(Told(manager.groups.known, progress))
@@ -211,7 +211,7 @@ class MegatronChange(Change):
         self._plan_weights()
         self._plan_state()
 
-    def move(self, bucket_bytes: int, limit: timedelta) -> Report:
+    def move(self, bucket_bytes: int, limit: timedelta) -> ExchangeReport:
         """Fill the new part."""
         return reshard(
             *self._moves,
@@ -252,12 +252,12 @@ class MegatronChange(Change):
     # ---- planning
 
     @property
-    def _progress(self) -> Progress:
+    def _progress(self) -> MegatronProgress:
         progress = self._told[0].progress
         assert progress is not None  # rank 0 is always active
         return progress
 
-    def _fill(self, held: list[Held]) -> None:
+    def _fill(self, held: list[HeldParameter]) -> None:
         """Share what this rank has already; leave the rest to the move, but for padding."""
         manager = self._manager
         shared = set[str]()
@@ -304,15 +304,15 @@ class MegatronChange(Change):
         if manager.sharding.distributed and manager.sharding.overlap:
             source = state_layout(manager.architecture, self._old, manager.sharding)
             stepped = stepped_weights(manager.held, manager.optimizer) if manager.active else {}
-            self._moves.append((plan(source, new), [State(stepped, target, dtype)]))
+            self._moves.append((plan(source, new), [BufferState(stepped, target, dtype)]))
         else:
             held = {one.name: one.parameter.detach().view(-1) for one in manager.held}
-            self._moves.append((moved, [State(held, target, dtype)]))
+            self._moves.append((moved, [BufferState(held, target, dtype)]))
         states = []
         for name in self._progress.kept:
             have = manager.kept.get(name, {})
             room = self._room(old, new, have, dtype, CPU)
-            states.append(State(have, room, dtype))
+            states.append(BufferState(have, room, dtype))
             if part is not None:
                 self._kept[name] = {
                     one.name: room[one.name].view(one.parameter.shape) for one in part.held
@@ -333,11 +333,11 @@ class MegatronChange(Change):
         states = []
         if manager.options.dtype != STATE:
             target = stepped_weights(part.held, part.optimizer) if part is not None else {}
-            states.append(State(have.get(MAIN, {}), target, STATE))
+            states.append(BufferState(have.get(MAIN, {}), target, STATE))
         for kind in MOMENTS if self._progress.stepped else ():
             before = have.get(kind, {})
             self._moments[kind] = self._room(old, new, before, STATE, manager.device)
-            states.append(State(before, self._moments[kind], STATE))
+            states.append(BufferState(before, self._moments[kind], STATE))
         if states:
             self._moves.append((plan(old, new), states))
 

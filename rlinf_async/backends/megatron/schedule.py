@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from rlinf_async.backends.language_training.objective import Packed, single_token
+from rlinf_async.backends.language_training.objective import PackedTokens, single_token
 from rlinf_async.backends.megatron.cpu import of_megatron
 from rlinf_async.backends.megatron.forward import Read, SelectRows, padded, run_stage
 from rlinf_async.backends.megatron.grid import Grid
@@ -38,7 +38,7 @@ from rlinf_async.backends.megatron.grid import Grid
 class Work(NamedTuple):
     """One micro-batch, on every rank of a model-parallel group."""
 
-    packed: Packed
+    packed: PackedTokens
     answer: Callable[[Any], tuple[Tensor, Any]]
     """function of what was read from the output: returns the loss to differentiate and the result;
     called on the last stage"""

@@ -23,7 +23,7 @@ from rlinf_async.backends.megatron.manager import RankModel, Sharding
 from rlinf_async.backends.megatron.model import buffers_of
 from rlinf_async.backends.megatron.weights import (
     MOMENTS,
-    Held,
+    HeldParameter,
     kept_of,
     pieces_of_range,
     replace_moments,
@@ -69,7 +69,7 @@ def state_layout(architecture: Architecture, strategy: Strategy, sharding: Shard
 
 def check_ranges(
     architecture: Architecture,
-    held: Sequence[Held],
+    held: Sequence[HeldParameter],
     optimizer: Any,
     strategy: Strategy,
     sharding: Sharding,
@@ -100,7 +100,7 @@ class RankState(NamedTuple):
     """`MAIN` where it is not a view of the weights, and moments if there are any, by kind"""
 
 
-def state_of(held: Sequence[Held], optimizer: Any) -> RankState:
+def state_of(held: Sequence[HeldParameter], optimizer: Any) -> RankState:
     """Return what this rank holds."""
     weights = {one.name: _flat(one.parameter) for one in held}
     state: dict[str, dict[str, Tensor]] = {}
@@ -115,7 +115,7 @@ def state_of(held: Sequence[Held], optimizer: Any) -> RankState:
     return RankState(weights, state)
 
 
-def stepped_weights(held: Sequence[Held], optimizer: Any) -> Tensors:
+def stepped_weights(held: Sequence[HeldParameter], optimizer: Any) -> Tensors:
     """Return the weights that this rank's optimizer steps, flat ranges of the parameters."""
     found = {}
     for one in held:
@@ -126,7 +126,7 @@ def stepped_weights(held: Sequence[Held], optimizer: Any) -> Tensors:
 
 
 def set_moments(
-    held: Sequence[Held], optimizer: Any, moments: Mapping[str, Tensors], steps: float
+    held: Sequence[HeldParameter], optimizer: Any, moments: Mapping[str, Tensors], steps: float
 ) -> None:
     """Make these very tensors the optimizer's moments."""
     for one in held:

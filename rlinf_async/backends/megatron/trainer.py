@@ -26,7 +26,7 @@ from rlinf_async.backends.checkpoint.writing import CheckpointWriter
 from rlinf_async.backends.language import OPTIMIZER, PARTS, WEIGHTS, MicroBatch
 from rlinf_async.backends.language_training.objective import (
     Forward,
-    Part,
+    MicroBatchSums,
     Totals,
     by_sample,
     by_tokens,
@@ -36,7 +36,7 @@ from rlinf_async.backends.language_training.trainer import (
     Accumulated,
     Critic,
     LanguageModelTrainer,
-    Policy,
+    LanguagePolicyTrainer,
 )
 from rlinf_async.backends.language_training.weights import OwnParts, PlacedPart
 from rlinf_async.backends.megatron import checkpoint
@@ -149,7 +149,7 @@ class MegatronLanguageTrainer(LanguageModelTrainer[MegatronTrainerConfig, Megatr
         )
         assert isinstance(forward, Forward)
 
-        def answer(found: Any) -> tuple[Tensor, Part]:
+        def answer(found: Any) -> tuple[Tensor, MicroBatchSums]:
             part = forward.answer(found)
             return part.loss, part._replace(loss=part.loss.detach().clone())
 
@@ -252,13 +252,15 @@ class MegatronLanguageTrainer(LanguageModelTrainer[MegatronTrainerConfig, Megatr
         return [one.extra for one in checkpoint.load(self.manager, self._writer, path)]
 
 
-class MegatronTrainer(MegatronLanguageTrainer, Policy[MegatronTrainerConfig, MegatronModelManager]):
+class MegatronTrainer(
+    MegatronLanguageTrainer, LanguagePolicyTrainer[MegatronTrainerConfig, MegatronModelManager]
+):
     """A `LanguageTrainer` of an actor."""
 
     def log_probs(
         self, samples: Sequence[TrainingSample], *, reference: bool = False
     ) -> list[Floats]:
-        """Return log-probs ``[R]`` of each response, also while offloaded; see `Policy`."""
+        """Return log-probs ``[R]`` of each response, also while offloaded."""
         with self.manager.awake({WEIGHTS}):
             return super().log_probs(samples, reference=reference)
 

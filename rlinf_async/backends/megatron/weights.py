@@ -27,7 +27,7 @@ from rlinf_async.parallel.regions import cut_ranges
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 
 
-class Held(NamedTuple):
+class HeldParameter(NamedTuple):
     """A parameter of this rank, and the boxes of the checkpoint's tensors in it."""
 
     name: str
@@ -36,7 +36,9 @@ class Held(NamedTuple):
     pieces: tuple[Piece, ...]
 
 
-def held_weights(chunks: Sequence[nn.Module], architecture: Architecture, grid: Grid) -> list[Held]:
+def held_weights(
+    chunks: Sequence[nn.Module], architecture: Architecture, grid: Grid
+) -> list[HeldParameter]:
     """Return the parameters of this rank in the order of the layout.
 
     Raises:
@@ -65,10 +67,10 @@ def held_weights(chunks: Sequence[nn.Module], architecture: Architecture, grid: 
             f"Megatron's model and the name map differ in {len(differing)} parameters, the first: "
             f"{', '.join(differing[:4])}"
         )
-    return [Held(name, live[name], one.pieces) for name, one in buffers.items()]
+    return [HeldParameter(name, live[name], one.pieces) for name, one in buffers.items()]
 
 
-def load_weights(held: list[Held], tensor: Callable[[str], Tensor]) -> None:
+def load_weights(held: list[HeldParameter], tensor: Callable[[str], Tensor]) -> None:
     """Fill the parameters; ``tensor`` returns a whole tensor of the checkpoint by its name.
 
     Rows that were added to make the vocabulary divide become 0.
@@ -83,7 +85,7 @@ def load_weights(held: list[Held], tensor: Callable[[str], Tensor]) -> None:
                 flat[piece.offset : piece.offset + part.numel()].copy_(part)
 
 
-def zero_padding(held: list[Held]) -> None:
+def zero_padding(held: list[HeldParameter]) -> None:
     """Zero the parameters that have more rows than the checkpoint."""
     with torch.no_grad():
         for one in held:
@@ -105,7 +107,7 @@ def first_weights(whole: nn.Module) -> Callable[[str], Tensor]:
     return tensor
 
 
-def own_slices(held: list[Held]) -> Iterator[tuple[Piece, Tensor]]:
+def own_slices(held: list[HeldParameter]) -> Iterator[tuple[Piece, Tensor]]:
     """Yield each slice that this rank has, with its box in the tensor of the checkpoint."""
     for one in held:
         flat = one.parameter.detach().view(-1)
@@ -113,7 +115,7 @@ def own_slices(held: list[Held]) -> Iterator[tuple[Piece, Tensor]]:
             yield piece, flat[piece.offset : piece.offset + _elements(piece)].view(piece.size)
 
 
-def pieces_of_range(held: Held, start: int, count: int) -> Iterator[Piece]:
+def pieces_of_range(held: HeldParameter, start: int, count: int) -> Iterator[Piece]:
     """Yield the boxes of ``count`` elements of a flat parameter, from element ``start`` on; their
     offsets count from there."""
     for piece in held.pieces:
@@ -146,7 +148,7 @@ def _elements(piece: Piece) -> int:
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 
 
-class Kept(NamedTuple):
+class OptimizerPart(NamedTuple):
     """Elements of a parameter whose state the optimizer of this rank has."""
 
     optimizer: torch.optim.Optimizer
@@ -162,7 +164,7 @@ class Kept(NamedTuple):
         return found
 
 
-def kept_of(optimizer: Any, parameter: nn.Parameter) -> Kept | None:
+def kept_of(optimizer: Any, parameter: nn.Parameter) -> OptimizerPart | None:
     """Return what this rank's optimizer has of a parameter; None: other data ranks have all."""
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
         places = getattr(one, "model_param_gbuf_map", None)
@@ -170,11 +172,11 @@ def kept_of(optimizer: Any, parameter: nn.Parameter) -> Kept | None:
             if parameter in one.model_param_group_index_map:
                 main = one._get_main_param_and_optimizer_states(parameter)["param"]
                 start = one._get_model_param_range_map(parameter)["param"].start
-                return Kept(one.optimizer, main, start)
+                return OptimizerPart(one.optimizer, main, start)
             continue
         main = getattr(parameter, "main_param", parameter)
         if any(main is held for group in one.optimizer.param_groups for held in group["params"]):
-            return Kept(one.optimizer, main, 0)
+            return OptimizerPart(one.optimizer, main, 0)
     return None
 
 
@@ -203,7 +205,7 @@ def set_state(
     replace_moments(kept, moments, steps)
 
 
-def replace_moments(kept: Kept, moments: Mapping[str, Tensor], steps: float) -> None:
+def replace_moments(kept: OptimizerPart, moments: Mapping[str, Tensor], steps: float) -> None:
     """Make these very tensors the optimizer's moments, after so many steps; without moments, it
     begins anew.
 
@@ -229,7 +231,7 @@ def torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
 
 
 def on_first_rank(
-    held: Sequence[Held], layout: Layout, strategy: Strategy, dtype: torch.dtype
+    held: Sequence[HeldParameter], layout: Layout, strategy: Strategy, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """Return the weights by their names in a checkpoint on rank 0, on the CPU; ``{}`` elsewhere.
 

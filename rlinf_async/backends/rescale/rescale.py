@@ -42,7 +42,7 @@ from rlinf_async.backends.rescale.transaction import (
     StageResult,
     Transaction,
 )
-from rlinf_async.backends.reshard import NotAgreed, PeerLost, Report
+from rlinf_async.backends.reshard import ExchangeReport, NotAgreed, PeerLost
 from rlinf_async.parallel import Strategy, StrategyError
 
 
@@ -165,7 +165,7 @@ class Change(ABC):
         """Plan, and make what the state will be moved into."""
 
     @abstractmethod
-    def move(self, bucket_bytes: int, limit: timedelta) -> Report:
+    def move(self, bucket_bytes: int, limit: timedelta) -> ExchangeReport:
         """Fill what was built. Collective in `transfer`."""
 
     @abstractmethod
@@ -280,7 +280,7 @@ class Rescale:
             store, self._rank, dist.get_world_size(), self._began + timeout
         )
         self._proposals: list[Proposal] = []
-        self._moved: Report | None = None
+        self._moved: ExchangeReport | None = None
         self._ready = False
 
     def run(self) -> RescaleReport:

@@ -1,6 +1,6 @@
 """Plans of `rlinf_async.parallel`, carried out on live tensors."""
 
-from rlinf_async.backends.reshard.executor import Report, State, allocate, reshard
+from rlinf_async.backends.reshard.executor import BufferState, ExchangeReport, allocate, reshard
 from rlinf_async.backends.reshard.reserved import Reservations
 from rlinf_async.backends.reshard.signals import (
     BucketDamaged,
@@ -12,13 +12,13 @@ from rlinf_async.backends.reshard.signals import (
 
 __all__ = [
     "BucketDamaged",
+    "BufferState",
     "BuffersDiffer",
+    "ExchangeReport",
     "NotAgreed",
     "PeerLost",
-    "Report",
     "Reservations",
     "ReshardError",
-    "State",
     "allocate",
     "reshard",
 ]

@@ -153,7 +153,7 @@ DEFAULT_BUCKET_BYTES = 16 * 1024 * 1024
 DEFAULT_TIMEOUT = timedelta(seconds=120)
 
 
-class State(NamedTuple):
+class BufferState(NamedTuple):
     """Buffers of one kind (weights, first moments, ...) on this rank, by the layouts' names.
 
     A rank that is in only one of the layouts gives an empty mapping for the other.
@@ -165,7 +165,7 @@ class State(NamedTuple):
     """dtype in the buckets, the same on all ranks; that of the new layout's tensors by default"""
 
 
-class Report(NamedTuple):
+class ExchangeReport(NamedTuple):
     """Figures of one exchange on this rank."""
 
     sent_bytes: int
@@ -212,13 +212,13 @@ def allocate(
 
 
 def reshard(
-    *moves: tuple[Plan, Sequence[State]],
+    *moves: tuple[Plan, Sequence[BufferState]],
     group: dist.ProcessGroup | None = None,
     device: torch.device,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     shared_memory: bool = True,
     timeout: timedelta = DEFAULT_TIMEOUT,
-) -> Report:
+) -> ExchangeReport:
     """Fill the new buffers of every state from the old ones. Collective over the group.
 
     ``moves``: a plan with the states that go by it; for several, ranks meet and vote once. On one
@@ -251,12 +251,14 @@ def reshard(
         vote(damage, group, device, timeout)
     finally:
         transport.close()
-    return Report(exchange.sent, exchange.received, exchange.rounds, transport.peak, exchange.kept)
+    return ExchangeReport(
+        exchange.sent, exchange.received, exchange.rounds, transport.peak, exchange.kept
+    )
 
 
 def _parts(
-    plan: Plan, states: Sequence[State], rank: int, bucket_bytes: int
-) -> Iterator[tuple[RankPlan, State, DtypeOf]]:
+    plan: Plan, states: Sequence[BufferState], rank: int, bucket_bytes: int
+) -> Iterator[tuple[RankPlan, BufferState, DtypeOf]]:
     """Yield each state with this rank's rounds of it."""
     rounds: dict[int, RankPlan] = {}
     for state in states:
@@ -266,7 +268,7 @@ def _parts(
         yield rounds[limit], state, _travel_dtype(plan, state)
 
 
-def _travel_dtype(plan: Plan, state: State) -> DtypeOf:
+def _travel_dtype(plan: Plan, state: BufferState) -> DtypeOf:
     """Return the dtype in the buckets of each run of a state."""
     dtypes = {one.name: getattr(torch, one.dtype) for one in plan.new.tensors}
 
@@ -277,7 +279,7 @@ def _travel_dtype(plan: Plan, state: State) -> DtypeOf:
     return dtype_of
 
 
-def _limit_of(plan: Plan, state: State, bucket_bytes: int) -> int:
+def _limit_of(plan: Plan, state: BufferState, bucket_bytes: int) -> int:
     """Return the bytes of a round, as the plan counts them: half of the limit in each direction."""
     half = max(1, bucket_bytes // 2)
     if state.dtype is None:
@@ -286,7 +288,7 @@ def _limit_of(plan: Plan, state: State, bucket_bytes: int) -> int:
     return max(1, half * min(narrowest, state.dtype.itemsize) // state.dtype.itemsize)
 
 
-def _faults_of(plan: Plan, mine: RankPlan, state: State) -> Iterable[str]:
+def _faults_of(plan: Plan, mine: RankPlan, state: BufferState) -> Iterable[str]:
     """Yield what is missing or wrong in this rank's buffers of what the plan reads and writes."""
     read = {run.source.buffer for run in (*mine.copies, *mine.sends)}
     written = {run.target.buffer for run in (*mine.copies, *mine.receives)}

@@ -11,7 +11,7 @@ from rlinf_async.backends.parts import EnginePart, LanguageTrainerPart, Learner
 from rlinf_async.backends.toy.config import ToyEngineConfig, ToyPolicyConfig, ToyTrainerConfig
 
 
-class ToyEngine(EnginePart):
+class ToyEnginePart(EnginePart):
     """A cost model that makes tokens up."""
 
     Config = ToyEngineConfig
@@ -24,7 +24,7 @@ class ToyEngine(EnginePart):
         return settings.context
 
 
-class ToyTrainer(LanguageTrainerPart):
+class ToyTrainerPart(LanguageTrainerPart):
     """A cost model of actors, critics and inference workers."""
 
     Config = ToyTrainerConfig

@@ -1,4 +1,4 @@
-"""`Decoder`: the rows that are decoded together, one token each at a time.
+"""`BatchDecoder`: the rows that are decoded together, one token each at a time.
 
 ::
 
@@ -145,7 +145,7 @@ class RowCache:
 Finish = Literal["stop", "length", "abort"]
 
 
-class Row:
+class DecodedRow:
     """One request inside the decoder: its tokens so far, and the random numbers of the next."""
 
     __slots__ = (
@@ -281,7 +281,7 @@ SPAN: Final = 16
 """positions that are attended to are a multiple of this: floats of the widest vector unit"""
 
 
-class Decoder:
+class BatchDecoder:
     """Decodes rows that join and leave between steps.
 
     Args:
@@ -301,7 +301,7 @@ class Decoder:
         self._stops = stop_token_ids
         self._prefill_tokens = prefill_tokens
         self._cache = RowCache()
-        self.rows: list[Row] = []
+        self.rows: list[DecodedRow] = []
         self._rules: Rules | None = None
         self._read_device()
 
@@ -319,7 +319,7 @@ class Decoder:
         self._least = ROWS if self.device.type == "cpu" else 1
 
     @torch.inference_mode()
-    def join(self, rows: Sequence[Row]) -> None:
+    def join(self, rows: Sequence[DecodedRow]) -> None:
         """Compute the keys and values of these rows' tokens, but of each one's last."""
         waiting = sorted(rows, key=lambda row: len(row.tokens))
         while waiting:
@@ -334,7 +334,7 @@ class Decoder:
         self._rules = None
 
     @torch.inference_mode()
-    def leave(self, rows: Sequence[Row]) -> None:
+    def leave(self, rows: Sequence[DecodedRow]) -> None:
         """Remove rows."""
         for row in rows:
             place, last = self.rows.index(row), self.rows.pop()
@@ -344,7 +344,7 @@ class Decoder:
         self._rules = None
 
     @torch.inference_mode()
-    def step(self) -> list[Row]:
+    def step(self) -> list[DecodedRow]:
         """Add a token to each row; remove and return the finished rows."""
         if self._rules is None:
             self._rules = Rules.of([row.sampling for row in self.rows], self.device)
@@ -398,7 +398,7 @@ class Decoder:
             found.append(picked.cpu().numpy())
         return found
 
-    def _prefill(self, rows: Sequence[Row]) -> None:
+    def _prefill(self, rows: Sequence[DecodedRow]) -> None:
         # Samples of one prompt share their tokens: each different one is computed once.
         numbers: dict[tuple[int, ...], int] = {}
         source = [numbers.setdefault(tuple(row.tokens[:-1]), len(numbers)) for row in rows]

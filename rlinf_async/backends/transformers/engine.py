@@ -28,7 +28,7 @@ from rlinf_async.backends.base import ShieldedTasks
 from rlinf_async.backends.building import building
 from rlinf_async.backends.language import EngineDied
 from rlinf_async.backends.transformers.config import TransformersEngineConfig
-from rlinf_async.backends.transformers.decoder import Decoder, Row
+from rlinf_async.backends.transformers.decoder import BatchDecoder, DecodedRow
 from rlinf_async.backends.transformers.folder import ModelFolder, open_folder
 from rlinf_async.backends.transformers.tensors import build_model
 from rlinf_async.messages.embodied import Floats
@@ -57,11 +57,11 @@ class TransformersEngine:
         self._seed = seed
         self._device = device
         self._folder: ModelFolder | None = None
-        self._decoder: Decoder | None = None
+        self._decoder: BatchDecoder | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="transformers engine")
-        self._waiting: list[tuple[int, int, Row]] = []
-        self._answers: dict[Row, asyncio.Future[Generated]] = {}
-        self._ending: set[Row] = set()
+        self._waiting: list[tuple[int, int, DecodedRow]] = []
+        self._answers: dict[DecodedRow, asyncio.Future[Generated]] = {}
+        self._ending: set[DecodedRow] = set()
         self._arrived = 0
         self._turn = asyncio.Lock()
         self._shielded = ShieldedTasks()
@@ -101,7 +101,7 @@ class TransformersEngine:
         )
         with building(self._seed):
             model = build_model(self._folder, config, self._device)
-        self._decoder = Decoder(model, self._folder.stop_token_ids, config.prefill_tokens)
+        self._decoder = BatchDecoder(model, self._folder.stop_token_ids, config.prefill_tokens)
         if config.weights == "folder":
             self._decoder.version = 0
 
@@ -111,7 +111,7 @@ class TransformersEngine:
         assert self._folder is not None
         self._check_weights()
         self._folder.check_fits(request)
-        row = Row(request)
+        row = DecodedRow(request)
         if row.finish is not None:  # the partial has all that was asked for
             return row.generated()
         answer: asyncio.Future[Generated] = asyncio.get_running_loop().create_future()
@@ -187,7 +187,7 @@ class TransformersEngine:
         self._thread.shutdown(wait=False)
         self._decoder = None
 
-    async def _alone(self, fn: Callable[[Decoder], R]) -> R:
+    async def _alone(self, fn: Callable[[BatchDecoder], R]) -> R:
         """Call a function of the decoder in the thread, between two stretches of steps."""
         self._check_alive()
         self._wanted = True
@@ -209,7 +209,7 @@ class TransformersEngine:
         except Exception as error:
             self._fail(f"failed with {type(error).__name__}: {error}")
 
-    def _changes(self, decoder: Decoder) -> tuple[list[Row], list[Row]]:
+    def _changes(self, decoder: BatchDecoder) -> tuple[list[DecodedRow], list[DecodedRow]]:
         """Return the rows that join the decoder now, and those that leave it."""
         for _, _, row in self._waiting:
             if row in self._ending:
@@ -222,7 +222,9 @@ class TransformersEngine:
         count = min(room, len(self._waiting))
         return [heapq.heappop(self._waiting)[2] for _ in range(count)], leaving
 
-    def _decode(self, decoder: Decoder, joining: list[Row], leaving: list[Row]) -> list[Row]:
+    def _decode(
+        self, decoder: BatchDecoder, joining: list[DecodedRow], leaving: list[DecodedRow]
+    ) -> list[DecodedRow]:
         """Compute a stretch of steps. Runs in the thread."""
         decoder.leave(leaving)
         if joining:
@@ -236,7 +238,7 @@ class TransformersEngine:
                 break
         return []
 
-    def _answer(self, row: Row) -> None:
+    def _answer(self, row: DecodedRow) -> None:
         self._ending.discard(row)
         answer = self._answers.pop(row, None)
         if answer is not None and not answer.done():

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from rlinf_async.backends.checkpoint.exporting import Cutting, Resharding
 from rlinf_async.backends.checkpoint.folders import CheckpointError, FileRecord, clean, encode
 from rlinf_async.backends.checkpoint.reading import read_checkpoint
-from rlinf_async.backends.checkpoint.tensor_file import Entry, checksum
+from rlinf_async.backends.checkpoint.tensor_file import TensorEntry, checksum
 from rlinf_async.parallel import StrategyError
 from tests.backends.checkpoint.kit import (
     EXPERTS,
@@ -235,7 +235,7 @@ def test_no_more_than_one_tensor_is_in_memory(
     alive: list[int] = []
     make = Cutting._make
 
-    def watched(one: Cutting, entry: Entry) -> torch.Tensor:
+    def watched(one: Cutting, entry: TensorEntry) -> torch.Tensor:
         alive.append(sum(tensor() is not None for tensor in made))
         tensor = make(one, entry)
         made.append(weakref.ref(tensor))

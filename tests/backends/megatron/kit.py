@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlinf_async.backends.base import OptimizerConfig
-from rlinf_async.backends.language_training.objective import Packed, TokenStatistics
+from rlinf_async.backends.language_training.objective import PackedTokens, TokenStatistics
 from rlinf_async.backends.megatron.config import Architecture, architecture_of
 from rlinf_async.backends.megatron.forward import read_statistics
 from rlinf_async.backends.megatron.grid import Grid, make_grid
 from rlinf_async.backends.megatron.manager import Sharding, make_optimizer, with_gradients
 from rlinf_async.backends.megatron.model import Options, build_stage
 from rlinf_async.backends.megatron.schedule import Schedule, Work
-from rlinf_async.backends.megatron.weights import Held, held_weights, load_weights
+from rlinf_async.backends.megatron.weights import HeldParameter, held_weights, load_weights
 from rlinf_async.parallel import Strategy
 
 VOCABULARY = 101
@@ -61,7 +61,7 @@ class Stage(NamedTuple):
     architecture: Architecture
     grid: Grid
     chunks: list[Any]
-    held: list[Held]
+    held: list[HeldParameter]
 
 
 def stage_of(model: Any, strategy: Strategy, options: Options | None = None) -> Stage | None:
@@ -83,11 +83,11 @@ def samples(step: int, count: int = 8) -> list[Tensor]:
     return [torch.randint(0, VOCABULARY, (one,), generator=generator) for one in lengths]
 
 
-def packed(ids: list[Tensor]) -> Packed:
+def packed(ids: list[Tensor]) -> PackedTokens:
     """Every token but the first of each sample is predicted."""
     lengths = [len(one) - 1 for one in ids]
     total = sum(lengths)
-    return Packed(
+    return PackedTokens(
         torch.cat([one[:-1] for one in ids])[None],
         torch.cat([torch.arange(one) for one in lengths])[None],
         lengths,

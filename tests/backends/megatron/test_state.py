@@ -28,10 +28,10 @@ def load(optimizer: Any, parameter: nn.Parameter, moments: dict[str, Tensor]) ->
 def rescale(optimizer: Any, parameter: nn.Parameter, moments: dict[str, Tensor]) -> None:
     """As another strategy takes them."""
     from rlinf_async.backends.megatron.shards import set_moments
-    from rlinf_async.backends.megatron.weights import Held
+    from rlinf_async.backends.megatron.weights import HeldParameter
 
     given = {kind: {"one": moment} for kind, moment in moments.items()}
-    set_moments([Held("one", parameter, ())], optimizer, given, 7.0)
+    set_moments([HeldParameter("one", parameter, ())], optimizer, given, 7.0)
 
 
 @pytest.mark.parametrize("give", [load, rescale])

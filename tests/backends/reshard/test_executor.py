@@ -16,9 +16,9 @@ import torch.distributed as dist
 from rlinf_async.backends.reshard import (
     BucketDamaged,
     BuffersDiffer,
+    BufferState,
     NotAgreed,
     PeerLost,
-    State,
     allocate,
     buckets,
     reshard,
@@ -133,7 +133,7 @@ def round_the_ring(rank: int, shared_memory: bool) -> list[dict[str, int | bool]
     report = []
     for old, new in pairwise(layouts):
         fresh = [allocate(new, rank, device=CPU) for _ in held]
-        states = [State(*pair) for pair in zip(held, fresh, strict=True)]
+        states = [BufferState(*pair) for pair in zip(held, fresh, strict=True)]
         made = plan(old, new)
         done = reshard((made, states), device=CPU, bucket_bytes=BUCKET, shared_memory=shared_memory)
         arrived = all(equal(one, filled(new, rank, seed)) for seed, one in enumerate(fresh))
@@ -171,9 +171,9 @@ def narrowed(rank: int) -> bool:
     )
     old = layout(huggingface(half), Strategy(dp=2, sharding=FSDP2()))
     new = layout(vllm(half), Strategy(tp=2), [2, 3])
-    weights = State(filled(old, rank, 0), allocate(new, rank, device=CPU))
+    weights = BufferState(filled(old, rank, 0), allocate(new, rank, device=CPU))
     wide = allocate(new, rank, device=CPU, dtype=torch.float32)
-    moments = State(filled(old, rank, 1), wide, torch.float32)
+    moments = BufferState(filled(old, rank, 1), wide, torch.float32)
     reshard((plan(old, new), [weights, moments]), device=CPU, bucket_bytes=512)
     rounded = {name: one.bfloat16() for name, one in filled(new, rank, 0).items()}
     return equal(dict(weights.new), rounded) and equal(wide, filled(new, rank, 1))
@@ -197,7 +197,7 @@ def damaged(rank: int, shared_memory: bool) -> tuple[str, bool]:
 
         buckets.seal = corrupt
     held = filled(old, rank, 0)
-    states = [State(held, allocate(new, rank, device=CPU))]
+    states = [BufferState(held, allocate(new, rank, device=CPU))]
     said = outcome(
         lambda: reshard(
             (plan(old, new), states),
@@ -231,7 +231,7 @@ def lacking(rank: int) -> str:
     fresh = allocate(new, rank, device=CPU)
     if rank == 2:
         del fresh["model.norm.weight"]
-    states = [State(filled(old, rank, 0), fresh)]
+    states = [BufferState(filled(old, rank, 0), fresh)]
     return outcome(lambda: reshard((plan(old, new), states), device=CPU))
 
 
@@ -254,7 +254,7 @@ def dying(rank: int, shared_memory: bool) -> tuple[str, bool]:
 
         buckets.seal = die
     held = filled(old, rank, 0)
-    states = [State(held, allocate(new, rank, device=CPU))]
+    states = [BufferState(held, allocate(new, rank, device=CPU))]
     limit = timedelta(seconds=20)
     said = outcome(
         lambda: reshard(

@@ -23,7 +23,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from rlinf_async.backends.language import UnsupportedModel, supported_families
-from rlinf_async.backends.language_training.objective import KeptTokens, Packed, TokenStatistics
+from rlinf_async.backends.language_training.objective import (
+    KeptTokens,
+    PackedTokens,
+    TokenStatistics,
+)
 from rlinf_async.backends.transformers.tensors import ModelTensors
 
 FLOAT_BYTES = 4
@@ -159,7 +163,7 @@ class LanguageNetwork(nn.Module):
         self.language = language
         self._packs = packs
 
-    def hidden_states(self, packed: Packed) -> Tensor:
+    def hidden_states(self, packed: PackedTokens) -> Tensor:
         """Return ``[N, D]``: the last hidden states at ``packed.rows``."""
         lengths: dict[str, Any] = {"sample_lengths": packed.lengths} if self._packs else {}
         decoder = cast(Any, self.language).get_decoder()
@@ -187,7 +191,7 @@ class PolicyNetwork(LanguageNetwork):
         multiplied = getattr(config, "logit_scale", None) or 1.0
         self._logit_scale = multiplied / (getattr(config, "logits_scaling", None) or 1.0)
 
-    def forward(self, packed: Packed) -> TokenStatistics:
+    def forward(self, packed: PackedTokens) -> TokenStatistics:
         """Return log-probs and entropies ``[N]`` of the targets."""
         head = cast(Any, self.language).get_output_embeddings()
         return token_statistics(
@@ -216,7 +220,7 @@ class ValueNetwork(LanguageNetwork):
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
-    def forward(self, packed: Packed) -> Tensor:
+    def forward(self, packed: PackedTokens) -> Tensor:
         """Return the values ``[N]`` of the states before the targets."""
         value: Tensor = self.value_head(self.hidden_states(packed)).float()
         return value.squeeze(-1).clone()
@@ -233,7 +237,7 @@ def check_same_as_transformers(network: PolicyNetwork) -> None:
     device = next(network.parameters()).device
     ids = (torch.arange(1, 12, device=device) * 7) % size
     parts = [ids[:6], ids[6:]]
-    packed = Packed(
+    packed = PackedTokens(
         torch.cat([part[:-1] for part in parts])[None],
         torch.cat([torch.arange(len(part) - 1, device=device) for part in parts])[None],
         [len(part) - 1 for part in parts],

@@ -50,7 +50,7 @@ class FSDP(LanguageTrainerPart):
             )
 
 
-class FSDPCritic(FSDP):
+class FSDPCriticPart(FSDP):
     """The FSDP trainer of a critic: a language model with a value head."""
 
     factory = f"{MODULE}:CriticTrainer"

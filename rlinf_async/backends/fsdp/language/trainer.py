@@ -38,8 +38,8 @@ from rlinf_async.backends.fsdp.state import reshard, unwrapped
 from rlinf_async.backends.language import OPTIMIZER, PARTS, WEIGHTS, MicroBatch
 from rlinf_async.backends.language_training.model import build_language_model, describing_files
 from rlinf_async.backends.language_training.objective import (
+    MicroBatchSums,
     NothingToDo,
-    Part,
     Totals,
     by_sample,
     by_tokens,
@@ -50,7 +50,7 @@ from rlinf_async.backends.language_training.trainer import (
     Accumulated,
     Critic,
     LanguageModelTrainer,
-    Policy,
+    LanguagePolicyTrainer,
 )
 from rlinf_async.backends.language_training.weights import OwnParts
 from rlinf_async.messages.embodied import Floats
@@ -112,7 +112,7 @@ class FSDPLanguageTrainer(LanguageModelTrainer[LanguageTrainerConfig, FSDPModelM
         for micro_batch in micro_batches:
             with manager.before_micro_batch(manager.model, micro_batch.is_last):
                 part = self._part(micro_batch, loss, version)
-                if isinstance(part, Part):
+                if isinstance(part, MicroBatchSums):
                     manager.backward(part.loss)
             totals.add(part)
         if manager.world_size > 1:
@@ -123,7 +123,7 @@ class FSDPLanguageTrainer(LanguageModelTrainer[LanguageTrainerConfig, FSDPModelM
 
     def _part(
         self, micro_batch: MicroBatch, loss: LanguageLossConfig | None, version: int | None
-    ) -> Part | NothingToDo:
+    ) -> MicroBatchSums | NothingToDo:
         manager = self.manager
         forward = self.objective.prepare(
             micro_batch.samples,
@@ -223,7 +223,9 @@ class FSDPLanguageTrainer(LanguageModelTrainer[LanguageTrainerConfig, FSDPModelM
         return self.manager.load_checkpoint(path)
 
 
-class PolicyTrainer(FSDPLanguageTrainer, Policy[LanguageTrainerConfig, FSDPModelManager]):
+class PolicyTrainer(
+    FSDPLanguageTrainer, LanguagePolicyTrainer[LanguageTrainerConfig, FSDPModelManager]
+):
     """A `LanguageTrainer` of an actor, which single ranks of inference workers use, too."""
 
     def load(self, update: WeightUpdate) -> None:
