@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pathlib
 
-from rlinf_async.bench import Bar, Bench, Case, Peer, best_of, bound, quotient, ratio
+from rlinf_async.bench import Bar, Bench, Case, PeerSoftware, best_of, bound, quotient, ratio
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 """Every side imports what all share from here, and ours the package."""
 
 SHARED = ("msgspec==0.22.0", "numpy==2.4.6")
-ZMQ = Peer("pyzmq", (("pyzmq==27.3.0", "uvloop==0.23.0", *SHARED),))
-RAY = Peer("ray", (("ray==2.60.0", *SHARED),))
-MONARCH = Peer("torchmonarch", (("torch==2.13.0",), ("torchmonarch==0.7.0", *SHARED)))
+ZMQ = PeerSoftware("pyzmq", (("pyzmq==27.3.0", "uvloop==0.23.0", *SHARED),))
+RAY = PeerSoftware("ray", (("ray==2.60.0", *SHARED),))
+MONARCH = PeerSoftware("torchmonarch", (("torch==2.13.0",), ("torchmonarch==0.7.0", *SHARED)))
 # Its metadata asks for far more than its channels import.
-RLINF = Peer(
+RLINF = PeerSoftware(
     "rlinf",
     (
         ("torch==2.13.0",),
@@ -60,7 +60,7 @@ def _alone(name: str, queue: str, *requires: str) -> Case:
 def _two(
     name: str,
     *command: str,
-    peer: Peer | None = None,
+    peer: PeerSoftware | None = None,
     requires: tuple[str, ...] = (),
     timeout: float = 120,
     **environment: str,

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 
-from rlinf_async.bench import Bar, Bench, Case, Peer, Results
+from rlinf_async.bench import Bar, Bench, Case, PeerSoftware, Results
 
 SPEED, RETURN, SECONDS = "steps_per_second", "return", "seconds_to_success"
 CHEETAH, CHEETAH_SB3 = "cheetah, ours", ("cheetah, sb3, 1 thread", "cheetah, sb3, 2 threads")
@@ -25,7 +25,7 @@ ENVPOOL_CLEANRL = ("envpool, CleanRL's recipe, 1 thread", "envpool, CleanRL's re
 REACH, REACH_SB3 = "reach, ours", ("reach, sb3, 1 thread", "reach, sb3, 2 threads")
 SLOW, LOCK_STEP = "slow, ours", "slow, lock-step"
 
-STABLE_BASELINES3 = Peer(
+STABLE_BASELINES3 = PeerSoftware(
     name="stable-baselines3",
     requirements=(
         ("torch==2.13.0",),

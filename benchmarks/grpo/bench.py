@@ -8,12 +8,12 @@ with the transformers engine.
 
 from __future__ import annotations
 
-from rlinf_async.bench import Bar, Bench, Case, Peer, Results, ratio
+from rlinf_async.bench import Bar, Bench, Case, PeerSoftware, Results, ratio
 
 OURS, THEIRS = "ours", "trl, 2 threads"
 SPEED, REWARD = "samples_per_second", "reward"
 
-TRL = Peer(
+TRL = PeerSoftware(
     name="trl",
     requirements=(
         ("torch==2.13.0",),

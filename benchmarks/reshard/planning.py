@@ -19,9 +19,9 @@ from rlinf_async.parallel import (
     layout,
     plan,
 )
-from rlinf_async.parallel.decoders import Decoder, huggingface
+from rlinf_async.parallel.decoders import DecoderSizes, huggingface
 
-DECODER = Decoder(
+DECODER = DecoderSizes(
     layers=112, hidden=4096, heads=32, kv_heads=8, head_dim=128, mlp=11008, vocabulary=32000
 )
 TIMES = 3

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import math
 
-from rlinf_async.bench import Bar, Bench, Case, Peer
+from rlinf_async.bench import Bar, Bench, Case, PeerSoftware
 
 PUBLISHED, DEVIATION, EPISODES = -156.995, 88.714, 100
 RANGE = PUBLISHED - 2.0 * DEVIATION / math.sqrt(EPISODES)
 RETURN, SUCCESS = "return", "success"
 SAC, SAC_SB3 = "sac, ours", "sac, sb3"
 PIXEL, PIXEL_SB3 = "pixel, ours", "pixel, sb3"
-STABLE_BASELINES3 = Peer(
+STABLE_BASELINES3 = PeerSoftware(
     name="stable-baselines3-returns",
     requirements=(("torch==2.13.0",), ("stable-baselines3==2.9.2", "gymnasium==1.4.0")),
 )

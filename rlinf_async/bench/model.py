@@ -76,7 +76,7 @@ class Results:
 
 
 @dataclasses.dataclass(frozen=True)
-class Peer:
+class PeerSoftware:
     """Other software, in a virtualenv of its own with our version of Python."""
 
     name: str
@@ -90,7 +90,7 @@ class Peer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class CommandOutput:
     """The output of a case's command."""
 
     stdout: str
@@ -98,7 +98,7 @@ class Outcome:
     """The empty folder that the command was given as ``{out}``."""
 
 
-def printed_json(outcome: Outcome) -> Sample:
+def printed_json(outcome: CommandOutput) -> Sample:
     """Return the sample that a command printed: its last line, a JSON object of numbers."""
     lines = outcome.stdout.strip().splitlines()
     return sample_of(json.loads(lines[-1] if lines else ""))
@@ -126,7 +126,7 @@ class Case:
     command: tuple[str, ...]
     """Command line. May hold ``{python}`` (ours, or the peer's), ``{here}`` (the bench's folder),
     ``{out}`` (an empty folder) and ``{repetition}`` (0, 1, 2, ...: a seed)."""
-    peer: Peer | None = None
+    peer: PeerSoftware | None = None
     """Peer in whose virtualenv the command runs; None: ours."""
     requires: tuple[str, ...] = ()
     """Modules that our own interpreter must have for it."""
@@ -137,7 +137,7 @@ class Case:
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     timeout: float = 600.0
     """seconds for one run"""
-    read: Callable[[Outcome], Sample] = printed_json
+    read: Callable[[CommandOutput], Sample] = printed_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,7 +200,7 @@ FELL_SHORT = "fell short"
 NOT_MEASURED = "not measured"
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class BarVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """The verdict on one bar."""
 
     bar: str
@@ -283,7 +283,7 @@ def _the_one(name: str, at_least: float | None, at_most: float | None) -> float:
     return given[0]
 
 
-def judge(bar: Bar, results: Results) -> Verdict:
+def judge(bar: Bar, results: Results) -> BarVerdict:
     """The verdict on a bar. A case that should have run and did not makes it fall short."""
     gaps = [(case, results.gaps[case]) for case in bar.cases if case in results.gaps]
     harmless = (Absence.NOT_ASKED, Absence.SKIPPED)
@@ -295,8 +295,8 @@ def judge(bar: Bar, results: Results) -> Verdict:
     try:
         value, target = bar.value(results), bar.target(results)
     except (KeyError, ZeroDivisionError) as error:
-        return Verdict(bar=bar.name, outcome=FELL_SHORT, reason=str(error))
-    return Verdict(
+        return BarVerdict(bar=bar.name, outcome=FELL_SHORT, reason=str(error))
+    return BarVerdict(
         bar=bar.name,
         outcome=HELD if bar.held(value, target) else FELL_SHORT,
         value=value,
@@ -306,6 +306,6 @@ def judge(bar: Bar, results: Results) -> Verdict:
     )
 
 
-def _without_value(bar: Bar, outcome: str, gap: tuple[str, object]) -> Verdict:
+def _without_value(bar: Bar, outcome: str, gap: tuple[str, object]) -> BarVerdict:
     case, why = gap
-    return Verdict(bar=bar.name, outcome=outcome, reason=f"{case}: {why}")
+    return BarVerdict(bar=bar.name, outcome=outcome, reason=f"{case}: {why}")

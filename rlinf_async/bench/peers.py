@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 
-from rlinf_async.bench.model import Peer
+from rlinf_async.bench.model import PeerSoftware
 
 _TAIL = 3
 """lines of pip's error output that are shown"""
@@ -32,7 +32,7 @@ class PeerStore:
     def __init__(self, root: pathlib.Path) -> None:
         self.root = root
 
-    def python(self, peer: Peer) -> pathlib.Path:
+    def python(self, peer: PeerSoftware) -> pathlib.Path:
         """The peer's interpreter, its virtualenv made first if need be; `PeerMissing` if not."""
         folder = self.folder(peer)
         with self._lock(folder):
@@ -40,17 +40,17 @@ class PeerStore:
                 self._make(peer, folder)
         return folder / "bin" / "python"
 
-    def folder(self, peer: Peer) -> pathlib.Path:
+    def folder(self, peer: PeerSoftware) -> pathlib.Path:
         """Where the peer's virtualenv is, or would be."""
         recipe = repr((peer.requirements, sys.version_info[:3]))
         digest = hashlib.sha256(recipe.encode()).hexdigest()[:8]
         return self.root / f"{peer.name}-{digest}"
 
-    def is_made(self, peer: Peer) -> bool:
+    def is_made(self, peer: PeerSoftware) -> bool:
         """Whether the peer can be run without installing anything."""
         return (self.folder(peer) / "complete").exists()
 
-    def _make(self, peer: Peer, folder: pathlib.Path) -> None:
+    def _make(self, peer: PeerSoftware, folder: pathlib.Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         _succeed(peer, [sys.executable, "-m", "venv", str(folder)])
         pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet"]
@@ -76,7 +76,7 @@ def default_store() -> PeerStore:
     return PeerStore(pathlib.Path(cache) / "rlinf-async" / "peers")
 
 
-def _succeed(peer: Peer, command: Sequence[str]) -> None:
+def _succeed(peer: PeerSoftware, command: Sequence[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         output = (done.stderr or done.stdout).strip().splitlines()[-_TAIL:]

@@ -15,11 +15,11 @@ from rlinf_async.bench.model import (
     FELL_SHORT,
     HELD,
     NOT_MEASURED,
+    BarVerdict,
     Bench,
     Case,
     Results,
     Sample,
-    Verdict,
     judge,
     selected,
 )
@@ -42,7 +42,7 @@ class CaseReport(msgspec.Struct, frozen=True, kw_only=True):
     """Why there are no samples."""
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
     """Everything about one run of a bench."""
 
     bench: str
@@ -50,7 +50,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     machine: Machine
     repetitions: int
     cases: dict[str, CaseReport]
-    bars: list[Verdict]
+    bars: list[BarVerdict]
     notes: tuple[str, ...] = ()
 
     @property
@@ -70,7 +70,7 @@ def case_reports(bench: Bench, results: Results) -> dict[str, CaseReport]:
     return {case.name: _case_report(case, results) for case in bench.cases}
 
 
-def show(report: Report, console: Console) -> None:
+def show(report: BenchReport, console: Console) -> None:
     """Print the tables, the notes, and the last line."""
     console.print(_measurements(report))
     console.print(_bars(report))
@@ -106,7 +106,7 @@ def _case_report(case: Case, results: Results) -> CaseReport:
     return CaseReport(samples=results.samples[case.name], medians=medians, peer=peer)
 
 
-def _measurements(report: Report) -> Table:
+def _measurements(report: BenchReport) -> Table:
     table = Table(title=f"{report.bench}: medians of {report.repetitions}", title_justify="left")
     table.add_column("case")
     table.add_column("metric", no_wrap=True)
@@ -132,7 +132,7 @@ def _rows(name: str, case: CaseReport) -> Iterator[Sequence[str]]:
         yield label, metric, number(median), spread
 
 
-def _bars(report: Report) -> Table:
+def _bars(report: BenchReport) -> Table:
     table = Table(title="bars", title_justify="left")
     table.add_column("bar")
     table.add_column("value", justify="right", no_wrap=True)
@@ -143,23 +143,23 @@ def _bars(report: Report) -> Table:
     return table
 
 
-def _value(verdict: Verdict) -> str:
+def _value(verdict: BarVerdict) -> str:
     return "" if verdict.value is None else f"{number(verdict.value)}{verdict.unit}"
 
 
-def _target(verdict: Verdict) -> str:
+def _target(verdict: BarVerdict) -> str:
     if verdict.target is None:
         return ""
     sign = "<=" if verdict.at_most else ">="
     return f"{sign} {number(verdict.target)}{verdict.unit}"
 
 
-def _outcome(verdict: Verdict) -> Text:
+def _outcome(verdict: BarVerdict) -> Text:
     text = f"{verdict.outcome}: {verdict.reason}" if verdict.reason else verdict.outcome
     return Text(text, style=_COLOURS[verdict.outcome])
 
 
-def _count(bars: Sequence[Verdict], outcome: str) -> int:
+def _count(bars: Sequence[BarVerdict], outcome: str) -> int:
     return sum(verdict.outcome == outcome for verdict in bars)
 
 
@@ -200,7 +200,7 @@ def run_bench(
 
 def _measured(
     bench: Bench, *, here: pathlib.Path, with_peers: bool, repetitions: int, store: PeerStore
-) -> Report:
+) -> BenchReport:
     started, machine = datetime.datetime.now(datetime.UTC), this_machine()
     with Console(stderr=True).status(bench.name) as status:
         results = measure(
@@ -211,7 +211,7 @@ def _measured(
             repetitions=repetitions,
             say=lambda what: status.update(f"{bench.name}: {what}"),
         )
-    return Report(
+    return BenchReport(
         bench=bench.name,
         started=started,
         machine=machine,

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 import psutil
 
-from rlinf_async.bench.model import Absence, Bench, Case, Gap, Outcome, Results, Sample
+from rlinf_async.bench.model import Absence, Bench, Case, CommandOutput, Gap, Results, Sample
 from rlinf_async.bench.peers import PeerMissing, PeerStore
 from rlinf_async.config.registry import UsageError, nearest
 
@@ -54,7 +54,7 @@ def run_case(case: Case, *, python: str, here: pathlib.Path, repetition: int) ->
         command = [word.format(repetition=repetition, **words) for word in case.command]
         stdout = _output_of(case, command, cwd=scratch)
         try:
-            return case.read(Outcome(stdout, out))
+            return case.read(CommandOutput(stdout, out))
         except (OSError, ValueError) as error:
             raise CaseFailed(f"left no measurement: {error}") from error
 

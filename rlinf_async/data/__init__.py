@@ -10,7 +10,7 @@
 Nothing here imports torch, datasets or transformers before data that need them are opened.
 """
 
-from rlinf_async.data.config import DataChanged, DataConfig, DataError, PromptTooLong
+from rlinf_async.data.config import DataChanged, DataConfig, DataError, PromptsTooLong
 from rlinf_async.data.prompts import DataState, Prompts, Tokenizer, load_tokenizer
 
 __all__ = [
@@ -18,8 +18,8 @@ __all__ = [
     "DataConfig",
     "DataError",
     "DataState",
-    "PromptTooLong",
     "Prompts",
+    "PromptsTooLong",
     "Tokenizer",
     "load_tokenizer",
 ]

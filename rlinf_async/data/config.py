@@ -111,5 +111,5 @@ class DataChanged(DataError):
     """A saved position does not belong to these data."""
 
 
-class PromptTooLong(DataError):
+class PromptsTooLong(DataError):
     """Prompts are longer than ``max_prompt_tokens``; the text names the first ones."""

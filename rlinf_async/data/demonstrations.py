@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from rlinf_async.config import needed
 from rlinf_async.data.config import DataError
-from rlinf_async.messages.spaces import STATE, ObservationSpec, Part, Seen
+from rlinf_async.messages.spaces import STATE, ObservationPart, ObservationSpec, Seen
 
 INFO: Final = "meta/info.json"
 TASKS: Final = "meta/tasks.jsonl"
@@ -68,7 +68,7 @@ def lerobot_spec(folder: Path, wanted: ObservationSpec) -> ObservationSpec:
     Raises `DataError` for pictures in videos.
     """
     features = lerobot_info(folder)["features"]
-    parts: list[Part] = []
+    parts: list[ObservationPart] = []
     for part in wanted.parts:
         if part.kind == "text":
             if (folder / TASKS).is_file():
@@ -82,7 +82,7 @@ def lerobot_spec(folder: Path, wanted: ObservationSpec) -> ObservationSpec:
                 f"{str(folder)!r} has {part.name!r} in videos, which are not read: export the data "
                 "set with images (use_videos=False)"
             )
-        parts.append(Part(name=part.name, kind=part.kind, shape=tuple(feature["shape"])))
+        parts.append(ObservationPart(name=part.name, kind=part.kind, shape=tuple(feature["shape"])))
     return ObservationSpec(tuple(parts))
 
 
@@ -111,14 +111,16 @@ def lerobot_arrays(folder: Path, spec: ObservationSpec) -> Iterator[tuple[Path, 
         yield folder / name, arrays
 
 
-def _column(part: Part, features: dict[str, Any]) -> str:
+def _column(part: ObservationPart, features: dict[str, Any]) -> str:
     if part.kind == "state":
         return f"observation.{STATE}"
     named = f"observation.images.{part.name}"
     return named if named in features else f"observation.{part.name}"
 
 
-def _part(table: Any, part: Part, features: dict[str, Any], tasks: dict[int, str]) -> Any:
+def _part(
+    table: Any, part: ObservationPart, features: dict[str, Any], tasks: dict[int, str]
+) -> Any:
     if part.kind == "text":
         rows = [tasks[index].encode()[: part.shape[0]] for index in table["task_index"].to_pylist()]
         text = b"".join(row.ljust(part.shape[0], b"\0") for row in rows)
@@ -165,7 +167,7 @@ class DemonstrationsInfo(msgspec.Struct, frozen=True, kw_only=True):
     of earlier versions, or from elsewhere"""
 
 
-class Episode(msgspec.Struct, frozen=True):
+class DemonstratedEpisode(msgspec.Struct, frozen=True):
     """One demonstrated episode of ``T`` steps."""
 
     observation: Seen
@@ -185,7 +187,7 @@ class Chunks(msgspec.Struct, frozen=True):
     """``[N, H]``: False after the end of an episode"""
 
 
-def write_episode(folder: Path, number: int, episode: Episode) -> None:
+def write_episode(folder: Path, number: int, episode: DemonstratedEpisode) -> None:
     """Write one episode's file."""
     names = episode.observation.dtype.names
     arrays: dict[str, Any] = {ACTION: episode.action}
@@ -223,7 +225,9 @@ def read_info(folder: Path, wanted: ObservationSpec | None = None) -> Demonstrat
         ) from error
 
 
-def read_episodes(folder: Path, wanted: ObservationSpec | None = None) -> Iterator[Episode]:
+def read_episodes(
+    folder: Path, wanted: ObservationSpec | None = None
+) -> Iterator[DemonstratedEpisode]:
     """Read all episodes. Raises `DataError` for a file that is damaged or of another shape."""
     info = read_info(folder, wanted)
     if is_lerobot(folder):
@@ -380,7 +384,7 @@ def _explained(path: Path) -> Iterator[None]:
         raise DataError(f"{str(path)!r} is no episode of these demonstrations: {error}") from error
 
 
-def chunks_of(episodes: Sequence[Episode], length: int) -> Chunks:
+def chunks_of(episodes: Sequence[DemonstratedEpisode], length: int) -> Chunks:
     """Return a sample for each step: what was shown, and the next ``length`` actions."""
     actions, there = zip(*(_windows(one.action, length) for one in episodes), strict=True)
     return Chunks(
@@ -400,7 +404,7 @@ def _windows(action: NDArray[Any], length: int) -> tuple[NDArray[Any], NDArray[n
     return np.where(there[..., None], windows, np.float32(0.0)), there
 
 
-def _episode(arrays: Any, info: DemonstrationsInfo) -> Episode:
+def _episode(arrays: Any, info: DemonstrationsInfo) -> DemonstratedEpisode:
     action = arrays[ACTION].astype(np.int64 if info.discrete else np.float32)
     spec = info.observation
     seen = spec.empty(len(action))
@@ -409,7 +413,7 @@ def _episode(arrays: Any, info: DemonstrationsInfo) -> Episode:
     else:
         for part in spec.parts:
             seen[part.name] = arrays[part.name]
-    return Episode(seen, action)
+    return DemonstratedEpisode(seen, action)
 
 
 def _file(folder: Path, number: int) -> Path:

@@ -37,7 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlinf_async.config import needed
-from rlinf_async.data.config import DataChanged, DataConfig, DataError, PromptTooLong
+from rlinf_async.data.config import DataChanged, DataConfig, DataError, PromptsTooLong
 from rlinf_async.data.records import (
     REFERENCE_COLUMN,
     WHOLE,
@@ -492,7 +492,7 @@ class Prompts(Iterator[Prompt]):
             return prompt
         if self.config.too_long == "skip":
             return None
-        raise PromptTooLong(_too_long([f"{where} ({tokens} tokens)"], 1, limit))
+        raise PromptsTooLong(_too_long([f"{where} ({tokens} tokens)"], 1, limit))
 
     def _check(self) -> None:
         """Find what would stop the run hours later: missing columns, prompts that are too long."""
@@ -508,7 +508,7 @@ class Prompts(Iterator[Prompt]):
                 for at, tokens in itertools.islice(self._long.items(), _SHOWN)
             ]
             limit = self.config.max_prompt_tokens
-            raise PromptTooLong(_too_long(found, len(self._long), limit))
+            raise PromptsTooLong(_too_long(found, len(self._long), limit))
 
     def _check_batch(self, batch: range) -> None:
         texts = []

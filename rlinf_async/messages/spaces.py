@@ -32,7 +32,7 @@ STATE: Final = "state"
 """The field that holds all numbers of a structured observation."""
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class ObservationPart(msgspec.Struct, frozen=True, kw_only=True):
     """A field of an observation."""
 
     name: str
@@ -50,7 +50,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 class ObservationSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The parts of an observation; none while the environment has not been asked."""
 
-    parts: tuple[Part, ...] = ()
+    parts: tuple[ObservationPart, ...] = ()
 
     @property
     def flat(self) -> bool:
@@ -62,7 +62,7 @@ class ObservationSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Numbers of the vector, or of the field ``state``; 0 where there is none."""
         return next((part.shape[0] for part in self.parts if part.kind == "state"), 0)
 
-    def of_kind(self, kind: Literal["image", "text"]) -> tuple[Part, ...]:
+    def of_kind(self, kind: Literal["image", "text"]) -> tuple[ObservationPart, ...]:
         """The images, or the texts."""
         return tuple(part for part in self.parts if part.kind == kind)
 
@@ -165,7 +165,7 @@ class EnvSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 def flat_spec(size: int) -> ObservationSpec:
     """Observations of ``size`` numbers."""
-    return ObservationSpec((Part(name=STATE, kind="state", shape=(size,)),))
+    return ObservationSpec((ObservationPart(name=STATE, kind="state", shape=(size,)),))
 
 
 def continuous(size: int) -> ActionSpec:

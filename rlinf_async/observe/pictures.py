@@ -33,7 +33,7 @@ from rlinf_async.observe.metrics import (
     SUCCESS_RATE,
     read_columns,
 )
-from rlinf_async.observe.trace import Busy, Piece, Span, busy, by_worker, foreground
+from rlinf_async.observe.trace import Busy, ForegroundPeriod, Span, busy, by_worker, foreground
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -105,7 +105,7 @@ class _Run(msgspec.Struct, frozen=True):
 
     start: int
     end: int
-    pieces: dict[str, list[Piece]]
+    pieces: dict[str, list[ForegroundPeriod]]
     summary: list[Busy]
 
 
@@ -226,16 +226,16 @@ def _label_rows(axes: Axes, run: _Run, window: tuple[int, int]) -> None:
     axes.set_yticks(range(len(labels)), labels)
 
 
-def _overlaps(piece: Piece, start: int, end: int) -> bool:
+def _overlaps(piece: ForegroundPeriod, start: int, end: int) -> bool:
     return piece.end > start and piece.start < end
 
 
-def _cut(piece: Piece, start: int, end: int) -> Piece:
+def _cut(piece: ForegroundPeriod, start: int, end: int) -> ForegroundPeriod:
     return piece._replace(start=max(piece.start, start), end=min(piece.end, end))
 
 
 def _stripe(
-    pieces: Sequence[Piece], window: tuple[int, int], colours: Mapping[str, str]
+    pieces: Sequence[ForegroundPeriod], window: tuple[int, int], colours: Mapping[str, str]
 ) -> NDArray[np.float64]:
     """One row of pixels ``[columns, rgb]``: the colours of the names mixed by their time."""
     from matplotlib.colors import to_rgb

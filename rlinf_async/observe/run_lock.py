@@ -40,7 +40,7 @@ _LOOK_EVERY: Final = 0.1
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
-class Holder(msgspec.Struct, frozen=True, kw_only=True):
+class LockHolder(msgspec.Struct, frozen=True, kw_only=True):
     """A process that took the lock, as it says itself."""
 
     host: str
@@ -61,7 +61,7 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
 class LockState(NamedTuple):
     """A look at the lock of a folder."""
 
-    holder: Holder | None
+    holder: LockHolder | None
     """the process that took it last; None where that has ended in order"""
     held: bool
     pid: int
@@ -86,7 +86,7 @@ def take_lock(folder: Path) -> int:
         with explaining("lock", path):
             _lock_exclusively(descriptor, folder)
         with explaining("write", path):
-            holder = Holder(host=socket.gethostname(), pid=os.getpid(), boot=_boot())
+            holder = LockHolder(host=socket.gethostname(), pid=os.getpid(), boot=_boot())
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, msgspec.json.encode(holder) + b"\n", 0)
     except RunFolderError:
@@ -226,9 +226,9 @@ def _lock_of(descriptor: int) -> tuple[bool, int]:
     return held, pid if held else 0
 
 
-def _holder(text: bytes) -> Holder | None:
+def _holder(text: bytes) -> LockHolder | None:
     try:
-        return msgspec.json.decode(text, type=Holder)
+        return msgspec.json.decode(text, type=LockHolder)
     except msgspec.DecodeError:  # empty; or it is written just now
         return None
 

@@ -165,7 +165,7 @@ class _Recording:
         self._recorder.add(self._name, start, self._recorder.clock() - start, self._args)
 
 
-class Piece(NamedTuple):
+class ForegroundPeriod(NamedTuple):
     """A stretch of time in which one span was in the foreground. Nanoseconds."""
 
     start: int
@@ -191,11 +191,11 @@ class Busy(msgspec.Struct, frozen=True):
         return max(0.0, 1.0 - sum(self.seconds_by_name.values()) * 1e9 / self.window)
 
 
-def foreground(spans: Sequence[Span]) -> list[Piece]:
+def foreground(spans: Sequence[Span]) -> list[ForegroundPeriod]:
     """The pieces of one worker's spans, in order of time. O(n log n)."""
     spans = sorted(spans, key=lambda span: span.start)
     moments = sorted({moment for span in spans for moment in (span.start, span.end)})
-    pieces: list[Piece] = []
+    pieces: list[ForegroundPeriod] = []
     open_spans: list[tuple[bool, int, int]] = []  # (waiting, -order of start, end)
     coming = 0
     for moment, until in itertools.pairwise(moments):
@@ -207,11 +207,11 @@ def foreground(spans: Sequence[Span]) -> list[Piece]:
             heapq.heappop(open_spans)
         if open_spans:
             waiting, order, _ = open_spans[0]
-            _extend(pieces, Piece(moment, until, spans[-order].name, waiting))
+            _extend(pieces, ForegroundPeriod(moment, until, spans[-order].name, waiting))
     return pieces
 
 
-def busy(worker: str, pieces: Sequence[Piece], window: int) -> Busy:
+def busy(worker: str, pieces: Sequence[ForegroundPeriod], window: int) -> Busy:
     """Sum up a worker's pieces over a window of so many nanoseconds."""
     seconds: dict[str, float] = {}
     for piece in pieces:
@@ -220,7 +220,7 @@ def busy(worker: str, pieces: Sequence[Piece], window: int) -> Busy:
     return Busy(worker, window, seconds)
 
 
-def _extend(pieces: list[Piece], piece: Piece) -> None:
+def _extend(pieces: list[ForegroundPeriod], piece: ForegroundPeriod) -> None:
     """Append, joined to the piece before where that one goes on."""
     if pieces and pieces[-1].end == piece.start and pieces[-1].name == piece.name:
         piece = piece._replace(start=pieces.pop().start)
@@ -274,7 +274,7 @@ class Counter(msgspec.Struct, frozen=True, array_like=True):
     values: dict[str, float]
 
 
-class Rates:
+class CountRates:
     """How fast counts grow, between one look at them and the next."""
 
     def __init__(self) -> None:

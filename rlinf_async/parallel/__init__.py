@@ -9,10 +9,10 @@ See ``docs/resharding.md``.
 """
 
 from rlinf_async.parallel.groups import Buffer, Layout, Piece, check, layout
-from rlinf_async.parallel.plan import Plan, RankPlan, Run, View, in_rounds, plan
+from rlinf_async.parallel.plan import BufferRun, BufferView, Plan, RankPlan, in_rounds, plan
 from rlinf_async.parallel.sharding import FSDP1, FSDP2, DistributedOptimizer, Replicated, Sharding
 from rlinf_async.parallel.splits import (
-    Column,
+    ColumnParallel,
     GroupedHeads,
     Heads,
     Joined,
@@ -20,7 +20,7 @@ from rlinf_async.parallel.splits import (
     NotHeld,
     ParallelError,
     PlanTooLarge,
-    Row,
+    RowParallel,
     Split,
     Stacked,
     StrategyError,
@@ -43,7 +43,9 @@ __all__ = [
     "FSDP1",
     "FSDP2",
     "Buffer",
-    "Column",
+    "BufferRun",
+    "BufferView",
+    "ColumnParallel",
     "DataRank",
     "DistributedOptimizer",
     "GlobalTensor",
@@ -61,14 +63,12 @@ __all__ = [
     "PlanTooLarge",
     "RankPlan",
     "Replicated",
-    "Row",
-    "Run",
+    "RowParallel",
     "Sharding",
     "Split",
     "Stacked",
     "Strategy",
     "StrategyError",
-    "View",
     "Vocabulary",
     "Whole",
     "check",

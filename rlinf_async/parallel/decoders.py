@@ -20,12 +20,12 @@ from typing import Any, Literal
 import msgspec
 
 from rlinf_async.parallel.splits import (
-    Column,
+    ColumnParallel,
     GroupedHeads,
     Heads,
     Joined,
     ModelMismatch,
-    Row,
+    RowParallel,
     Split,
     Stacked,
     Vocabulary,
@@ -34,11 +34,11 @@ from rlinf_async.parallel.splits import (
 from rlinf_async.parallel.strategy import GlobalTensor, Model, Parameter
 
 ARCHITECTURES = ("gemma3_text", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
-GATE_UP = Joined((Column(), Column()))
+GATE_UP = Joined((ColumnParallel(), ColumnParallel()))
 Kind = Literal["weight", "bias"]
 
 
-class Decoder(msgspec.Struct, frozen=True, kw_only=True):
+class DecoderSizes(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of a decoder, and the options of its layers beside attention and a gated MLP."""
 
     layers: int
@@ -61,7 +61,7 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "float32"
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], dtype: str = "float32") -> Decoder:
+    def from_config(cls, config: Mapping[str, Any], dtype: str = "float32") -> DecoderSizes:
         """Read a Hugging Face ``config.json``. Raises `ModelMismatch` for another architecture."""
         kind = config.get("model_type")
         if kind not in ARCHITECTURES:
@@ -173,7 +173,7 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def between_ends(
-    one: Decoder, layers: list[Parameter], names: tuple[str, str, str], vocabulary: Split
+    one: DecoderSizes, layers: list[Parameter], names: tuple[str, str, str], vocabulary: Split
 ) -> Model:
     """Add embedding, final norm and output layer to the layers."""
     embedding, norm, head = names
@@ -225,7 +225,7 @@ def _refuse_variants(kind: str, config: Mapping[str, Any]) -> None:
 Norms = Literal["apart", "fused"]
 
 
-def megatron(one: Decoder, norms: Norms = "apart", vocabulary_multiple: int = 128) -> Model:
+def megatron(one: DecoderSizes, norms: Norms = "apart", vocabulary_multiple: int = 128) -> Model:
     """Return the parameters of a megatron-core GPT model.
 
     ``norms="fused"`` is the Transformer Engine spec, in which a linear layer holds the norm before
@@ -250,7 +250,7 @@ def megatron(one: Decoder, norms: Norms = "apart", vocabulary_multiple: int = 12
         )
         held.append(parameter(before_qkv, (found["input_layernorm"],), Whole(), layer))
         held.append(
-            parameter(f"{attention}.linear_proj.weight", (one.output(layer),), Row(), layer)
+            parameter(f"{attention}.linear_proj.weight", (one.output(layer),), RowParallel(), layer)
         )
         for kind in one.qkv_kinds():
             qkv = f"{attention}.linear_qkv.{kind}"
@@ -271,23 +271,25 @@ def megatron(one: Decoder, norms: Norms = "apart", vocabulary_multiple: int = 12
     return between_ends(one, held, names, Vocabulary(vocabulary_multiple, per_rank=True))
 
 
-def _megatron_mlp(one: Decoder, layer: int, name: str) -> list[Parameter]:
+def _megatron_mlp(one: DecoderSizes, layer: int, name: str) -> list[Parameter]:
     gate_up, down = one.gate_up(layer), one.down(layer)
     if not one.experts:
         return [
             parameter(f"{name}.linear_fc1.weight", gate_up, GATE_UP, layer),
-            parameter(f"{name}.linear_fc2.weight", down, Row(), layer),
+            parameter(f"{name}.linear_fc2.weight", down, RowParallel(), layer),
         ]
     held = [parameter(f"{name}.router.weight", (one.router(layer),), Whole(), layer)]
     for expert in range(one.experts):
         mlp, place = f"{name}.experts.local_experts.{expert}", (expert, one.experts)
         both = gate_up[2 * expert : 2 * expert + 2]
         held.append(parameter(f"{mlp}.linear_fc1.weight", both, GATE_UP, layer, place))
-        held.append(parameter(f"{mlp}.linear_fc2.weight", (down[expert],), Row(), layer, place))
+        held.append(
+            parameter(f"{mlp}.linear_fc2.weight", (down[expert],), RowParallel(), layer, place)
+        )
     return held
 
 
-def vllm(one: Decoder) -> Model:
+def vllm(one: DecoderSizes) -> Model:
     """Return the parameters of vLLM's model of the same architecture; the vocabulary padded to
     64."""
     held: list[Parameter] = []
@@ -297,24 +299,24 @@ def vllm(one: Decoder) -> Model:
         for kind in one.qkv_kinds():
             qkv = f"{name}.self_attn.qkv_proj.{kind}"
             held.append(parameter(qkv, one.qkv(layer, kind), joined, layer))
-        held.append(parameter(one.output(layer).name, (one.output(layer),), Row(), layer))
+        held.append(parameter(one.output(layer).name, (one.output(layer),), RowParallel(), layer))
         held += [
             parameter(norm.name, (norm,), Whole(), layer) for norm in one.norms(layer).values()
         ]
         gate_up, down = one.gate_up(layer), one.down(layer)
         if one.experts:
-            each, back = Stacked(GATE_UP, one.experts), Stacked(Row(), one.experts)
+            each, back = Stacked(GATE_UP, one.experts), Stacked(RowParallel(), one.experts)
             held.append(parameter(one.router(layer).name, (one.router(layer),), Whole(), layer))
             held.append(parameter(f"{one.block(layer)}.experts.w13_weight", gate_up, each, layer))
             held.append(parameter(f"{one.block(layer)}.experts.w2_weight", down, back, layer))
         else:
             held.append(parameter(f"{name}.mlp.gate_up_proj.weight", gate_up, GATE_UP, layer))
-            held.append(parameter(down[0].name, down, Row(), layer))
+            held.append(parameter(down[0].name, down, RowParallel(), layer))
     names = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
     return between_ends(one, held, names, Vocabulary(64))
 
 
-def huggingface(one: Decoder) -> Model:
+def huggingface(one: DecoderSizes) -> Model:
     """Return the parameters of a transformers 5 model, cut over tensor ranks where they can be."""
     held: list[Parameter] = []
     for layer in range(one.layers):
@@ -322,18 +324,18 @@ def huggingface(one: Decoder) -> Model:
         for kind in one.qkv_kinds():
             for part, split in zip(one.qkv(layer, kind), one.qkv_splits(), strict=True):
                 held.append(parameter(part.name, (part,), split, layer))
-        held.append(parameter(one.output(layer).name, (one.output(layer),), Row(), layer))
+        held.append(parameter(one.output(layer).name, (one.output(layer),), RowParallel(), layer))
         held += [
             parameter(norm.name, (norm,), Whole(), layer) for norm in one.norms(layer).values()
         ]
         gate_up, down = one.gate_up(layer), one.down(layer)
         if one.experts:
-            each, back = Stacked(GATE_UP, one.experts), Stacked(Row(), one.experts)
+            each, back = Stacked(GATE_UP, one.experts), Stacked(RowParallel(), one.experts)
             held.append(parameter(f"{name}.mlp.gate.weight", (one.router(layer),), Whole(), layer))
             held.append(parameter(f"{name}.mlp.experts.gate_up_proj", gate_up, each, layer))
             held.append(parameter(f"{name}.mlp.experts.down_proj", down, back, layer))
         else:
-            held += [parameter(part.name, (part,), Column(), layer) for part in gate_up]
-            held.append(parameter(down[0].name, down, Row(), layer))
+            held += [parameter(part.name, (part,), ColumnParallel(), layer) for part in gate_up]
+            held.append(parameter(down[0].name, down, RowParallel(), layer))
     names = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
     return between_ends(one, held, names, Vocabulary())

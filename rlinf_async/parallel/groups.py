@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from rlinf_async.parallel.regions import Boxes, Ints, cut_ranges, spread
-from rlinf_async.parallel.sharding import GroupBuffer, Held, Replicated, Shards
+from rlinf_async.parallel.sharding import GroupBuffer, Replicated, ShardedParameter, Shards
 from rlinf_async.parallel.splits import Cut, Shape, Split, StrategyError, divides, nearest
 from rlinf_async.parallel.strategy import GlobalTensor, Model, Parameter, Strategy
 
@@ -178,7 +178,7 @@ def _group(
     label: str,
 ) -> GroupPieces:
     held = [
-        Held(
+        ShardedParameter(
             one.name,
             cut.shape,
             one.tensors[0].dtype,

@@ -66,7 +66,7 @@ from rlinf_async.parallel.splits import ModelMismatch, NotHeld, PlanTooLarge, ne
 from rlinf_async.parallel.strategy import GlobalTensor, describe
 
 
-class View(NamedTuple):
+class BufferView(NamedTuple):
     """Elements of a buffer, as in ``torch.as_strided(buffer, size, stride, offset)``."""
 
     buffer: str
@@ -77,13 +77,13 @@ class View(NamedTuple):
     """elements of the whole buffer, seen flat, before the first"""
 
 
-class Run(NamedTuple):
+class BufferRun(NamedTuple):
     """A move of one rank. Source and target views have the same size."""
 
     source_rank: int
     target_rank: int
-    source: View
-    target: View
+    source: BufferView
+    target: BufferView
     tensors: tuple[str, ...]
     """names of the global tensors in it"""
     elements: int
@@ -96,10 +96,10 @@ class RankPlan(NamedTuple):
     """One rank's part of a plan."""
 
     rank: int
-    copies: tuple[Run, ...]
+    copies: tuple[BufferRun, ...]
     """runs from its old buffers to its new ones"""
-    sends: tuple[Run, ...]
-    receives: tuple[Run, ...]
+    sends: tuple[BufferRun, ...]
+    receives: tuple[BufferRun, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,7 +182,7 @@ def item_bytes_of(tensors: Sequence[GlobalTensor]) -> Ints:
     return np.array([tensor.item_bytes for tensor in tensors], np.int64)
 
 
-def _runs(moves: Plan) -> list[Run]:
+def _runs(moves: Plan) -> list[BufferRun]:
     if len(moves.source_piece) == 0:
         return []
     when = np.zeros(len(moves.source_piece), np.int64) if moves.round is None else moves.round
@@ -204,11 +204,11 @@ def _runs(moves: Plan) -> list[Run]:
     source_stride = strides(moves.source.boxes.size[moves.source_piece])
     target_stride = strides(moves.target.boxes.size[moves.target_piece])
     return [
-        Run(
+        BufferRun(
             int(moves.from_rank[head]),
             int(moves.to_rank[head]),
-            View(_name(moves.old, int(buffer[head])), size, source_view, int(at[head])),
-            View(_name(moves.new, int(to_buffer[head])), size, target_view, int(to[head])),
+            BufferView(_name(moves.old, int(buffer[head])), size, source_view, int(at[head])),
+            BufferView(_name(moves.new, int(to_buffer[head])), size, target_view, int(to[head])),
             _tensors(moves, head, stop),
             int(elements[head:stop].sum()),
             int(moves.bytes[head:stop].sum()),

@@ -26,7 +26,7 @@ import numpy as np
 from rlinf_async.parallel.regions import Ints
 
 
-class Held(NamedTuple):
+class ShardedParameter(NamedTuple):
     """One parameter as its data-parallel group sees it."""
 
     name: str
@@ -77,7 +77,7 @@ class Replicated(msgspec.Struct, frozen=True, tag="replicated", forbid_unknown_f
         return 1
 
     def shards(
-        self, held: Sequence[Held], ranks: int, label: str = ""
+        self, held: Sequence[ShardedParameter], ranks: int, label: str = ""
     ) -> tuple[list[GroupBuffer], Shards]:
         """Return the buffers of a group of one: the same on each of its ranks."""
         return _with_whole(held, range(len(held)), [], [], 1)
@@ -93,7 +93,7 @@ class FSDP2(msgspec.Struct, frozen=True, tag="fsdp2", forbid_unknown_fields=True
     replicas: int = 1
 
     def shards(
-        self, held: Sequence[Held], ranks: int, label: str = ""
+        self, held: Sequence[ShardedParameter], ranks: int, label: str = ""
     ) -> tuple[list[GroupBuffer], Shards]:
         """Return each parameter's rows on ``ranks`` ranks, and the buffers they are in."""
         shardable = [one.sharded and len(one.shape) > 0 for one in held]
@@ -135,7 +135,7 @@ class FSDP1(msgspec.Struct, frozen=True, tag="fsdp1", forbid_unknown_fields=True
     replicas: int = 1
 
     def shards(
-        self, held: Sequence[Held], ranks: int, label: str = ""
+        self, held: Sequence[ShardedParameter], ranks: int, label: str = ""
     ) -> tuple[list[GroupBuffer], Shards]:
         """Return each parameter's ranges on ``ranks`` ranks, and the flat buffers they are in."""
         units: dict[str, list[int]] = {unit: [] for unit in self.units}
@@ -190,7 +190,7 @@ class DistributedOptimizer(
     buffer: str = "optimizer"
 
     def shards(
-        self, held: Sequence[Held], ranks: int, label: str = ""
+        self, held: Sequence[ShardedParameter], ranks: int, label: str = ""
     ) -> tuple[list[GroupBuffer], Shards]:
         """Return each parameter's ranges on ``ranks`` ranks, and the buffers they are in."""
         made: list[GroupBuffer] = []
@@ -212,7 +212,7 @@ class DistributedOptimizer(
             made.append(GroupBuffer(name, rows, (), members[0]))
         return _with_whole(held, rest, made, found, ranks)
 
-    def _positions(self, members: Sequence[Held], ranks: int) -> tuple[Ints, Ints]:
+    def _positions(self, members: Sequence[ShardedParameter], ranks: int) -> tuple[Ints, Ints]:
         """Where each parameter starts in the buffer, and where each bucket ends."""
         divisor = math.lcm(ranks, 128)
         limit = math.inf if self.bucket_elements is None else self.bucket_elements
@@ -241,14 +241,14 @@ def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _whole(one: Held, index: int, ranks: int) -> GroupBuffer:
+def _whole(one: ShardedParameter, index: int, ranks: int) -> GroupBuffer:
     if not one.shape:
         return GroupBuffer(one.name, np.ones(ranks, np.int64), (), index, scalar=True)
     return GroupBuffer(one.name, np.full(ranks, one.shape[0]), one.shape[1:], index)
 
 
 def _ranges(
-    held: Sequence[Held],
+    held: Sequence[ShardedParameter],
     members: Sequence[int],
     first: Ints,
     bucket_start: Ints,
@@ -280,7 +280,7 @@ def _ranges(
 
 
 def _with_whole(
-    held: Sequence[Held],
+    held: Sequence[ShardedParameter],
     rest: Sequence[int],
     made: list[GroupBuffer],
     found: list[Shards],

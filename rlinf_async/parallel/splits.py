@@ -3,8 +3,8 @@
 ::
 
     Whole          every rank has all of it                          norms, row-parallel biases
-    Column         rows over ranks                                   weight [out, in] and bias [out]
-    Row            columns over ranks                                weight [out, in]
+    ColumnParallel rows over ranks                                   weight [out, in] and bias [out]
+    RowParallel    columns over ranks                                weight [out, in]
     Vocabulary     rows over ranks, padded so that they divide       embeddings, output layers
     Heads          rows over ranks by whole heads; where they may    q, k or v of one attention
                    be shared, few are held by several ranks each
@@ -76,7 +76,7 @@ def nearest(value: int, fitting: Iterable[int]) -> str:
 Shape = tuple[int, ...]
 
 
-class Piece(NamedTuple):
+class ParameterPiece(NamedTuple):
     """A box of one tensor inside a rank's parameter."""
 
     part: int
@@ -91,7 +91,7 @@ class Cut(NamedTuple):
     """One rank's parameter: its shape and its pieces. Elements in no piece are padding."""
 
     shape: Shape
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ParameterPiece, ...]
 
 
 def divides(field: str, value: int, what: str, number: int) -> list[str]:
@@ -130,10 +130,10 @@ class Whole(msgspec.Struct, frozen=True):
         self, shapes: Sequence[Shape], tp: int, rank: int, ep: int = 1, ep_rank: int = 0
     ) -> Cut:
         [shape] = shapes
-        return Cut(shape, (Piece(0, (0,) * len(shape), shape, 0),))
+        return Cut(shape, (ParameterPiece(0, (0,) * len(shape), shape, 0),))
 
 
-class Column(msgspec.Struct, frozen=True):
+class ColumnParallel(msgspec.Struct, frozen=True):
     """Rows ``[out, ...]`` over ranks: Megatron's column-parallel linear layer."""
 
     def faults(self, shapes: Sequence[Shape], tp: int, ep: int) -> list[str]:
@@ -146,7 +146,7 @@ class Column(msgspec.Struct, frozen=True):
         return _rows(shape, rank * (shape[0] // tp), shape[0] // tp)
 
 
-class Row(msgspec.Struct, frozen=True):
+class RowParallel(msgspec.Struct, frozen=True):
     """Columns ``[out, in]`` over ranks: Megatron's row-parallel linear layer."""
 
     def faults(self, shapes: Sequence[Shape], tp: int, ep: int) -> list[str]:
@@ -158,7 +158,7 @@ class Row(msgspec.Struct, frozen=True):
         [shape] = shapes
         width = shape[1] // tp
         size = (shape[0], width, *shape[2:])
-        return Cut(size, (Piece(0, (0, rank * width, *(0,) * (len(shape) - 2)), size, 0),))
+        return Cut(size, (ParameterPiece(0, (0, rank * width, *(0,) * (len(shape) - 2)), size, 0),))
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
@@ -334,11 +334,11 @@ def _rows(shape: Shape, start: int, count: int) -> Cut:
     size = (count, *shape[1:])
     if count == 0:
         return Cut(size, ())
-    return Cut(size, (Piece(0, (start, *(0,) * (len(shape) - 1)), size, 0),))
+    return Cut(size, (ParameterPiece(0, (start, *(0,) * (len(shape) - 1)), size, 0),))
 
 
 def _one_behind_the_other(cuts: Sequence[Cut], parts: Sequence[int]) -> Cut:
-    pieces: list[Piece] = []
+    pieces: list[ParameterPiece] = []
     offset = 0
     for cut, part in zip(cuts, parts, strict=True):
         pieces += [piece._replace(part=part, offset=piece.offset + offset) for piece in cut.pieces]

@@ -55,7 +55,7 @@ from rlinf_async.deadlines import taking_time
 from rlinf_async.workers.base import Deadlock as NobodyCanGoOn
 
 
-class Entry:
+class ScheduledCallback:
     """One scheduled callback, its lane, and the entries that must wait for it."""
 
     __slots__ = ("done", "followers", "future", "handle", "is_step", "label", "lane", "waits_for")
@@ -76,7 +76,7 @@ class Entry:
         """whether the callback runs a task, and is not a plain one"""
         self.future = future
         """the future that it was called for, if any"""
-        self.followers: list[Entry] = []
+        self.followers: list[ScheduledCallback] = []
         self.waits_for = 0
         self.done = False
 
@@ -84,13 +84,13 @@ class Entry:
 class ReadyQueue(Protocol):
     """Takes entries that are ready and hands out one at a time, in a legal order."""
 
-    def push(self, entry: Entry) -> None:
+    def push(self, entry: ScheduledCallback) -> None:
         """Add an entry behind all others of its lane."""
 
-    def pop(self) -> Entry | None:
+    def pop(self) -> ScheduledCallback | None:
         """Take an entry that may run now; None if there is none."""
 
-    def finished(self, entry: Entry) -> None:
+    def finished(self, entry: ScheduledCallback) -> None:
         """Say that an entry has run: those that waited for it may run now."""
 
 
@@ -98,17 +98,17 @@ class FifoQueue:
     """The order of a stock asyncio loop."""
 
     def __init__(self) -> None:
-        self._entries: deque[Entry] = deque()
+        self._entries: deque[ScheduledCallback] = deque()
 
-    def push(self, entry: Entry) -> None:
+    def push(self, entry: ScheduledCallback) -> None:
         """Add an entry behind all others."""
         self._entries.append(entry)
 
-    def pop(self) -> Entry | None:
+    def pop(self) -> ScheduledCallback | None:
         """Take the oldest entry."""
         return self._entries.popleft() if self._entries else None
 
-    def finished(self, entry: Entry) -> None:
+    def finished(self, entry: ScheduledCallback) -> None:
         """Do nothing: the order is total, so no entry waits for another."""
 
 
@@ -117,11 +117,11 @@ class SeededQueue:
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed).random
-        self._runnable: list[Entry] = []
-        self._last_in_lane: dict[Hashable, Entry] = {}
-        self._last_callback_of: dict[Future[Any], Entry] = {}
+        self._runnable: list[ScheduledCallback] = []
+        self._last_in_lane: dict[Hashable, ScheduledCallback] = {}
+        self._last_callback_of: dict[Future[Any], ScheduledCallback] = {}
 
-    def push(self, entry: Entry) -> None:
+    def push(self, entry: ScheduledCallback) -> None:
         """Add an entry behind the others of its lane and behind the callbacks of its future."""
         self._follow(entry, self._last_in_lane.get(entry.lane))
         self._last_in_lane[entry.lane] = entry
@@ -132,7 +132,7 @@ class SeededQueue:
         if not entry.waits_for:
             self._runnable.append(entry)
 
-    def pop(self) -> Entry | None:
+    def pop(self) -> ScheduledCallback | None:
         """Take any entry whose predecessors have run."""
         runnable = self._runnable
         if not runnable:
@@ -141,7 +141,7 @@ class SeededQueue:
         runnable[index], runnable[-1] = runnable[-1], runnable[index]
         return runnable.pop()
 
-    def finished(self, entry: Entry) -> None:
+    def finished(self, entry: ScheduledCallback) -> None:
         """Release the entries that waited for this one."""
         entry.done = True
         if self._last_in_lane.get(entry.lane) is entry:
@@ -155,7 +155,7 @@ class SeededQueue:
                 self._runnable.append(follower)
 
     @staticmethod
-    def _follow(entry: Entry, before: Entry | None) -> None:
+    def _follow(entry: ScheduledCallback, before: ScheduledCallback | None) -> None:
         if before is not None and not before.done:
             before.followers.append(entry)
             entry.waits_for += 1
@@ -451,7 +451,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         lane: Hashable,
     ) -> None:
         if self._bare:
-            self._entries.push(Entry(handle))
+            self._entries.push(ScheduledCallback(handle))
             return
         task = getattr(callback, "__self__", None)
         future = args[0] if args and isinstance(args[0], asyncio.Future) else None
@@ -464,7 +464,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
             label = f"call {describe_callback(callback)}"
             if isinstance(future, asyncio.Task):
                 label += f" of {future.get_name()}"
-        self._entries.push(Entry(handle, label=label, lane=lane, is_step=is_step, future=future))
+        self._entries.push(
+            ScheduledCallback(handle, label=label, lane=lane, is_step=is_step, future=future)
+        )
 
     def _run_once(self) -> None:
         """Run one callback, or let the clock jump: `BaseEventLoop.run_forever` calls this."""
@@ -479,7 +481,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._step(entry)
         self._entries.finished(entry)
 
-    def _step(self, entry: Entry) -> None:
+    def _step(self, entry: ScheduledCallback) -> None:
         self.steps += 1
         if self._labels:
             self._trace.append((self._now, entry.label))

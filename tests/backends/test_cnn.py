@@ -15,21 +15,21 @@ from rlinf_async.backends.policies.mlp import MlpGaussianPolicy
 from rlinf_async.messages.spaces import (
     ActionSpec,
     Factor,
+    ObservationPart,
     ObservationSpec,
-    Part,
     choices,
     continuous,
     flat_spec,
 )
 
-STATE = Part(name="state", kind="state", shape=(2,))
-CAMERA = Part(name="camera", kind="image", shape=(12, 10, 3))
-DEPTH = Part(name="depth", kind="image", shape=(9, 9))
-WORDS = Part(name="words", kind="text", shape=(5,))
+STATE = ObservationPart(name="state", kind="state", shape=(2,))
+CAMERA = ObservationPart(name="camera", kind="image", shape=(12, 10, 3))
+DEPTH = ObservationPart(name="depth", kind="image", shape=(9, 9))
+WORDS = ObservationPart(name="words", kind="text", shape=(5,))
 MIXED = ActionSpec((Factor("continuous", 2), Factor("choice", 3)))
 
 
-def config(*parts: Part, action: ActionSpec) -> PolicyConfig:
+def config(*parts: ObservationPart, action: ActionSpec) -> PolicyConfig:
     seen = ObservationSpec(parts)
     return PolicyConfig(
         observation=seen,
@@ -41,7 +41,7 @@ def config(*parts: Part, action: ActionSpec) -> PolicyConfig:
     )
 
 
-def observations(*parts: Part, count: int = 7) -> dict[str, Tensor]:
+def observations(*parts: ObservationPart, count: int = 7) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     return {
         part.name: torch.randn(count, *part.shape, generator=generator)
@@ -53,7 +53,9 @@ def observations(*parts: Part, count: int = 7) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("parts", [(CAMERA,), (STATE, CAMERA, DEPTH)])
 @pytest.mark.parametrize("action", [continuous(3), choices(4), MIXED])
-def test_acting_and_evaluating_agree(parts: tuple[Part, ...], action: ActionSpec) -> None:
+def test_acting_and_evaluating_agree(
+    parts: tuple[ObservationPart, ...], action: ActionSpec
+) -> None:
     with building(0):
         policy = find_policy("auto")(config(*parts, action=action))
     assert isinstance(policy, CnnPolicy)
@@ -92,9 +94,9 @@ def test_what_does_not_fit_is_said() -> None:
 
 
 def test_channels_first_are_not_taken_for_rows() -> None:
-    stacked = Part(name="camera", kind="image", shape=(4, 84, 84))
+    stacked = ObservationPart(name="camera", kind="image", shape=(4, 84, 84))
     assert "[4, 84, 84], which has its channels first" in cnn_misfit(
         config(stacked, action=choices(2))
     )
-    flat = Part(name="camera", kind="image", shape=(3, 32, 3))
+    flat = ObservationPart(name="camera", kind="image", shape=(3, 32, 3))
     assert cnn_misfit(config(flat, action=choices(2))) == ""

@@ -12,12 +12,12 @@ from rlinf_async.backends.policies.images import random_shift
 from rlinf_async.backends.policies.serving import PolicyServer
 from rlinf_async.backends.sac_config import SacLossConfig, SacTrainerConfig
 from rlinf_async.messages.embodied import ReplayBatch
-from rlinf_async.messages.spaces import ObservationSpec, Part, Seen, continuous
+from rlinf_async.messages.spaces import ObservationPart, ObservationSpec, Seen, continuous
 from tests.backends.test_sac_trainer import SIZE, batch, parameters
 
-CAMERA = Part(name="camera", kind="image", shape=(12, 10, 3))
-DEPTH = Part(name="depth", kind="image", shape=(9, 9))
-STATE = Part(name="state", kind="state", shape=(2,))
+CAMERA = ObservationPart(name="camera", kind="image", shape=(12, 10, 3))
+DEPTH = ObservationPart(name="depth", kind="image", shape=(9, 9))
+STATE = ObservationPart(name="state", kind="state", shape=(2,))
 SEES = ObservationSpec((CAMERA, DEPTH, STATE))
 IMAGES = PolicyConfig(
     name="cnn_squashed_gaussian",

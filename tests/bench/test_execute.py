@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from rlinf_async.bench import Case, Outcome
+from rlinf_async.bench import Case, CommandOutput
 from rlinf_async.bench.run import SKIPPED, CaseFailed, CaseSkipped, pinned, run_case
 from tests.bench.conftest import printing
 from tests.runtime.scripts import process_runs
@@ -28,7 +28,7 @@ def test_a_case_is_told_its_repetition() -> None:
 
 
 def test_a_case_may_leave_its_measurement_in_a_file() -> None:
-    def read(outcome: Outcome) -> dict[str, float]:
+    def read(outcome: CommandOutput) -> dict[str, float]:
         return {"size": float((outcome.out / "size").read_text(encoding="utf-8"))}
 
     program = "import sys, pathlib; pathlib.Path(sys.argv[1], 'size').write_text('4')"

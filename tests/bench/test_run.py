@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from rlinf_async.bench import Bench, Case, Peer
+from rlinf_async.bench import Bench, Case, PeerSoftware
 from rlinf_async.bench.peers import PeerStore
 from rlinf_async.bench.report import run_bench
 from tests.bench.conftest import printing, versus
 
 FAST = "print('warming up'); print('{{\"rate\": 30}}')"
 SLOW = "print('{{\"rate\": 10}}')"
-PEER = Peer("nobody", requirements=(("./there-is-no-such-package",),))
+PEER = PeerSoftware("nobody", requirements=(("./there-is-no-such-package",),))
 
 
 @dataclasses.dataclass
@@ -134,7 +134,9 @@ def test_a_module_that_our_interpreter_lacks_is_said_to_be_missing(run: Runner) 
 
 def test_a_peers_virtualenv_is_made_once_and_runs_its_case(run: Runner) -> None:
     program = "import sys; print('{{\"rate\": %d}}' % (sys.prefix != sys.base_prefix))"
-    theirs = dataclasses.replace(printing("theirs", program), peer=Peer("bare", requirements=()))
+    theirs = dataclasses.replace(
+        printing("theirs", program), peer=PeerSoftware("bare", requirements=())
+    )
     bench = versus(printing("ours", FAST), theirs)
     _, _, report = run(bench, with_peers=True)
     assert report["cases"]["theirs"]["medians"] == {"rate": 1.0}

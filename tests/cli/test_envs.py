@@ -9,7 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rlinf_async.messages.spaces import ActionSpec, EnvSpec, Factor, ObservationSpec, Part
+from rlinf_async.messages.spaces import (
+    ActionSpec,
+    EnvSpec,
+    Factor,
+    ObservationPart,
+    ObservationSpec,
+)
 from rlinf_async.runtime.jobs.embodied.choosing import asked, fit_of
 from rlinf_async.workers.env import EnvConfig
 from rlinf_async.workers.env.known import SIMULATORS, Simulator, simulator_of
@@ -106,8 +112,8 @@ def test_a_simulator_that_crashes_is_a_problem_and_not_the_end() -> None:
     )
 
 
-IMAGE = Part(name="image", kind="image", shape=(32, 32, 3))
-TEXT = Part(name="instruction", kind="text", shape=(16,))
+IMAGE = ObservationPart(name="image", kind="image", shape=(32, 32, 3))
+TEXT = ObservationPart(name="instruction", kind="text", shape=(16,))
 NUMBERS = ActionSpec((Factor("continuous", 2),))
 
 

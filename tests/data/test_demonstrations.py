@@ -10,19 +10,19 @@ import pytest
 
 from rlinf_async.data.config import DataError
 from rlinf_async.data.demonstrations import (
+    DemonstratedEpisode,
     DemonstrationsInfo,
-    Episode,
     check_demonstrations,
     read_episodes,
     write_episode,
     write_info,
 )
-from rlinf_async.messages.spaces import ObservationSpec, Part
+from rlinf_async.messages.spaces import ObservationPart, ObservationSpec
 
 SPEC = ObservationSpec(
     (
-        Part(name="camera", kind="image", shape=(4, 4, 3)),
-        Part(name="state", kind="state", shape=(2,)),
+        ObservationPart(name="camera", kind="image", shape=(4, 4, 3)),
+        ObservationPart(name="state", kind="state", shape=(2,)),
     )
 )
 STEPS = 5
@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
     for number in range(2):
         seen = SPEC.empty(STEPS)
         seen["camera"], seen["state"] = number, 0.5
-        write_episode(tmp_path, number, Episode(seen, np.zeros((STEPS, 3), np.float32)))
+        write_episode(tmp_path, number, DemonstratedEpisode(seen, np.zeros((STEPS, 3), np.float32)))
     info = DemonstrationsInfo(env="table", observation=SPEC, action_size=3, episodes=2)
     write_info(tmp_path, info)
     return tmp_path
@@ -103,7 +103,7 @@ def test_a_choice_that_there_is_not_is_named_with_its_step(tmp_path: Path) -> No
     seen["camera"], seen["state"] = 0, 0.0
     write_info(tmp_path, info)
     for last, fits in ((2, True), (3, False), (-1, False)):
-        write_episode(tmp_path, 0, Episode(seen, np.array([0, 1, 2, 0, last])))
+        write_episode(tmp_path, 0, DemonstratedEpisode(seen, np.array([0, 1, 2, 0, last])))
         if fits:
             check_demonstrations(tmp_path, SPEC, 1, discrete=True, bounds=[(0.0, 2.0)])
             continue
@@ -125,9 +125,9 @@ def test_a_bound_that_is_no_float32_holds_its_float32(folder: Path) -> None:
     assert float(np.float32(0.1)) > 0.1
     seen = SPEC.empty(STEPS)
     seen["camera"], seen["state"] = 0, 0.0
-    write_episode(folder, 0, Episode(seen, np.full((STEPS, 3), 0.1, np.float32)))
+    write_episode(folder, 0, DemonstratedEpisode(seen, np.full((STEPS, 3), 0.1, np.float32)))
     check_demonstrations(folder, SPEC, 3, discrete=False, bounds=[(-0.1, 0.1)] * 3)
     beyond = np.nextafter(np.float32(0.1), np.float32(1))
-    write_episode(folder, 0, Episode(seen, np.full((STEPS, 3), beyond, np.float32)))
+    write_episode(folder, 0, DemonstratedEpisode(seen, np.full((STEPS, 3), beyond, np.float32)))
     with pytest.raises(DataError, match="lies outside"):
         check_demonstrations(folder, SPEC, 3, discrete=False, bounds=[(-0.1, 0.1)] * 3)

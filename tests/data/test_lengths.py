@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlinf_async.data import DataConfig, Prompts, PromptTooLong, Tokenizer
+from rlinf_async.data import DataConfig, Prompts, PromptsTooLong, Tokenizer
 
 TEMPLATES = {
     "plain": "{% for m in messages %}{{ m.content }}{% endfor %}",
@@ -80,7 +80,7 @@ def test_those_that_are_too_long_are_exactly_those_that_are_named(
     if not long:
         assert len(Prompts(config, chosen)) == len(records)
         return
-    with pytest.raises(PromptTooLong, match=re.escape(", ".join(long[:3]))) as raised:
+    with pytest.raises(PromptsTooLong, match=re.escape(", ".join(long[:3]))) as raised:
         Prompts(config, chosen)
     assert str(raised.value).startswith(f"{len(long)} prompt")
     skipping = Prompts(msgspec.structs.replace(config, too_long="skip"), chosen)
@@ -96,12 +96,12 @@ def test_the_first_record_says_nothing_of_the_others(tmp_path: Path, tokenizer: 
     file.write_bytes(b"\n".join(msgspec.json.encode(row) for row in rows))
     config = DataConfig(path=str(file), verifier="exact", chat_template=str(jinja),
                         max_prompt_tokens=20)  # fmt: skip
-    with pytest.raises(PromptTooLong, match=r"1 prompt is longer .*a\.jsonl:2 \("):
+    with pytest.raises(PromptsTooLong, match=r"1 prompt is longer .*a\.jsonl:2 \("):
         Prompts(config, tokenizer)
 
 
 def test_entries_of_tasks_are_looked_at_before_the_first(tokenizer: Tokenizer) -> None:
     pytest.importorskip("reasoning_gym")
     config = DataConfig(tasks=("chain_sum",), task_size=50, max_prompt_tokens=20)
-    with pytest.raises(PromptTooLong, match="task chain_sum, entry 0"):
+    with pytest.raises(PromptsTooLong, match="task chain_sum, entry 0"):
         Prompts(config, tokenizer)

@@ -14,14 +14,14 @@ from PIL import Image
 
 from rlinf_async.data.config import DataError
 from rlinf_async.data.demonstrations import check_demonstrations, chunks_of, read_episodes
-from rlinf_async.messages.spaces import ObservationSpec, Part
+from rlinf_async.messages.spaces import ObservationPart, ObservationSpec
 
 pyarrow: Any = importlib.import_module("pyarrow")
 parquet: Any = importlib.import_module("pyarrow.parquet")
 
-STATE = Part(name="state", kind="state", shape=(2,))
-FRONT = Part(name="front", kind="image", shape=(4, 4, 3))
-WORDS = Part(name="instruction", kind="text", shape=(6,))
+STATE = ObservationPart(name="state", kind="state", shape=(2,))
+FRONT = ObservationPart(name="front", kind="image", shape=(4, 4, 3))
+WORDS = ObservationPart(name="instruction", kind="text", shape=(6,))
 SPEC = ObservationSpec((STATE, FRONT, WORDS))
 
 
@@ -84,13 +84,17 @@ def test_every_step_gives_the_actions_that_follow_it(folder: Path) -> None:
 
 
 def test_images_of_another_size_are_refused(folder: Path) -> None:
-    wanted = ObservationSpec((STATE, Part(name="front", kind="image", shape=(8, 8, 3)), WORDS))
+    wanted = ObservationSpec(
+        (STATE, ObservationPart(name="front", kind="image", shape=(8, 8, 3)), WORDS)
+    )
     with pytest.raises(DataError, match=r"show .*image 'front' \[4, 4, 3\].* shows .*\[8, 8, 3\]"):
         check_demonstrations(folder, wanted, 2, discrete=False)
 
 
 def test_a_camera_that_is_not_there_is_refused(folder: Path) -> None:
-    wanted = ObservationSpec((STATE, Part(name="wrist", kind="image", shape=(4, 4, 3)), WORDS))
+    wanted = ObservationSpec(
+        (STATE, ObservationPart(name="wrist", kind="image", shape=(4, 4, 3)), WORDS)
+    )
     with pytest.raises(DataError, match="image 'wrist'"):
         check_demonstrations(folder, wanted, 2, discrete=False)
 

@@ -7,21 +7,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlinf_async.observe import Span
-from rlinf_async.observe.trace import Piece, busy, foreground
+from rlinf_async.observe.trace import ForegroundPeriod, busy, foreground
 
 
 def test_an_inner_span_covers_the_outer_one_while_it_lasts() -> None:
     pieces = foreground([Span("a", "train", 0, 100), Span("a", "publish", 40, 20)])
     assert pieces == [
-        Piece(0, 40, "train", False),
-        Piece(40, 60, "publish", False),
-        Piece(60, 100, "train", False),
+        ForegroundPeriod(0, 40, "train", False),
+        ForegroundPeriod(40, 60, "publish", False),
+        ForegroundPeriod(60, 100, "train", False),
     ]
 
 
 def test_a_wait_never_covers_work() -> None:
     pieces = foreground([Span("a", "step", 0, 50), Span("a", "wait actions", 20, 60)])
-    assert pieces == [Piece(0, 50, "step", False), Piece(50, 80, "wait actions", True)]
+    assert pieces == [
+        ForegroundPeriod(0, 50, "step", False),
+        ForegroundPeriod(50, 80, "wait actions", True),
+    ]
 
 
 def test_a_worker_is_idle_where_it_waits_and_where_it_records_nothing() -> None:

@@ -7,12 +7,12 @@ from pathlib import Path
 import msgspec
 
 from rlinf_async.observe import Span, read_perfetto, write_perfetto
-from rlinf_async.observe.trace import Counter, Rates
+from rlinf_async.observe.trace import Counter, CountRates
 from tests.observe.test_trace import events
 
 
 def test_a_rate_is_what_was_added_by_the_time_that_passed() -> None:
-    rates, second = Rates(), 1_000_000_000
+    rates, second = CountRates(), 1_000_000_000
     assert rates.per_second("a", second, {"items": 10.0}) == {"items": 0.0}
     assert rates.per_second("b", second, {"items": 0.0}) == {"items": 0.0}
     assert rates.per_second("a", 3 * second, {"items": 30.0}) == {"items": 10.0}
@@ -22,7 +22,7 @@ def test_a_rate_is_what_was_added_by_the_time_that_passed() -> None:
 
 
 def test_what_was_not_there_at_the_last_look_began_at_nothing() -> None:
-    rates, second = Rates(), 1_000_000_000
+    rates, second = CountRates(), 1_000_000_000
     rates.per_second("a", second, {"items": 10.0})
     rates.per_second("a", 2 * second, {"items": 10.0})
     rates.per_second("a", 4 * second, {"items": 10.0})

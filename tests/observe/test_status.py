@@ -12,12 +12,12 @@ import pytest
 from rlinf_async.observe import RunFolder, RunFolderError
 from rlinf_async.observe.progress import ProgressState
 from rlinf_async.observe.run_folder import newest_run
-from rlinf_async.observe.run_lock import Driver, Holder, LockState, look_at_lock
+from rlinf_async.observe.run_lock import Driver, LockHolder, LockState, look_at_lock
 from rlinf_async.observe.status import RunResult, Status, look_at_run, state_of, write_status
 from tests.observe.holding import holding
 from tests.observe.test_files import full_disk_after
 
-ELSEWHERE = Holder(host="alpha", pid=7, boot="another kernel")
+ELSEWHERE = LockHolder(host="alpha", pid=7, boot="another kernel")
 SHOWN = ProgressState(
     run="reach", iteration=3, figures=[], channels=[], edges=[], workers=[], waits=[]
 )

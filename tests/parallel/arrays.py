@@ -9,7 +9,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from rlinf_async.parallel import Layout, Plan, View
+from rlinf_async.parallel import BufferView, Layout, Plan
 
 Array: TypeAlias = NDArray[Any]
 Buffers: TypeAlias = Mapping[int, Mapping[str, Array]]
@@ -58,7 +58,7 @@ def empty(layout: Layout, dtype: Any) -> dict[int, dict[str, Array]]:
     }
 
 
-def view(buffer: Array, where: View) -> Array:
+def view(buffer: Array, where: BufferView) -> Array:
     """Return the elements of a contiguous buffer that a view names, without a copy."""
     flat = buffer.reshape(-1)[where.offset :]
     stride = tuple(step * buffer.itemsize for step in where.stride)

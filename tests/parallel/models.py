@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rlinf_async.parallel import (
     FSDP1,
     FSDP2,
-    Column,
+    ColumnParallel,
     DistributedOptimizer,
     GlobalTensor,
     GroupedHeads,
@@ -24,7 +24,7 @@ from rlinf_async.parallel import (
     Parameter,
     Plan,
     Replicated,
-    Row,
+    RowParallel,
     Sharding,
     Split,
     Stacked,
@@ -115,7 +115,7 @@ def attention(layer: int, size: int, kv_heads: int, fused: bool, grouped: bool) 
     out = Parameter(
         name=f"{layer}.o",
         tensors=(tensor(f"{layer}.o", size, 4 * size // 2),),
-        split=Row(),
+        split=RowParallel(),
         layer=layer,
     )
     if fused:
@@ -159,12 +159,12 @@ def feed_forward(
     down = Parameter(
         name=f"{name}.down",
         tensors=(tensor(f"{name}.down", size, 12),),
-        split=Row(),
+        split=RowParallel(),
         layer=layer,
         expert=expert,
     )
     if fused:
-        split = Joined((Column(), Column()))
+        split = Joined((ColumnParallel(), ColumnParallel()))
         both = (gate, up)
         return [
             Parameter(
@@ -172,7 +172,7 @@ def feed_forward(
             ),
             down,
         ]
-    column = Column()
+    column = ColumnParallel()
     return [
         *(
             Parameter(name=one.name, tensors=(one,), split=column, layer=layer, expert=expert)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlinf_async.parallel import FSDP2, DistributedOptimizer, ModelMismatch, Strategy, layout, plan
-from rlinf_async.parallel.decoders import ARCHITECTURES, Decoder, huggingface, megatron, vllm
+from rlinf_async.parallel.decoders import ARCHITECTURES, DecoderSizes, huggingface, megatron, vllm
 from tests.parallel.arrays import reshard, scatter
 
 CONFIG: dict[str, Any] = {
@@ -32,7 +32,7 @@ def config(kind: str, **changes: object) -> dict[str, Any]:
     return {"model_type": kind, **CONFIG, **EXPERTS.get(kind, {}), **changes}
 
 
-def whole_values(one: Decoder) -> dict[str, np.ndarray[Any, Any]]:
+def whole_values(one: DecoderSizes) -> dict[str, np.ndarray[Any, Any]]:
     found: dict[str, np.ndarray[Any, Any]] = {}
     first = 1
     for name, tensor in huggingface(one).tensors().items():
@@ -52,13 +52,13 @@ def test_the_hugging_face_parameters_are_those_of_the_real_model(kind: str) -> N
             transformers.AutoConfig.for_model(kind, **fields)
         )
     shapes = {name: tuple(one.shape) for name, one in real.named_parameters()}
-    mine = layout(huggingface(Decoder.from_config(made)), Strategy())
+    mine = layout(huggingface(DecoderSizes.from_config(made)), Strategy())
     assert {buffer.name: buffer.shape for buffer in mine.of_rank(0)} == shapes
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_an_engine_rank_gets_its_own_fused_slices_from_a_trainer_of_any_size(kind: str) -> None:
-    one = Decoder.from_config(config(kind))
+    one = DecoderSizes.from_config(config(kind))
     trainer = layout(huggingface(one), Strategy(dp=3, sharding=FSDP2()))
     engine = layout(vllm(one), Strategy(tp=2), range(3, 5))
     whole = whole_values(one)
@@ -85,7 +85,7 @@ def test_an_engine_rank_gets_its_own_fused_slices_from_a_trainer_of_any_size(kin
 
 
 def test_megatron_holds_query_key_and_value_by_group() -> None:
-    one = Decoder.from_config(config("qwen2"))
+    one = DecoderSizes.from_config(config("qwen2"))
     made = layout(megatron(one), Strategy(tp=2))
     whole = whole_values(one)
     name = "model.layers.0.self_attn"
@@ -98,7 +98,7 @@ def test_megatron_holds_query_key_and_value_by_group() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "qwen2", "qwen3", "qwen3_moe"])
 def test_weights_go_round_the_three_backends_unchanged(kind: str, tied: bool) -> None:
-    one = Decoder.from_config(config(kind, tie_word_embeddings=tied))
+    one = DecoderSizes.from_config(config(kind, tie_word_embeddings=tied))
     ep, expert_tp = (2, 1) if one.experts else (1, None)
     ring = [
         layout(huggingface(one), Strategy(dp=3, sharding=FSDP2())),
@@ -123,7 +123,7 @@ def test_weights_go_round_the_three_backends_unchanged(kind: str, tied: bool) ->
 
 
 def test_tied_weights_are_held_once_where_a_rank_has_both_ends() -> None:
-    one = Decoder.from_config(config("qwen3", tie_word_embeddings=True))
+    one = DecoderSizes.from_config(config("qwen3", tie_word_embeddings=True))
     alone = {buffer.name for buffer in layout(vllm(one), Strategy(tp=2)).of_rank(0)}
     assert "lm_head.weight" not in alone
     last = {buffer.name for buffer in layout(vllm(one), Strategy(pp=2)).of_rank(1)}
@@ -132,7 +132,7 @@ def test_tied_weights_are_held_once_where_a_rank_has_both_ends() -> None:
 
 
 def test_the_engine_gets_no_byte_that_it_does_not_need() -> None:
-    one = Decoder.from_config(config("qwen3"))
+    one = DecoderSizes.from_config(config("qwen3"))
     made = plan(
         layout(huggingface(one), Strategy(dp=2, sharding=FSDP2())),
         layout(vllm(one), Strategy(tp=2), range(2, 4)),
@@ -147,8 +147,8 @@ def test_an_unknown_architecture_is_refused_with_those_that_are_known() -> None:
     with pytest.raises(
         ModelMismatch, match=r"'gpt2' has no name map; there are: gemma3_text, llama"
     ):
-        Decoder.from_config(config("gpt2"))
+        DecoderSizes.from_config(config("gpt2"))
     with pytest.raises(ModelMismatch, match="attention_bias=True"):
-        Decoder.from_config(config("llama", attention_bias=True))
+        DecoderSizes.from_config(config("llama", attention_bias=True))
     with pytest.raises(ModelMismatch, match="no norms after attention"):
-        megatron(Decoder.from_config(config("gemma3_text")))
+        megatron(DecoderSizes.from_config(config("gemma3_text")))

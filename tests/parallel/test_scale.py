@@ -24,7 +24,7 @@ from rlinf_async.parallel import (
     layout,
     plan,
 )
-from rlinf_async.parallel.decoders import Decoder, huggingface
+from rlinf_async.parallel.decoders import DecoderSizes, huggingface
 
 T = TypeVar("T")
 Pair = tuple[Strategy, Strategy]
@@ -72,7 +72,7 @@ PAIRS: dict[str, Callable[[int], Pair]] = {
 
 def layouts(pair: str, times: int) -> tuple[Layout, Layout]:
     """A model on so many times as many ranks."""
-    decoder = Decoder(
+    decoder = DecoderSizes(
         layers=8, hidden=512, heads=32, kv_heads=8, head_dim=16, mlp=1024, vocabulary=16000
     )
     old, new = PAIRS[pair](times)

@@ -8,7 +8,7 @@ import pytest
 
 from rlinf_async.parallel import (
     FSDP2,
-    Column,
+    ColumnParallel,
     GlobalTensor,
     GroupedHeads,
     Heads,
@@ -16,7 +16,7 @@ from rlinf_async.parallel import (
     ModelMismatch,
     NotHeld,
     Parameter,
-    Row,
+    RowParallel,
     Split,
     Strategy,
     StrategyError,
@@ -64,12 +64,12 @@ def one(split: Split, *shapes: tuple[int, ...]) -> Model:
             "tp=4 does not divide 2 key-value heads; nearest that does: 2 (w)",
         ),
         (
-            one(Column(), (10, 4)),
+            one(ColumnParallel(), (10, 4)),
             Strategy(tp=4),
             "tp=4 does not divide 10 rows; nearest that does: 2 or 5 (w)",
         ),
         (
-            one(Row(), (4, 9)),
+            one(RowParallel(), (4, 9)),
             Strategy(tp=2),
             "tp=2 does not divide 9 columns; nearest that does: 1 or 3 (w)",
         ),
@@ -111,9 +111,21 @@ def test_what_does_not_divide_is_named_with_the_nearest_that_does(
 @pytest.mark.parametrize(
     ("tensors", "tp", "text"),
     [
-        ({"heads": (Heads(4), (64, 4)), "rows": (Column(), (102, 4))}, 4, "fits all of it: 2"),
-        ({"heads": (Heads(4), (64, 4)), "rows": (Column(), (100, 4))}, 3, "fits all of it: 2 or 4"),
-        ({"heads": (Heads(6), (48, 4)), "rows": (Column(), (36, 4))}, 4, "does: 3 or 6 (heads)"),
+        (
+            {"heads": (Heads(4), (64, 4)), "rows": (ColumnParallel(), (102, 4))},
+            4,
+            "fits all of it: 2",
+        ),
+        (
+            {"heads": (Heads(4), (64, 4)), "rows": (ColumnParallel(), (100, 4))},
+            3,
+            "fits all of it: 2 or 4",
+        ),
+        (
+            {"heads": (Heads(6), (48, 4)), "rows": (ColumnParallel(), (36, 4))},
+            4,
+            "does: 3 or 6 (heads)",
+        ),
     ],
 )
 def test_what_fits_everything_is_named_where_what_fits_one_tensor_does_not(

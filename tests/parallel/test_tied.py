@@ -18,7 +18,7 @@ from rlinf_async.parallel import (
     layout,
     plan,
 )
-from rlinf_async.parallel.decoders import Decoder, megatron
+from rlinf_async.parallel.decoders import DecoderSizes, megatron
 from tests.parallel.arrays import Buffers, reshard, scatter
 from tests.parallel.test_decoders import config, whole_values
 
@@ -31,8 +31,8 @@ SHARDINGS: dict[str, Sharding] = {
 }
 
 
-def decoder(*, tied: bool) -> Decoder:
-    return Decoder.from_config(config("qwen3", tie_word_embeddings=tied))
+def decoder(*, tied: bool) -> DecoderSizes:
+    return DecoderSizes.from_config(config("qwen3", tie_word_embeddings=tied))
 
 
 def layouts(sharding: Sharding, *, tied: bool) -> dict[tuple[int, ...], Layout]:

@@ -22,7 +22,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlinf_async.messages.embodied import Choice
-from rlinf_async.messages.spaces import STATE, ActionSpec, Factor, ObservationSpec, Part, all_finite
+from rlinf_async.messages.spaces import (
+    STATE,
+    ActionSpec,
+    Factor,
+    ObservationPart,
+    ObservationSpec,
+    all_finite,
+)
 from rlinf_async.workers.env.config import EnvError
 
 if TYPE_CHECKING:
@@ -296,7 +303,7 @@ class ObservationWriter:
         self.size = sum(leaf.shape[0] for leaf in numbers)
         """numbers of an observation: ``D``"""
         named = [(_name(leaf, others), leaf) for leaf in others]
-        state = [Part(name=STATE, kind="state", shape=(self.size,))] if self.size else []
+        state = [ObservationPart(name=STATE, kind="state", shape=(self.size,))] if self.size else []
         parts = [_part(name, leaf) for name, leaf in named]
         self.spec = ObservationSpec((*state, *parts))
         if not self.spec.parts:
@@ -356,8 +363,10 @@ def _leaves(space: Space[Any], path: Path, env: str) -> Iterator[_Leaf]:
         )
 
 
-def _part(name: str, leaf: _Leaf) -> Part:
-    return Part(name=name, kind="text" if leaf.kind == "text" else "image", shape=leaf.shape)
+def _part(name: str, leaf: _Leaf) -> ObservationPart:
+    return ObservationPart(
+        name=name, kind="text" if leaf.kind == "text" else "image", shape=leaf.shape
+    )
 
 
 def _name(leaf: _Leaf, others: list[_Leaf]) -> str:

@@ -48,7 +48,7 @@ from rlinf_async.backends.checkpoint.folders import (
 from rlinf_async.backends.checkpoint.tensor_file import LAYOUT, Box, FileLayout, checksum
 from rlinf_async.parallel import GlobalTensor, Model, ModelMismatch, Parameter, Piece, layout
 from rlinf_async.parallel import Strategy as ParallelStrategy
-from rlinf_async.parallel.decoders import ARCHITECTURES, Decoder, huggingface
+from rlinf_async.parallel.decoders import ARCHITECTURES, DecoderSizes, huggingface
 from rlinf_async.parallel.regions import Boxes, ordered_by, overlapping
 from rlinf_async.parallel.splits import nearest_names
 
@@ -400,12 +400,12 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def decoder_of(config: Mapping[str, Any]) -> Decoder | None:
+def decoder_of(config: Mapping[str, Any]) -> DecoderSizes | None:
     """Return the decoder of a configuration; None where there is no name map for it."""
     if config.get("model_type") not in ARCHITECTURES:
         return None
     try:
-        return Decoder.from_config(config)
+        return DecoderSizes.from_config(config)
     except ModelMismatch:
         return None
 
@@ -495,7 +495,7 @@ def by_name_map(saved: Saved, files: Mapping[str, Path]) -> NamedParameters:
     return NamedParameters(Model(tuple(parameters), base.layers), places, aliases)
 
 
-def _decoder(saved: Saved, files: Mapping[str, Path]) -> tuple[Decoder, str]:
+def _decoder(saved: Saved, files: Mapping[str, Path]) -> tuple[DecoderSizes, str]:
     if CONFIG not in files:
         raise CheckpointError(
             f"{saved.folder} does not say which language model it holds (no {MODEL_FOLDER}/"
@@ -513,7 +513,7 @@ def _decoder(saved: Saved, files: Mapping[str, Path]) -> tuple[Decoder, str]:
     return decoder, kind
 
 
-def _tied_copies(decoder: Decoder, names: set[str]) -> Iterator[tuple[str, str]]:
+def _tied_copies(decoder: DecoderSizes, names: set[str]) -> Iterator[tuple[str, str]]:
     """Output layers that are tied to the embedding and were stored all the same."""
     if decoder.tied:
         for kind in KINDS:

@@ -28,7 +28,7 @@ from rlinf_async.parallel import (
     Whole,
     layout,
 )
-from rlinf_async.parallel.decoders import Decoder, megatron
+from rlinf_async.parallel.decoders import DecoderSizes, megatron
 from rlinf_async.parallel.splits import UNEVEN
 
 FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3")
@@ -43,7 +43,7 @@ VALUE_HEAD: Final = "value_head."
 class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     """What a Hugging Face configuration says of a model, as Megatron needs it."""
 
-    decoder: Decoder
+    decoder: DecoderSizes
     norm_eps: float
     rope_theta: float
     rope_factor: float | None
@@ -101,7 +101,7 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         )
     theta = rope.get("rope_theta", config.get("rope_theta", 10_000.0))
     return Architecture(
-        decoder=Decoder.from_config(config),
+        decoder=DecoderSizes.from_config(config),
         norm_eps=float(config["rms_norm_eps"]),
         rope_theta=float(theta),
         rope_factor=factor,
@@ -122,7 +122,7 @@ def layout_of(architecture: Architecture, strategy: Strategy) -> Layout:
         raise StrategyError([one.partition(UNEVEN)[0] for one in error.faults]) from None
 
 
-def _with_value_head(model: Model, decoder: Decoder) -> Model:
+def _with_value_head(model: Model, decoder: DecoderSizes) -> Model:
     """Return the parameters of a critic: every tensor rank has the whole head."""
     kept = [one for one in model.parameters if one.name != OUTPUT_LAYER + "weight"]
     head = {"weight": (1, decoder.hidden), "bias": (1,)}

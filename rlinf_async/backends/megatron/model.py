@@ -23,7 +23,7 @@ from rlinf_async.backends.megatron.cpu import of_megatron
 from rlinf_async.backends.megatron.grid import Grid
 from rlinf_async.backends.reshard.reserved import untouched_zeros
 from rlinf_async.parallel import Strategy
-from rlinf_async.parallel.decoders import Decoder
+from rlinf_async.parallel.decoders import DecoderSizes
 
 
 @contextmanager
@@ -363,7 +363,7 @@ def _interleaving(strategy: Strategy) -> dict[str, Any]:
     }
 
 
-def _use_own_parts(spec: Any, one: Decoder) -> None:
+def _use_own_parts(spec: Any, one: DecoderSizes) -> None:
     """Put our attention and norms into the specification of a layer."""
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = Norm

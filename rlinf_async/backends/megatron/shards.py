@@ -31,7 +31,7 @@ from rlinf_async.backends.megatron.weights import (
 from rlinf_async.backends.rescale.rescale import Storages, collect_unless_freed
 from rlinf_async.parallel import DistributedOptimizer, Layout, ModelMismatch, Strategy
 from rlinf_async.parallel.sharding import GroupBuffer, Shards
-from rlinf_async.parallel.sharding import Held as SeenByGroup
+from rlinf_async.parallel.sharding import ShardedParameter as SeenByGroup
 
 MAIN = "main"
 """the weights that the optimizer steps, float32"""

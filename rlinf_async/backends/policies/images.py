@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from rlinf_async.backends.policies.base import register_policy
 from rlinf_async.backends.policies.config import PolicyConfig, cnn_misfit
 from rlinf_async.backends.policies.mlp import ActorCriticPolicy
-from rlinf_async.messages.spaces import STATE, ObservationSpec, Part
+from rlinf_async.messages.spaces import STATE, ObservationPart, ObservationSpec
 
 HEAD_SIZE: Final = 50
 """numbers that a `FeatureHead` makes of all pixels: as in SAC+AE and DrQ"""
@@ -100,7 +100,7 @@ def _pixels(image: Tensor) -> Tensor:
     return channels_first.to(torch.float32).div_(127.5).sub_(1.0)
 
 
-def _convolutions(image: Part, channels: tuple[int, ...]) -> nn.Sequential:
+def _convolutions(image: ObservationPart, channels: tuple[int, ...]) -> nn.Sequential:
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise((_channels(image), *channels)):
         convolution = nn.Conv2d(inputs, outputs, 3, stride=2, padding=1)
@@ -110,11 +110,11 @@ def _convolutions(image: Part, channels: tuple[int, ...]) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def _channels(image: Part) -> int:
+def _channels(image: ObservationPart) -> int:
     return image.shape[2] if len(image.shape) == 3 else 1
 
 
-def _features(image: Part, channels: tuple[int, ...]) -> int:
+def _features(image: ObservationPart, channels: tuple[int, ...]) -> int:
     height, width = image.shape[:2]
     for _ in channels:
         height, width = -(-height // 2), -(-width // 2)

@@ -24,7 +24,7 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlinf_async.parallel import Run, View
+from rlinf_async.parallel import BufferRun, BufferView
 
 SUMMED_WORDS = 1 << 16
 """words that are summed at a time, on other devices than the CPU"""
@@ -74,18 +74,18 @@ SEAL = 16
 BLOCK = 1 << 19
 """bytes that are copied and hashed at a time"""
 
-DtypeOf = Callable[[Run], torch.dtype]
+DtypeOf = Callable[[BufferRun], torch.dtype]
 """dtype of a run in the bucket: that of the receiver's buffer"""
 Copy = Callable[[], object]
 
 
-def bucket_bytes(runs: Sequence[Run], dtype_of: DtypeOf) -> int:
+def bucket_bytes(runs: Sequence[BufferRun], dtype_of: DtypeOf) -> int:
     """Return the size of a bucket with these runs."""
     return sum(_padded(run, dtype_of(run)) for run in runs) + SEAL
 
 
 def pack(
-    bucket: Tensor, runs: Sequence[Run], buffers: Mapping[str, Tensor], dtype_of: DtypeOf
+    bucket: Tensor, runs: Sequence[BufferRun], buffers: Mapping[str, Tensor], dtype_of: DtypeOf
 ) -> int:
     """Copy the runs into a bucket ``[bytes]`` of their size; return its checksum for `seal`."""
     digest = Digest(bucket[:-SEAL])
@@ -106,7 +106,7 @@ def seal(bucket: Tensor, checksum: int, now: int) -> None:
 
 def unpack(
     bucket: Tensor,
-    runs: Sequence[Run],
+    runs: Sequence[BufferRun],
     buffers: Mapping[str, Tensor],
     dtype_of: DtypeOf,
     now: int,
@@ -126,7 +126,7 @@ def unpack(
     return bool(sent_in == now and found == digest.value())
 
 
-def window(buffer: Tensor, where: View) -> Tensor:
+def window(buffer: Tensor, where: BufferView) -> Tensor:
     """Return the elements of a contiguous buffer that a view names, without a copy."""
     base = buffer.storage_offset()
     return torch.as_strided(buffer.detach(), where.size, where.stride, base + where.offset)
@@ -183,8 +183,8 @@ def _copied(
 
 
 def _places(
-    bucket: Tensor, runs: Sequence[Run], dtype_of: DtypeOf
-) -> Iterator[tuple[Run, Tensor, int]]:
+    bucket: Tensor, runs: Sequence[BufferRun], dtype_of: DtypeOf
+) -> Iterator[tuple[BufferRun, Tensor, int]]:
     """Yield each run, its place in the bucket, and the byte at which the place begins."""
     at = 0
     for run in runs:
@@ -194,5 +194,5 @@ def _places(
         at += _padded(run, dtype)
 
 
-def _padded(run: Run, dtype: torch.dtype) -> int:
+def _padded(run: BufferRun, dtype: torch.dtype) -> int:
     return -(-run.elements * dtype.itemsize // ALIGNMENT) * ALIGNMENT

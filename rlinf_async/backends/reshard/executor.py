@@ -38,7 +38,7 @@ from rlinf_async.backends.reshard.signals import (
     PeerLost,
     ReshardError,
 )
-from rlinf_async.parallel import Buffer, Layout, Plan, RankPlan, Run, in_rounds
+from rlinf_async.parallel import Buffer, BufferRun, Layout, Plan, RankPlan, in_rounds
 
 
 class Exchange:
@@ -93,9 +93,9 @@ def most_sent(mine: RankPlan, dtype_of: DtypeOf) -> int:
     )
 
 
-def by_peer(runs: Iterable[Run], field: str) -> dict[int, list[Run]]:
+def by_peer(runs: Iterable[BufferRun], field: str) -> dict[int, list[BufferRun]]:
     """Return the runs by their source or target rank."""
-    found: dict[int, list[Run]] = {}
+    found: dict[int, list[BufferRun]] = {}
     for run in runs:
         found.setdefault(getattr(run, field), []).append(run)
     return found
@@ -120,7 +120,9 @@ def vote(
         raise NotAgreed(f"resharding failed on rank {failed}; see that rank's error")
 
 
-def copy_runs(runs: Iterable[Run], old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> int:
+def copy_runs(
+    runs: Iterable[BufferRun], old: Mapping[str, Tensor], new: Mapping[str, Tensor]
+) -> int:
     """Copy the runs that stay on a rank; return the bytes of the runs that also stay in place."""
     kept = 0
     for run in runs:
@@ -133,15 +135,15 @@ def copy_runs(runs: Iterable[Run], old: Mapping[str, Tensor], new: Mapping[str, 
     return kept
 
 
-def by_round(runs: Iterable[Run]) -> dict[int, list[Run]]:
+def by_round(runs: Iterable[BufferRun]) -> dict[int, list[BufferRun]]:
     """Return the runs by their round."""
-    found: dict[int, list[Run]] = {}
+    found: dict[int, list[BufferRun]] = {}
     for run in runs:
         found.setdefault(run.round, []).append(run)
     return found
 
 
-def damage(peer: int, now: int, runs: Sequence[Run]) -> str:
+def damage(peer: int, now: int, runs: Sequence[BufferRun]) -> str:
     """Return a description of a damaged bucket."""
     names = list(dict.fromkeys(name for run in runs for name in run.tensors))
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
@@ -272,7 +274,7 @@ def _travel_dtype(plan: Plan, state: BufferState) -> DtypeOf:
     """Return the dtype in the buckets of each run of a state."""
     dtypes = {one.name: getattr(torch, one.dtype) for one in plan.new.tensors}
 
-    def dtype_of(run: Run) -> torch.dtype:
+    def dtype_of(run: BufferRun) -> torch.dtype:
         found: torch.dtype = state.dtype or dtypes[run.tensors[0]]
         return found
 

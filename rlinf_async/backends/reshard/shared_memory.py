@@ -28,10 +28,10 @@ from torch import Tensor
 from rlinf_async.backends.reshard import buckets
 from rlinf_async.backends.reshard.buckets import DtypeOf
 from rlinf_async.backends.reshard.signals import DONE, PLACE, Inboxes, PeerLost, Signals
-from rlinf_async.parallel import Run
+from rlinf_async.parallel import BufferRun
 from rlinf_async.weights.behind import this_host
 
-Runs = Mapping[int, Sequence[Run]]
+Runs = Mapping[int, Sequence[BufferRun]]
 """runs by peer"""
 
 
@@ -77,7 +77,7 @@ class Collective:
     def close(self) -> None:
         """Free everything; peers that still wait for this rank get `PeerLost`."""
 
-    def _allocate(self, runs: Sequence[Run], as_: DtypeOf) -> Tensor:
+    def _allocate(self, runs: Sequence[BufferRun], as_: DtypeOf) -> Tensor:
         size = buckets.bucket_bytes(runs, as_)
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rlinf_async.backends.vllm.shared import Memory
 from rlinf_async.parallel import Buffer, ParallelError, Strategy, layout
-from rlinf_async.parallel.decoders import Decoder, vllm
+from rlinf_async.parallel.decoders import DecoderSizes, vllm
 from rlinf_async.weights import unpack
 
 
@@ -52,7 +52,7 @@ def shards(
     layout.
     """
     try:
-        decoder = Decoder.from_config(config)
+        decoder = DecoderSizes.from_config(config)
         held = layout(vllm(decoder), Strategy(tp=tp)).of_rank(rank)
     except (ParallelError, KeyError) as error:
         raise Unknown(str(error)) from error

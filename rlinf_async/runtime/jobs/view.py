@@ -32,7 +32,7 @@ from rlinf_async.observe.progress import (
 )
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.status import Status, write_status
-from rlinf_async.observe.trace import Counter, Rates, Span, write_perfetto
+from rlinf_async.observe.trace import Counter, CountRates, Span, write_perfetto
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.signals import run_signals
 from rlinf_async.runtime.supervise import Supervisor, WorkerHandle
@@ -62,7 +62,7 @@ class ChannelRates:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._rates = Rates()
+        self._rates = CountRates()
         self._counters: deque[Counter] = deque(maxlen=COUNTERS_KEPT)
         self._looked = 0
         self.channels: Sequence[ChannelView] = ()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlinf_async.backends.reshard import allocate, buckets
 from rlinf_async.backends.reshard.executor import by_peer, copy_runs
-from rlinf_async.parallel import Plan, Run, plan
+from rlinf_async.parallel import BufferRun, Plan, plan
 from tests.backends.reshard.test_executor import filled, ring
 
 CPU = torch.device("cpu")
@@ -20,7 +20,7 @@ RANKS = range(4)
 def carried_out(made: Plan, dtype: torch.dtype, *, damaged: bool = False) -> list[bool]:
     """Carry a plan out by buckets of one process; whether each bucket was found sound."""
 
-    def as_(_: Run) -> torch.dtype:
+    def as_(_: BufferRun) -> torch.dtype:
         return dtype
 
     old = {rank: filled(made.old, rank, 0) for rank in RANKS}
@@ -67,7 +67,7 @@ def test_one_changed_bit_is_seen_wherever_the_blocks_end(
 def test_a_bucket_of_another_round_is_not_sound() -> None:
     bucket = torch.zeros(buckets.SEAL, dtype=torch.uint8)
 
-    def as_(_: Run) -> torch.dtype:
+    def as_(_: BufferRun) -> torch.dtype:
         return torch.float32
 
     buckets.seal(bucket, buckets.pack(bucket, [], {}, as_), 3)

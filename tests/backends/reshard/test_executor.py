@@ -32,12 +32,12 @@ from rlinf_async.parallel import (
     layout,
     plan,
 )
-from rlinf_async.parallel.decoders import Decoder, huggingface, megatron, vllm
+from rlinf_async.parallel.decoders import DecoderSizes, huggingface, megatron, vllm
 from tests.backends.ranks import start_ranks
 from tests.parallel.arrays import scatter
 
 CPU = torch.device("cpu")
-DECODER = Decoder(
+DECODER = DecoderSizes(
     layers=4, hidden=16, heads=4, kv_heads=2, head_dim=4, mlp=24, vocabulary=37, qk_norm=True
 )
 BUCKET = 4096
@@ -166,7 +166,7 @@ def test_weights_and_moments_go_from_any_strategy_to_the_next_in_bounded_buckets
 
 def narrowed(rank: int) -> bool:
     """float32 shards to a bfloat16 engine, moments in float32 whatever the layout says."""
-    half = Decoder(
+    half = DecoderSizes(
         layers=1, hidden=8, heads=2, kv_heads=2, head_dim=4, mlp=8, vocabulary=9, dtype="bfloat16"
     )
     old = layout(huggingface(half), Strategy(dp=2, sharding=FSDP2()))

@@ -17,13 +17,13 @@ from rlinf_async.backends.fsdp.config import (
 from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.backends.policies.vision_language.config import VisionLanguageConfig
 from rlinf_async.messages.embodied import Trajectory
-from rlinf_async.messages.spaces import ObservationSpec, Part, Seen, continuous
+from rlinf_async.messages.spaces import ObservationPart, ObservationSpec, Seen, continuous
 
 SPEC = ObservationSpec(
     (
-        Part(name="state", kind="state", shape=(2,)),
-        Part(name="image", kind="image", shape=(8, 8, 3)),
-        Part(name="instruction", kind="text", shape=(6,)),
+        ObservationPart(name="state", kind="state", shape=(2,)),
+        ObservationPart(name="image", kind="image", shape=(8, 8, 3)),
+        ObservationPart(name="instruction", kind="text", shape=(6,)),
     )
 )
 SIZES: dict[str, Any] = {

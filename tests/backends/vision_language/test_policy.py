@@ -22,7 +22,7 @@ from rlinf_async.backends.policies.vision_language.policy import (
     decode,
     encode,
 )
-from rlinf_async.messages.spaces import ObservationSpec, Part, choices
+from rlinf_async.messages.spaces import ObservationPart, ObservationSpec, choices
 from tests.backends.vision_language.kit import (
     EXECUTED,
     NUMBERS,
@@ -154,14 +154,14 @@ def misfit(**fields: Any) -> str:
 
 
 def image(*shape: int) -> ObservationSpec:
-    return ObservationSpec((Part(name="view", kind="image", shape=shape),))
+    return ObservationSpec((ObservationPart(name="view", kind="image", shape=shape),))
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         (
-            {"spec": ObservationSpec((Part(name="state", kind="state", shape=(3,)),))},
+            {"spec": ObservationSpec((ObservationPart(name="state", kind="state", shape=(3,)),))},
             "at least one image",
         ),
         ({"spec": image(8, 6, 3)}, "image 'view' has shape [8, 6, 3]; images must be square"),

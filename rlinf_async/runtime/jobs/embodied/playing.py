@@ -23,8 +23,8 @@ from rlinf_async.backends.base import PolicyBackend, RecurrentPolicyBackend
 from rlinf_async.config import ConfigError, UsageError
 from rlinf_async.config.registry import check_arguments, load_entry_point, raised
 from rlinf_async.data.demonstrations import (
+    DemonstratedEpisode,
     DemonstrationsInfo,
-    Episode,
     outside,
     write_episode,
     write_info,
@@ -172,7 +172,7 @@ def record_demonstrations(
 
 
 def _keep(
-    played: Iterable[tuple[Episode, bool | None]],
+    played: Iterable[tuple[DemonstratedEpisode, bool | None]],
     wanted: DemonstrationsConfig,
     out: Path,
     *,
@@ -293,7 +293,7 @@ def _no_numbers(value: NDArray[Any], space: Any) -> str:
 
 def _record_episode(
     env: NamedEnv, writer: ObservationWriter, script: _Script, seed: int
-) -> tuple[Episode, bool | None]:
+) -> tuple[DemonstratedEpisode, bool | None]:
     """One episode, and whether it succeeded, where the environment says so."""
     observation, info = env.reset(seed=seed)
     seen: list[Any] = []
@@ -307,7 +307,7 @@ def _record_episode(
         observation, _, terminated, truncated, info = env.step(action)
         if terminated or truncated:
             break
-    return Episode(np.concatenate(seen), np.array(actions)), success_of(info)
+    return DemonstratedEpisode(np.concatenate(seen), np.array(actions)), success_of(info)
 
 
 T = TypeVar("T")

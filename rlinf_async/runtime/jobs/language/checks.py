@@ -26,7 +26,7 @@ from rlinf_async.backends.language import UnsupportedModel, check_family
 from rlinf_async.backends.parts import EngineRun, TrainerRun, engines, language_trainers
 from rlinf_async.config import ConfigError, MissingExtra
 from rlinf_async.config.counts import near_divisors
-from rlinf_async.data import DataError, Prompts, PromptTooLong, load_tokenizer
+from rlinf_async.data import DataError, Prompts, PromptsTooLong, load_tokenizer
 from rlinf_async.messages.language import Rejected
 from rlinf_async.rewards import ScoringPool, UnknownVerifier, load_verifier
 from rlinf_async.rewards.judging import INLINE, VERIFIERS, Answer, judge
@@ -386,7 +386,7 @@ def open_prompts(config: LanguageConfig, model: Path) -> Prompts:
     try:
         prompts = Prompts(data, load_tokenizer(model))
     except DataError as error:
-        blamed = narrowed and isinstance(error, PromptTooLong)
+        blamed = narrowed and isinstance(error, PromptsTooLong)
         hint = f" ({why}: lower rollout.sampling.max_tokens for longer prompts)" if blamed else ""
         raise ConfigError(f"{error}{hint}", path=("data",)) from error
     _check_count(config, prompts)
