@@ -21,9 +21,9 @@ import numpy as np
 
 from rlinf_async.runtime.jobs.embodied import (
     EmbodiedConfig,
+    EmbodiedEvaluationConfig,
     EmbodiedPPO,
-    EvaluationConfig,
-    TrainingConfig,
+    EmbodiedTrainingConfig,
 )
 from rlinf_async.workers.env import EnvConfig
 
@@ -64,8 +64,8 @@ def config(steps: int) -> EmbodiedConfig:
     return EmbodiedConfig(
         name="push-disc",
         env=EnvConfig(id="PushDisc", entry_point=f"{Path(__file__).resolve()}:PushDisc", envs=16),
-        training=TrainingConfig(total_steps=steps, steps_per_iteration=120),
-        evaluation=EvaluationConfig(episodes=50, video_episodes=0, target_success_rate=0.9),
+        training=EmbodiedTrainingConfig(total_steps=steps, steps_per_iteration=120),
+        evaluation=EmbodiedEvaluationConfig(episodes=50, video_episodes=0, target_success_rate=0.9),
     )
 
 

@@ -20,7 +20,7 @@ from rlinf_async.messages.language import Failed, Scored
 from rlinf_async.processes import frame
 from rlinf_async.rewards.pool import CLOSED_SECONDS, Judged, Scorer
 from rlinf_async.runtime.calls import GroupCall
-from rlinf_async.runtime.child import Outcome
+from rlinf_async.runtime.child import CallOutcome
 from rlinf_async.runtime.jobs.view import SPANS_LIMIT, LiveView
 from rlinf_async.runtime.process import ChildProcess
 from rlinf_async.runtime.remote_worker import CANCEL_SECONDS, RemoteWorker, _Cancelled
@@ -72,9 +72,9 @@ def connecting_worker(blame: Blame) -> Heard:
 
 
 def stopping_worker(blame: Blame) -> Heard:
-    async def ask(kind: str, reply: type[Outcome]) -> Outcome:
+    async def ask(kind: str, reply: type[CallOutcome]) -> CallOutcome:
         await asked
-        return Outcome()
+        return CallOutcome()
 
     async def kill() -> None:
         if asked.cancelled():

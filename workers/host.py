@@ -51,7 +51,7 @@ PASSED_ON: Final = (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit)
 also what derives from BaseException alone, as a panic of an extension in Rust does."""
 
 
-class State(enum.Enum):
+class WorkerState(enum.Enum):
     """The state of a worker. See the module's table."""
 
     CREATED = "created"
@@ -121,7 +121,7 @@ class WorkerHost:
         span: OpenSpan | None = None,
     ) -> None:
         self.info = info
-        self.state = State.CREATED
+        self.state = WorkerState.CREATED
         executor = ThreadPoolExecutor(1, thread_name_prefix=f"{info.name} compute")
         self.context = WorkerContext(info, executor, span)
         self._make = (cls, args, kwargs)
@@ -136,7 +136,7 @@ class WorkerHost:
         Raises:
             WorkerError: either of them raised.
         """
-        self.state = State.STARTING
+        self.state = WorkerState.STARTING
         cls, args, kwargs = self._make
         token = current_party.set(f"{self.info.name}.setup")
         step = "__init__"
@@ -152,9 +152,9 @@ class WorkerHost:
         finally:
             current_party.reset(token)
             if step != "done":
-                self.state = State.FAILED
+                self.state = WorkerState.FAILED
                 self._release()
-        self.state = State.READY
+        self.state = WorkerState.READY
 
     def begin(self, method: str, arguments: dict[str, Any], on_end: OnEnd) -> Invocation:
         """Start a method and return at once; calls begin in the order in which they are made.
@@ -162,7 +162,7 @@ class WorkerHost:
         Raises:
             WorkerError: the worker takes no calls now.
         """
-        if self.state is not State.READY:
+        if self.state is not WorkerState.READY:
             closed = ChannelClosed(f"{self.info.name} takes no calls: it is {self.state.value}")
             raise self.wrap(closed, method)
         invocation = Invocation(method, arguments, on_end)
@@ -177,10 +177,10 @@ class WorkerHost:
 
     async def stop(self) -> None:
         """Cancel the calls that run, run ``teardown``, and end the compute thread."""
-        if self.state in (State.STOPPED, State.STOPPING):
+        if self.state in (WorkerState.STOPPED, WorkerState.STOPPING):
             return
-        ready = self.state is State.READY
-        self.state = State.STOPPING
+        ready = self.state is WorkerState.READY
+        self.state = WorkerState.STOPPING
         try:
             await self._end_calls()
             if ready and self._worker is not None:
@@ -191,7 +191,7 @@ class WorkerHost:
             raise self.wrap(error, "teardown") from error
         finally:
             self._release()
-            self.state = State.STOPPED
+            self.state = WorkerState.STOPPED
 
     def _release(self) -> None:
         leave(self.context)

@@ -21,9 +21,9 @@ from rlinf_async.runtime.jobs.language.config import (
     ActorConfig,
     ClusterConfig,
     EvaluationConfig,
+    GenerationSettings,
     LanguageConfig,
     ModelConfig,
-    RolloutConfig,
     TrainingConfig,
 )
 from rlinf_async.runtime.jobs.language.job import LanguageRL
@@ -58,7 +58,7 @@ def configured(kind: Kind, data: Path, iterations: int) -> LanguageConfig:
             metrics=(),
             export=False,
         ),
-        rollout=RolloutConfig(
+        rollout=GenerationSettings(
             backend=kind,
             sampling=Sampling(max_tokens=150 if toy else 96),
             toy=ToyEngineConfig(

@@ -27,9 +27,9 @@ from rlinf_async.runtime.jobs.language.config import (
     ActorConfig,
     ClusterConfig,
     EvaluationConfig,
+    GenerationSettings,
     LanguageConfig,
     ModelConfig,
-    RolloutConfig,
     TrainingConfig,
 )
 from rlinf_async.runtime.jobs.language.job import LanguageRL
@@ -59,7 +59,7 @@ def configured(tail: float, pipelined: bool, data: Path) -> LanguageConfig:
         training=TrainingConfig(
             iterations=ITERATIONS, prompts=SAMPLES, group_size=1, checkpoint_every=0, metrics=()
         ),
-        rollout=RolloutConfig(
+        rollout=GenerationSettings(
             backend="toy",
             sampling=Sampling(max_tokens=1000),
             toy=ToyEngineConfig(

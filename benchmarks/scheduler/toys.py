@@ -22,9 +22,9 @@ from rlinf_async.runtime.jobs.language.config import (
     ActorConfig,
     ClusterConfig,
     EvaluationConfig,
+    GenerationSettings,
     LanguageConfig,
     ModelConfig,
-    RolloutConfig,
     TrainingConfig,
 )
 from rlinf_async.runtime.jobs.language.job import LanguageRL
@@ -54,7 +54,7 @@ def configured(policy: str, data: Path, iterations: int, factor: float) -> Langu
         training=TrainingConfig(
             iterations=iterations, prompts=SAMPLES, group_size=1, checkpoint_every=0, metrics=()
         ),
-        rollout=RolloutConfig(
+        rollout=GenerationSettings(
             backend="toy",
             sampling=Sampling(max_tokens=1000),
             toy=ToyEngineConfig(

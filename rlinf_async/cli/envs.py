@@ -10,7 +10,7 @@ import msgspec
 from rlinf_async.cli.failures import FAILED, OK
 
 if TYPE_CHECKING:
-    from rlinf_async.runtime.jobs.embodied.choosing import Fit
+    from rlinf_async.runtime.jobs.embodied.choosing import MadeEnv
     from rlinf_async.workers.env import EnvConfig
     from rlinf_async.workers.env.known import Simulator
 
@@ -87,7 +87,7 @@ def _one(config: EnvConfig, as_json: bool) -> int:
     return code
 
 
-def _row(config: EnvConfig, fit: Fit) -> dict[str, object]:
+def _row(config: EnvConfig, fit: MadeEnv) -> dict[str, object]:
     row: dict[str, object] = {"env": config.name, "kwargs": config.kwargs or None}
     if fit.spec is not None:
         row |= {
@@ -98,7 +98,9 @@ def _row(config: EnvConfig, fit: Fit) -> dict[str, object]:
     return row | {"policy": fit.policy, "problem": fit.problem}
 
 
-def _json(simulators: tuple[Simulator, ...], made: dict[str, list[tuple[EnvConfig, Fit]]]) -> str:
+def _json(
+    simulators: tuple[Simulator, ...], made: dict[str, list[tuple[EnvConfig, MadeEnv]]]
+) -> str:
     rows = [
         {
             "simulator": one.name,
@@ -112,7 +114,9 @@ def _json(simulators: tuple[Simulator, ...], made: dict[str, list[tuple[EnvConfi
     return msgspec.json.format(msgspec.json.encode(rows)).decode()
 
 
-def _table(simulators: tuple[Simulator, ...], made: dict[str, list[tuple[EnvConfig, Fit]]]) -> None:
+def _table(
+    simulators: tuple[Simulator, ...], made: dict[str, list[tuple[EnvConfig, MadeEnv]]]
+) -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rlinf_async.observe.progress import ProgressState
     from rlinf_async.observe.run_lock import Driver
     from rlinf_async.observe.status import RunState
-    from rlinf_async.runtime.jobs.embodied.playing import Trained
+    from rlinf_async.runtime.jobs.embodied.playing import TrainedPolicy
     from rlinf_async.workers.env import EvaluatedEpisode
 
 
@@ -263,7 +263,7 @@ def _play(
     return _figures(run, folder.name, first, played.episodes), lines
 
 
-def _trained(session: Session, run: pathlib.Path, *, single: bool) -> Trained:
+def _trained(session: Session, run: pathlib.Path, *, single: bool) -> TrainedPolicy:
     """What the run's job needs to read its policy; ``single``: in environments that render."""
     import msgspec
 

@@ -13,7 +13,7 @@ from rlinf_async.cli.train import split_tokens
 from rlinf_async.config import ConfigError, Document, UsageError, to_toml
 
 if TYPE_CHECKING:
-    from rlinf_async.simulate import Record, SimulationConfig
+    from rlinf_async.simulate import SimulationConfig, SimulationRecord
 
 ORACLE = "oracle"
 """name in ``--compare`` that is no policy: what one that knows every length could do"""
@@ -125,7 +125,7 @@ def _policies(text: str) -> list[str]:
     return names
 
 
-def _run(configs: Sequence[SimulationConfig]) -> list[Record]:
+def _run(configs: Sequence[SimulationConfig]) -> list[SimulationRecord]:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
@@ -147,7 +147,9 @@ def _run(configs: Sequence[SimulationConfig]) -> list[Record]:
     return records
 
 
-def _limits(config: SimulationConfig, record: Record, *, at_best: bool) -> dict[str, float]:
+def _limits(
+    config: SimulationConfig, record: SimulationRecord, *, at_best: bool
+) -> dict[str, float]:
     """Return the samples per device-hour that could be had for the lengths of a record."""
     from rlinf_async.simulate.bounds import all_alike, oracle
     from rlinf_async.simulate.bounds import at_best as bound
@@ -160,7 +162,7 @@ def _limits(config: SimulationConfig, record: Record, *, at_best: bool) -> dict[
     return {name: record.result.samples * 3600.0 / devices / one for name, one in seconds.items()}
 
 
-def _causes(records: Sequence[Record]) -> None:
+def _causes(records: Sequence[SimulationRecord]) -> None:
     """Print what the device-seconds of each policy went into."""
     from rich.console import Console
     from rich.table import Table
@@ -175,7 +177,7 @@ def _causes(records: Sequence[Record]) -> None:
     Console(width=150).print(table)
 
 
-def _table(records: Sequence[Record], limits: Mapping[str, float]) -> None:
+def _table(records: Sequence[SimulationRecord], limits: Mapping[str, float]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -218,9 +220,9 @@ def _sweep(
         raise UsageError(
             f"no placement of actor and rollout fits {config.hardware.devices} devices"
         )
-    records: list[Record] = []
+    records: list[SimulationRecord] = []
 
-    def show(one: SimulationConfig, record: Record) -> None:
+    def show(one: SimulationConfig, record: SimulationRecord) -> None:
         records.append(record)
         hardware, rate = one.hardware, record.result.samples_per_device_hour
         click.echo(
@@ -234,7 +236,7 @@ def _sweep(
     return 0
 
 
-def _write(records: Sequence[Record], file: pathlib.Path | None) -> None:
+def _write(records: Sequence[SimulationRecord], file: pathlib.Path | None) -> None:
     if file is not None:
         file.write_bytes(msgspec.json.format(msgspec.json.encode([r.result for r in records])))
 

@@ -18,7 +18,7 @@ from rlinf_async.config.load import Overrides
 
 if TYPE_CHECKING:
     from rlinf_async.runtime.jobs import Job
-    from rlinf_async.runtime.jobs.placement import Plan
+    from rlinf_async.runtime.jobs.placement import PlacementPlan
     from rlinf_async.workers.base import Device
 
 JOB = "job"
@@ -130,13 +130,13 @@ def _inspect(job: Job, config: Any, machine: Sequence[Device] | None) -> None:
         job.inspect(config, machine)
 
 
-def _plan(job: Job, config: Any, machine: Sequence[Device] | None) -> Plan | None:
+def _plan(job: Job, config: Any, machine: Sequence[Device] | None) -> PlacementPlan | None:
     from rlinf_async.runtime.jobs import PlacingJob
 
     return job.plan(config, machine) if isinstance(job, PlacingJob) else None
 
 
-def _print_plan(plan: Plan) -> None:
+def _print_plan(plan: PlacementPlan) -> None:
     """Print a table of the workers, and the accelerators that none of them has."""
     from rich.console import Console
     from rich.table import Table

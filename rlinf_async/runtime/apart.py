@@ -51,7 +51,7 @@ class Raised(msgspec.Struct, frozen=True):
     """path of a `ConfigError` in the configuration"""
 
 
-class Ended(msgspec.Struct, frozen=True):
+class FunctionEnd(msgspec.Struct, frozen=True):
     """How the function has ended."""
 
     result: bytes = b""
@@ -77,20 +77,20 @@ class Apart(Worker):
         imports: Sequence[str] = arguments["imports"]
         return imports
 
-    async def run(self) -> Ended:
+    async def run(self) -> FunctionEnd:
         """Call it."""
         return await self.compute(self._call)
 
-    def _call(self) -> Ended:
+    def _call(self) -> FunctionEnd:
         try:
-            return Ended(msgspec.msgpack.encode(self._function(*self._args)))
+            return FunctionEnd(msgspec.msgpack.encode(self._function(*self._args)))
         except Exception as error:
             names = [one.__name__ for one in type(error).__mro__]
             if not set(names) & set(self._known):
                 raise
             if isinstance(error, ConfigError):
-                return Ended(raised=Raised(names, error.problem, error.path))
-            return Ended(raised=Raised(names, str(error)))
+                return FunctionEnd(raised=Raised(names, error.problem, error.path))
+            return FunctionEnd(raised=Raised(names, str(error)))
 
 
 def apart(
@@ -152,17 +152,17 @@ def _error(raised: Raised, known: Sequence[type[Exception]]) -> Exception:
     return found(raised.text)
 
 
-def _run(main: Callable[[], Any]) -> Ended:
+def _run(main: Callable[[], Any]) -> FunctionEnd:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        ended: Ended = run(main())
+        ended: FunctionEnd = run(main())
         return ended
     with ThreadPoolExecutor(1) as thread:  # in a notebook
         return thread.submit(lambda: _run(main)).result()
 
 
-async def _called(name: str, arguments: tuple[Any, ...], log: Path | None) -> Ended:
+async def _called(name: str, arguments: tuple[Any, ...], log: Path | None) -> FunctionEnd:
     async with Cluster.process(deadlock_after=None, grace=1.0, log=log) as cluster:
         one = await cluster.launch(Apart, *arguments, count=1, name=name)
         return (await one.call(Apart.run))[0]

@@ -77,7 +77,7 @@ CALL: Final = "worker.call"
 ENDED: Final = "worker.ended"
 
 
-class Call(msgspec.Struct, array_like=True, frozen=True):
+class MethodCall(msgspec.Struct, array_like=True, frozen=True):
     """A method and the names of the arguments that the body holds."""
 
     method: str
@@ -98,7 +98,7 @@ class ClockTime(msgspec.Struct, array_like=True, frozen=True):
     now: int
 
 
-class Outcome(msgspec.Struct, array_like=True, frozen=True):
+class CallOutcome(msgspec.Struct, array_like=True, frozen=True):
     """Success or failure; the result is in the body."""
 
     failure: Failure | None = None
@@ -112,7 +112,7 @@ class ArgumentsCodec:
 
     def __init__(self, method: Method, names: tuple[str, ...]) -> None:
         self.method = method
-        self._head = head_of(CALL, Call(method.name, names))
+        self._head = head_of(CALL, MethodCall(method.name, names))
         self._names = names
         types: Any = tuple[tuple(method.types[name] for name in names)]  # type: ignore[misc]
         self._encoder = Encoder(self._lend)
@@ -151,7 +151,7 @@ class ArgumentsCodec:
             self._server = None
         head = self._head
         if self._homed:
-            head = head_of(CALL, Call(self.method.name, self._names, tuple(self._homed)))
+            head = head_of(CALL, MethodCall(self.method.name, self._names, tuple(self._homed)))
         return head, body, self._lent
 
     def decode(self, body: Encoded | None, ends: DecodeEnd) -> dict[str, Any]:
@@ -238,7 +238,7 @@ ORPHAN_SECONDS = 0.5
 CHILDREN_SECONDS = 0.5
 """time that each process which a worker started has to end once it is asked to"""
 
-RETURNED = Outcome()
+RETURNED = CallOutcome()
 
 
 class Boot(msgspec.Struct, frozen=True, kw_only=True):
@@ -399,7 +399,7 @@ class Child:
     def _router(self) -> Router:
         router = Router()
         router.add("worker.start", Nothing, self._start)
-        router.add_sync(CALL, Call, self._call)
+        router.add_sync(CALL, MethodCall, self._call)
         router.add_sync(ENDED, CallNumber, self._reply_when_ended)
         router.add_sync(
             "worker.doing", Nothing, lambda request: request.reply(Doing(self._recorder.doing()))
@@ -419,7 +419,7 @@ class Child:
 
     async def _start(
         self, connection: Connection, meta: Nothing, body: Encoded | None
-    ) -> tuple[Outcome, None]:
+    ) -> tuple[CallOutcome, None]:
         try:
             self._direct = await Direct.of_worker(
                 connection,
@@ -429,12 +429,12 @@ class Child:
             )
             await self._host.start()
         except WorkerError as error:
-            return Outcome(error.failure), None
+            return CallOutcome(error.failure), None
         except (ValueError, WireError) as error:
-            return Outcome(self._host.wrap(error, "its Direct").failure), None
-        return Outcome(), None
+            return CallOutcome(self._host.wrap(error, "its Direct").failure), None
+        return CallOutcome(), None
 
-    def _call(self, request: Request[Call]) -> None:
+    def _call(self, request: Request[MethodCall]) -> None:
         ends = CallEnds(request.connection, self._direct)
         if request.meta.homed:
             adopting = self._later(self._call_adopting(request, ends))
@@ -442,16 +442,16 @@ class Child:
         else:
             self._begin(request, ends)
 
-    async def _call_adopting(self, request: Request[Call], ends: CallEnds) -> None:
+    async def _call_adopting(self, request: Request[MethodCall], ends: CallEnds) -> None:
         """Begin once the ends whose queues live with workers are this process's own."""
         try:
             await ends.adopt(request.meta.homed, self._homes)
         except ChannelError as error:
-            request.reply(Outcome(self._host.wrap(error, request.meta.method).failure))
+            request.reply(CallOutcome(self._host.wrap(error, request.meta.method).failure))
         else:
             self._begin(request, ends)
 
-    def _begin(self, request: Request[Call], client: CallEnds) -> None:
+    def _begin(self, request: Request[MethodCall], client: CallEnds) -> None:
         call, body, request.body = request.meta, request.body, None
         try:
             cls = self._boot.spec.cls
@@ -461,9 +461,9 @@ class Child:
                 call.method, arguments, partial(self._returned, request, codec.method, client)
             )
         except WorkerError as error:
-            request.reply(Outcome(error.failure))
+            request.reply(CallOutcome(error.failure))
         except Exception as error:  # an argument cannot be decoded
-            request.reply(Outcome(self._host.wrap(error, call.method).failure))
+            request.reply(CallOutcome(self._host.wrap(error, call.method).failure))
         else:
             request.abandon = partial(self._cancel, request.number, running)
 
@@ -481,7 +481,7 @@ class Child:
 
     def _returned(
         self,
-        request: Request[Call],
+        request: Request[MethodCall],
         method: Method,
         client: CallEnds,
         value: Any,
@@ -489,7 +489,7 @@ class Child:
     ) -> None:
         if error is not None:
             if isinstance(error, WorkerError):
-                request.reply(Outcome(error.failure))
+                request.reply(CallOutcome(error.failure))
             else:
                 request.fail(ChannelError(f"{method.label} was cancelled"))
             asked = self._ending.pop(request.number, None)
@@ -517,21 +517,21 @@ class Child:
         asked.reply(Nothing())
 
     async def _flush(
-        self, request: Request[Call], method: Method, client: CallEnds, value: Any
+        self, request: Request[MethodCall], method: Method, client: CallEnds, value: Any
     ) -> None:
         """Reply when what the call put is in its channels."""
         try:
             await client.flush()
         except Exception as error:
-            request.reply(Outcome(self._host.wrap(error, method.name).failure))
+            request.reply(CallOutcome(self._host.wrap(error, method.name).failure))
         else:
             self._reply(request, method, value)
 
-    def _reply(self, request: Request[Call], method: Method, value: Any) -> None:
+    def _reply(self, request: Request[MethodCall], method: Method, value: Any) -> None:
         try:
             body = encode_result(method, value)
         except Exception as error:  # the result cannot be encoded
-            request.reply(Outcome(self._host.wrap(error, method.name).failure))
+            request.reply(CallOutcome(self._host.wrap(error, method.name).failure))
             return
         try:
             request.reply(RETURNED, body)
@@ -549,15 +549,15 @@ class Child:
 
     async def _stop(
         self, connection: Connection, meta: Nothing, body: Encoded | None
-    ) -> tuple[Outcome, None]:
+    ) -> tuple[CallOutcome, None]:
         self._asked_to_stop = True
         try:
             await self._host.stop()
         except WorkerError as error:
-            return Outcome(error.failure), None
+            return CallOutcome(error.failure), None
         finally:
             asyncio.get_running_loop().call_soon(self._stopped.set)
-        return Outcome(), None
+        return CallOutcome(), None
 
 
 def _cancel(task: asyncio.Task[None]) -> None:

@@ -56,7 +56,7 @@ from rlinf_async.runtime.remote_worker import (
     shared_secret,
 )
 from rlinf_async.runtime.signals import OF_THE_DRIVER, kill_tree
-from rlinf_async.runtime.supervise import Ended, WorkerProcess, WorkerSpec, on_this_host
+from rlinf_async.runtime.supervise import ProcessEnd, WorkerProcess, WorkerSpec, on_this_host
 from rlinf_async.workers.base import BuildError, Device
 
 log = logging.getLogger(__name__)
@@ -412,7 +412,7 @@ class ChildProcess(WorkerProcess):
         self._output = output
         self._output_place = output_place
         self._loop = asyncio.get_running_loop()
-        self.ended: asyncio.Future[Ended] = self._loop.create_future()
+        self.ended: asyncio.Future[ProcessEnd] = self._loop.create_future()
         self._death_file = open_death(process)
         self._loop.add_reader(self._death_file, self._on_exit)
 
@@ -433,7 +433,7 @@ class ChildProcess(WorkerProcess):
             how = "the process from which it was forked was killed, and it was killed, too"
         else:
             how = how_it_ended(code)
-        self.ended.set_result(Ended(how, self._hint(code)))
+        self.ended.set_result(ProcessEnd(how, self._hint(code)))
 
     def _hint(self, code: int) -> str:
         """Where to look if the process never connected."""

@@ -57,8 +57,8 @@ from rlinf_async.runtime.child import (
     ArgumentsCodec,
     Boot,
     CallNumber,
+    CallOutcome,
     ClockTime,
-    Outcome,
     arguments_codec,
     calls_file,
     decode_spans,
@@ -69,7 +69,7 @@ from rlinf_async.runtime.supervise import (
     Backend,
     Cancel,
     Doing,
-    Ended,
+    ProcessEnd,
     Standstill,
     WorkerHandle,
     WorkerProcess,
@@ -92,8 +92,8 @@ Death: TypeAlias = "asyncio.Future[WorkerDied]"
 
 CANCEL_SECONDS: Final = 2.0
 log = logging.getLogger(__name__)
-_decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
-_RETURNED = msgspec.msgpack.encode(Outcome())
+_decode_outcome = msgspec.msgpack.Decoder(CallOutcome).decode
+_RETURNED = msgspec.msgpack.encode(CallOutcome())
 
 
 class RemoteCall:
@@ -399,7 +399,7 @@ class RemoteWorker(WorkerHandle):
             self.lose(f"its process did not connect within {limit:g} s")
             raise await result_of(self.died)
         self.connection = connected.result()
-        outcome = await self.ask("worker.start", Outcome)
+        outcome = await self.ask("worker.start", CallOutcome)
         if outcome.failure is not None:
             raise WorkerError(outcome.failure)
 
@@ -439,11 +439,11 @@ class RemoteWorker(WorkerHandle):
 
     async def stop(self, grace: float) -> None:
         self._stopping = True
-        outcome = Outcome()
+        outcome = CallOutcome()
         try:
             if grace > 0 and self.connection is not None and not self.process.ended.done():
                 async with deadlines.timeout(grace):
-                    outcome = await self.ask("worker.stop", Outcome)
+                    outcome = await self.ask("worker.stop", CallOutcome)
                     await result_of(self.process.ended)
         except TimeoutError:
             log.warning("%s did not stop within %.1f s and is killed", self.name, grace)
@@ -481,7 +481,7 @@ class RemoteWorker(WorkerHandle):
             raise ConnectionLost(f"{self.name} has not connected yet")
         return self.connection
 
-    def _on_end(self, ended: asyncio.Future[Ended]) -> None:
+    def _on_end(self, ended: asyncio.Future[ProcessEnd]) -> None:
         if self._kill_timer is not None:
             self._kill_timer.cancel()
         if self.connection is not None:
@@ -489,7 +489,7 @@ class RemoteWorker(WorkerHandle):
         if not self.died.done():
             self.died.set_result(self._death(ended.result()))
 
-    def _death(self, ended: Ended) -> WorkerDied:
+    def _death(self, ended: ProcessEnd) -> WorkerDied:
         last = last_words(self._calls)
         reason = last.reason or self._kill_reason
         waited = last.waited if last.reason or reason is None else self._heartbeat_limit

@@ -133,7 +133,7 @@ class WorkerHandle(ABC):
         """End the worker; by force after ``grace`` seconds, with 0 at once."""
 
 
-class Ended(msgspec.Struct, frozen=True):
+class ProcessEnd(msgspec.Struct, frozen=True):
     """How a worker's process ended."""
 
     how: str
@@ -150,7 +150,7 @@ class WorkerProcess(ABC):
     pid: int
     exit_seconds: float
     """time that a process which closed its connection has to be seen to end by itself"""
-    ended: asyncio.Future[Ended]
+    ended: asyncio.Future[ProcessEnd]
     """set once it is gone"""
 
     @abstractmethod

@@ -24,7 +24,7 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[int, ...]
 
 
-class Loan(msgspec.Struct, frozen=True, kw_only=True):
+class DeviceLoan(msgspec.Struct, frozen=True, kw_only=True):
     """A device that somebody holds for a while."""
 
     device: int
@@ -95,10 +95,10 @@ class DeviceLedger:
             if self._held[name]
         )
 
-    def loans(self) -> tuple[Loan, ...]:
+    def loans(self) -> tuple[DeviceLoan, ...]:
         """Return the loans, by device."""
         return tuple(
-            Loan(device=one, lender=owner, borrower=holder, until=self._until.get(one, ""))
+            DeviceLoan(device=one, lender=owner, borrower=holder, until=self._until.get(one, ""))
             for one, holder in sorted(self._holder.items())
             if (owner := self._owners.get(one, holder)) != holder
         )
@@ -332,7 +332,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     rates: Rates = Rates()
     holdings: tuple[Holding, ...] = ()
     """the ledger's"""
-    loans: tuple[Loan, ...] = ()
+    loans: tuple[DeviceLoan, ...] = ()
     """the ledger's"""
 
     @property

@@ -8,6 +8,13 @@
 """
 
 from rlinf_async.simulate.config import SimulationConfig, on_devices, placements
-from rlinf_async.simulate.run import Record, Simulated, simulate
+from rlinf_async.simulate.run import Simulated, SimulationRecord, simulate
 
-__all__ = ["Record", "Simulated", "SimulationConfig", "on_devices", "placements", "simulate"]
+__all__ = [
+    "Simulated",
+    "SimulationConfig",
+    "SimulationRecord",
+    "on_devices",
+    "placements",
+    "simulate",
+]

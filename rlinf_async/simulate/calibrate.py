@@ -31,7 +31,7 @@ from rlinf_async.simulate.config import SimulationConfig
 Floats = NDArray[np.float64]
 
 
-class Fit(msgspec.Struct, frozen=True, kw_only=True):
+class FittedCosts(msgspec.Struct, frozen=True, kw_only=True):
     """Costs that were fitted to measured times."""
 
     name: str
@@ -47,7 +47,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
         return fitted
 
 
-def fit(name: str, seconds: Floats, first: Floats, second: Floats) -> Fit:
+def fit(name: str, seconds: Floats, first: Floats, second: Floats) -> FittedCosts:
     """Return non-negative ``a, b`` with ``seconds = a x first + b x second``.
 
     By least squares of the relative errors, then scaled so that the sum of all times is right: a
@@ -65,7 +65,7 @@ def fit(name: str, seconds: Floats, first: Floats, second: Floats) -> Fit:
     allowed = [one for one in candidates if (one >= 0.0).all()]
     best = min(allowed, key=lambda one: float(np.square(columns @ one - 1.0).sum()))
     best = best * float(seconds.sum()) / max(float((columns @ best) @ seconds), 1e-300)
-    return Fit(
+    return FittedCosts(
         name=name,
         costs=(float(best[0]), float(best[1])),
         measured=float(seconds.mean()),
@@ -86,7 +86,7 @@ class TrainingCosts(msgspec.Struct, frozen=True, kw_only=True):
     beside_generation: float
     iteration_seconds: float
     """seconds of the optimizer steps of an iteration"""
-    fit: Fit
+    fit: FittedCosts
 
 
 def training_costs(
@@ -218,7 +218,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     actor: dict[str, float]
     lengths: tuple[int, ...]
     """lengths of responses, rising: those of the run, or `LENGTHS` quantiles of them"""
-    fits: tuple[Fit, ...]
+    fits: tuple[FittedCosts, ...]
     step_seconds: float = 0.0
     """mean seconds from one trained version to the next, which leaves the first out, too"""
     work: dict[str, float | int | bool] = {}

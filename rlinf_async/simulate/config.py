@@ -70,7 +70,7 @@ class HardwareConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             )
 
 
-class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ScalingPolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Who decides, and how often."""
 
     policy: str = "tail"
@@ -111,7 +111,7 @@ class SimulationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     hardware: HardwareConfig = HardwareConfig()
     inference: InferenceCostConfig = InferenceCostConfig()
     env: EnvCostConfig = EnvCostConfig()
-    scheduler: PolicyConfig = PolicyConfig()
+    scheduler: ScalingPolicyConfig = ScalingPolicyConfig()
     faults: FaultConfig = FaultConfig()
 
     def __post_init__(self) -> None:

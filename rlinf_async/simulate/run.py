@@ -43,14 +43,14 @@ from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.language.samples import Collector, Dispatcher, Ledger, Source
 from rlinf_async.scheduling import ACTOR, ScalingDecision, instance_name
 from rlinf_async.simulate.bounds import by_cause
-from rlinf_async.simulate.config import PolicyConfig, SimulationConfig, placements
+from rlinf_async.simulate.config import ScalingPolicyConfig, SimulationConfig, placements
 from rlinf_async.simulate.site import Moment, Site
 from rlinf_async.simulate.workers import (
-    Scorer,
     SimulatedActor,
     SimulatedInference,
     SimulatedRollout,
     SimulatedScheduler,
+    SimulatedScorer,
 )
 from rlinf_async.testing import VirtualLoop, run_on
 from rlinf_async.workers.actor.language import LanguageBatches
@@ -214,7 +214,7 @@ class Simulated(msgspec.Struct, kw_only=True):
         return self.device_hours * self.price
 
 
-class Record(msgspec.Struct, kw_only=True):
+class SimulationRecord(msgspec.Struct, kw_only=True):
     """A result and what led to it."""
 
     result: Simulated
@@ -239,7 +239,7 @@ def simulate(
     shuffled: bool = False,
     check: bool = False,
     max_steps: int | None = None,
-) -> Record:
+) -> SimulationRecord:
     """Run it to its end.
 
     Args:
@@ -294,13 +294,13 @@ async def _main(
     report: Callable[[str], None],
     with_spans: bool,
     check: bool,
-) -> Record:
+) -> SimulationRecord:
     async with Cluster.local(deadlock_after=None) as cluster:
         run = SimulatedRun(cluster, config, report, check=check)
         await run.launch()
         await run.train(on_step or (lambda number, seconds: None))
         spans = await cluster.spans() if with_spans else []
-        return Record(
+        return SimulationRecord(
             result=await run.result(),
             spans=spans,
             decisions=run.site.decisions,
@@ -429,7 +429,9 @@ class SimulatedRun:
         )
         home = config.hardware.actor_devices
         await self.actor.call(SimulatedActor.init_trainer_resharding, home)
-        self.scorer = (await self._cluster.launch(Scorer, site, config.env, name="reward"))[0]
+        self.scorer = (
+            await self._cluster.launch(SimulatedScorer, site, config.env, name="reward")
+        )[0]
         self.inference = (
             await self._cluster.launch(SimulatedInference, site, config.inference, name="inference")
         )[0]
@@ -459,7 +461,7 @@ class SimulatedRun:
         )
         inferred = self._config.inference.devices > 0
         scored = self.unchecked if inferred else self.scored
-        scoring = self.scorer.call(Scorer.score, self.generated.receiver, scored.sender)
+        scoring = self.scorer.call(SimulatedScorer.score, self.generated.receiver, scored.sender)
         inferring = inferred and self.inference.call(
             SimulatedInference.log_probs, self.unchecked.receiver, self.scored.sender
         )
@@ -575,7 +577,7 @@ class SimulatedRun:
 
 def with_policy(config: SimulationConfig, policy: str) -> SimulationConfig:
     """Return the same run under another policy."""
-    scheduler = PolicyConfig(policy=policy, every=config.scheduler.every)
+    scheduler = ScalingPolicyConfig(policy=policy, every=config.scheduler.every)
     return msgspec.structs.replace(config, scheduler=scheduler)
 
 
@@ -623,11 +625,12 @@ def resize(config: SimulationConfig, size: int) -> SimulationConfig:
 
 
 def sweep(
-    configs: Sequence[SimulationConfig], on_result: Callable[[SimulationConfig, Record], None]
-) -> tuple[SimulationConfig, Record]:
+    configs: Sequence[SimulationConfig],
+    on_result: Callable[[SimulationConfig, SimulationRecord], None],
+) -> tuple[SimulationConfig, SimulationRecord]:
     """Simulate all, and return the best by samples per device-hour. Raises `ValueError` if there
     are none."""
-    best: tuple[SimulationConfig, Record] | None = None
+    best: tuple[SimulationConfig, SimulationRecord] | None = None
     for config in configs:
         record = simulate(config)
         on_result(config, record)
@@ -643,7 +646,7 @@ ROLES = ("rollout", "actor")
 IDLE = "#eceff3"
 
 
-def draw_devices(records: Sequence[Record], path: Path, *, title: str) -> None:
+def draw_devices(records: Sequence[SimulationRecord], path: Path, *, title: str) -> None:
     """Draw the devices that each role holds and has busy, and what is left to generate.
 
     Raises `RunFolderError` where the file cannot be written.

@@ -175,7 +175,7 @@ class SimulatedScheduler(SchedulerWorker):
         return self._changes.summary.migrated, self.policy.fault
 
 
-class Scorer(Worker):
+class SimulatedScorer(Worker):
     """Runs the environment of every sample, and scores it."""
 
     def __init__(self, site: Site, env: EnvCostConfig) -> None:

@@ -19,7 +19,7 @@ from rlinf_async.backends.policies.serving import RecurrentPolicyServer, serve_p
 from rlinf_async.messages.embodied import Actions, Observations, Trajectory
 from rlinf_async.messages.spaces import STATE, ActionSpec, choices, continuous, flat_spec
 from rlinf_async.workers.env.evaluation import after_step
-from rlinf_async.workers.env.stage import Outcome
+from rlinf_async.workers.env.stage import StageOutcome
 from rlinf_async.workers.rollout.policy import answer_all
 from tests.backends.fsdp_helpers import in_processes, load_result, save_result
 
@@ -85,7 +85,7 @@ def test_whole_sequences_agree_with_single_steps_which_forget_when_an_episode_be
 
 def test_an_episode_that_ends_is_forgotten_and_its_last_value_remembers() -> None:
     memory = np.arange(8, dtype=np.float32).reshape(4, 2) + 1.0
-    outcome = Outcome(
+    outcome = StageOutcome(
         reward=np.zeros(4, np.float32),
         terminated=np.array([True, False, False, False]),
         truncated=np.array([False, True, False, False]),

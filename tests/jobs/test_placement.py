@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from rlinf_async.config import ConfigError, MissingDevice
 from rlinf_async.config.counts import MOST_WORKERS
-from rlinf_async.runtime.jobs.embodied.settings import ClusterConfig, EmbodiedPlacement
-from rlinf_async.runtime.jobs.placement import Plan, Preset, Role, RolePlacement, make_plan
+from rlinf_async.runtime.jobs.embodied.settings import EmbodiedClusterConfig, EmbodiedPlacement
+from rlinf_async.runtime.jobs.placement import PlacementPlan, Preset, Role, RolePlacement, make_plan
 from rlinf_async.runtime.launching import stated_devices
 
 PRESETS: list[Preset] = ["auto", "disaggregated", "collocated", "hybrid"]
@@ -27,7 +27,7 @@ def plan(
     preset: Preset = "auto",
     node_groups: dict[str, tuple[str, ...]] | None = None,
     **asked: str | RolePlacement,
-) -> Plan:
+) -> PlacementPlan:
     """The plan of actors (as many as divide 12), rollout workers and one reward worker."""
     count = {"actor": None, "rollout": None, "reward": 1} | (counts or {})
     roles = [
@@ -221,7 +221,7 @@ def test_no_device_is_given_beyond_its_whole_and_the_plan_of_its_own_numbers_is_
 ) -> None:
     wanted = RolePlacement(devices_per_worker=share)
 
-    def planned(counts: dict[str, int | None]) -> Plan:
+    def planned(counts: dict[str, int | None]) -> PlacementPlan:
         return plan(f"{hosts}x{each}xH100", preset=preset, counts=counts, rollout=wanted)
 
     try:
@@ -265,9 +265,9 @@ def test_what_only_ray_has_is_refused_for_processes(name: str) -> None:
     asked = RolePlacement(**{name: {"robot": 1}})  # type: ignore[arg-type]
     placement = EmbodiedPlacement(env=asked)
     with pytest.raises(ConfigError, match="only Ray's hosts have any") as refused:
-        ClusterConfig(placement=placement)
+        EmbodiedClusterConfig(placement=placement)
     assert refused.value.path == ("cluster", "placement", "env", name)
-    assert ClusterConfig(placement=placement, backend="ray").placement is placement
+    assert EmbodiedClusterConfig(placement=placement, backend="ray").placement is placement
 
 
 @pytest.mark.parametrize("each", [0.0, -1.0, 1.5, math.inf, math.nan])

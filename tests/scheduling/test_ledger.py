@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf_async.scheduling import DeviceLedger, DeviceTaken, Loan
+from rlinf_async.scheduling import DeviceLedger, DeviceLoan, DeviceTaken
 
 
 def ledger(devices: int = 4) -> DeviceLedger:
@@ -50,7 +50,7 @@ def test_who_holds_the_device_of_another_has_borrowed_it() -> None:
     one.take("actor", [0])
     one.take("rollout[4]", [1, 2], until="half of iteration 3")
     assert one.loans() == (
-        Loan(device=1, lender="actor", borrower="rollout[4]", until="half of iteration 3"),
+        DeviceLoan(device=1, lender="actor", borrower="rollout[4]", until="half of iteration 3"),
     )
     assert one.keep("rollout[4]", [2]) == (1,)
     assert one.loans() == ()

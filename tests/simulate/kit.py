@@ -8,7 +8,7 @@ import msgspec
 
 from rlinf_async.backends.cost.config import CostEngineConfig, CostTrainerConfig, LogNormal
 from rlinf_async.simulate import SimulationConfig
-from rlinf_async.simulate.config import FaultConfig, HardwareConfig, PolicyConfig, WorkConfig
+from rlinf_async.simulate.config import FaultConfig, HardwareConfig, ScalingPolicyConfig, WorkConfig
 
 SMALL = SimulationConfig(
     generation=CostEngineConfig(
@@ -35,7 +35,7 @@ def small(
     return msgspec.structs.replace(
         SMALL,
         seed=seed,
-        scheduler=PolicyConfig(policy=policy, every=0.1),
+        scheduler=ScalingPolicyConfig(policy=policy, every=0.1),
         faults=faults or FaultConfig(),
         work=msgspec.structs.replace(SMALL.work, **work),
     )

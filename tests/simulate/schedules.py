@@ -22,9 +22,9 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 
 from rlinf_async.backends.cost.config import CostEngineConfig, CostTrainerConfig, LogNormal
-from rlinf_async.simulate import Record, SimulationConfig, simulate
+from rlinf_async.simulate import SimulationConfig, SimulationRecord, simulate
 from rlinf_async.simulate.bounds import at_best
-from rlinf_async.simulate.config import FaultConfig, HardwareConfig, PolicyConfig, WorkConfig
+from rlinf_async.simulate.config import FaultConfig, HardwareConfig, ScalingPolicyConfig, WorkConfig
 
 POLICIES = ("static", "turns", "tail", "greedy", "longest_first")
 
@@ -70,7 +70,7 @@ def scenario(seed: int) -> SimulationConfig:
             actor_devices=rng.choice(sizes),
             instance_widths=rng.choice([(1,), (1, 2)]),
         ),
-        scheduler=PolicyConfig(policy=rng.choice(POLICIES), every=rng.choice([0.05, 0.3])),
+        scheduler=ScalingPolicyConfig(policy=rng.choice(POLICIES), every=rng.choice([0.05, 0.3])),
         faults=FaultConfig(
             crash_every=rng.choice(every),
             slow_every=rng.choice(every),
@@ -81,7 +81,7 @@ def scenario(seed: int) -> SimulationConfig:
     )
 
 
-def run(seed: int) -> Record:
+def run(seed: int) -> SimulationRecord:
     """Run the schedule of a seed, and hold it against the invariants (see the module)."""
     config = scenario(seed)
     record = simulate(config, shuffled=True, check=True, max_steps=200_000)

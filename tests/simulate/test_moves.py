@@ -16,7 +16,7 @@ from rlinf_async.scheduling import (
     ScalingDecision,
 )
 from rlinf_async.simulate import SimulationConfig, simulate
-from rlinf_async.simulate.run import Record
+from rlinf_async.simulate.run import SimulationRecord
 from tests.simulate.kit import small
 
 SEEN: list[ClusterState] = []
@@ -25,7 +25,7 @@ DECIDED: list[ScalingDecision] = []
 """what they have decided"""
 
 
-def run(policy: str, config: SimulationConfig | None = None) -> Record:
+def run(policy: str, config: SimulationConfig | None = None) -> SimulationRecord:
     SEEN.clear()
     DECIDED.clear()
     config = config or small(iterations=1)

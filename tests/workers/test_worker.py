@@ -14,7 +14,7 @@ import pytest
 
 import rlinf_async as ra
 from rlinf_async.workers.base import Device, WorkerContext, WorkerInfo, make
-from rlinf_async.workers.host import State, Watchdog, WorkerHost
+from rlinf_async.workers.host import Watchdog, WorkerHost, WorkerState
 
 setting: ContextVar[str] = ContextVar("setting", default="none")
 
@@ -160,7 +160,7 @@ async def test_a_host_goes_through_its_states(loop_kind: str) -> None:
     assert isinstance(worker, Cook)
     await host.stop()
     await host.stop()
-    assert [*states, host.state] == [State.CREATED, State.READY, State.STOPPED]
+    assert [*states, host.state] == [WorkerState.CREATED, WorkerState.READY, WorkerState.STOPPED]
     assert worker.log_of_life == ["setup", "teardown"]
     with pytest.raises(ra.WorkerError, match="ChannelClosed"):
         await call(host, "cook")
@@ -178,7 +178,7 @@ async def test_a_failed_setup_is_told_and_leaves_no_thread(loop_kind: str) -> No
     with pytest.raises(ra.WorkerError, match=r"Cook\[0\] failed in setup .*no camera") as caught:
         await host.start()
     assert isinstance(caught.value.__cause__, LookupError)
-    assert host.state is State.FAILED
+    assert host.state is WorkerState.FAILED
     await host.stop()
     await _until(lambda: threading.active_count() <= threads)
 
@@ -199,7 +199,7 @@ async def test_a_failed_teardown_is_told(loop_kind: str) -> None:
     host = await ready_host(FailsInTeardown)
     with pytest.raises(ra.WorkerError, match=r"failed in teardown .*cannot let go"):
         await host.stop()
-    assert host.state is State.STOPPED
+    assert host.state is WorkerState.STOPPED
 
 
 async def test_a_failure_is_retrieved_although_its_caller_left(

@@ -50,7 +50,7 @@ class AppliedStrategy(msgspec.Struct, frozen=True, kw_only=True):
     received_bytes: int
 
 
-class Sharing(Protocol):
+class RankSharing(Protocol):
     """How the ranks of a worker share an iteration."""
 
     @property
@@ -103,7 +103,7 @@ class StrategyChanges:
     the calls reach them at different times.
     """
 
-    def __init__(self, worker: Worker, sharing: Sharing) -> None:
+    def __init__(self, worker: Worker, sharing: RankSharing) -> None:
         self._worker, self._sharing = worker, sharing
         self._strategy: Strategy | None = None
         """strategy in force; None until the first change: the trainer's own"""

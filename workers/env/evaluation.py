@@ -46,7 +46,7 @@ from rlinf_async.messages.embodied import Bools, Choice, Floats, Ints
 from rlinf_async.messages.spaces import ObservationSpec, Seen
 from rlinf_async.workers.env.config import episode_seed
 from rlinf_async.workers.env.spaces import ActionReader
-from rlinf_async.workers.env.stage import EnvStage, Episode, Outcome, Slot
+from rlinf_async.workers.env.stage import EnvStage, Episode, Slot, StageOutcome
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class EvaluatedEpisode(msgspec.Struct, frozen=True, kw_only=True):
     """version of the oldest weights that acted in it"""
 
 
-class Evaluation:
+class SerialEvaluation:
     """Episodes of one evaluation on this worker, a few at a time."""
 
     def __init__(
@@ -202,7 +202,7 @@ def after_answer(
     return after
 
 
-def after_step(memory: Floats | None, outcome: Outcome) -> tuple[Floats | None, Floats | None]:
+def after_step(memory: Floats | None, outcome: StageOutcome) -> tuple[Floats | None, Floats | None]:
     """Return the memory ``[E, H]`` before the next observations, and that ``[K, H]`` of the
     episodes that were cut, before their last observations.
 
@@ -223,13 +223,13 @@ def after_step(memory: Floats | None, outcome: Outcome) -> tuple[Floats | None, 
     return memory, final
 
 
-def _of(outcome: Outcome, chosen: Bools) -> Bools | Ints:
+def _of(outcome: StageOutcome, chosen: Bools) -> Bools | Ints:
     """The chosen ones among the environments of an outcome, as an index of the stage's."""
     return chosen if outcome.rows is None else outcome.rows[chosen]
 
 
 class BatchedEvaluation:
-    """Episodes of one evaluation on this worker, in a stage's environments: an `Evaluation`."""
+    """Episodes of one evaluation on this worker, in a stage's environments: many at a time."""
 
     def __init__(self, stage: EnvStage, episodes: Sequence[int]) -> None:
         self._stage = stage

@@ -5,7 +5,8 @@ A simulator that steps many environments in one call (`BatchedStage`) has to hav
 
     same_step   by the same step: it shows the new episode, and the last observation of the old one
                 in ``info["final_obs"]``
-    next_step   by the step after: that one ignores the action, and is no sample (`Outcome.valid`)
+    next_step   by the step after: that one ignores the action, and is no sample
+                (`StageOutcome.valid`)
     disabled    by ``reset(options={"reset_mask": ended})``, which this stage calls
 
 (`gymnasium.vector.AutoresetMode`). In all three an episode that was cut is bootstrapped from its
@@ -21,7 +22,7 @@ Of environments that get ready by themselves (`AsyncStage`), those that are read
 ended the episode: its environment is not ready before, and nobody waits for it who need not.
 
 They are in processes of their own (`rlinf_async.workers.env.pool`), or in one simulator that gives
-those that are ready (`Simulated`), which has to have EnvPool's asynchronous interface::
+those that are ready (`SimulatorEnvs`), which has to have EnvPool's asynchronous interface::
 
     async_reset()          begin an episode in all; each is ready when it has begun
     send(actions, env_id)  begin a step in these
@@ -55,7 +56,7 @@ from rlinf_async.workers.env.spaces import ActionReader, ObservationWriter, arra
 from rlinf_async.workers.env.stage import (
     Episode,
     ForeignEnv,
-    Outcome,
+    StageOutcome,
     chunk_rewards,
     reward_problem,
 )
@@ -142,7 +143,7 @@ class BatchedStage(ForeignEnv):
         self._fresh = False
         self._ended = np.zeros_like(self._ended)
 
-    def step(self, answer: Choice | None, rows: Ints | None = None) -> Outcome:
+    def step(self, answer: Choice | None, rows: Ints | None = None) -> StageOutcome:
         """Take one step in every environment, with actions ``[E, A]`` (or int64 ``[E]``).
 
         Raises:
@@ -171,7 +172,7 @@ class BatchedStage(ForeignEnv):
         valid = None if begins is None else ~begins
         episodes = self._episodes(reward, ended, valid, info)
         self.observation, self._ended = shown, ended
-        return Outcome(reward, terminated, cut, final, episodes, valid=valid)
+        return StageOutcome(reward, terminated, cut, final, episodes, valid=valid)
 
     def close(self) -> None:
         """Close the simulator.
@@ -385,7 +386,7 @@ class AsyncStage:
         self._settle()
         self._begin([seed for seed in seeds for _ in range(self._group_size)])
 
-    def step(self, answer: Choice | None, rows: Ints | None = None) -> Outcome:
+    def step(self, answer: Choice | None, rows: Ints | None = None) -> StageOutcome:
         """Begin a step in ``rows``, and return the steps that have ended: at least one.
 
         Raises:
@@ -436,13 +437,13 @@ class AsyncStage:
             self.observation[one.env] = one.observation
         return came
 
-    def _outcome(self, ready: Sequence[Ready]) -> Outcome:
+    def _outcome(self, ready: Sequence[Ready]) -> StageOutcome:
         finals = [one.final_observation for one in ready if one.truncated]
         action_reward, executed = None, None
         if self._action_chunk > 1:
             rewards = [one.action_rewards for one in ready]
             action_reward, executed = chunk_rewards(rewards, self._action_chunk)
-        return Outcome(
+        return StageOutcome(
             _floats([one.reward for one in ready]),
             np.array([one.terminated for one in ready], np.bool_),
             np.array([one.truncated for one in ready], np.bool_),
@@ -491,7 +492,7 @@ class _Received(NamedTuple):
     batch: tuple[Any, Any, Any, Any, dict[str, Any]]
 
 
-class Simulated(ForeignEnv):
+class SimulatorEnvs(ForeignEnv):
     """`AsyncEnvs` of one simulator."""
 
     def __init__(

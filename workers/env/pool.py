@@ -84,7 +84,7 @@ class Broken(msgspec.Struct, frozen=True, tag=True):
     error: str
 
 
-class Ended(msgspec.Struct, frozen=True, tag=True):
+class EnvEnded(msgspec.Struct, frozen=True, tag=True):
     """pool process -> worker: this env process has ended."""
 
     env: int
@@ -109,14 +109,14 @@ class PoolStart(msgspec.Struct, frozen=True, kw_only=True):
     sockets: list[int]
     """file descriptors, one for each environment"""
     control: int
-    """file descriptor for `Ended`; it ends with the worker"""
+    """file descriptor for `EnvEnded`; it ends with the worker"""
     calls: list[int]
     """file descriptors, where each notes its calls: see `foreign_calls`"""
     main: dict[str, Any]
     """how to import the worker's main module, which may register environments"""
 
 
-class Pool:
+class EnvPool:
     """`AsyncEnvs` over one process for each label."""
 
     def __init__(self, config: EnvConfig, spec: ObservationSpec, labels: Sequence[str]) -> None:
@@ -269,7 +269,7 @@ class Pool:
     def _status(self, env: int) -> int | None:
         """How an env process has ended, as the pool process says within some seconds."""
         self._control.settimeout(LIMIT)
-        decoder = msgspec.msgpack.Decoder(Ended)
+        decoder = msgspec.msgpack.Decoder(EnvEnded)
         with contextlib.suppress(OSError), self._control.makefile("rb") as told:
             while ended := read_message(told, decoder):
                 if ended.env == env:

@@ -35,7 +35,7 @@ from rlinf_async.workers.env.pool import (
     Act,
     Begin,
     Broken,
-    Ended,
+    EnvEnded,
     FromEnv,
     Made,
     PoolStart,
@@ -93,7 +93,7 @@ def _wait_for(running: dict[int, int], control: socket.socket) -> None:
             waiting.unregister(descriptor)
             status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             with contextlib.suppress(OSError):
-                control.sendall(frame(Ended(running.pop(child), status)))
+                control.sendall(frame(EnvEnded(running.pop(child), status)))
     if deadline is None:  # its owner may still ask
         waiting.poll()
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from rlinf_async.messages.embodied import Actions, Collect, Floats, Ints, Trajectory
 from rlinf_async.messages.spaces import Seen
 from rlinf_async.workers.env.config import EnvError
-from rlinf_async.workers.env.stage import Episode, Outcome
+from rlinf_async.workers.env.stage import Episode, StageOutcome
 
 Place = int | tuple[Ints, Ints]
 """The samples of an answer or outcome in arrays ``[T, E, ...]``: one step of all environments, or
@@ -118,7 +118,7 @@ class Record:
         at = place if isinstance(place, int) else place[0]
         made.version[at] = np.minimum(made.version[at], answer.version)
 
-    def stepped(self, outcome: Outcome, final_memory: Floats | None = None) -> None:
+    def stepped(self, outcome: StageOutcome, final_memory: Floats | None = None) -> None:
         """Record the outcome of a step; ``final_memory [K, H]`` is that of cut episodes."""
         made, place = self._made, self._place(outcome.rows)
         made.reward[place] = outcome.reward

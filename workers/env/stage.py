@@ -195,7 +195,7 @@ class Slot(ForeignEnv):
             )
 
 
-class Outcome(msgspec.Struct):
+class StageOutcome(msgspec.Struct):
     """The result of one step of ``E`` environments, of which ``K`` had their episode cut.
 
     ``E`` are all of a stage, or those that got ready.
@@ -244,7 +244,7 @@ class EnvStage(Protocol):
         """Begin an episode where one has ended, once no step is under way."""
         ...
 
-    def step(self, answer: Choice | None, rows: Ints | None = None) -> Outcome:
+    def step(self, answer: Choice | None, rows: Ints | None = None) -> StageOutcome:
         """Take one step with actions ``[E, A]`` (or int64 ``[E]``): in every environment, or begin
         it in those of ``rows`` and return the steps that have ended."""
         ...
@@ -312,7 +312,7 @@ class Stage:
         self._check(self.observation)
         self._to_reset, self._fresh = [], False
 
-    def step(self, answer: Choice | None, rows: Ints | None = None) -> Outcome:
+    def step(self, answer: Choice | None, rows: Ints | None = None) -> StageOutcome:
         """Take one step in every environment, with actions ``[E, A]`` (or int64 ``[E]``).
 
         Raises:
@@ -331,7 +331,7 @@ class Stage:
         cut = np.array(truncated, np.bool_) & ~ended
         self.observation = shown
         self._to_reset = [index for index, done in enumerate(episodes) if done is not None]
-        return Outcome(
+        return StageOutcome(
             np.array(reward, np.float32),
             ended,
             cut,

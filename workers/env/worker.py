@@ -56,15 +56,15 @@ from rlinf_async.workers.env.config import EnvConfig, RolloutGone, env_seed, epi
 from rlinf_async.workers.env.evaluation import (
     BatchedEvaluation,
     EvaluatedEpisode,
-    Evaluation,
     Readiness,
+    SerialEvaluation,
     after_answer,
     after_step,
 )
 from rlinf_async.workers.env.many import AsyncEnvs, AsyncStage, BatchedStage
 from rlinf_async.workers.env.record import Record
 from rlinf_async.workers.env.spaces import ActionReader, ObservationWriter
-from rlinf_async.workers.env.stage import EnvStage, Outcome, Slot, Stage
+from rlinf_async.workers.env.stage import EnvStage, Slot, Stage, StageOutcome
 from rlinf_async.workers.foreign_calls import making, place_for
 from rlinf_async.workers.host import SHORT, Pace
 
@@ -116,7 +116,7 @@ class Environments:
             group_size=config.group_size,
         )
 
-    def evaluation(self, episodes: range, seed: int) -> Evaluation | BatchedEvaluation:
+    def evaluation(self, episodes: range, seed: int) -> SerialEvaluation | BatchedEvaluation:
         """Make the environments of an evaluation, or take those of the last one."""
         if self.config.many_in_a_call:
             count = min(len(episodes), self.config.envs_per_stage)
@@ -129,7 +129,7 @@ class Environments:
         while len(self._evaluation_slots) < min(len(episodes), self.config.envs):
             self._add_evaluation_slot()
         slots = self._evaluation_slots[: len(episodes)]
-        return Evaluation(slots, self._writer.spec, self._reader, iter(episodes), seed)
+        return SerialEvaluation(slots, self._writer.spec, self._reader, iter(episodes), seed)
 
     def close(self) -> None:
         """Close those of the evaluations; stages are closed by themselves."""
@@ -159,7 +159,7 @@ class Environments:
         self, count: int, label: str, seed: int, readiness: Readiness | None = None
     ) -> AsyncStage:
         from rlinf_async.workers.env.make_batched import autoreset_of, make_async
-        from rlinf_async.workers.env.many import Simulated
+        from rlinf_async.workers.env.many import SimulatorEnvs
 
         limits = self.config.limits
         calls = place_for(f"simulator {label}", limits), place_for(f"simulator {label}", limits)
@@ -169,16 +169,18 @@ class Environments:
                 env.single_observation_space, env.single_action_space, getattr(env, "spec", None)
             )
             mode = autoreset_of(self.config, env)
-        envs = Simulated(env, self._writer, self._reader, mode, label=label, seed=seed, calls=calls)
+        envs = SimulatorEnvs(
+            env, self._writer, self._reader, mode, label=label, seed=seed, calls=calls
+        )
         return self._answered_when_ready(envs, count, readiness)
 
     def _pool(self, number: int) -> AsyncStage:
-        from rlinf_async.workers.env.pool import Pool
+        from rlinf_async.workers.env.pool import EnvPool
 
         count = self.config.envs_per_stage
         labels = [self._label(number, index) for index in range(count)]
         seeds = [self._seed(number, index) for index in range(count)]
-        envs = Pool(self.config, self._writer.spec, labels)
+        envs = EnvPool(self.config, self._writer.spec, labels)
         return self._answered_when_ready(envs, count, seeds=seeds)
 
     def _answered_when_ready(
@@ -545,7 +547,7 @@ class EnvWorker(Worker):
 
     async def _step(
         self, number: int, stage: EnvStage, action: Choice | None, rows: Ints | None
-    ) -> Outcome:
+    ) -> StageOutcome:
         pace = self._pace_of(number)
         outcome = await pace.run("step", stage.step, action, rows)
         if stage.needs_reset:

@@ -26,7 +26,7 @@ from rlinf_async.config.registry import Registry
 from rlinf_async.observe.summary import Summary
 
 if TYPE_CHECKING:
-    from rlinf_async.runtime.jobs.placement import Plan
+    from rlinf_async.runtime.jobs.placement import PlacementPlan
     from rlinf_async.workers.base import Device
 
 GROUP = "rlinf_async.jobs"
@@ -56,7 +56,7 @@ class Job(Protocol):
 class PlacingJob(Job, Protocol):
     """A job whose workers get devices by its configuration: ``check`` prints which."""
 
-    def plan(self, config: Any, devices: Sequence[Device] | None = None) -> Plan:
+    def plan(self, config: Any, devices: Sequence[Device] | None = None) -> PlacementPlan:
         """The devices of every worker: on this host, or on a machine with these devices."""
         ...
 

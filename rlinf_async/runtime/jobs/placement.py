@@ -1,4 +1,4 @@
-"""Which devices each role of a run has: the settings of ``[cluster.placement]``, and a `Plan`.
+"""Devices of each role of a run: the settings of ``[cluster.placement]``, and a `PlacementPlan`.
 
 ::
 
@@ -100,7 +100,7 @@ class PlacedRank(msgspec.Struct, frozen=True):
     """whether other roles use the same devices while this one has freed their memory"""
 
 
-class Plan(msgspec.Struct, frozen=True):
+class PlacementPlan(msgspec.Struct, frozen=True):
     """The devices of every worker."""
 
     machine: tuple[Device, ...]
@@ -269,7 +269,7 @@ def make_plan(
     preset: Preset = "auto",
     hybrid: Sequence[Sequence[str]] = (),
     node_groups: Mapping[str, Sequence[str]] | None = None,
-) -> Plan:
+) -> PlacementPlan:
     """Give every worker of every role its devices.
 
     Args:
@@ -316,7 +316,7 @@ class _Planner:
         """positions of the devices of each role that owns some"""
         self._together: dict[str, str] = {}
 
-    def plan(self) -> Plan:
+    def plan(self) -> PlacementPlan:
         undecided = []
         for name in self._roles:
             self._check_role(name)
@@ -334,7 +334,7 @@ class _Planner:
         self._allocate(undecided)
         ranks = {name: self._ranks(name) for name in self._roles}
         turns = frozenset(role.name for role in self._roles.values() if role.takes_turns)
-        return Plan(self._machine, ranks, self._together, turns, self._asked)
+        return PlacementPlan(self._machine, ranks, self._together, turns, self._asked)
 
     # ---- what the settings say
 

@@ -5,7 +5,7 @@
     this process                                     an actor of Ray: `RankProcess`
     queues of all channels                           ends of channels
     TCP, and a unix socket  <---- one connection --->  proves the cluster's secret
-    `RayBackend`            ---- start, `Payload` ---> imports the main module and the worker
+    `RayBackend`            ---- start, `ActorStart` ---> imports the main module and the worker
     `ActorProcess`          <--- end, by Ray --------  serves the worker until its end
 
 Ray owns hosts, devices, start and death; items, calls and heartbeats go over the connection.
@@ -52,7 +52,7 @@ from rlinf_async.runtime.ray.output import (
     interface_of,
     when_this_process_ends,
 )
-from rlinf_async.runtime.ray.reservation import Place, Reservations
+from rlinf_async.runtime.ray.reservation import DeviceReservations, RankPlace
 from rlinf_async.runtime.ray.session import (
     CALL_SECONDS,
     Host,
@@ -64,12 +64,12 @@ from rlinf_async.runtime.ray.session import (
 )
 from rlinf_async.runtime.remote_worker import RemoteBackend, RemoteWorker
 from rlinf_async.runtime.signals import ignore_in_worker
-from rlinf_async.runtime.supervise import Ended, WorkerProcess, WorkerSpec, with_rendezvous
+from rlinf_async.runtime.supervise import ProcessEnd, WorkerProcess, WorkerSpec, with_rendezvous
 from rlinf_async.runtime.wakers import internal
 from rlinf_async.workers.base import BuildError, Device, listen_for_ranks
 
 
-class Payload(msgspec.Struct, frozen=True, kw_only=True):
+class ActorStart(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank's process is given."""
 
     versions: dict[str, str]
@@ -115,8 +115,8 @@ class RankProcess:
         return listen_for_ranks(address_of(interface) if interface else address)
 
     def prepare(self, payload: bytes) -> bytes:
-        """Get ready to serve: a `Standing`. ``payload`` is a `Payload`."""
-        error = self._prepare(msgspec.msgpack.decode(payload, type=Payload))
+        """Get ready to serve: a `Standing`. ``payload`` is a `ActorStart`."""
+        error = self._prepare(msgspec.msgpack.decode(payload, type=ActorStart))
         return msgspec.msgpack.encode(Standing(os.getpid(), error))
 
     def serve(self) -> bool:
@@ -127,7 +127,7 @@ class RankProcess:
         remove_unused_torch_cache(Path(tempfile.gettempdir()))
         return asked_to_stop
 
-    def _prepare(self, payload: Payload) -> str:
+    def _prepare(self, payload: ActorStart) -> str:
         """What is wrong; empty if nothing."""
         if payload.versions != versions():
             return (
@@ -212,7 +212,7 @@ class ActorProcess(WorkerProcess):
         self._session = session
         self._actor = actor
         self._loop = asyncio.get_running_loop()
-        self.ended: asyncio.Future[Ended] = self._loop.create_future()
+        self.ended: asyncio.Future[ProcessEnd] = self._loop.create_future()
         self._looking: asyncio.Task[None] | None = None
         """the search for the host, once the actor is out of reach"""
         self._given_up: asyncio.TimerHandle | None = None
@@ -252,7 +252,7 @@ class ActorProcess(WorkerProcess):
         if self._given_up is not None:
             self._given_up.cancel()
         if not self.ended.done():
-            self.ended.set_result(Ended(how, HINT))
+            self.ended.set_result(ProcessEnd(how, HINT))
 
 
 def kill_actor(actor: Any) -> None:
@@ -393,7 +393,7 @@ class _Actor(msgspec.Struct, frozen=True):
     """An actor that Ray starts."""
 
     handle: Any
-    place: Place
+    place: RankPlace
     devices: tuple[Device, ...]
     """devices of the rank; others than asked for, where their host was lost"""
 
@@ -429,7 +429,7 @@ class RayBackend(RemoteBackend):
         self._interface = interface
         self._tls = tls
         self._output = RayOutput(OutputLog(log))
-        self._reservations = Reservations(
+        self._reservations = DeviceReservations(
             self._session, wait=wait, label=f"rlinf_async {socket.gethostname()}:{os.getpid()}"
         )
         self._interpreters = Interpreters(self._session)
@@ -523,7 +523,7 @@ class RayBackend(RemoteBackend):
         """Give an actor its worker; it connects by itself."""
         name, host = boot.spec.info.name, actor.place.host
         try:
-            payload = Payload(
+            payload = ActorStart(
                 versions=versions(),
                 main=main_module(),
                 boot=_pickled(boot),
@@ -590,7 +590,7 @@ async def on_a_living_host(spec: WorkerSpec, start: Callable[[WorkerSpec], Await
     raise BuildError(f"{spec.info.name}: {HOSTS_TRIED} hosts were lost while it was started")
 
 
-def _start_actor(spec: WorkerSpec, place: Place) -> Any:
+def _start_actor(spec: WorkerSpec, place: RankPlace) -> Any:
     """Have Ray start an actor; returns its handle at once."""
     ray, strategies = of_ray(), of_ray("util.scheduling_strategies")
     variables = environment_of(spec)

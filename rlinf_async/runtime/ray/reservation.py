@@ -148,7 +148,7 @@ _group_numbers = itertools.count()
 """numbers of this process's placement groups: Ray wants another name for each"""
 
 
-class Slot(msgspec.Struct, frozen=True):
+class ReservedBundle(msgspec.Struct, frozen=True):
     """A bundle that is reserved."""
 
     group: Any
@@ -159,17 +159,17 @@ class Slot(msgspec.Struct, frozen=True):
     """number of the bundle's accelerator, as CUDA_VISIBLE_DEVICES names it"""
 
 
-class Place(msgspec.Struct, frozen=True):
+class RankPlace(msgspec.Struct, frozen=True):
     """Where a rank runs."""
 
     host: Host
-    slot: Slot | None
+    slot: ReservedBundle | None
     """the bundle that it runs in; None: none, it has no devices"""
     numbers: tuple[str, ...] = ()
     """numbers of the rank's accelerators on its host"""
 
 
-class Reservations:
+class DeviceReservations:
     """The placement groups of one cluster.
 
     Args:
@@ -181,7 +181,7 @@ class Reservations:
         self._session = session
         self._wait = wait
         self._label = label
-        self._slots: dict[Device | str, Slot] = {}
+        self._slots: dict[Device | str, ReservedBundle] = {}
         """reserved bundles by device; by name of a rank for what it has besides devices"""
         self._users: dict[str, set[str]] = {}
         """names of the groups that use a placement group, by its identifier"""
@@ -217,7 +217,7 @@ class Reservations:
             if not users:
                 await self._remove(group)
 
-    async def place(self, spec: WorkerSpec) -> tuple[WorkerSpec, Place]:
+    async def place(self, spec: WorkerSpec) -> tuple[WorkerSpec, RankPlace]:
         """Where the rank runs; elsewhere, with other devices, where its host is lost.
 
         Raises:
@@ -232,7 +232,7 @@ class Reservations:
             self._hosts.pop(name, None)
             host = least_loaded(list(hosts.values()), Counter(self._hosts.values()))
             self._hosts[name] = host.id
-            return spec, Place(host, None)
+            return spec, RankPlace(host, None)
         async with self._moving:  # one rank after the other: the next may share the new device
             spec = _with_devices(spec, [self._present(one) for one in spec.info.devices])
             held = self._held(spec)
@@ -240,14 +240,14 @@ class Reservations:
                 spec = await self._move(spec, list(hosts.values()))
                 held = self._held(spec)
         numbers = tuple(slot.number for slot in held if slot.number)
-        return spec, Place(held[0].host, held[0], numbers)
+        return spec, RankPlace(held[0].host, held[0], numbers)
 
     async def close(self) -> None:
         """Give everything back."""
         for group in list(self._groups):
             await self._remove(group)
 
-    def _held(self, spec: WorkerSpec) -> list[Slot]:
+    def _held(self, spec: WorkerSpec) -> list[ReservedBundle]:
         return [self._slots[key] for key in _keys(spec) if key in self._slots]
 
     def _present(self, device: Device) -> Device:
@@ -319,7 +319,7 @@ class Reservations:
             nodes = table["bundles_to_node_id"]
             if any(nodes[at] not in by_id for at in range(len(wanted))):
                 raise BuildError(f"{name}: a host was lost while {asked(wanted)} were reserved")
-            slots = [Slot(group, at, by_id[nodes[at]]) for at in range(len(wanted))]
+            slots = [ReservedBundle(group, at, by_id[nodes[at]]) for at in range(len(wanted))]
             self._slots |= numbered(wanted, slots, await self._numbers(wanted, slots))
         except BaseException:
             await self._remove(key)
@@ -335,7 +335,9 @@ class Reservations:
                 log.warning("%s: waiting up to %g s for %s", name, self._wait, asked(wanted))
                 told = True
 
-    async def _numbers(self, wanted: Sequence[Bundle], slots: Sequence[Slot]) -> dict[int, str]:
+    async def _numbers(
+        self, wanted: Sequence[Bundle], slots: Sequence[ReservedBundle]
+    ) -> dict[int, str]:
         """The accelerator of each bundle that has one, by position."""
         at = [index for index, one in enumerate(wanted) if one.device and one.device.kind == "cuda"]
         if not at:
@@ -392,11 +394,11 @@ def _with_devices(spec: WorkerSpec, devices: Iterable[Device]) -> WorkerSpec:
 
 
 def numbered(
-    wanted: Sequence[Bundle], slots: Sequence[Slot], numbers: Mapping[int, str]
-) -> dict[Device | str, Slot]:
+    wanted: Sequence[Bundle], slots: Sequence[ReservedBundle], numbers: Mapping[int, str]
+) -> dict[Device | str, ReservedBundle]:
     """Each device with its slot: on every host the devices in the order of their indices have the
     accelerators in the order of their numbers."""
-    found: dict[Device | str, Slot] = {}
+    found: dict[Device | str, ReservedBundle] = {}
     for host in {slot.host.id for slot in slots}:
         here = [at for at, slot in enumerate(slots) if slot.host.id == host]
         by_number = sorted(numbers.keys() & here, key=lambda at: natural(numbers[at]))

@@ -45,7 +45,7 @@ POINTS = 24
 
 
 @dataclass(frozen=True)
-class Plan:
+class IterationPlan:
     """One way to go on."""
 
     seconds: float
@@ -202,14 +202,14 @@ class Forecast:
 
     # -- plans --------------------------------------------------------------------------------
 
-    def holding(self, strategy: Strategy) -> Plan:
+    def holding(self, strategy: Strategy) -> IterationPlan:
         """The actor trains with this strategy from now on."""
         actor = self.state.actor
         change = 0.0 if strategy == actor.strategy and actor.holds else self._rates.rescale_seconds
         moved = self._moved(strategy.world_size, self.units())
         return self._timed(0.0, strategy, self.units(strategy.world_size), change, moved)
 
-    def lending(self, strategy: Strategy | None, number: int) -> Plan:
+    def lending(self, strategy: Strategy | None, number: int) -> IterationPlan:
         """The actor lends its devices until the mini-batch of this number is there, and takes
         those of this strategy then; None: until everything is generated."""
         begin = self.end if strategy is None else self.arrives(number)
@@ -233,7 +233,7 @@ class Forecast:
         change: float,
         moved: float,
         before: float = 0.0,
-    ) -> Plan:
+    ) -> IterationPlan:
         """Return the plan in which the actor has ``strategy`` from ``taken`` tokens on."""
         width = max(1.0, self.width)
         first = self.decode_seconds(before, width, 0.0, taken)
@@ -254,7 +254,7 @@ class Forecast:
             if number > first_trained and now >= end and ranks < most:
                 ranks, now = most, now + self._rates.rescale_seconds
             now += self.batch_seconds(ranks)
-        return Plan(seconds=max(now, end), waits=first, strategy=strategy)
+        return IterationPlan(seconds=max(now, end), waits=first, strategy=strategy)
 
     @cached_property
     def _most_ranks(self) -> int:
@@ -262,12 +262,12 @@ class Forecast:
         sizes = [one.world_size for one in actor.strategies]
         return max([n for n in sizes if n <= len(actor.devices)] or [actor.strategy.world_size])
 
-    def waiting(self) -> Plan:
+    def waiting(self) -> IterationPlan:
         """The actor, as it is, begins no mini-batch until everything is generated, and takes all
         devices then."""
         return self.lending(None, self.state.actor.mini_batches)
 
-    def best_lending(self, strategies: Sequence[Strategy]) -> Plan:
+    def best_lending(self, strategies: Sequence[Strategy]) -> IterationPlan:
         """The best of the plans in which the actor lends its devices, for now at least."""
         actor = self.state.actor
         plans = [self.waiting()]

@@ -10,9 +10,9 @@ import pytest
 
 from rlinf_async.messages.spaces import flat_spec
 from rlinf_async.runtime.jobs.embodied import (
-    ClusterConfig,
+    EmbodiedClusterConfig,
     EmbodiedConfig,
-    TrainingConfig,
+    EmbodiedTrainingConfig,
 )
 from rlinf_async.runtime.jobs.embodied.choosing import (
     HOP,
@@ -41,7 +41,7 @@ def rollout_workers(
     parallel: bool = False,
 ) -> int:
     env = EnvConfig(id="CartPole-v1", envs=stages, stages=stages, parallel=parallel)
-    cluster = ClusterConfig(env_workers=env_workers)
+    cluster = EmbodiedClusterConfig(env_workers=env_workers)
     measured = Measured(step=step, forward=forward)
     return compare(measured, env, cluster, cores).rollout_workers
 
@@ -64,8 +64,8 @@ def test_one_policy_for_many_env_workers_is_no_gain_where_it_is_what_takes_long(
 
 def config(**cluster: Any) -> EmbodiedConfig:
     env = EnvConfig(id="CartPole-v1", envs=4, stages=2)
-    training = TrainingConfig(total_steps=64, steps_per_iteration=16)
-    return EmbodiedConfig(env=env, training=training, cluster=ClusterConfig(**cluster))
+    training = EmbodiedTrainingConfig(total_steps=64, steps_per_iteration=16)
+    return EmbodiedConfig(env=env, training=training, cluster=EmbodiedClusterConfig(**cluster))
 
 
 def test_what_is_decided_already_is_not_measured(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,8 +18,8 @@ from rlinf_async.backends.policies.base import find_policy, to_tensors
 from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.backends.policies.mlp import MlpGaussianPolicy
 from rlinf_async.config import ConfigError
-from rlinf_async.runtime.jobs.embodied import EmbodiedConfig, EmbodiedPPO, TrainingConfig
-from rlinf_async.runtime.jobs.embodied.settings import ClusterConfig, described, fitted
+from rlinf_async.runtime.jobs.embodied import EmbodiedConfig, EmbodiedPPO, EmbodiedTrainingConfig
+from rlinf_async.runtime.jobs.embodied.settings import EmbodiedClusterConfig, described, fitted
 from rlinf_async.runtime.jobs.embodied_sac import EmbodiedSAC, SacConfig, SacTrainingConfig
 from rlinf_async.workers.env import EnvConfig
 from rlinf_async.workers.env.make import make_env
@@ -28,7 +28,7 @@ from rlinf_async.workers.env.worker import Environments
 from rlinf_async.workers.replay.worker import ReplayConfig
 from tests.jobs.embodied.kit import Job
 
-HERE = ClusterConfig(backend="local", rollout_workers=1)
+HERE = EmbodiedClusterConfig(backend="local", rollout_workers=1)
 """environments are asked in this process"""
 
 IMAGE = spaces.Box(0, 255, (16, 16, 3), np.uint8)
@@ -127,7 +127,7 @@ def configured(policy: PolicyConfig, seen: str, taken: str, mode: Bounds) -> Emb
             envs=4,
             stages=1,
         ),
-        training=TrainingConfig(total_steps=64, steps_per_iteration=16),
+        training=EmbodiedTrainingConfig(total_steps=64, steps_per_iteration=16),
         cluster=HERE,
         actor=EmbodiedTrainerConfig(
             fsdp=FSDPConfig(policy=policy),

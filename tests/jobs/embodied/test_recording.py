@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from rlinf_async.config import UsageError
 from rlinf_async.data.demonstrations import read_episodes
-from rlinf_async.runtime.jobs.embodied import EmbodiedConfig, TrainingConfig
+from rlinf_async.runtime.jobs.embodied import EmbodiedConfig, EmbodiedTrainingConfig
 from rlinf_async.runtime.jobs.embodied.playing import record_demonstrations
 from rlinf_async.runtime.jobs.embodied.settings import DemonstrationsConfig
 from rlinf_async.workers.env import EnvConfig
@@ -66,7 +66,7 @@ def record(out: pathlib.Path, taken: str, mode: Bounds, action: Any) -> list[Any
     Script.action = action
     config = EmbodiedConfig(
         env=EnvConfig(entry_point=f"{__name__}:Executed", kwargs={"taken": taken}, actions=mode),
-        training=TrainingConfig(total_steps=1, steps_per_iteration=1),
+        training=EmbodiedTrainingConfig(total_steps=1, steps_per_iteration=1),
     )
     wanted = DemonstrationsConfig(policy=f"{__name__}:script", episodes=2, seed=7)
     record_demonstrations(config, wanted, out)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from rlinf_async.runtime.jobs.embodied.settings import EmbodiedConfig, TrainingConfig, reseeded
+from rlinf_async.runtime.jobs.embodied.settings import (
+    EmbodiedConfig,
+    EmbodiedTrainingConfig,
+    reseeded,
+)
 from rlinf_async.workers.env import EnvConfig
 from tests.jobs.embodied.kit import Job, Trained, record_training
 
 CONFIG = EmbodiedConfig(
     seed=3,
     env=EnvConfig(id="CartPole-v1", seed=3),
-    training=TrainingConfig(total_steps=1, steps_per_iteration=1),
+    training=EmbodiedTrainingConfig(total_steps=1, steps_per_iteration=1),
 )
 
 

@@ -10,8 +10,8 @@ import pytest
 from rlinf_async.runtime.ray import backend
 from rlinf_async.runtime.ray.reservation import (
     Bundle,
-    Reservations,
-    Slot,
+    DeviceReservations,
+    ReservedBundle,
     asked,
     bundles,
     holders,
@@ -92,13 +92,13 @@ def test_devices_have_accelerators_in_the_order_of_their_numbers_on_every_host()
     hosts = {name: Host(id=name, name=name, address="", port=0, resources={}) for name in "abc"}
     wanted = bundles(ranks((A1,), (B0,), (CORE,), (A0,)), {})
     group: Any = object()
-    slots = [Slot(group, at, hosts[one.host]) for at, one in enumerate(wanted)]
+    slots = [ReservedBundle(group, at, hosts[one.host]) for at, one in enumerate(wanted)]
     found = numbered(wanted, slots, {0: "2", 1: "0", 3: "10"})
     shown = {key: (slot.index, slot.number) for key, slot in found.items()}
     assert shown == {A0: (0, "2"), A1: (3, "10"), B0: (1, "0"), CORE: (2, "")}
 
 
-class Refusing(Reservations):
+class Refusing(DeviceReservations):
     """Reservations of which some hosts' devices are held by another cluster."""
 
     def __init__(self, *held: str) -> None:

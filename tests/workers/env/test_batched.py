@@ -15,7 +15,7 @@ from rlinf_async.workers.env.config import Autoreset
 from rlinf_async.workers.env.evaluation import BatchedEvaluation
 from rlinf_async.workers.env.many import BatchedStage
 from rlinf_async.workers.env.spaces import ActionReader, ObservationWriter
-from rlinf_async.workers.env.stage import Outcome, Slot, Stage
+from rlinf_async.workers.env.stage import Slot, Stage, StageOutcome
 from tests.workers.env.toy import Counting, make
 
 MODES: dict[Autoreset, AutoresetMode] = {
@@ -53,7 +53,7 @@ def singles() -> Stage:
     return Stage(slots, writer.spec.empty(2), reader)
 
 
-def step(one: Stage | BatchedStage) -> tuple[np.ndarray[Any, Any], Outcome]:
+def step(one: Stage | BatchedStage) -> tuple[np.ndarray[Any, Any], StageOutcome]:
     """The observations that the step began at, and its outcome."""
     if one.needs_reset:
         one.reset()

@@ -15,7 +15,7 @@ from rlinf_async.config import ConfigError
 from rlinf_async.messages.embodied import Collect
 from rlinf_async.messages.spaces import ObservationSpec, numbers_of
 from rlinf_async.workers.env import EnvConfig, EnvError, EnvFailed, EnvWorker
-from rlinf_async.workers.env.pool import Pool
+from rlinf_async.workers.env.pool import EnvPool
 from rlinf_async.workers.env.stage import EnvStage
 from rlinf_async.workers.env.worker import Environments
 from tests.jobs.embodied.envs import Kitchen
@@ -48,14 +48,14 @@ def pooled(entry: str = MAKE, envs: int = 2, **settings: Any) -> EnvConfig:
     return EnvConfig(entry_point=entry, envs=envs, simulator="pool", **settings)
 
 
-def made(config: EnvConfig) -> tuple[EnvStage, Pool]:
+def made(config: EnvConfig) -> tuple[EnvStage, EnvPool]:
     environments = Environments(config, 0, 0)
     environments.look()
     stage = environments.stage(0)
     return stage, stage._envs  # type: ignore[attr-defined]
 
 
-def processes_of(pool: Pool) -> list[int]:
+def processes_of(pool: EnvPool) -> list[int]:
     """The pool process and its children."""
     parent = pool._process.pid
     return [parent, *map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split())]
@@ -131,7 +131,7 @@ def test_an_environment_that_cannot_be_made_there_says_why() -> None:
 def test_arguments_that_do_not_travel_are_named() -> None:
     config = pooled(kwargs={"shows": complex(1.0)})
     with pytest.raises(ConfigError, match="so its kwargs have to be numbers, texts, lists"):
-        Pool(config, ObservationSpec(), ["a"])
+        EnvPool(config, ObservationSpec(), ["a"])
 
 
 @pytest.mark.parametrize(

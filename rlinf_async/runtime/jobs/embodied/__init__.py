@@ -12,10 +12,16 @@
 
 from rlinf_async.runtime.jobs.embodied.job import EmbodiedPPO
 from rlinf_async.runtime.jobs.embodied.settings import (
-    ClusterConfig,
+    EmbodiedClusterConfig,
     EmbodiedConfig,
-    EvaluationConfig,
-    TrainingConfig,
+    EmbodiedEvaluationConfig,
+    EmbodiedTrainingConfig,
 )
 
-__all__ = ["ClusterConfig", "EmbodiedConfig", "EmbodiedPPO", "EvaluationConfig", "TrainingConfig"]
+__all__ = [
+    "EmbodiedClusterConfig",
+    "EmbodiedConfig",
+    "EmbodiedEvaluationConfig",
+    "EmbodiedPPO",
+    "EmbodiedTrainingConfig",
+]

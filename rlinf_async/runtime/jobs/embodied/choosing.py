@@ -37,12 +37,12 @@ from rlinf_async.config import UsageError
 from rlinf_async.config.registry import raised
 from rlinf_async.messages.spaces import EnvSpec, Seen
 from rlinf_async.runtime.jobs.embodied.settings import (
-    ClusterConfig,
+    EmbodiedClusterConfig,
     EnvironmentSettings,
     in_own_process,
     tried,
 )
-from rlinf_async.runtime.jobs.placement import Plan
+from rlinf_async.runtime.jobs.placement import PlacementPlan
 from rlinf_async.workers.base import Device, WorkerError
 from rlinf_async.workers.env import EnvError, describe_env
 from rlinf_async.workers.env.config import EnvConfig
@@ -75,14 +75,16 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """seconds of a forward pass of the policy for all observations of the stage"""
 
 
-def planned(config: EnvironmentSettings, devices: Sequence[Device] | None) -> Plan:
+def planned(config: EnvironmentSettings, devices: Sequence[Device] | None) -> PlacementPlan:
     """The devices of every worker: on this host, or on a machine with these devices."""
     if config.cluster.rollout_workers == "auto":
         config = msgspec.structs.replace(config, cluster=foreseen(config, devices))
     return config.plan(config.cluster.devices() if devices is None else devices)
 
 
-def tried_and_chosen(config: EnvironmentSettings, full: EnvironmentSettings) -> ClusterConfig:
+def tried_and_chosen(
+    config: EnvironmentSettings, full: EnvironmentSettings
+) -> EmbodiedClusterConfig:
     """Try the environment of a run that begins now, and choose as `chosen`; ``full`` is ``config``,
     fitted to the environment."""
     return chosen(full, tried(config, seconds_to_measure(config)))
@@ -90,7 +92,7 @@ def tried_and_chosen(config: EnvironmentSettings, full: EnvironmentSettings) -> 
 
 def chosen(
     config: EnvironmentSettings, stepped: Stepped | None, devices: Sequence[Device] | None = None
-) -> ClusterConfig:
+) -> EmbodiedClusterConfig:
     """The configuration's ``cluster`` with a number of rollout workers; what was chosen is printed.
 
     ``stepped`` are steps that were measured; ``devices`` those of another machine, None: of this
@@ -104,7 +106,9 @@ def chosen(
     return msgspec.structs.replace(cluster, rollout_workers=choice.rollout_workers)
 
 
-def foreseen(config: EnvironmentSettings, devices: Sequence[Device] | None = None) -> ClusterConfig:
+def foreseen(
+    config: EnvironmentSettings, devices: Sequence[Device] | None = None
+) -> EmbodiedClusterConfig:
     """Return the choice of `chosen`, as far as it can be made without a step of an environment."""
     if config.cluster.rollout_workers != "auto" or decided(config, devices) is not None:
         return chosen(config, None, devices)
@@ -151,7 +155,9 @@ def _measured(config: EnvironmentSettings, stepped: Stepped | None) -> Choice:
     return compare(measured, config.env, config.cluster, len(os.sched_getaffinity(0)))
 
 
-def compare(measured: Measured, env: EnvConfig, cluster: ClusterConfig, cores: int) -> Choice:
+def compare(
+    measured: Measured, env: EnvConfig, cluster: EmbodiedClusterConfig, cores: int
+) -> Choice:
     """The faster of the two, by the model above."""
     step, forward = measured.step, measured.forward
     stages, workers = env.stages, cluster.env_workers
@@ -188,7 +194,7 @@ def _answering(config: EnvironmentSettings, seen: Seen) -> float:
         torch.random.set_rng_state(random)
 
 
-class Fit(msgspec.Struct, frozen=True, kw_only=True):
+class MadeEnv(msgspec.Struct, frozen=True, kw_only=True):
     """What came of making one environment."""
 
     spec: EnvSpec | None = None
@@ -198,7 +204,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     """why it could not be made, or why no policy fits; empty: all is well"""
 
 
-def fit_of(spec: EnvSpec) -> Fit:
+def fit_of(spec: EnvSpec) -> MadeEnv:
     """The built-in policy that a run would take, or why there is none."""
     config = PolicyConfig(
         observation_size=spec.observation_size,
@@ -209,28 +215,28 @@ def fit_of(spec: EnvSpec) -> Fit:
     name = policy_for(config)
     problem = cnn_misfit(config) if name == "cnn" else mlp_misfit(config)
     if not problem:
-        return Fit(spec=spec, policy=name)
+        return MadeEnv(spec=spec, policy=name)
     if spec.observation.of_kind("image") and spec.observation.of_kind("text"):
         if importlib.util.find_spec("transformers") is None:
             needed = "it needs the package 'transformers': pip install 'rlinf-async[llm]'"
-            return Fit(spec=spec, problem=f"{VISION_LANGUAGE}: {needed}")
+            return MadeEnv(spec=spec, problem=f"{VISION_LANGUAGE}: {needed}")
         from rlinf_async.backends.policies.vision_language.fitting import misfit
 
         problem = misfit(msgspec.structs.replace(config, name=VISION_LANGUAGE, action_chunk=1))
         if not problem:
-            return Fit(spec=spec, policy=VISION_LANGUAGE)
-    return Fit(spec=spec, problem=problem)
+            return MadeEnv(spec=spec, policy=VISION_LANGUAGE)
+    return MadeEnv(spec=spec, problem=problem)
 
 
-def asked(config: EnvConfig) -> Fit:
+def asked(config: EnvConfig) -> MadeEnv:
     """Make the environment in another process, and say which policy fits it."""
     try:
         return fit_of(in_own_process(describe_env, config, returns=EnvSpec))
     except (UsageError, EnvError, WorkerError) as error:
-        return Fit(problem=str(error).splitlines()[0])
+        return MadeEnv(problem=str(error).splitlines()[0])
 
 
-def asked_all(configs: Sequence[EnvConfig]) -> Iterator[Fit]:
+def asked_all(configs: Sequence[EnvConfig]) -> Iterator[MadeEnv]:
     """Yield what `asked` returns for each configuration, in order; two are asked at a time."""
     with ThreadPoolExecutor(2) as threads:
         yield from threads.map(asked, configs)

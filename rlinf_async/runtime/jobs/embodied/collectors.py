@@ -28,7 +28,7 @@ from rlinf_async.runtime.calls import GroupCall, WorkerGroup
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.checkpoints import max_deliveries
 from rlinf_async.runtime.jobs.embodied.settings import EnvironmentSettings
-from rlinf_async.runtime.jobs.placement import Plan
+from rlinf_async.runtime.jobs.placement import PlacementPlan
 from rlinf_async.runtime.supervise import Restart
 from rlinf_async.workers.collocated import CollocatedEnvWorker
 from rlinf_async.workers.env import EnvReport, EnvWorker, EvaluatedEpisode, EvaluationPlan
@@ -101,7 +101,11 @@ class SeparateCollectors:
     """Env workers and rollout workers, each in a process of its own: they overlap."""
 
     def __init__(
-        self, cluster: Cluster, config: EnvironmentSettings, channels: EmbodiedChannels, plan: Plan
+        self,
+        cluster: Cluster,
+        config: EnvironmentSettings,
+        channels: EmbodiedChannels,
+        plan: PlacementPlan,
     ) -> None:
         self._cluster, self._config, self._channels = cluster, config, channels
         self._plan = plan
@@ -169,7 +173,11 @@ class CollocatedCollectors:
     """Each env worker runs the policy itself: for environments whose steps are short."""
 
     def __init__(
-        self, cluster: Cluster, config: EnvironmentSettings, channels: EmbodiedChannels, plan: Plan
+        self,
+        cluster: Cluster,
+        config: EnvironmentSettings,
+        channels: EmbodiedChannels,
+        plan: PlacementPlan,
     ) -> None:
         self._cluster, self._config, self._channels = cluster, config, channels
         self._plan = plan
@@ -213,7 +221,7 @@ class CollocatedCollectors:
 
 
 def make_collectors(
-    cluster: Cluster, config: EnvironmentSettings, channels: EmbodiedChannels, plan: Plan
+    cluster: Cluster, config: EnvironmentSettings, channels: EmbodiedChannels, plan: PlacementPlan
 ) -> Collectors:
     """The collectors that the configuration asks for."""
     kind = SeparateCollectors if config.cluster.rollout_count else CollocatedCollectors

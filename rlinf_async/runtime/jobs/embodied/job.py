@@ -17,7 +17,7 @@ from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import EmbodiedSummary
 from rlinf_async.runtime.jobs.config import Reads, every_file, model_files
 from rlinf_async.runtime.jobs.embodied.choosing import planned, tried_and_chosen
-from rlinf_async.runtime.jobs.embodied.playing import Trained, check_scripted_policy
+from rlinf_async.runtime.jobs.embodied.playing import TrainedPolicy, check_scripted_policy
 from rlinf_async.runtime.jobs.embodied.run import EmbodiedRun, make_trainer
 from rlinf_async.runtime.jobs.embodied.settings import (
     MAY_DIFFER,
@@ -28,7 +28,7 @@ from rlinf_async.runtime.jobs.embodied.settings import (
     described_for_run,
     fitted,
 )
-from rlinf_async.runtime.jobs.placement import Plan
+from rlinf_async.runtime.jobs.placement import PlacementPlan
 from rlinf_async.runtime.jobs.run import run_in_folder
 from rlinf_async.workers.base import Device
 from rlinf_async.workers.env import EnvSpec
@@ -42,7 +42,9 @@ class EmbodiedPPO:
     name = "embodied_ppo"
     config_type = EmbodiedConfig
 
-    def plan(self, config: EmbodiedConfig, devices: Sequence[Device] | None = None) -> Plan:
+    def plan(
+        self, config: EmbodiedConfig, devices: Sequence[Device] | None = None
+    ) -> PlacementPlan:
         """The devices of every worker: on this host, or on a machine with these devices."""
         return planned(config, devices)
 
@@ -77,10 +79,10 @@ class EmbodiedPPO:
             as_run, out, resume=resume, may_differ=MAY_DIFFER, build=build, reads=_reads
         )
 
-    def trained(self, config: EmbodiedConfig) -> Trained:
+    def trained(self, config: EmbodiedConfig) -> TrainedPolicy:
         """What is needed to let a policy act that was trained with this configuration."""
         full = fitted(config, described(config))
-        return Trained(full, partial(make_trainer, full))
+        return TrainedPolicy(full, partial(make_trainer, full))
 
     def _fitted(self, config: EmbodiedConfig, spec: EnvSpec) -> EmbodiedConfig:
         full = fitted(config, spec)

@@ -320,7 +320,7 @@ class Checkpointed(Protocol):
     def publish(self) -> WeightUpdate: ...
 
 
-class Trained(NamedTuple):
+class TrainedPolicy(NamedTuple):
     """A configuration that is fitted to its environment, and what reads its checkpoints; it is sent
     to another process, as ``functools.partial`` of a function can be, and a lambda cannot."""
 
@@ -332,7 +332,7 @@ class Trained(NamedTuple):
 class PlayingJob(Job, Protocol):
     """A job that trains a policy which acts in environments."""
 
-    def trained(self, config: Any) -> Trained:
+    def trained(self, config: Any) -> TrainedPolicy:
         """What is needed to let a policy act that was trained with this configuration.
 
         Raises:
@@ -352,7 +352,12 @@ class Played(msgspec.Struct, frozen=True):
 
 
 def play(
-    trained: Trained, checkpoint: Path, *, episodes: int, seed: int, films: Sequence[Path] = ()
+    trained: TrainedPolicy,
+    checkpoint: Path,
+    *,
+    episodes: int,
+    seed: int,
+    films: Sequence[Path] = (),
 ) -> Played:
     """Let the policy of a checkpoint play the episodes that an evaluation with this seed has, and
     film one of them; in a process of its own, unless the run was to be in one process.
@@ -366,7 +371,7 @@ def play(
     )
 
 
-def film_run(trained: Trained, checkpoint: Path, path: Path) -> VideoReport:
+def film_run(trained: TrainedPolicy, checkpoint: Path, path: Path) -> VideoReport:
     """Film the episodes that the configuration asks for, as `play` plays them.
 
     Raises:
@@ -399,7 +404,7 @@ def _where_the_run_was(
 
 
 def _play(
-    trained: Trained, checkpoint: Path, episodes: int, seed: int, films: Sequence[Path]
+    trained: TrainedPolicy, checkpoint: Path, episodes: int, seed: int, films: Sequence[Path]
 ) -> Played:
     env, policy = trained.config.env, trained_policy(*trained, checkpoint)
     done = sorted(evaluated(env, policy, episodes=episodes, seed=seed), key=lambda one: one.episode)
@@ -408,7 +413,7 @@ def _play(
     return Played(done, made, shown.episode)
 
 
-def _film_run(trained: Trained, checkpoint: Path, path: Path) -> VideoReport:
+def _film_run(trained: TrainedPolicy, checkpoint: Path, path: Path) -> VideoReport:
     wanted, policy = trained.config.evaluation, trained_policy(*trained, checkpoint)
     return film(
         trained.config.env,

@@ -63,14 +63,19 @@ from rlinf_async.runtime.jobs.embodied.collectors import (
     EmbodiedChannels,
     make_collectors,
 )
-from rlinf_async.runtime.jobs.embodied.playing import Trained, checkpoint_of, film_run, record_apart
+from rlinf_async.runtime.jobs.embodied.playing import (
+    TrainedPolicy,
+    checkpoint_of,
+    film_run,
+    record_apart,
+)
 from rlinf_async.runtime.jobs.embodied.settings import (
     EmbodiedConfig,
     EnvironmentSettings,
     Settings,
     reseeded,
 )
-from rlinf_async.runtime.jobs.placement import Plan
+from rlinf_async.runtime.jobs.placement import PlacementPlan
 from rlinf_async.runtime.jobs.run import Draw, TrainingClock
 from rlinf_async.runtime.jobs.view import Headline, LiveView
 from rlinf_async.runtime.signals import RunSignals, run_signals
@@ -265,7 +270,7 @@ def pictures(
     folder: RunFolder,
     title: str,
     headline: Callable[[], Headline],
-    trained: Trained,
+    trained: TrainedPolicy,
 ) -> dict[str, Draw]:
     """The learning curve, and a video of the trained policy where one is configured.
 
@@ -287,7 +292,7 @@ def pictures(
     return found
 
 
-def draw_video(trained: Trained, folder: RunFolder, headline: Headline) -> None:
+def draw_video(trained: TrainedPolicy, folder: RunFolder, headline: Headline) -> None:
     """Record the trained policy, for ``evaluation.video_seconds`` at most.
 
     Raises:
@@ -351,7 +356,7 @@ ChannelsT = TypeVar("ChannelsT", bound=EmbodiedChannels)
 ProgressT = TypeVar("ProgressT", bound=EmbodiedProgress)
 
 
-class Flow(NamedTuple, Generic[ChannelsT]):
+class EmbodiedFlow(NamedTuple, Generic[ChannelsT]):
     """What a run trains and evaluates with, besides the workers that train."""
 
     cluster: Cluster
@@ -401,12 +406,12 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
 
     @property
     @abstractmethod
-    def trained(self) -> Trained:
+    def trained(self) -> TrainedPolicy:
         """What lets the policy of a checkpoint act: for pictures."""
 
     async def _train_and_evaluate(
         self,
-        flow: Flow[ChannelsT],
+        flow: EmbodiedFlow[ChannelsT],
         writers: ShardWriters,
         train: Callable[[LoopContext], Awaitable[None]],
     ) -> None:
@@ -423,7 +428,9 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
         flow.channels.weights.sender.close()
         await flow.collectors.finish()
 
-    async def _evaluate(self, flow: Flow[ChannelsT], *, min_version: int) -> list[EvaluatedEpisode]:
+    async def _evaluate(
+        self, flow: EmbodiedFlow[ChannelsT], *, min_version: int
+    ) -> list[EvaluatedEpisode]:
         """Evaluate weights of at least this version."""
         cluster, channels, collectors, view = flow
         return await evaluate(
@@ -568,7 +575,7 @@ class EmbodiedRun(EnvironmentRun[EmbodiedConfig, EmbodiedProgress, EmbodiedChann
         plan = self.config.plan(cluster.devices)
         collectors = make_collectors(cluster, self.config, channels, plan)
         actors = await self._launch(cluster, collectors, plan)
-        flow = Flow(cluster, channels, collectors, view)
+        flow = EmbodiedFlow(cluster, channels, collectors, view)
         train = partial(self._train, flow, actors)
         await self._train_and_evaluate(flow, ActorShards(actors), train)
 
@@ -584,7 +591,7 @@ class EmbodiedRun(EnvironmentRun[EmbodiedConfig, EmbodiedProgress, EmbodiedChann
     # ---- training
 
     async def _launch(
-        self, cluster: Cluster, collectors: Collectors, plan: Plan
+        self, cluster: Cluster, collectors: Collectors, plan: PlacementPlan
     ) -> WorkerGroup[EmbodiedFSDPActor]:
         """Start all workers: at the same time where each has its own process."""
         if self.config.cluster.processes:
@@ -598,7 +605,9 @@ class EmbodiedRun(EnvironmentRun[EmbodiedConfig, EmbodiedProgress, EmbodiedChann
         await collectors.launch()
         return actors
 
-    async def _launch_actors(self, cluster: Cluster, plan: Plan) -> WorkerGroup[EmbodiedFSDPActor]:
+    async def _launch_actors(
+        self, cluster: Cluster, plan: PlacementPlan
+    ) -> WorkerGroup[EmbodiedFSDPActor]:
         counts = self.config.cluster
         device = plan.device("actor", own_process=counts.processes)
         fsdp = msgspec.structs.replace(self.config.actor.fsdp, device=device)
@@ -623,7 +632,7 @@ class EmbodiedRun(EnvironmentRun[EmbodiedConfig, EmbodiedProgress, EmbodiedChann
 
     async def _train(
         self,
-        flow: Flow[EmbodiedChannels],
+        flow: EmbodiedFlow[EmbodiedChannels],
         actors: WorkerGroup[EmbodiedFSDPActor],
         loop: LoopContext,
     ) -> None:
@@ -681,9 +690,9 @@ class EmbodiedRun(EnvironmentRun[EmbodiedConfig, EmbodiedProgress, EmbodiedChann
     # ---- pictures, summary
 
     @property
-    def trained(self) -> Trained:
+    def trained(self) -> TrainedPolicy:
         """What lets the policy of a checkpoint act: for pictures."""
-        return Trained(self.config, partial(make_trainer, self.config))
+        return TrainedPolicy(self.config, partial(make_trainer, self.config))
 
     def summary(self, stopped: Stopped | None) -> EmbodiedSummary:
         """What came of the run."""

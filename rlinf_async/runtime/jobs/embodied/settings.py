@@ -20,7 +20,14 @@ from rlinf_async.config.counts import MOST_WORKERS, check_bounds
 from rlinf_async.messages.spaces import EnvSpec
 from rlinf_async.runtime.apart import apart as run_apart
 from rlinf_async.runtime.jobs.config import HostConfig, check_sinks
-from rlinf_async.runtime.jobs.placement import SETTING, Plan, Preset, Role, RolePlacement, make_plan
+from rlinf_async.runtime.jobs.placement import (
+    SETTING,
+    PlacementPlan,
+    Preset,
+    Role,
+    RolePlacement,
+    make_plan,
+)
 from rlinf_async.workers.base import Device, WorkerDied
 from rlinf_async.workers.env import EnvError, describe_env
 from rlinf_async.workers.env.config import EnvConfig
@@ -70,7 +77,9 @@ class LengthConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         check_bounds(self, "max_staleness", "checkpoint_every", least=0)
 
 
-class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EmbodiedEvaluationConfig(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
     """The evaluation at the end, with the deterministic policy."""
 
     episodes: int = 100
@@ -116,7 +125,7 @@ class EmbodiedPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """none when left out, unless the preset is ``hybrid``"""
 
 
-class ClusterConfig(HostConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EmbodiedClusterConfig(HostConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How many workers there are of each kind, and where they run."""
 
     placement: Preset | EmbodiedPlacement = "auto"
@@ -139,7 +148,7 @@ class ClusterConfig(HostConfig, frozen=True, kw_only=True, forbid_unknown_fields
         return 1 if self.rollout_workers == "auto" else self.rollout_workers
 
 
-def plan_of(counts: ClusterConfig, devices: Sequence[Device]) -> Plan:
+def plan_of(counts: EmbodiedClusterConfig, devices: Sequence[Device]) -> PlacementPlan:
     """The devices of every worker. Raises: as `EnvironmentSettings.plan`."""
     asked = counts.placement
     if isinstance(asked, str):
@@ -176,8 +185,8 @@ class EnvironmentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     env: EnvConfig
     training: LengthConfig
     rollout: RolloutConfig = RolloutConfig()
-    evaluation: EvaluationConfig = EvaluationConfig()
-    cluster: ClusterConfig = ClusterConfig()
+    evaluation: EmbodiedEvaluationConfig = EmbodiedEvaluationConfig()
+    cluster: EmbodiedClusterConfig = EmbodiedClusterConfig()
 
     def __post_init__(self) -> None:
         if self.seed < 0:
@@ -188,7 +197,7 @@ class EnvironmentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         """The policy that acts in the environments, with their spaces once they are known."""
         raise NotImplementedError(f"{type(self).__name__} does not say which policy acts")
 
-    def plan(self, devices: Sequence[Device]) -> Plan:
+    def plan(self, devices: Sequence[Device]) -> PlacementPlan:
         """The devices of every worker.
 
         Raises:
@@ -237,7 +246,7 @@ def check_host(config: EnvironmentSettings, devices: Sequence[Device] | None, de
     check_sinks(config.training.metrics)
 
 
-def check_processes(cluster: ClusterConfig) -> None:
+def check_processes(cluster: EmbodiedClusterConfig) -> None:
     """Raise `ConfigError` for several actors in one process."""
     if cluster.backend == "local" and cluster.actors > 1:
         raise ConfigError(
@@ -365,7 +374,7 @@ LEVELS = ("token", "action", "chunk")
 """levels of log-probs and advantages, from fine to coarse"""
 
 
-class TrainingConfig(LengthConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EmbodiedTrainingConfig(LengthConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Length of the training, and sizes of its steps."""
 
     rollout_epochs: int = 1
@@ -396,7 +405,7 @@ class EmbodiedConfig(EnvironmentSettings, frozen=True, kw_only=True, forbid_unkn
 
     job: str = "embodied_ppo"
     name: str = "embodied"
-    training: TrainingConfig
+    training: EmbodiedTrainingConfig
     demonstrations: DemonstrationsConfig = DemonstrationsConfig()
     actor: EmbodiedTrainerConfig = EmbodiedTrainerConfig()
 

@@ -16,7 +16,7 @@ from rlinf_async.config import ConfigError
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import EmbodiedSummary
 from rlinf_async.runtime.jobs.embodied.choosing import planned, tried_and_chosen
-from rlinf_async.runtime.jobs.embodied.playing import Trained
+from rlinf_async.runtime.jobs.embodied.playing import TrainedPolicy
 from rlinf_async.runtime.jobs.embodied.settings import (
     check_host,
     described,
@@ -30,7 +30,7 @@ from rlinf_async.runtime.jobs.embodied_sac.config import (
     fitted,
 )
 from rlinf_async.runtime.jobs.embodied_sac.run import SacRun, make_trainer
-from rlinf_async.runtime.jobs.placement import Plan
+from rlinf_async.runtime.jobs.placement import PlacementPlan
 from rlinf_async.runtime.jobs.run import run_in_folder
 from rlinf_async.workers.base import Device
 from rlinf_async.workers.env import EnvSpec
@@ -43,7 +43,7 @@ class EmbodiedSAC:
     name = "embodied_sac"
     config_type = SacConfig
 
-    def plan(self, config: SacConfig, devices: Sequence[Device] | None = None) -> Plan:
+    def plan(self, config: SacConfig, devices: Sequence[Device] | None = None) -> PlacementPlan:
         """The devices of every worker: on this host, or on a machine with these devices."""
         return planned(config, devices)
 
@@ -73,10 +73,10 @@ class EmbodiedSAC:
 
         return run_in_folder(as_run, out, resume=resume, may_differ=MAY_DIFFER, build=build)
 
-    def trained(self, config: SacConfig) -> Trained:
+    def trained(self, config: SacConfig) -> TrainedPolicy:
         """What is needed to let a policy act that was trained with this configuration."""
         full = fitted(config, described(config))
-        return Trained(full, partial(make_trainer, full))
+        return TrainedPolicy(full, partial(make_trainer, full))
 
     def _fitted(self, config: SacConfig, spec: EnvSpec) -> FittedSac:
         full = fitted(config, spec)

@@ -36,15 +36,15 @@ from rlinf_async.runtime.calls import WorkerGroup
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.checkpoints import Stopped, sibling
 from rlinf_async.runtime.jobs.embodied.collectors import make_collectors
-from rlinf_async.runtime.jobs.embodied.playing import Trained
+from rlinf_async.runtime.jobs.embodied.playing import TrainedPolicy
 from rlinf_async.runtime.jobs.embodied.run import (
+    EmbodiedFlow,
     EmbodiedProgress,
     EnvironmentRun,
-    Flow,
     LoopContext,
 )
 from rlinf_async.runtime.jobs.embodied_sac.config import FittedSac, SacChannels
-from rlinf_async.runtime.jobs.placement import Plan
+from rlinf_async.runtime.jobs.placement import PlacementPlan
 from rlinf_async.runtime.jobs.view import LiveView
 from rlinf_async.runtime.supervise import Never, Restart
 from rlinf_async.workers.actor import GradientPlan, SacActor
@@ -133,7 +133,7 @@ class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
         actor = await self._launch_actor(cluster, plan)
         replay = await self._launch_replay(cluster)
         await collectors.launch()
-        flow = Flow(cluster, channels, collectors, view)
+        flow = EmbodiedFlow(cluster, channels, collectors, view)
         train = partial(self._train, flow, actor, replay)
         await self._train_and_evaluate(flow, SacShards(actor, replay), train)
 
@@ -145,7 +145,7 @@ class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
         progress = self.progress
         return self.folder.checkpoints / progress.checkpoint if progress.version else None
 
-    async def _launch_actor(self, cluster: Cluster, plan: Plan) -> WorkerGroup[SacActor]:
+    async def _launch_actor(self, cluster: Cluster, plan: PlacementPlan) -> WorkerGroup[SacActor]:
         counts = self.config.cluster
         device = plan.device("actor", own_process=counts.processes)
         fsdp = msgspec.structs.replace(self.config.actor.fsdp, device=device)
@@ -190,7 +190,7 @@ class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
 
     async def _train(
         self,
-        flow: Flow[SacChannels],
+        flow: EmbodiedFlow[SacChannels],
         actor: WorkerGroup[SacActor],
         replay: WorkerGroup[ReplayWorker],
         loop: LoopContext,
@@ -258,9 +258,9 @@ class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
     # ---- pictures, summary
 
     @property
-    def trained(self) -> Trained:
+    def trained(self) -> TrainedPolicy:
         """What lets the policy of a checkpoint act: for pictures."""
-        return Trained(self.config, partial(make_trainer, self.config))
+        return TrainedPolicy(self.config, partial(make_trainer, self.config))
 
     def summary(self, stopped: Stopped | None) -> EmbodiedSummary:
         """What came of the run."""

@@ -31,8 +31,8 @@ from rlinf_async.backends.base import OptimizerConfig, SchedulerConfig
 from rlinf_async.backends.language_training.config import LanguageModelConfig
 from rlinf_async.backends.parts import EngineDevices, Learner, language_trainers
 from rlinf_async.config import ConfigError
-from rlinf_async.runtime.jobs.language.config import LanguageConfig, RolloutConfig
-from rlinf_async.runtime.jobs.placement import LaunchOptions, Plan, Role, make_plan
+from rlinf_async.runtime.jobs.language.config import GenerationSettings, LanguageConfig
+from rlinf_async.runtime.jobs.placement import LaunchOptions, PlacementPlan, Role, make_plan
 from rlinf_async.runtime.launching import VISIBLE, Ranks
 from rlinf_async.workers.base import Device
 
@@ -41,7 +41,7 @@ HYBRID = (("actor", "critic", "inference"), ("rollout",))
 LEARNERS = ("actor", "critic")
 
 
-def plan_roles(config: LanguageConfig, devices: Sequence[Device]) -> Plan:
+def plan_roles(config: LanguageConfig, devices: Sequence[Device]) -> PlacementPlan:
     """The devices of every worker of the run.
 
     Raises:
@@ -104,7 +104,7 @@ def plan_roles(config: LanguageConfig, devices: Sequence[Device]) -> Plan:
     )
 
 
-def placed(config: LanguageConfig, plan: Plan) -> LanguageConfig:
+def placed(config: LanguageConfig, plan: PlacementPlan) -> LanguageConfig:
     """The configuration with the numbers of workers and the engine's settings of the plan.
 
     Raises:
@@ -119,7 +119,7 @@ def placed(config: LanguageConfig, plan: Plan) -> LanguageConfig:
     return replace(config, cluster=cluster, rollout=_rollout(config, plan))
 
 
-def environment_of(config: LanguageConfig, plan: Plan, learner: str) -> dict[str, str]:
+def environment_of(config: LanguageConfig, plan: PlacementPlan, learner: str) -> dict[str, str]:
     """Environment variables of an actor's or critic's processes.
 
     A trainer that computes on any GPU in sight sees none where it is to have none.
@@ -132,12 +132,12 @@ def environment_of(config: LanguageConfig, plan: Plan, learner: str) -> dict[str
     return environment
 
 
-def takes_turns(plan: Plan) -> bool:
+def takes_turns(plan: PlacementPlan) -> bool:
     """Whether rollout workers share devices with learners: then either generate or learn."""
     return any(plan.shared("rollout", learner) for learner in LEARNERS)
 
 
-def _check_turns(config: LanguageConfig, plan: Plan) -> None:
+def _check_turns(config: LanguageConfig, plan: PlacementPlan) -> None:
     staleness = config.training.max_staleness
     if takes_turns(plan) and staleness:
         raise ConfigError(
@@ -158,7 +158,7 @@ def _check_turns(config: LanguageConfig, plan: Plan) -> None:
         )
 
 
-def _rollout(config: LanguageConfig, plan: Plan) -> RolloutConfig:
+def _rollout(config: LanguageConfig, plan: PlacementPlan) -> GenerationSettings:
     rollout, accelerated = config.rollout, plan.accelerated("rollout")
     devices = EngineDevices(
         number=plan.devices_per_worker("rollout") if accelerated else 1,
@@ -170,7 +170,7 @@ def _rollout(config: LanguageConfig, plan: Plan) -> RolloutConfig:
     return rollout.with_engine(rollout.part.placed(rollout.engine, devices, rollout.where))
 
 
-class Layout(msgspec.Struct, frozen=True):
+class DeviceLayout(msgspec.Struct, frozen=True):
     """Devices by number: their positions in the plan's machine, or, without accelerators, one for
     each worker."""
 
@@ -183,7 +183,7 @@ class Layout(msgspec.Struct, frozen=True):
     accelerated: bool
 
 
-def layout_of(config: LanguageConfig, plan: Plan) -> Layout:
+def layout_of(config: LanguageConfig, plan: PlacementPlan) -> DeviceLayout:
     """Return the devices of a run, whose numbers of workers are known."""
     own, instances, accelerated = _homes(config, plan)
     beyond = [device for one in reversed(instances[1:]) for device in one]
@@ -196,11 +196,11 @@ def layout_of(config: LanguageConfig, plan: Plan) -> Layout:
     hosts = {one: names.index(plan.machine[one].host) if accelerated else 0 for one in every}
     each = plan.devices_per_worker("rollout")
     guests = tuple(own[one * each : (one + 1) * each] for one in range(config.scheduler.guests))
-    return Layout((*own, *beyond)[:launched], (*instances, *guests), hosts, accelerated)
+    return DeviceLayout((*own, *beyond)[:launched], (*instances, *guests), hosts, accelerated)
 
 
 def _homes(
-    config: LanguageConfig, plan: Plan
+    config: LanguageConfig, plan: PlacementPlan
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...], bool]:
     if plan.accelerated("actor") and plan.accelerated("rollout"):
         own = tuple(device for rank in plan.ranks["actor"] for device in rank)
@@ -212,8 +212,8 @@ def _homes(
 
 def options(
     role: Literal["actor", "rollout"],
-    layout: Layout | None,
-    plan: Plan,
+    layout: DeviceLayout | None,
+    plan: PlacementPlan,
     environment: dict[str, str],
 ) -> LaunchOptions:
     """Return what the workers of a role are launched with; ``layout``: of a scheduled run."""

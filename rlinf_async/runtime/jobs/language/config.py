@@ -61,13 +61,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError("config has no model_type; name an architecture, such as 'qwen3'")
 
 
-def has_section(section: RolloutConfig | ActorConfig) -> bool:
+def has_section(section: GenerationSettings | ActorConfig) -> bool:
     """Whether the backend of a section is built in and has a section of its own there."""
     built_in = {*engines.paths, *language_trainers.paths}
     return section.backend in built_in and section.backend in section.__struct_fields__
 
 
-def own_settings(section: RolloutConfig | ActorConfig, part: Part) -> Any:
+def own_settings(section: GenerationSettings | ActorConfig, part: Part) -> Any:
     """Return the settings of a section's backend, by its own ``Config``.
 
     Raises:
@@ -90,7 +90,7 @@ def own_settings(section: RolloutConfig | ActorConfig, part: Part) -> Any:
     return convert(section.options, part.Config, ("options",))
 
 
-class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GenerationSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The engine that generates, and how samples are drawn."""
 
     backend: str = DEFAULT_ENGINE
@@ -121,7 +121,7 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """The engine's own settings."""
         return own_settings(self, self.part)
 
-    def with_engine(self, settings: Any) -> RolloutConfig:
+    def with_engine(self, settings: Any) -> GenerationSettings:
         """Return the same with other settings of the engine."""
         field = self.where[-1]
         given = settings if has_section(self) else msgspec.to_builtins(settings)
@@ -445,7 +445,7 @@ class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     model: ModelConfig
     data: DataConfig
     training: TrainingConfig
-    rollout: RolloutConfig = RolloutConfig()
+    rollout: GenerationSettings = GenerationSettings()
     reward: RewardConfig = RewardConfig()
     actor: ActorConfig = ActorConfig()
     critic: CriticConfig = CriticConfig()

@@ -40,7 +40,7 @@ from rlinf_async.runtime.jobs.language.model import (
 )
 from rlinf_async.runtime.jobs.language.run import LanguageRun
 from rlinf_async.runtime.jobs.language.schedulable import check_scheduler
-from rlinf_async.runtime.jobs.placement import Plan
+from rlinf_async.runtime.jobs.placement import PlacementPlan
 from rlinf_async.runtime.jobs.run import run_in_folder
 from rlinf_async.runtime.signals import run
 from rlinf_async.workers.base import Device
@@ -54,7 +54,9 @@ class LanguageRL:
     name = "language_rl"
     config_type = LanguageConfig
 
-    def plan(self, config: LanguageConfig, devices: Sequence[Device] | None = None) -> Plan:
+    def plan(
+        self, config: LanguageConfig, devices: Sequence[Device] | None = None
+    ) -> PlacementPlan:
         """The devices of every worker: on this host, or on a machine with these devices."""
         return plan_roles(config, config.cluster.devices() if devices is None else devices)
 

@@ -68,7 +68,7 @@ from rlinf_async.runtime.jobs.language.backends import (
     takes_turns,
 )
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
-from rlinf_async.runtime.jobs.placement import Plan
+from rlinf_async.runtime.jobs.placement import PlacementPlan
 from rlinf_async.runtime.supervise import Restart
 from rlinf_async.runtime.wakers import WorkEvent
 from rlinf_async.workers.actor import LanguageActor, LanguageBatches
@@ -190,7 +190,7 @@ class Learners:
         config: LanguageConfig,
         channels: LanguageChannels,
         model: Path,
-        plan: Plan,
+        plan: PlacementPlan,
     ) -> None:
         self._plan = plan
         self._layout = layout_of(config, plan) if config.scheduled else None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from rlinf_async.config import ConfigError
-from rlinf_async.runtime.jobs.language.backends import Layout, layout_of
+from rlinf_async.runtime.jobs.language.backends import DeviceLayout, layout_of
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
-from rlinf_async.runtime.jobs.placement import Plan
+from rlinf_async.runtime.jobs.placement import PlacementPlan
 from rlinf_async.scheduling import load_policy
 
 POLICY = ("scheduler", "policy")
@@ -13,7 +13,7 @@ GUESTS = ("scheduler", "guests")
 PLACEMENT = ("cluster", "placement")
 
 
-def check_scheduler(config: LanguageConfig, plan: Plan) -> None:
+def check_scheduler(config: LanguageConfig, plan: PlacementPlan) -> None:
     """Refuse a policy that is not known, and a run whose actors cannot change.
 
     Raises:
@@ -47,7 +47,7 @@ def _wanted(config: LanguageConfig) -> str:
     return f"scheduler.policy is {config.scheduler.policy!r}: set it to 'static', or "
 
 
-def _check_guests(config: LanguageConfig, plan: Plan) -> None:
+def _check_guests(config: LanguageConfig, plan: PlacementPlan) -> None:
     guests, each = config.scheduler.guests, plan.devices_per_worker("rollout")
     if guests * each > config.actors:
         raise ConfigError(
@@ -58,7 +58,7 @@ def _check_guests(config: LanguageConfig, plan: Plan) -> None:
         )
 
 
-def _check_hosts(config: LanguageConfig, layout: Layout) -> None:
+def _check_hosts(config: LanguageConfig, layout: DeviceLayout) -> None:
     """A rollout worker has all of its devices on one host."""
     for guest in layout.instances[config.rollout_workers :]:
         if len({layout.hosts[device] for device in guest}) > 1:
@@ -79,7 +79,7 @@ def _check_actors(config: LanguageConfig) -> None:
         )
 
 
-def _check_devices(config: LanguageConfig, plan: Plan) -> None:
+def _check_devices(config: LanguageConfig, plan: PlacementPlan) -> None:
     """The devices that move are whole ones, of one kind, and nobody else's."""
     wanted = _wanted(config)
     on_gpus = {role for role in ("actor", "rollout") if plan.accelerated(role)}
@@ -115,7 +115,7 @@ def _check_devices(config: LanguageConfig, plan: Plan) -> None:
         )
 
 
-def _check_sizes(config: LanguageConfig, layout: Layout) -> None:
+def _check_sizes(config: LanguageConfig, layout: DeviceLayout) -> None:
     if config.rollout_workers < 2:
         raise ConfigError(
             f"scheduler.policy is {config.scheduler.policy!r}, but there is only "
@@ -132,7 +132,7 @@ def _check_sizes(config: LanguageConfig, layout: Layout) -> None:
         raise ConfigError(_no_size(config, layout), path=("training", "prompts"))
 
 
-def _no_size(config: LanguageConfig, layout: Layout) -> str:
+def _no_size(config: LanguageConfig, layout: DeviceLayout) -> str:
     most = config.actors + sum(map(len, layout.instances[1:]))
     together, batch = config.actor.model_ranks, config.actor.micro_batch_size
     return (

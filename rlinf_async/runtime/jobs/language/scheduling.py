@@ -27,7 +27,7 @@ from rlinf_async.parallel import Strategy
 from rlinf_async.runtime.calls import GroupCall, WorkerGroup
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.checkpoints import start_background
-from rlinf_async.runtime.jobs.language.backends import Layout
+from rlinf_async.runtime.jobs.language.backends import DeviceLayout
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.supervise import Restart
 from rlinf_async.scheduling import SchedulingConfig
@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 
 def topology(
-    layout: Layout, samples: int, group: int, home: Strategy, valid: Sequence[int]
+    layout: DeviceLayout, samples: int, group: int, home: Strategy, valid: Sequence[int]
 ) -> Topology:
     """Return what the scheduler has to know of a run.
 
@@ -110,7 +110,7 @@ class Scheduling:
         layout: devices of the run.
     """
 
-    def __init__(self, cluster: Cluster, config: LanguageConfig, layout: Layout) -> None:
+    def __init__(self, cluster: Cluster, config: LanguageConfig, layout: DeviceLayout) -> None:
         self._cluster, self._layout = cluster, layout
         self._config = config
         self._orders: Latest[Orders] = cluster.latest(Orders, name="orders")

@@ -40,7 +40,7 @@ from rlinf_async.runtime.ray.training.pairs import (
     PairTicket,
     from_peer,
 )
-from rlinf_async.runtime.ray.training.ranks import LoopThread, Peer, PeerFailed, Ranks
+from rlinf_async.runtime.ray.training.ranks import GroupRanks, LoopThread, PeerFailed, PeerRank
 from rlinf_async.runtime.ray.training.worker import GroupActor, GroupCritic, GroupRank
 from rlinf_async.workers.base import WorkerContext, WorkerInfo, listen_for_ranks, make
 
@@ -67,7 +67,7 @@ class TrainRayActor(ABC):
     ) -> None:
         self.world_size, self.rank = world_size, rank
         self.rollout_manager: Any = None
-        self.peers: Sequence[Peer] = ()
+        self.peers: Sequence[PeerRank] = ()
         if master_addr is None or master_port is None:
             # Nobody else can come in between, before the others are told of the port.
             found = urlsplit(listen_for_ranks(own_address()))
@@ -89,7 +89,7 @@ class TrainRayActor(ABC):
         """Return where this rank is: Ray's identifier of the node, and its process."""
         return str(of_ray().get_runtime_context().get_node_id()), os.getpid()
 
-    def meet(self, peers: Sequence[Peer]) -> None:
+    def meet(self, peers: Sequence[PeerRank]) -> None:
         """Take the ranks of the group, in order."""
         self.peers = peers
 
@@ -211,7 +211,7 @@ class LanguageTrainRayActor(TrainRayActor):
     tokenizer: Any = None
     """tokenizer of ``hf_checkpoint``; None where it has none"""
     _worker: GroupRank | None = None
-    _ranks: Ranks | None = None
+    _ranks: GroupRanks | None = None
     """ranks of the group, where there are several"""
     _side: ActorSide | CriticSide | None = None
     """this rank's side of its actor and critic pair"""
@@ -250,7 +250,7 @@ class LanguageTrainRayActor(TrainRayActor):
         worker = self._make_worker(with_ref)
         if self.world_size > 1:
             self._loop.run(worker.join_collective())
-            self._ranks = Ranks(self._loop, self.peers, self.rank)
+            self._ranks = GroupRanks(self._loop, self.peers, self.rank)
         with self._together("begin"):
             self._loop.run(worker.setup())
             self._worker = worker
@@ -516,7 +516,7 @@ class LanguageTrainRayActor(TrainRayActor):
         return self._worker
 
     def _together(self, doing: str) -> AbstractContextManager[None]:
-        """Make a call that all ranks make: see `Ranks.together`."""
+        """Make a call that all ranks make: see `GroupRanks.together`."""
         return nullcontext() if self._ranks is None else self._ranks.together(doing)
 
 

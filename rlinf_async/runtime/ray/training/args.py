@@ -761,7 +761,7 @@ def batches(args: TrainArgs) -> LanguageBatches:
 TRACKER: Final = "latest_checkpointed_iteration.txt"
 
 
-class Start(NamedTuple):
+class TrainingStart(NamedTuple):
     """Where training begins."""
 
     rollout_id: int
@@ -770,18 +770,18 @@ class Start(NamedTuple):
     """checkpoint to go on from"""
 
 
-def start_of(args: TrainArgs) -> Start:
+def start_of(args: TrainArgs) -> TrainingStart:
     """Return where training goes on; at rollout 0 where there is nothing to load.
 
     Raises `ValueError` for a folder to load from without a checkpoint, unless it is the folder to
     save to as well, which has none at first.
     """
     if args.load is None:
-        return Start(0, None)
+        return TrainingStart(0, None)
     tracker = Path(args.load) / TRACKER
     if not tracker.is_file():
         if args.load == args.save:
-            return Start(0, None)
+            return TrainingStart(0, None)
         raise ValueError(
             f"load is {args.load!r}, but there is no {tracker}: no checkpoint was completed there. "
             "Leave load out to begin anew, or set it to the folder of save to go on if there is one"
@@ -792,7 +792,7 @@ def start_of(args: TrainArgs) -> Start:
     folder = checkpoint_folder(args.load, int(text))
     if not folder.is_dir():
         raise ValueError(f"{tracker} names rollout {text}, but there is no {folder}")
-    return Start(int(text) + 1, folder)
+    return TrainingStart(int(text) + 1, folder)
 
 
 def checkpoint_folder(folder: str, rollout_id: int) -> Path:

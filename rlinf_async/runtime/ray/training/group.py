@@ -32,7 +32,7 @@ from rlinf_async.runtime.ray.training.actor import (
 )
 from rlinf_async.runtime.ray.training.args import TrainArgs, batches, check_megatron, trainer_config
 from rlinf_async.runtime.ray.training.pairs import PairSteps
-from rlinf_async.runtime.ray.training.ranks import Peer
+from rlinf_async.runtime.ray.training.ranks import PeerRank
 from rlinf_async.workers.base import BuildError
 
 log = logging.getLogger(__name__)
@@ -405,7 +405,7 @@ class RayTrainGroup:
             for node, pid in ray.get(self._call("place"))
         ]
         told = zip(asked, names, places, strict=True)
-        ray.get(self._call("meet", [Peer(one.rank, name, place) for one, name, place in told]))
+        ray.get(self._call("meet", [PeerRank(one.rank, name, place) for one, name, place in told]))
 
     # -- calls that return at once ------------------------------------------------------------
 

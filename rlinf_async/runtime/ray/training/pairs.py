@@ -182,7 +182,7 @@ class StepEnds(msgspec.Struct, frozen=True):
     values: EndRef
 
 
-class Step(msgspec.Struct, frozen=True):
+class StepRequest(msgspec.Struct, frozen=True):
     """critic -> actor: give me the ends of this step."""
 
     number: int
@@ -234,7 +234,7 @@ class ActorSide:
     async def open(self) -> PairTicket:
         """Serve the critic; return what it opens its side with."""
         router = Router()
-        router.add_sync("pair.step", Step, self._give_ends)
+        router.add_sync("pair.step", StepRequest, self._give_ends)
         self._host = await ChannelHost.open(self._name, router, self._left)
         return PairTicket(self._name, self._host.here, self._data_rank)
 
@@ -271,7 +271,7 @@ class ActorSide:
             "same rollouts"
         )
 
-    def _give_ends(self, request: Request[Step]) -> None:
+    def _give_ends(self, request: Request[StepRequest]) -> None:
         number, give = request.meta.number, self._host.channels.end_ref
         if number < self._current:
             raise ChannelError(f"{self._name} is at another step")
@@ -345,7 +345,7 @@ class CriticSide:
     async def begin(self, number: int) -> CriticStep:
         """Begin a step. Raises `ChannelError`: the actor is lost, or further already."""
         connection = await self._guest.connection(self._ticket.host)
-        ends, _ = await connection.request("pair.step", Step(number), reply=StepEnds)
+        ends, _ = await connection.request("pair.step", StepRequest(number), reply=StepEnds)
         client = ChannelClient(connection)
         prepared: Any = client.end(ends.prepared, SampleGroup) if self._takes_prepared else None
         values: Any = client.end(ends.values, SampleGroup)

@@ -76,7 +76,7 @@ class PeerFailed(RuntimeError):
     """
 
 
-class Peer(msgspec.Struct, frozen=True):
+class PeerRank(msgspec.Struct, frozen=True):
     """A rank of the group, as the others know it."""
 
     rank: str
@@ -86,7 +86,7 @@ class Peer(msgspec.Struct, frozen=True):
     """process and host"""
 
 
-class Ranks:
+class GroupRanks:
     """One rank's view of its group, once all ranks have joined it.
 
     Args:
@@ -95,7 +95,7 @@ class Ranks:
         rank: this one.
     """
 
-    def __init__(self, loop: LoopThread, peers: Sequence[Peer], rank: int) -> None:
+    def __init__(self, loop: LoopThread, peers: Sequence[PeerRank], rank: int) -> None:
         self._loop, self._name = loop, peers[rank].rank
         self._store = GroupStore("calls", apart=True)
         ray = of_ray()
@@ -186,7 +186,7 @@ class Ranks:
             return own
         return own if found is None else found.decode()
 
-    def _lost(self, call: str, answers: dict[Any, Peer]) -> str | None:
+    def _lost(self, call: str, answers: dict[Any, PeerRank]) -> str | None:
         """What happened to a rank that was asked, if its process has ended; it is noted.
 
         Where Ray has lost its connection alone, that is no answer any more.
@@ -209,7 +209,7 @@ class _Interrupted(Exception):
     """Another rank has failed. The message says what happened to it."""
 
 
-def _asked(others: Sequence[tuple[Peer, Any]]) -> dict[Any, Peer]:
+def _asked(others: Sequence[tuple[PeerRank, Any]]) -> dict[Any, PeerRank]:
     """Ask ranks for an answer, which those that are busy give later, and those that are lost never:
     by reference, whose it is."""
     return {actor.get_master_addr_and_port.remote(): peer for peer, actor in others}

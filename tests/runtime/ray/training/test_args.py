@@ -12,7 +12,7 @@ import pytest
 
 from rlinf_async.runtime.ray.training import TrainArgs
 from rlinf_async.runtime.ray.training.args import (
-    Start,
+    TrainingStart,
     batches,
     start_of,
     trainer_config,
@@ -137,15 +137,15 @@ def test_a_memory_saver_is_loaded_first_where_the_package_is_installed(
 
 def test_training_goes_on_after_the_newest_complete_checkpoint(tmp_path: Path) -> None:
     folder = str(tmp_path)
-    assert start_of(args()) == Start(0, None)
-    assert start_of(args(load=folder, save=folder)) == Start(0, None)
+    assert start_of(args()) == TrainingStart(0, None)
+    assert start_of(args(load=folder, save=folder)) == TrainingStart(0, None)
     with pytest.raises(ValueError, match="no checkpoint was completed there"):
         start_of(args(load=folder))
     write_tracker(folder, 11)
     with pytest.raises(ValueError, match="names rollout 11, but there is no"):
         start_of(args(load=folder))
     (tmp_path / "iter_0000011").mkdir()
-    assert start_of(args(load=folder)) == Start(12, tmp_path / "iter_0000011")
+    assert start_of(args(load=folder)) == TrainingStart(12, tmp_path / "iter_0000011")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
     with pytest.raises(ValueError, match="says 'release'; it must be the number of a rollout"):
         start_of(args(load=folder))
