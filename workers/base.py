@@ -493,14 +493,14 @@ class MergedSpan:
 
     def piece(self) -> AbstractContextManager[None]:
         """Return the context of one piece of the work."""
-        return self._while(pieces=1)
+        return self._counting(pieces=1)
 
     def cut(self) -> AbstractContextManager[None]:
         """Return a context in which no work is done."""
-        return self._while(cuts=1)
+        return self._counting(cuts=1)
 
     @contextmanager
-    def _while(self, pieces: int = 0, cuts: int = 0) -> Iterator[None]:
+    def _counting(self, pieces: int = 0, cuts: int = 0) -> Iterator[None]:
         self._count(pieces, cuts)
         try:
             yield

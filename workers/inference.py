@@ -54,10 +54,12 @@ def with_log_probs(
     done = samples
     if previous:
         whose = f"the actor's forward pass under weights version {trainer.version}"
-        done = _with(done, "prev_log_prob", _finite(bare, trainer.log_probs(bare), whose))
+        done = _with_field(done, "prev_log_prob", _finite(bare, trainer.log_probs(bare), whose))
     if reference:
         found = trainer.log_probs(bare, reference=True)
-        done = _with(done, "ref_log_prob", _finite(bare, found, "the reference's forward pass"))
+        done = _with_field(
+            done, "ref_log_prob", _finite(bare, found, "the reference's forward pass")
+        )
     return done
 
 
@@ -69,10 +71,10 @@ def _finite(bare: list[TrainingSample], found: list[Floats], whose: str) -> list
 
 def with_values(trainer: LanguageTrainer, samples: list[Sample]) -> list[Sample]:
     """The samples with a critic's values; none on a rank that does not read."""
-    return _with(samples, "value", trainer.values([as_bare(sample) for sample in samples]))
+    return _with_field(samples, "value", trainer.values([as_bare(sample) for sample in samples]))
 
 
-def _with(samples: list[Sample], field: str, found: list[Floats]) -> list[Sample]:
+def _with_field(samples: list[Sample], field: str, found: list[Floats]) -> list[Sample]:
     if not samples:
         return []
     return [

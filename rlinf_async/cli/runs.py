@@ -54,7 +54,7 @@ def status(folder: str | None, as_json: bool) -> None:
 
         click.echo(msgspec.json.format(msgspec.json.encode(seen)))
         return
-    click.echo(_told(seen))
+    click.echo(_sentence(seen))
     if seen.status is not None:
         _draw(seen.status.shown)
 
@@ -74,7 +74,7 @@ def stop(folder: str | None) -> int:
         path = _named(folder)
         seen = look_at_run(path)
         if seen.state in ("ended", "killed"):
-            raise UsageError(f"there is nothing to stop: {_told(seen)}")
+            raise UsageError(f"there is nothing to stop: {_sentence(seen)}")
         with Driver(path) as driver:
             if seen.state != "ending":  # a second SIGTERM would kill it
                 driver.terminate()
@@ -90,7 +90,7 @@ def stop(folder: str | None) -> int:
         click.echo(f"{path}: stopped before it had begun, nothing is left of it")
         return OK
     with _as_usage():
-        click.echo(_told(look_at_run(path)))
+        click.echo(_sentence(look_at_run(path)))
     return OK
 
 
@@ -130,7 +130,7 @@ def _named(folder: str | None) -> pathlib.Path:
     return newest
 
 
-def _told(seen: RunState) -> str:
+def _sentence(seen: RunState) -> str:
     """The state of a run in one sentence."""
     who = f"process {seen.pid} on {seen.host}" if seen.host else "a process"
     ago = "" if seen.seconds_ago is None else f"{_duration(seen.seconds_ago)} ago"

@@ -76,7 +76,7 @@ def simulate(
             "iterations one by one, so it needs 0"
         )
     if sweep:
-        return _sweep(config, policies, json_file)
+        return _compare_candidates(config, policies, json_file)
     from rlinf_async.simulate.run import with_policy
 
     records = _run([with_policy(config, one) for one in policies])
@@ -210,7 +210,7 @@ def _table(records: Sequence[SimulationRecord], limits: Mapping[str, float]) -> 
     Console(width=150).print(table)
 
 
-def _sweep(
+def _compare_candidates(
     config: SimulationConfig, policies: Sequence[str], json_file: pathlib.Path | None
 ) -> int:
     from rlinf_async.simulate.run import candidates, sweep

@@ -212,14 +212,14 @@ class Document:
             return command_line(exact[0])
         # Of a section as a whole: those of its settings that the error speaks of are at fault.
         within = [one for one in given if path and one[: len(path)] == path]
-        named = [one for one in within if _speaks_of(error.problem, one[len(path)])]
+        named = [one for one in within if _mentions(error.problem, one[len(path)])]
         if named:
             return command_line(*named)
         others = f" with {', '.join(map(flag, within))}" if within else ""
         return f"{self.origin(path)}{others}"
 
 
-def _speaks_of(problem: str, name: str) -> bool:
+def _mentions(problem: str, name: str) -> bool:
     return re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", problem) is not None
 
 

@@ -300,7 +300,7 @@ class Registry(Generic[T]):
             found = load_entry_point(self.paths[name], path)
         elif ":" in name or name.endswith(".py"):
             found = load_entry_point(name, path)
-        elif (elsewhere := self._elsewhere().get(name)) is not None:
+        elif (elsewhere := self._given_names().get(name)) is not None:
             found = load_entry_point(elsewhere, path)
             found = self._entries.get(name, found)  # its module has registered it, if it does so
         elif (installed := self._installed().get(name)) is not None:
@@ -350,7 +350,7 @@ class Registry(Generic[T]):
     def names(self) -> list[str]:
         """Return all names that are known here, sorted."""
         self._import_built_in()
-        return sorted({*self._entries, *self.paths, *self._elsewhere(), *self._installed()})
+        return sorted({*self._entries, *self.paths, *self._given_names(), *self._installed()})
 
     def import_paths(self) -> dict[str, str]:
         """Return where parts stand that this process, or one above it, has registered."""
@@ -359,7 +359,7 @@ class Registry(Generic[T]):
             for name, entry in self._entries.items()
             if not _module(entry).startswith("rlinf_async.") and (where := _imported_from(entry))
         }
-        return self._elsewhere() | own
+        return self._given_names() | own
 
     def _import_built_in(self) -> None:
         for module in self._built_in:
@@ -368,7 +368,7 @@ class Registry(Generic[T]):
     def _installed(self) -> dict[str, Any]:
         return {one.name: one for one in entry_points(group=self._group)} if self._group else {}
 
-    def _elsewhere(self) -> dict[str, str]:
+    def _given_names(self) -> dict[str, str]:
         text = os.environ.get(NAMES)
         if not text:
             return {}

@@ -129,7 +129,7 @@ def draw_timeline(
     """
     run = _measure(spans)
     colours = _colours(run.summary)
-    middle = _middle(run, close_up)
+    middle = _close_up(run, close_up)
     panels = [(run.start, run.end, "the whole run"), *middle]
     figure = new_figure(11.0, 1.5 + len(panels) * (0.6 + 0.3 * max(2, len(run.pieces))))
     headline(figure, title)
@@ -162,7 +162,7 @@ def _colours(summary: Sequence[Busy]) -> dict[str, str]:
     return {name: COLOURS[place % len(COLOURS)] for place, name in enumerate(names)}
 
 
-def _middle(run: _Run, close_up: float | None) -> list[tuple[int, int, str]]:
+def _close_up(run: _Run, close_up: float | None) -> list[tuple[int, int, str]]:
     """The stretch of the close-up, or nothing where the run is its own close-up."""
     length = _close_up_length(run) if close_up is None else int(close_up * 1e9)
     if not 0 < length < (run.end - run.start) // 2:
@@ -188,7 +188,7 @@ def _draw_panel(
 ) -> None:
     start, end = ((moment - run.start) / 1e9 for moment in window)
     for place, pieces in enumerate(run.pieces.values()):
-        image = _stripe(pieces, window, colours)
+        image = _pixel_row(pieces, window, colours)
         half = _ROW_SHARE / 2
         axes.imshow(
             image[None],
@@ -234,7 +234,7 @@ def _cut(piece: ForegroundPeriod, start: int, end: int) -> ForegroundPeriod:
     return piece._replace(start=max(piece.start, start), end=min(piece.end, end))
 
 
-def _stripe(
+def _pixel_row(
     pieces: Sequence[ForegroundPeriod], window: tuple[int, int], colours: Mapping[str, str]
 ) -> NDArray[np.float64]:
     """One row of pixels ``[columns, rgb]``: the colours of the names mixed by their time."""
@@ -392,10 +392,10 @@ def _draw(
     if _has_numbers(columns, evaluation):
         x, y = _measured(columns, across, evaluation)
         axes.plot(x, y, "o", color=COLOURS[5], markersize=5, label="evaluation")
-    _dress(axes, row, target)
+    _format_axes(axes, row, target)
 
 
-def _dress(axes: Axes, row: Measure, target: float | None) -> None:
+def _format_axes(axes: Axes, row: Measure, target: float | None) -> None:
     from matplotlib.ticker import EngFormatter, PercentFormatter
 
     if row.is_share:

@@ -185,10 +185,10 @@ class ProgressView:
 
 def line_of(state: ProgressState) -> Text:
     """The state in one plain ASCII line."""
-    parts = [f"{state.run}: iteration {_of(state.iteration, state.iterations)}"]
+    parts = [f"{state.run}: iteration {_out_of(state.iteration, state.iterations)}"]
     parts += [f"{name} {value}" for name, value in state.figures]
     if state.channels:
-        depths = (f"{view.name} {_of(view.depth, view.capacity)}" for view in state.channels)
+        depths = (f"{view.name} {_out_of(view.depth, view.capacity)}" for view in state.channels)
         parts.append("channels " + ", ".join(depths))
     waiting = [view.name for view in state.workers if view.waiting_for is not None]
     if waiting:
@@ -225,7 +225,7 @@ def picture_of(state: ProgressState, width: int, *, whole: bool = False) -> Rend
 def _headline(state: ProgressState, *, wide: bool) -> RenderableType:
     """The numbers of the run: a row of a table, or where that is too wide a text that folds."""
     figures = [
-        ("iteration", _of(state.iteration, state.iterations)),
+        ("iteration", _out_of(state.iteration, state.iterations)),
         *state.figures,
     ]
     if not wide:
@@ -239,7 +239,7 @@ def _headline(state: ProgressState, *, wide: bool) -> RenderableType:
 def _channels(channels: Sequence[ChannelView], rows: int | None, *, wide: bool) -> Table:
     table = _table("channel", "depth", *(["fill", "items/s"] if wide else []))
     for view in channels[:rows]:
-        cells: list[RenderableType] = [Text(view.name), Text(_of(view.depth, view.capacity))]
+        cells: list[RenderableType] = [Text(view.name), Text(_out_of(view.depth, view.capacity))]
         if wide:
             cells += [_fill(view), Text(figure(view.items_per_second, ",.0f"))]
         table.add_row(*cells)
@@ -323,7 +323,7 @@ def _with_rest(table: Table, count: int, rows: int | None) -> Table:
     return table
 
 
-def _of(value: int, total: int | None) -> str:
+def _out_of(value: int, total: int | None) -> str:
     return str(value) if total is None else f"{value}/{total}"
 
 

@@ -52,7 +52,7 @@ class LockHolder(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_here(self) -> bool:
         """Whether its kernel is the one of this process."""
-        return self.boot == _boot()
+        return self.boot == _boot_id()
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
@@ -86,7 +86,7 @@ def take_lock(folder: Path) -> int:
         with explaining("lock", path):
             _lock_exclusively(descriptor, folder)
         with explaining("write", path):
-            holder = LockHolder(host=socket.gethostname(), pid=os.getpid(), boot=_boot())
+            holder = LockHolder(host=socket.gethostname(), pid=os.getpid(), boot=_boot_id())
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, msgspec.json.encode(holder) + b"\n", 0)
     except RunFolderError:
@@ -233,7 +233,7 @@ def _holder(text: bytes) -> LockHolder | None:
         return None
 
 
-def _boot() -> str:
+def _boot_id() -> str:
     try:
         return _BOOT.read_text().strip()
     except OSError:  # no such file in some sandboxes

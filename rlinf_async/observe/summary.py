@@ -69,7 +69,7 @@ class EmbodiedSummary(Summary, kw_only=True):
     def figures(self) -> list[str]:
         parts = []
         if self.success_rate is not None:
-            parts.append(_then("success rate", self.success_rate, self.success_rate_before))
+            parts.append(_with_before("success rate", self.success_rate, self.success_rate_before))
         if self.success_unreported:
             silent, of = self.success_unreported, self.evaluation_episodes
             parts.append(f"{silent} of {of} episodes did not say")
@@ -111,9 +111,9 @@ class LanguageSummary(Summary, kw_only=True):
     def figures(self) -> list[str]:
         parts = []
         if self.eval_accuracy is not None:
-            parts.append(_then("accuracy", self.eval_accuracy, self.eval_accuracy_before))
+            parts.append(_with_before("accuracy", self.eval_accuracy, self.eval_accuracy_before))
         elif self.eval_reward is not None:
-            parts.append(_then("mean reward", self.eval_reward, self.eval_reward_before))
+            parts.append(_with_before("mean reward", self.eval_reward, self.eval_reward_before))
         if self.evaluation_unscored:
             parts.append(f"{self.evaluation_unscored} of {self.evaluation_samples} not scored")
         parts += [*Summary.figures(self), f"{self.samples:,} samples"]
@@ -124,7 +124,7 @@ class LanguageSummary(Summary, kw_only=True):
         return parts
 
 
-def _then(name: str, now: float, before: float | None) -> str:
+def _with_before(name: str, now: float, before: float | None) -> str:
     return f"{name} {now:.2f}" + ("" if before is None else f" (before: {before:.2f})")
 
 

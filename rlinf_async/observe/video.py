@@ -329,7 +329,7 @@ def choose_headless_renderer() -> None:
 @contextlib.contextmanager
 def _made(make_env: Callable[[], RenderedEnv]) -> Iterator[RenderedEnv]:
     """The env, closed afterwards. What went wrong before the closing is what is raised."""
-    with _naming("make the env"):
+    with _naming_step("make the env"):
         env = make_env()
     try:
         yield env
@@ -337,7 +337,7 @@ def _made(make_env: Callable[[], RenderedEnv]) -> Iterator[RenderedEnv]:
         with contextlib.suppress(Exception):
             env.close()
         raise
-    with _naming("close the env"):
+    with _naming_step("close the env"):
         env.close()
 
 
@@ -351,12 +351,12 @@ def _play(
     until_success: bool,
 ) -> tuple[float, bool | None, bool]:
     """One episode: its return, whether it ended in success, and whether ``film`` ended it."""
-    with _naming("reset the env"):
+    with _naming_step("reset the env"):
         observation, info = env.reset(seed=seed)
     total, goes_on = 0.0, film()
     for _ in range(max_steps if goes_on else 0):
         action = act(observation)
-        with _naming("step the env"):
+        with _naming_step("step the env"):
             observation, reward, terminated, truncated, info = env.step(action)
         total += float(reward)
         goes_on = film()
@@ -368,7 +368,7 @@ def _play(
 
 def _render(env: RenderedEnv) -> Frame:
     """One frame ``[height, width, rgb]``."""
-    with _naming("render the env"):
+    with _naming_step("render the env"):
         frame = env.render()
     if frame is None:
         raise VideoError(
@@ -400,7 +400,7 @@ def _refuse_blank(video: Frames) -> None:
 
 
 @contextlib.contextmanager
-def _naming(what: str) -> Iterator[None]:
+def _naming_step(what: str) -> Iterator[None]:
     """Say which step failed. An env may raise anything, so anything is caught, and chained."""
     try:
         yield

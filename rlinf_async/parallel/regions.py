@@ -357,7 +357,7 @@ def level(pools: list[Ints], demand: Ints, forced: Floats) -> list[Floats]:
         before = load.copy()
         for pool in order:
             load[pools[pool]] -= shares[pool]
-            shares[pool] = _pour(load[pools[pool]], float(demand[pool]))
+            shares[pool] = _spread_evenly(load[pools[pool]], float(demand[pool]))
             load[pools[pool]] += shares[pool]
         if np.abs(load - before).max(initial=0) <= SETTLED * load.max(initial=0):
             break
@@ -413,7 +413,7 @@ def _parts(items: Items, item: Ints, start: Ints, first: Ints, last: Ints, cuts:
     return Parts(item[owner], segment, box_start, box_size)
 
 
-def _pour(load: Floats, amount: float) -> Floats:
+def _spread_evenly(load: Floats, amount: float) -> Floats:
     """Spread ``amount`` so that the lowest loads become level."""
     order = np.argsort(load, kind="stable")
     ordered = load[order]

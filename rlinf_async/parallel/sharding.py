@@ -155,7 +155,7 @@ class FSDP1(msgspec.Struct, frozen=True, tag="fsdp1", forbid_unknown_fields=True
             end = 0
             for position, index in enumerate(members):
                 aligned = max(1, 16 // held[index].item_bytes) if self.use_orig_params else 1
-                first[position] = _up(end, aligned)
+                first[position] = _round_up(end, aligned)
                 end = int(first[position]) + math.prod(held[index].shape)
             length = -(-end // ranks)
             name = ".".join(part for part in (unit, "_flat_param", label) if part)
@@ -220,24 +220,24 @@ class DistributedOptimizer(
         ends: list[int] = []
         at = bucket = 0
         for one in members:
-            at = _up(at, 64)
+            at = _round_up(at, 64)
             if one.alone and at > bucket:
-                at = bucket = _up(at, divisor)
+                at = bucket = _round_up(at, divisor)
                 ends.append(at)
             first.append(at)
             at += math.prod(one.shape)
             if one.alone or at - bucket >= limit:
-                at = bucket = _up(at, divisor)
+                at = bucket = _round_up(at, divisor)
                 ends.append(at)
         if not ends or at > ends[-1]:
-            ends.append(_up(at, divisor))
+            ends.append(_round_up(at, divisor))
         return np.array(first, np.int64), np.array(ends, np.int64)
 
 
 Sharding: TypeAlias = Replicated | FSDP2 | FSDP1 | DistributedOptimizer
 
 
-def _up(number: int, multiple: int) -> int:
+def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 

@@ -171,10 +171,10 @@ def _plain(text: str) -> str:
     for pattern, by in _LATEX:
         text = pattern.sub(by, text)
     text = _FRACTION.sub(
-        lambda found: _beside(found, f"{found[1] or found[2]}/{found[3] or found[4]}"), text
+        lambda found: _fraction_part(found, f"{found[1] or found[2]}/{found[3] or found[4]}"), text
     )
     return _VULGAR.sub(
-        lambda found: _beside(
+        lambda found: _fraction_part(
             found, unicodedata.normalize("NFKC", found[0]).replace("\u2044", "/")
         ),
         text,
@@ -189,7 +189,7 @@ def _repeated(found: re.Match[str]) -> str:
     return f"{value.numerator}/{value.denominator}"
 
 
-def _beside(found: re.Match[str], fraction: str) -> str:
+def _fraction_part(found: re.Match[str], fraction: str) -> str:
     """The fraction; of a mixed number apart from the whole one before it."""
     before = found.string[found.start() - 1 : found.start()] if found.start() else ""
     return f" {fraction}" if before.isdigit() else fraction

@@ -210,7 +210,7 @@ class Scorer:
     async def _judged(self, verifier: str, time_limit: float) -> Outcome:
         try:
             async with deadlines.timeout(time_limit):
-                judged = await self._hear((Judged,))
+                judged = await self._receive((Judged,))
         except TimeoutError:
             await self.kill()
             return Failed(
@@ -226,13 +226,13 @@ class Scorer:
             await self._say(message)
         except ConnectionError:
             raise ScorerGone(await self._how()) from None
-        return await self._hear(expected)
+        return await self._receive(expected)
 
     async def _say(self, message: ToProcess) -> None:
         self._asks.write(frame(message))
         await self._asks.drain()
 
-    async def _hear(self, expected: tuple[type[M], ...]) -> M:
+    async def _receive(self, expected: tuple[type[M], ...]) -> M:
         try:
             header = await self._answers.readexactly(HEADER.size)
             (size,) = HEADER.unpack(header)

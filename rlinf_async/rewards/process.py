@@ -84,7 +84,7 @@ class Serving:
         try:
             verifier = self._load(asked.verifier)
         except BaseException as error:  # a module may raise anything, SystemExit too
-            return Failed(error=_why(asked.verifier, error))
+            return Failed(error=_load_error(asked.verifier, error))
         self._say(Begun())
         return judge(asked.verifier, verifier, asked.answer, self._finish)
 
@@ -93,7 +93,7 @@ class Serving:
             try:
                 self._load(name)
             except BaseException as error:
-                return _why(name, error)
+                return _load_error(name, error)
         return ""
 
     def _load(self, name: str) -> Verifier:
@@ -126,5 +126,5 @@ def _configure(start: Start) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
-def _why(name: str, error: BaseException) -> str:
+def _load_error(name: str, error: BaseException) -> str:
     return f"verifier {name!r} cannot be loaded: {type(error).__name__}: {error}"

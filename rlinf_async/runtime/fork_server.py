@@ -71,13 +71,13 @@ class _Forks:
         ready = {descriptor for descriptor, _ in self._poll.poll(milliseconds)}
         if self._parent in ready:
             ready.discard(self._parent)
-            self._orphaned()
+            self._resume_stopped()
         ended = ready & self._running.keys()
         for one in ended:
             self._ended(one)
         return ready != ended
 
-    def _orphaned(self) -> None:
+    def _resume_stopped(self) -> None:
         """Let those that are stopped go on: they see that they are to end, and clean up."""
         assert self._parent is not None
         self._poll.unregister(self._parent)

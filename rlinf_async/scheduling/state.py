@@ -126,7 +126,7 @@ class DeviceLedger:
         given = self.held_by(holder) if devices is None else tuple(dict.fromkeys(devices))
         for one in given:
             if self._holder.get(one) != holder:
-                raise DeviceTaken(f"{holder} cannot release device {one}: {self._who(one)}")
+                raise DeviceTaken(f"{holder} cannot release device {one}: {self._holder_text(one)}")
         for one in given:
             del self._holder[one]
             self._held[holder].discard(one)
@@ -158,9 +158,9 @@ class DeviceLedger:
             if one in self._lost:
                 raise DeviceTaken(f"{holder} cannot hold device {one}: it is lost")
             if self._holder.get(one, holder) != holder:
-                raise DeviceTaken(f"{holder} cannot hold device {one}: {self._who(one)}")
+                raise DeviceTaken(f"{holder} cannot hold device {one}: {self._holder_text(one)}")
 
-    def _who(self, device: int) -> str:
+    def _holder_text(self, device: int) -> str:
         holder = self._holder.get(device)
         return "nobody holds it" if holder is None else f"{holder} holds it"
 

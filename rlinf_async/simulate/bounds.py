@@ -254,7 +254,7 @@ class Plans:
         least, chosen = np.inf, tuple[int, ...]()
         for ranks in self.choices():
             low = self.overhead(ranks) + sum(self.training(ranks))
-            high = least if least < np.inf else self._ample(ranks)
+            high = least if least < np.inf else self._possible_seconds(ranks)
             if least < np.inf and not self._possible(high * (1.0 - TOLERANCE), ranks):
                 continue
             while high - low > TOLERANCE * high:
@@ -273,7 +273,7 @@ class Plans:
         for first in combinations_with_replacement(useful, batches - 1):
             yield (*first, sizes[-1])
 
-    def _ample(self, ranks: tuple[int, ...]) -> float:
+    def _possible_seconds(self, ranks: tuple[int, ...]) -> float:
         high = 2.0 * (self.overhead(ranks) + sum(self.training(ranks)) + 1.0)
         while not self._possible(high, ranks):
             high *= 2.0

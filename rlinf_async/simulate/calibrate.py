@@ -118,7 +118,7 @@ def training_costs(
     wanted = set(iterations)
     last = []
     for number in sorted(wanted):
-        ranks = [mine for row in spans.values() if (mine := _of(row, number, MICRO_BATCH))]
+        ranks = [mine for row in spans.values() if (mine := _spans_of(row, number, MICRO_BATCH))]
         last += [min(same, key=_duration) for same in zip(*ranks, strict=False)]
     if not last:
         return None
@@ -148,9 +148,9 @@ def _rest(spans: Mapping[str, Sequence[Span]], iterations: Sequence[int]) -> flo
     for number in iterations:
         rest = []
         for row in spans.values():
-            inside = sum(map(_duration, _of(row, number, MICRO_BATCH)))
+            inside = sum(map(_duration, _spans_of(row, number, MICRO_BATCH)))
             if inside:
-                rest.append(sum(map(_duration, _of(row, number, TRAIN))) - inside)
+                rest.append(sum(map(_duration, _spans_of(row, number, TRAIN))) - inside)
         least.append(max(0, min(rest, default=0)) / 1e9)
     return float(np.mean(least))
 
@@ -161,14 +161,14 @@ def _handing_over(
     """Return the seconds between two micro-batches while nobody generates, for each of their
     samples."""
     found = [one for row in spans.values() for one in row if _iteration(one) in iterations]
-    made = _alone([one for one in found if one.name == MICRO_BATCH], generated)
+    made = _without_generation([one for one in found if one.name == MICRO_BATCH], generated)
     ranks = {one.worker for one in made}
     waits = [one for one in found if is_waiting(one.name) and one.worker in ranks]
     samples = sum(_number(one, "samples") for one in made)
-    return sum(map(_duration, _alone(waits, generated))) / 1e9 / max(samples, 1.0)
+    return sum(map(_duration, _without_generation(waits, generated))) / 1e9 / max(samples, 1.0)
 
 
-def _alone(spans: Sequence[Span], generated: Sequence[Span]) -> list[Span]:
+def _without_generation(spans: Sequence[Span], generated: Sequence[Span]) -> list[Span]:
     """Return those during which nobody generates."""
     beside = _overlap(spans, generated)
     return [one for one, other in zip(spans, beside, strict=True) if not other]
@@ -182,7 +182,7 @@ def _overlap(spans: Sequence[Span], others: Sequence[Span]) -> NDArray[np.bool_]
     return overlap
 
 
-def _of(row: Sequence[Span], iteration: int, name: str) -> list[Span]:
+def _spans_of(row: Sequence[Span], iteration: int, name: str) -> list[Span]:
     return [one for one in row if one.name == name and _iteration(one) == iteration]
 
 

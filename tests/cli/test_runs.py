@@ -75,7 +75,7 @@ TOLD = [
 
 @pytest.mark.parametrize(("seen", "told"), TOLD)
 def test_the_state_of_a_run_is_told_in_a_sentence(seen: RunState, told: str) -> None:
-    assert runs._told(seen) == f"runs/a: {told}"
+    assert runs._sentence(seen) == f"runs/a: {told}"
 
 
 def test_status_shows_the_newest_run_as_a_picture_and_as_json(

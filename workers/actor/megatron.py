@@ -144,11 +144,13 @@ class MegatronActor(LanguageActor):
         if isinstance(batch, BatchResizingIterator):
             batch, batch_iterator = None, batch
         if batch_iterator is not None:
-            return _told(await self._arriving(batch_iterator, self._trainer.training_step))
+            return _public_metrics(
+                await self._arriving(batch_iterator, self._trainer.training_step)
+            )
         assert batch is not None
         await self.onload()
         step = self._trainer.training_step
-        return _told(await self.compute(self._given, batch.samples, step))
+        return _public_metrics(await self.compute(self._given, batch.samples, step))
 
     async def get_inference_weight_dst_ranks(
         self, inference_tp: int, inference_pp: int
@@ -184,7 +186,7 @@ class MegatronActor(LanguageActor):
         return step(_micro_batches(samples, self._sizes) if reads else ())
 
 
-def _told(metrics: Mapping[str, float]) -> dict[str, float]:
+def _public_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     success = not metrics["skipped"] and not metrics["empty"]
     return dict(metrics) | {"update_success": float(success)}
 

@@ -216,14 +216,14 @@ def after_step(memory: Floats | None, outcome: StageOutcome) -> tuple[Floats | N
         begun = begun | ~outcome.valid
     final = None
     if outcome.final_observation is not None:
-        final = memory[_of(outcome, outcome.truncated)]
+        final = memory[_stage_rows(outcome, outcome.truncated)]
     if begun.any():
         memory = memory.copy()
-        memory[_of(outcome, begun)] = 0.0
+        memory[_stage_rows(outcome, begun)] = 0.0
     return memory, final
 
 
-def _of(outcome: StageOutcome, chosen: Bools) -> Bools | Ints:
+def _stage_rows(outcome: StageOutcome, chosen: Bools) -> Bools | Ints:
     """The chosen ones among the environments of an outcome, as an index of the stage's."""
     return chosen if outcome.rows is None else outcome.rows[chosen]
 

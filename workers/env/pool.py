@@ -173,13 +173,13 @@ class EnvPool:
     def begin(self, seeds: Sequence[int] | None) -> None:
         """Begin an episode in every environment. All reset at the same time."""
         for env in range(len(self._sockets)):
-            self._tell(env, Begin(None if seeds is None else seeds[env]))
+            self._send(env, Begin(None if seeds is None else seeds[env]))
 
     def send(self, answer: Choice, rows: Ints) -> None:
         """Begin a step in these environments."""
         dtype = answer.dtype.str
         for env, action in zip(rows.tolist(), answer, strict=True):
-            self._tell(env, Act(action.tobytes(), dtype))
+            self._send(env, Act(action.tobytes(), dtype))
 
     def receive(self, timeout: float | None) -> list[Ready]:
         """Wait for at least one environment, and return all that are ready.
@@ -188,7 +188,7 @@ class EnvPool:
             EnvFailed: an environment raised, or its process has died.
         """
         return [
-            self._ready(key.data, self._heard(key.data))
+            self._ready(key.data, self._receive_message(key.data))
             for key, _ in self._selector.select(timeout)
         ]
 
@@ -213,7 +213,7 @@ class EnvPool:
 
     def _wait_until_made(self) -> None:
         for env, label in enumerate(self._labels):
-            if not isinstance(self._heard(env), Made):
+            if not isinstance(self._receive_message(env), Made):
                 raise EnvError(f"env {label}: its process did not say that it is made")
 
     def _ready(self, env: int, said: FromEnv) -> Ready:
@@ -238,13 +238,13 @@ class EnvPool:
             return np.frombuffer(row, np.float32)
         return np.frombuffer(row, self._row)[0]
 
-    def _tell(self, env: int, message: ToEnv) -> None:
+    def _send(self, env: int, message: ToEnv) -> None:
         try:
             self._sockets[env].sendall(frame(message))
         except (BrokenPipeError, ConnectionResetError):
             raise self._died(env) from None
 
-    def _heard(self, env: int) -> FromEnv:
+    def _receive_message(self, env: int) -> FromEnv:
         """The next message of an env process; raises what is wrong with it."""
         said: FromEnv | None = None
         with contextlib.suppress(ConnectionResetError):

@@ -243,12 +243,12 @@ def _middle_and_half(space: spaces.Box) -> tuple[NDArray[Any], NDArray[Any]]:
 
     -1 of ``actions = "rescale"`` is ``middle - half``, 1 is ``middle + half``.
     """
-    wide = _wide(space.low.dtype)
+    wide = _comparison_dtype(space.low.dtype)
     low, high = (0.5 * bound.reshape(-1).astype(wide) for bound in (space.low, space.high))
     return low + high, high - low
 
 
-def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
+def _comparison_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """The dtype in which numbers are compared with bounds of ``dtype``: it holds floating ones."""
     return np.promote_types(dtype, np.float32) if dtype.kind == "f" else np.dtype(np.float64)
 
@@ -256,7 +256,7 @@ def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
 def _within(low: NDArray[Any], high: NDArray[Any]) -> Callable[[NDArray[Any]], NDArray[Any]]:
     """Return the function that makes of any finite numbers those of the bounds' dtype which are
     nearest and lie within the bounds."""
-    dtype, wide = low.dtype, _wide(low.dtype)
+    dtype, wide = low.dtype, _comparison_dtype(low.dtype)
     if dtype.kind == "f":
         # No number becomes infinite; and as the bounds are numbers of the dtype, rounding to it
         # leads none beyond them.

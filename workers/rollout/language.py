@@ -97,7 +97,7 @@ class Taking:
         Raises what a step raises.
         """
         while True:
-            await self._gate()
+            await self._until_opened()
             taking = asyncio.create_task(step())
             self._steps.add(taking)
             try:
@@ -111,7 +111,7 @@ class Taking:
             if _is_cancelled():  # the cancellation came too late to end the step
                 raise asyncio.CancelledError
 
-    async def _gate(self) -> None:
+    async def _until_opened(self) -> None:
         while not self._opened:
             waiting = WaitFuture(loop=asyncio.get_running_loop())
             self._waiting.append(waiting)
@@ -356,14 +356,14 @@ class LanguageRolloutWorker(Worker):
 
         For a checkpoint: nothing is interrupted, and they stay here.
         """
-        found = await self._so_far()
+        found = await self._partial_responses()
         return [_continued(one, found.get(one.name)) for _, one in self._here()]
 
     def _here(self) -> list[tuple[asyncio.Task[None], Request]]:
         """The requests that are held, each with the task that answers it."""
         return [(task, one) for task, one in self._answering.items() if not task.done()]
 
-    async def _so_far(self) -> dict[str, Generated]:
+    async def _partial_responses(self) -> dict[str, Generated]:
         if not self._live.started:
             return {}
         try:
@@ -375,7 +375,9 @@ class LanguageRolloutWorker(Worker):
         engine: Any = self._live.engine
         kind: Any = type(engine)
         if not self._live.started or not _counts_tokens(kind):
-            return {name: len(one.token_ids) for name, one in (await self._so_far()).items()}
+            return {
+                name: len(one.token_ids) for name, one in (await self._partial_responses()).items()
+            }
         try:
             made: dict[str, int] = await engine.made()
             return made

@@ -92,7 +92,7 @@ class LiveEngine:
                 with self._generating.piece():
                     return await engine.generate(request)
             except EngineDied as death:
-                await self._revive(engine, death)
+                await self._replace_engine(engine, death)
                 if request.name in self.weights.interrupted:  # its successor was not interrupted
                     return None
 
@@ -107,7 +107,7 @@ class LiveEngine:
             try:
                 return await engine.log_probs(sequences)
             except EngineDied as death:
-                await self._revive(engine, death)
+                await self._replace_engine(engine, death)
 
     def listen(self, weights: LatestReceiver[WeightUpdate]) -> None:
         """Weights will come from here: `follow` is about to begin."""
@@ -200,7 +200,7 @@ class LiveEngine:
         with self._generating.cut(), self._span("load weights", version=update.version):
             return await engine.load(update)
 
-    async def _revive(self, dead: GenerationEngine, death: EngineDied) -> None:
+    async def _replace_engine(self, dead: GenerationEngine, death: EngineDied) -> None:
         async with self._changing:
             while self.engine is dead:  # the first caller replaces it
                 await self._replace(dead, death)

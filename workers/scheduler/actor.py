@@ -171,7 +171,7 @@ class SchedulerLink:
                 async with asyncio.timeout(self._patience):
                     await self._newer(newest)
             except TimeoutError:
-                self._say_that_nobody_answers(ready)
+                self._warn_of_no_answer(ready)
                 if ready.holds:
                     return None
         return None
@@ -181,7 +181,7 @@ class SchedulerLink:
             return False
         return _changes(orders, ready) or orders.goes_on or orders.ranks_report
 
-    def _say_that_nobody_answers(self, ready: ActorReady) -> None:
+    def _warn_of_no_answer(self, ready: ActorReady) -> None:
         self._worker.log.warning(
             "the scheduler did not answer within %g s (iteration %d, %d mini-batches done): %s",
             self._patience,

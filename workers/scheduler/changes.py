@@ -97,7 +97,7 @@ class Changes:
             control.holdings.until = f"end of iteration {ready.boundary.iteration}"
         due = _merged(before.due, decision.resume, decision.stop)
         if not await self._release(decision, due):
-            await self._let_go(holds_boundary)
+            await self._let_actor_go_on(holds_boundary)
             return
         changed, had = True, _changed(before, control.newest)
         if control.is_open and ready is not None:
@@ -254,7 +254,7 @@ class Changes:
         )
         await control.changed(self._config.answer_seconds)
 
-    async def _let_go(self, holds_boundary: bool) -> None:
+    async def _let_actor_go_on(self, holds_boundary: bool) -> None:
         """Let the actor go on as it is, where it waits at a boundary and has its devices."""
         control, ready = self._control, self._control.actor
         if holds_boundary or not control.is_open or ready is None or not ready.holds:
@@ -286,13 +286,13 @@ class Changes:
         if strategy is not None and same_sizes(strategy, ready.strategy):
             strategy = None
         if strategy is None and holds == ready.holds:
-            await self._let_go(holds_boundary)
+            await self._let_actor_go_on(holds_boundary)
             return True
         if holds and not control.holdings.can_give_actor(control.ranks_needed(ready, strategy)):
             self._log.warning(
                 "devices that the actor needs are lost, or others may hold them: it stays as it is"
             )
-            await self._let_go(holds_boundary)
+            await self._let_actor_go_on(holds_boundary)
             return False
         began = asyncio.get_running_loop().time()
         goes_on = holds and not holds_boundary

@@ -101,7 +101,7 @@ class ScheduledRollout(LanguageRolloutWorker):
     ) -> None:
         """Carry orders out until they end. Override it to be deaf."""
         async with task_group() as group:
-            telling = group.create_task(self._tell(reports))
+            telling = group.create_task(self._send_news(reports))
             await self._follow(requests, orders, reports)
             telling.cancel()
         self._taking.open()  # nothing is requested any more: it sees the end
@@ -200,7 +200,7 @@ class ScheduledRollout(LanguageRolloutWorker):
             del self._known[over]
         self._news.set()
 
-    async def _tell(self, reports: Sender[SchedulerReport]) -> None:
+    async def _send_news(self, reports: Sender[SchedulerReport]) -> None:
         while True:
             await self._news.wait()
             self._news.clear()

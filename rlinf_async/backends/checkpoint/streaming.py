@@ -60,7 +60,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     """
     check_new(out)
     staging = staging_folder(out)
-    with _alone(staging, out):
+    with _locked_staging(staging, out):
         try:
             check_new(out)  # the process that had the lock may have completed it
             _empty(staging)
@@ -74,7 +74,7 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _alone(staging: Path, out: Path) -> Iterator[None]:
+def _locked_staging(staging: Path, out: Path) -> Iterator[None]:
     """Make the staging folder, and lock it against others that would write ``out``."""
     staging.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

@@ -241,12 +241,12 @@ def describing_files(config: LanguageModelConfig, language: nn.Module) -> dict[s
         # Engines find a model's class by ``architectures``, which not every config.json has.
         described: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     else:
-        described = json.loads(_of(language, "config").to_json_string(use_diff=False))
+        described = json.loads(_attribute(language, "config").to_json_string(use_diff=False))
     if not described.get("architectures"):
         described["architectures"] = [type(language).__name__]
     found[CONFIG] = json.dumps(described, indent=2).encode()
-    if GENERATION not in found and _of(language, "generation_config") is not None:
-        found[GENERATION] = _of(language, "generation_config").to_json_string().encode()
+    if GENERATION not in found and _attribute(language, "generation_config") is not None:
+        found[GENERATION] = _attribute(language, "generation_config").to_json_string().encode()
     return found
 
 
@@ -275,5 +275,5 @@ def add_missing_files(files: Mapping[str, bytes | Path], folder: Path) -> None:
             (folder / name).write_bytes(content)
 
 
-def _of(language: nn.Module, name: str) -> Any:
+def _attribute(language: nn.Module, name: str) -> Any:
     return getattr(language, name, None)

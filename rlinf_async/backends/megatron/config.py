@@ -220,18 +220,18 @@ def check_offered(architecture: Architecture, parts: Strategy, *, cp: int, ep: i
     if cp > 1:
         faults.append(
             f"cp={cp}: context parallelism needs the attention of Transformer Engine, on GPUs, in "
-            f"place of this backend's own; {_instead(architecture, parts, cp)}"
+            f"place of this backend's own; {_alternatives(architecture, parts, cp)}"
         )
     if ep > 1:
         faults.append(
             f"ep={ep}: expert parallelism spreads experts, and this backend trains dense models, "
-            f"which have none; {_instead(architecture, parts, ep)}"
+            f"which have none; {_alternatives(architecture, parts, ep)}"
         )
     if faults:
         raise StrategyError(faults)
 
 
-def _instead(architecture: Architecture, parts: Strategy, ranks: int) -> str:
+def _alternatives(architecture: Architecture, parts: Strategy, ranks: int) -> str:
     """What the ranks may do instead."""
     replace = msgspec.structs.replace
     wanted = {

@@ -228,16 +228,16 @@ class Feed:
     def fail(self, error: Exception) -> NoReturn:
         """Raise `RankFailed` on all ranks of all models, in place of the next micro-batch."""
         if not self._readers.alone:
-            self._tell(self._readers.fail(error), error)
+            self._send_failure(self._readers.fail(error), error)
         self.fail_model(error)
 
     def fail_model(self, error: Exception) -> NoReturn:
         """Raise `RankFailed` on all ranks of this model, in place of what is shared next."""
         if self._peers.alone:
             raise error
-        self._tell(ReadFailure.of(error), error)
+        self._send_failure(ReadFailure.of(error), error)
 
-    def _tell(self, failure: ReadFailure, error: Exception) -> NoReturn:
+    def _send_failure(self, failure: ReadFailure, error: Exception) -> NoReturn:
         self._peers.send(failure)
         self.finish()
         raise failure.error() from error

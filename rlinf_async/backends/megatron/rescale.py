@@ -127,7 +127,7 @@ class MegatronProgress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """names of the kept weights"""
 
 
-class Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class MegatronProposal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one rank tells the others."""
 
     groups: list[Key]
@@ -144,7 +144,7 @@ class MegatronChange(Change):
     ) -> None:
         self._manager, self._settle = manager, settle
         self._old, self._new = manager.strategy, new
-        self._told: list[Told] = []
+        self._told: list[MegatronProposal] = []
         self._grid: Grid | None = None
         self._random_states: dict[str, Tensor] | None = None
         """random states of Megatron's layers, before the new part was built"""
@@ -176,11 +176,11 @@ class MegatronChange(Change):
             progress = MegatronProgress(
                 manager.steps, manager.skipped_steps, _has_moments(manager), list(manager.kept)
             )
-        return msgspec.msgpack.encode(Told(manager.groups.known, progress))
+        return msgspec.msgpack.encode(MegatronProposal(manager.groups.known, progress))
 
     def connect(self, proposals: Sequence[bytes], limit: timedelta) -> None:
         """Make the groups of the new strategy that not all ranks have."""
-        self._told = [msgspec.msgpack.decode(one, type=Told) for one in proposals]
+        self._told = [msgspec.msgpack.decode(one, type=MegatronProposal) for one in proposals]
         known = set(self._told[0].groups).intersection(*(one.groups for one in self._told))
         self._grid = make_grid(self._new, self._manager.groups, known, limit)
 

@@ -301,7 +301,7 @@ class Rescale:
         try:
             self._agree_on_proposal()
             for name, stage in stages:
-                self._through(name, stage)
+                self._run_stage(name, stage)
             self.decide()
         except BaseException as error:
             if self._abort(error):
@@ -360,14 +360,14 @@ class Rescale:
 
     def _agree_on_proposal(self) -> None:
         """Decide on the proposal of all ranks, after which every rank comes to `connect`."""
-        self._take_proposals(self._through("propose", self.propose))
+        self._take_proposals(self._run_stage("propose", self.propose))
         _check_same(self._proposals)
         self._transaction.decide()
 
     def _take_proposals(self, contents: list[bytes]) -> None:
         self._proposals = [msgspec.msgpack.decode(one, type=Proposal) for one in contents]
 
-    def _through(self, name: str, stage: Callable[[], bytes | None]) -> list[bytes]:
+    def _run_stage(self, name: str, stage: Callable[[], bytes | None]) -> list[bytes]:
         """Run a stage, and exchange its result; return the content of every rank's."""
         try:
             result = StageResult(content=stage() or b"")

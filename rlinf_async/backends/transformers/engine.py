@@ -168,15 +168,15 @@ class TransformersEngine:
 
     async def log_probs(self, sequences: Sequence[tuple[Tokens, Tokens]]) -> list[Floats]:
         """Return log-probs ``[R]`` at temperature 1 of each ``(prompt [P], response [R])``."""
-        return await self._alone(lambda decoder: decoder.log_probs(sequences))
+        return await self._call_between_stretches(lambda decoder: decoder.log_probs(sequences))
 
     async def offload(self) -> None:
         """Move the weights to the CPU; the cache is dropped."""
-        await self._alone(lambda decoder: decoder.move("cpu"))
+        await self._call_between_stretches(lambda decoder: decoder.move("cpu"))
 
     async def onload(self) -> None:
         """Move the weights back."""
-        await self._alone(lambda decoder: decoder.move(self._device))
+        await self._call_between_stretches(lambda decoder: decoder.move(self._device))
 
     async def close(self) -> None:
         """End what runs, and the thread."""
@@ -187,7 +187,7 @@ class TransformersEngine:
         self._thread.shutdown(wait=False)
         self._decoder = None
 
-    async def _alone(self, fn: Callable[[BatchDecoder], R]) -> R:
+    async def _call_between_stretches(self, fn: Callable[[BatchDecoder], R]) -> R:
         """Call a function of the decoder in the thread, between two stretches of steps."""
         self._check_alive()
         self._wanted = True

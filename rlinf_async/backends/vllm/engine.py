@@ -196,14 +196,14 @@ class VllmEngine:
         if self._config.sleep:
             async with self._changing:
                 self._known = {}
-                await self._living(self._llm.sleep(level=2))
+                await self._await_engine(self._llm.sleep(level=2))
                 await self._set_version(-1)
 
     async def onload(self) -> None:
         """Allocate the memory again. The weights must be loaded again."""
         if self._config.sleep:
             async with self._changing:
-                await self._living(self._llm.wake_up())
+                await self._await_engine(self._llm.wake_up())
 
     async def close(self) -> None:
         """End the engine's process."""
@@ -237,15 +237,15 @@ class VllmEngine:
             return
         try:
             # AsyncLLM.pause_generation() would sleep on for 20 ms; its outputs say their version.
-            await self._living(core.pause_scheduler_async(mode="keep", clear_cache=True))
+            await self._await_engine(core.pause_scheduler_async(mode="keep", clear_cache=True))
             loading = core.collective_rpc_async("rlinf_async_load", args=(sharing.header,))
-            await self._living(loading)
+            await self._await_engine(loading)
             # Else cached blocks of prompts, computed under the old weights, would be used again.
-            cleared = await self._living(self._llm.reset_prefix_cache())
+            cleared = await self._await_engine(self._llm.reset_prefix_cache())
             if not cleared:
                 raise RuntimeError("the prefix cache could not be cleared")
             await self._set_version(update.version)
-            await self._living(core.resume_scheduler_async())
+            await self._await_engine(core.resume_scheduler_async())
         except EngineDied:
             raise
         except BaseException as error:  # also a cancellation, when the event loop ends
@@ -256,7 +256,7 @@ class VllmEngine:
             raise EngineDied(self._failure) from error
 
     async def _set_version(self, version: int) -> None:
-        await self._living(self._llm.update_weight_version(str(version)))
+        await self._await_engine(self._llm.update_weight_version(str(version)))
         self._version = version
 
     async def _log_probs(self, prompt: Tokens, response: Tokens) -> Floats:
@@ -283,7 +283,7 @@ class VllmEngine:
             raise EngineDied(self._failure or f"the vllm engine gave no answer to {identity}")
         return output
 
-    async def _living(self, call: Coroutine[Any, Any, R]) -> R:
+    async def _await_engine(self, call: Coroutine[Any, Any, R]) -> R:
         """Await a call of the engine. Raises `EngineDied` if it dies, where the call would hang."""
         task = asyncio.ensure_future(call)
         try:

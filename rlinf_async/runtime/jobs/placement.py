@@ -150,7 +150,9 @@ class PlacementPlan(msgspec.Struct, frozen=True):
         """Whether the two roles share devices."""
         if one not in self.ranks or other not in self.ranks:
             return False
-        return self.together[one] == self.together[other] or bool(self._of(one) & self._of(other))
+        return self.together[one] == self.together[other] or bool(
+            self._devices_of(one) & self._devices_of(other)
+        )
 
     def memory_share(self, role: str) -> float:
         """The smallest share of a device's memory that a worker of the role may take."""
@@ -165,7 +167,7 @@ class PlacementPlan(msgspec.Struct, frozen=True):
     @property
     def unused(self) -> list[Device]:
         """Accelerators that no worker has."""
-        used = {at for role in self.ranks for at in self._of(role)}
+        used = {at for role in self.ranks for at in self._devices_of(role)}
         return [one for at, one in enumerate(self.machine) if one.kind != "cpu" and at not in used]
 
     def rows(self) -> Iterator[PlacedRank]:
@@ -182,7 +184,7 @@ class PlacementPlan(msgspec.Struct, frozen=True):
         others = (other for other in self.turns if other != role and role in self.turns)
         return any(self.shared(role, other) for other in others)
 
-    def _of(self, role: str) -> set[int]:
+    def _devices_of(self, role: str) -> set[int]:
         return {at for rank in self.ranks[role] for at in rank}
 
     def _shares(self, role: str) -> list[float]:
@@ -441,9 +443,9 @@ class _Planner:
     def _used(self, name: str, size: int) -> int:
         """How many of so many devices the role can use."""
         count = self._roles[name].count
-        return self._needed(name, self._most(name, size) if count is None else count)
+        return self._needed(name, self._most_workers(name, size) if count is None else count)
 
-    def _most(self, name: str, size: int) -> int:
+    def _most_workers(self, name: str, size: int) -> int:
         """The largest number of workers for so many devices, at least 1."""
         each = self._asked[name].devices_per_worker
         most = int(size * _sharing(each)) if each < 1.0 else size // int(each)
@@ -473,7 +475,7 @@ class _Planner:
         pool = self._pools[owner] if owner in self._pools else self._pools[name]
         if not pool:
             return [()] * (role.count or 1)
-        count = self._most(name, len(pool)) if role.count is None else role.count
+        count = self._most_workers(name, len(pool)) if role.count is None else role.count
         if self._needed(name, count) > len(pool):
             raise ConfigError(
                 f"{count} workers with {asked.devices_per_worker:g} devices each need "

@@ -161,7 +161,7 @@ class _Execution(Generic[S]):
         try:
             run(self._main())
         except BaseException as error:
-            self._leave_what_there_is(error)
+            self._report_unfinished(error)
             raise
         summary = self._summary(None)
         write_summary(folder.summary, summary)  # now: the pictures take seconds
@@ -194,7 +194,7 @@ class _Execution(Generic[S]):
         summary.restarts = self._restarts
         return summary
 
-    def _leave_what_there_is(self, cause: BaseException) -> None:
+    def _report_unfinished(self, cause: BaseException) -> None:
         """Write the summary and draw the pictures of a run that did not come to its end; on a full
         disk the error that ended it is still the one raised."""
         try:

@@ -557,7 +557,9 @@ class RayBackend(RemoteBackend):
         except of_ray("exceptions").RayError as error:
             if is_lost_host(error):
                 raise HostLost(f"host {actor.place.host.name} was lost") from error
-            raise BuildError(f"{where}: Ray cannot start its process: {_why(error)}") from error
+            raise BuildError(
+                f"{where}: Ray cannot start its process: {_explain_start(error)}"
+            ) from error
 
     async def close(self) -> None:
         if self._hosts is None:
@@ -620,7 +622,7 @@ def _pickled(boot: Boot) -> bytes:
         raise cannot_be_sent(boot.life, error) from error
 
 
-def _why(error: BaseException) -> str:
+def _explain_start(error: BaseException) -> str:
     """An error of Ray's at the start of an actor, with what to do where that is known."""
     text = how_it_ended(error)
     if "No module named 'rlinf_async" in text:

@@ -467,12 +467,12 @@ def _connect(address: str | None, runtime_env: dict[str, Any] | None) -> str:
         ) from error
     except (ConnectionError, RuntimeError, ValueError, TimeoutError, OSError) as error:
         raise BuildError(
-            f"cannot connect to Ray at {options['address']!r}: {_why(error, address)}"
+            f"cannot connect to Ray at {options['address']!r}: {_explain_error(error, address)}"
         ) from error
     return str(options["address"])
 
 
-def _why(error: Exception, address: str | None) -> str:
+def _explain_error(error: Exception, address: str | None) -> str:
     """Why Ray cannot be connected to, and what that may come from: often Ray says nothing of it."""
     text = " ".join(str(error).split()) or type(error).__name__
     if address is None or any(one in text for one in SAID_BY_RAY):

@@ -222,14 +222,14 @@ def widened(decision: ScalingDecision, state: ClusterState) -> list[Resume]:
     found = []
     taken = {one.instance for one in decision.resume}
     for one in sorted(keep_order(state), key=lambda one: -_longest(one)):
-        more = [] if one.number in taken else _more(one, free, state)
+        more = [] if one.number in taken else _free_of_host(one, free, state)
         if more:
             found.append(Resume(instance=one.number, devices=(*one.devices, *more)))
             free = [device for device in free if device not in more]
     return found
 
 
-def _more(one: InstanceState, free: list[int], state: ClusterState) -> list[int]:
+def _free_of_host(one: InstanceState, free: list[int], state: ClusterState) -> list[int]:
     """Return the free devices of its host that it would take: as many as it can serve on."""
     if not one.answers or not one.load or one.load > THIN * one.slots:
         return []

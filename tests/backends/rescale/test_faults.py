@@ -208,7 +208,7 @@ def test_a_rank_that_fails_says_why_before_it_hangs_up() -> None:
         raise Injected("as the test wants it")
 
     with pytest.raises(RescaleError, match="stage 'move' failed on this rank"):
-        attempt._through("move", fails)
+        attempt._run_stage("move", fails)
     assert order == ["Injected: as the test wants it", "hung up"]
 
 

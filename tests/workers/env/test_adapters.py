@@ -56,7 +56,7 @@ def test_objects_of_a_context_that_is_replaced_are_freed_in_that_context(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     events: list[str] = []
-    monkeypatch.setattr(rendering, "_let_go", lambda: events.append("none is current"))
+    monkeypatch.setattr(rendering, "_clear_context", lambda: events.append("none is current"))
     task = Task(Simulation(Context("old", events)))
     with replacing_context(task):
         events.append("reset")
@@ -75,7 +75,7 @@ def test_a_context_that_stays_and_a_simulation_without_one_are_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     events: list[str] = []
-    monkeypatch.setattr(rendering, "_let_go", lambda: None)
+    monkeypatch.setattr(rendering, "_clear_context", lambda: None)
     with replacing_context(Task(Simulation(Context("one", events)))):
         pass
     assert events == ["one is current"]

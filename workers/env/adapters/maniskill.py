@@ -18,7 +18,7 @@ import gymnasium
 from rlinf_async.config import needed
 
 
-class NoLook:
+class NoMaterial:
     """A stand-in for a material or texture of SAPIEN: it takes every property, and has none."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
@@ -40,7 +40,7 @@ def make(task: str, **kwargs: Any) -> gymnasium.Env[Any, Any]:
     needed("mani_skill.envs", extra="maniskill", needed_for="the simulator maniskill")
     rendering = kwargs.get("render_mode") is not None
     if not rendering and not _can_render():
-        _leave_looks_out()
+        _replace_materials()
     wrappers = importlib.import_module("mani_skill.utils.wrappers.gymnasium")
     backend = "gpu" if rendering else "none"
     made = gymnasium.make(
@@ -59,7 +59,7 @@ def _can_render() -> bool:
     return True
 
 
-def _leave_looks_out() -> None:
+def _replace_materials() -> None:
     for module in ("sapien.render", "sapien.pysapien.render"):
         for name in ("RenderMaterial", "RenderTexture", "RenderTexture2D"):
-            setattr(importlib.import_module(module), name, NoLook)
+            setattr(importlib.import_module(module), name, NoMaterial)

@@ -28,7 +28,7 @@ def drawing(simulation: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        _let_go()
+        _clear_context()
 
 
 @contextlib.contextmanager
@@ -43,14 +43,14 @@ def replacing_context(task: Any) -> Iterator[None]:
         old.gl_ctx.make_current()
         old.con.free()
         old.gl_ctx.free()
-        _let_go()
+        _clear_context()
 
 
 def _context_of(simulation: Any) -> Any:
     return getattr(simulation, "_render_context_offscreen", None)
 
 
-def _let_go() -> None:
+def _clear_context() -> None:
     """Leave this thread without a context."""
     if os.environ.get("MUJOCO_GL") == "egl":
         importlib.import_module("OpenGL.EGL").eglReleaseThread()

@@ -366,7 +366,7 @@ def play(
         EnvFailed: the environment raised, or returned NaN or infinity, or its process has ended.
         VideoError: as `film`.
     """
-    return _where_the_run_was(
+    return _call_in_env_process(
         trained.config, _play, Played, trained, checkpoint, episodes, seed, list(films)
     )
 
@@ -378,12 +378,14 @@ def film_run(trained: TrainedPolicy, checkpoint: Path, path: Path) -> VideoRepor
         VideoError: as `film`; or the process of the environment has ended.
     """
     try:
-        return _where_the_run_was(trained.config, _film_run, VideoReport, trained, checkpoint, path)
+        return _call_in_env_process(
+            trained.config, _film_run, VideoReport, trained, checkpoint, path
+        )
     except EnvError as error:
         raise VideoError(f"no video: {error}") from error
 
 
-def _where_the_run_was(
+def _call_in_env_process(
     config: EnvironmentSettings, function: Callable[..., T], returns: type[T], *args: Any
 ) -> T:
     from rlinf_async.backends.parts import DEFAULT_POLICY_BACKEND, policy_backends

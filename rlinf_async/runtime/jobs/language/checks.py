@@ -148,13 +148,13 @@ def _check_batches(config: LanguageConfig) -> None:
     if config.actors % actor.model_ranks:
         raise ConfigError(
             f"{config.actors} actors are no multiple of actor.tp x actor.pp = {actor.model_ranks}, "
-            f"which hold one copy of the model: use {_near(config.actors, actor.model_ranks)}",
+            f"which hold one copy of the model: use {_nearest(config.actors, actor.model_ranks)}",
             path=("cluster", "actors"),
         )
     if training.prompts % ranks:
         raise ConfigError(
             f"{training.prompts} prompts cannot be divided among {ranks} actors: use "
-            f"{_near(training.prompts, ranks)}",
+            f"{_nearest(training.prompts, ranks)}",
             path=("training", "prompts"),
         )
     groups = training.prompts // ranks
@@ -242,7 +242,7 @@ def _check_learning(config: LanguageConfig) -> None:
     if config.warm_start.steps and batch % ranks:
         raise ConfigError(
             f"a batch of {batch} examples cannot be divided among {ranks} actors: use "
-            f"{_near(batch, ranks)}",
+            f"{_nearest(batch, ranks)}",
             path=("warm_start", "batch_size"),
         )
 
@@ -362,7 +362,7 @@ def _check_reference(config: LanguageConfig) -> None:
         )
 
 
-def _near(number: int, divisor: int) -> str:
+def _nearest(number: int, divisor: int) -> str:
     below = number // divisor * divisor
     above = below + divisor
     return f"{below} or {above}" if below else str(above)

@@ -184,7 +184,7 @@ class ActorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             name = "tp" if self.tp > 1 else "pp"
             raise ConfigError(
                 f"{name} is {getattr(self, name)}, but the backend {self.backend!r} does not cut a "
-                f"model so: set actor.backend to {_that_cut()}, or leave it out",
+                f"model so: set actor.backend to {_parallel_trainers()}, or leave it out",
                 path=(name,),
             )
 
@@ -204,7 +204,7 @@ class ActorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.tp * self.pp
 
 
-def _that_cut() -> str:
+def _parallel_trainers() -> str:
     """The built-in trainers of actors of which several hold one copy of a model."""
     parts = {name: language_trainers.load(name) for name in language_trainers.paths}
     return " or ".join(repr(name) for name, one in parts.items() if one.cuts and one.actor)
@@ -474,7 +474,7 @@ class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             if size is not None and size > 1 and not self.critic_part.cuts:
                 raise ConfigError(
                     f"{name} is {size}, but the backend {self.critic_backend!r} does not cut a "
-                    f"critic so: set critic.backend to {_that_cut()}, or leave it out",
+                    f"critic so: set critic.backend to {_parallel_trainers()}, or leave it out",
                     path=("critic", name),
                 )
 

@@ -710,10 +710,10 @@ def load_unfinished(checkpoints: Path, progress: LanguageProgress) -> Unfinished
         )
     except Exception as error:
         raise RunFolderError(f"{path} is damaged: {error}") from error
-    return _told(decoded)
+    return _without_unknown_tokens(decoded)
 
 
-def _told(unfinished: Unfinished) -> Unfinished:
+def _without_unknown_tokens(unfinished: Unfinished) -> Unfinished:
     """Return a state without the tokens of which nobody knows what they were drawn from: those of a
     run of an older version that truncates. They are generated again."""
 

@@ -262,10 +262,10 @@ class ActorSide:
             if self._lost:
                 found.end(self._lost)
             elif number < self._given:
-                found.end(self._passed_over())
+                found.end(self._later_step())
         return found
 
-    def _passed_over(self) -> str:
+    def _later_step(self) -> str:
         return (
             f"{self.peer} is at a later step: async_train of both groups must be called for the "
             "same rollouts"
@@ -278,7 +278,7 @@ class ActorSide:
         step = self._step(number)
         for other, passed_over in self._steps.items():
             if self._given < other < number:
-                passed_over.end(self._passed_over())
+                passed_over.end(self._later_step())
         self._given = max(self._given, number)
         prepared = give(step.prepared.receiver, self.peer)
         request.reply(StepEnds(prepared, give(step.values.sender, self.peer)))
