@@ -12,7 +12,7 @@ from rlinf_async.cli.failures import FAILED, OK
 if TYPE_CHECKING:
     from rlinf_async.runtime.jobs.embodied.choosing import MadeEnv
     from rlinf_async.workers.env import EnvConfig
-    from rlinf_async.workers.env.known import Simulator
+    from rlinf_async.workers.env.simulators import Simulator
 
 
 @click.command(short_help="List simulators, their environments, and the policies that fit.")
@@ -37,7 +37,7 @@ def envs(env: str | None, simulator: str, kwargs: str, as_json: bool) -> int:
     if env is not None:
         return _one(_config(env, simulator, kwargs), as_json)
     from rlinf_async.runtime.jobs.embodied.choosing import asked_all
-    from rlinf_async.workers.env.known import SIMULATORS
+    from rlinf_async.workers.env.simulators import SIMULATORS
 
     here = [one for one in SIMULATORS if one.version is not None]
     fits = iter(asked_all([config for one in here for config in one.examples]))

@@ -18,7 +18,7 @@ from rlinf_async.messages.spaces import (
 )
 from rlinf_async.runtime.jobs.embodied.choosing import asked, fit_of
 from rlinf_async.workers.env import EnvConfig
-from rlinf_async.workers.env.known import SIMULATORS, Simulator, simulator_of
+from rlinf_async.workers.env.simulators import SIMULATORS, Simulator, simulator_of
 from tests.cli.conftest import CommandLine
 
 ABSENT = Simulator(
@@ -36,7 +36,7 @@ ABSENT = Simulator(
 def two(monkeypatch: pytest.MonkeyPatch) -> None:
     """One simulator that is installed, and one that is not."""
     here = msgspec.structs.replace(SIMULATORS[0], examples=SIMULATORS[0].examples[:1])
-    monkeypatch.setattr("rlinf_async.workers.env.known.SIMULATORS", (here, ABSENT))
+    monkeypatch.setattr("rlinf_async.workers.env.simulators.SIMULATORS", (here, ABSENT))
 
 
 @pytest.mark.usefixtures("two")

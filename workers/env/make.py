@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from rlinf_async.config import ConfigError, UsageError
 from rlinf_async.messages.spaces import EnvSpec
 from rlinf_async.workers.env.config import EnvConfig, EnvFailed, not_made
-from rlinf_async.workers.env.known import gymnasium_for
 from rlinf_async.workers.env.make_batched import (
     autoreset_of,
     loaded,
@@ -19,6 +18,7 @@ from rlinf_async.workers.env.make_batched import (
     refuse_batched,
 )
 from rlinf_async.workers.env.probing import check_seed, probe_many, probe_one
+from rlinf_async.workers.env.simulators import gymnasium_for
 from rlinf_async.workers.env.spaces import ActionReader, ObservationWriter
 from rlinf_async.workers.env.stage import ForeignEnv
 from rlinf_async.workers.foreign_calls import CLOSE, RENDER, RESET, STEP, making, place_for

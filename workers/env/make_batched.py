@@ -14,8 +14,8 @@ from typing import Any, cast
 
 from rlinf_async.config import ConfigError, MissingExtra, UsageError, needed
 from rlinf_async.workers.env.config import Autoreset, EnvConfig, environments, not_made
-from rlinf_async.workers.env.known import known_gymnasium
 from rlinf_async.workers.env.many import AsyncEnv, BatchedEnv
+from rlinf_async.workers.env.simulators import known_gymnasium
 
 SINGLE = (
     "is a single environment, but env.simulator = {given!r} needs one that steps many in a call "

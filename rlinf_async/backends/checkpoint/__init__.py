@@ -8,7 +8,7 @@
     writing.py      a snapshot of a trainer's tensors, and its writer
     exporting.py    a folder for other ranks, to resume from; one for transformers or vLLM
     streaming.py    copies of files and tensors in bounded memory
-    together.py     ranks that succeed or fail together
+    collectives.py  ranks that succeed or fail together
 
 Models and process groups are the concern of `rlinf_async.backends.fsdp`.
 """

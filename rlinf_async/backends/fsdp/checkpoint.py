@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from rlinf_async.backends.base import OptimizerConfig
-from rlinf_async.backends.checkpoint.folders import CheckpointError, staging_folder
-from rlinf_async.backends.checkpoint.together import (
+from rlinf_async.backends.checkpoint.collectives import (
     Counters,
     Own,
     encode_own,
     prepare_writing,
     reading_together,
 )
+from rlinf_async.backends.checkpoint.folders import CheckpointError, staging_folder
 from rlinf_async.backends.checkpoint.writing import CheckpointWriter, Content, ModelFiles
 from rlinf_async.backends.fsdp import ranks
 from rlinf_async.backends.fsdp.state import (

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from rlinf_async.backends.base import NotSetUp, lr_factor, made_by
-from rlinf_async.backends.checkpoint.together import Counters
+from rlinf_async.backends.checkpoint.collectives import Counters
 from rlinf_async.backends.checkpoint.writing import CheckpointWriter, ModelFiles
 from rlinf_async.backends.fsdp import checkpoint, ranks
 from rlinf_async.backends.fsdp import sharding as offload

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rlinf_async.backends.checkpoint.together import (
+from rlinf_async.backends.checkpoint.collectives import (
     Rank,
     all_gather,
     all_reduce,

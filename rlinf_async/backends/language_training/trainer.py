@@ -29,7 +29,7 @@ from rlinf_async.algorithms.language.advantages import (
     whitened,
 )
 from rlinf_async.backends.base import RescaleReport
-from rlinf_async.backends.checkpoint.together import Rank, fail_together
+from rlinf_async.backends.checkpoint.collectives import Rank, fail_together
 from rlinf_async.backends.checkpoint.writing import ModelFiles
 from rlinf_async.backends.language import OPTIMIZER, PARTS, MicroBatch, VersionCounter
 from rlinf_async.backends.language_training.config import LanguageTrainingConfig

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlinf_async.backends.checkpoint.together import (
+from rlinf_async.backends.checkpoint.collectives import (
     Rank,
     all_gather,
     all_reduce,

@@ -18,10 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlinf_async.backends.checkpoint.folders import CheckpointError, staging_folder
-from rlinf_async.backends.checkpoint.reading import Saved
-from rlinf_async.backends.checkpoint.tensor_file import Box, RankPart, TensorEntry, in_file_order
-from rlinf_async.backends.checkpoint.together import (
+from rlinf_async.backends.checkpoint.collectives import (
     Counters,
     Own,
     encode_own,
@@ -29,6 +26,9 @@ from rlinf_async.backends.checkpoint.together import (
     prepare_writing,
     reading_together,
 )
+from rlinf_async.backends.checkpoint.folders import CheckpointError, staging_folder
+from rlinf_async.backends.checkpoint.reading import Saved
+from rlinf_async.backends.checkpoint.tensor_file import Box, RankPart, TensorEntry, in_file_order
 from rlinf_async.backends.checkpoint.writing import CheckpointWriter, Content
 from rlinf_async.backends.megatron.config import OUTPUT_LAYER, VALUE_HEAD
 from rlinf_async.backends.megatron.manager import MegatronModelManager

@@ -25,7 +25,7 @@ from rlinf_async.runtime.jobs.embodied.choosing import (
 )
 from rlinf_async.workers.base import Device
 from rlinf_async.workers.env import EnvConfig
-from rlinf_async.workers.env.trying import try_env
+from rlinf_async.workers.env.trial import try_env
 from tests.jobs.embodied.kit import Job
 
 AUTO = ("--cluster.rollout_workers", "auto")

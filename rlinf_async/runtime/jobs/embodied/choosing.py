@@ -46,7 +46,7 @@ from rlinf_async.runtime.jobs.placement import PlacementPlan
 from rlinf_async.workers.base import Device, WorkerError
 from rlinf_async.workers.env import EnvError, describe_env
 from rlinf_async.workers.env.config import EnvConfig
-from rlinf_async.workers.env.trying import Stepped, seconds_of
+from rlinf_async.workers.env.trial import Stepped, seconds_of
 
 HOP: Final = 3e-4
 """seconds from a question to its answer between two processes, without the forward pass"""

@@ -31,7 +31,7 @@ from rlinf_async.runtime.jobs.placement import (
 from rlinf_async.workers.base import Device, WorkerDied
 from rlinf_async.workers.env import EnvError, describe_env
 from rlinf_async.workers.env.config import EnvConfig
-from rlinf_async.workers.env.trying import Stepped, try_env
+from rlinf_async.workers.env.trial import Stepped, try_env
 from rlinf_async.workers.rollout.policy import RolloutConfig
 
 ALWAYS_MAY_DIFFER = (
