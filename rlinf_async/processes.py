@@ -25,7 +25,7 @@ import msgspec
 HEADER: Final = struct.Struct("!I")
 """the size of a message in bytes, which stands before it"""
 MAX_MESSAGE: Final = 256 * 1024 * 1024
-"""bytes"""
+"""largest message, in bytes"""
 PR_SET_PDEATHSIG: Final = 1
 
 M = TypeVar("M")

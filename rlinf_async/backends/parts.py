@@ -76,7 +76,8 @@ class EnginePart(Part):
     """An engine that generates."""
 
     has_weights: ClassVar[bool] = True
-    """False: it makes tokens up, as a cost model does, and is compared with no trainer"""
+    """whether the engine has weights; else it makes tokens up, as a cost model does, and is
+    compared with no trainer"""
     one_device: ClassVar[bool] = False
     """whether each worker takes at most one device"""
     exact: ClassVar[bool] = False
@@ -196,7 +197,7 @@ class LanguageTrainerPart(Part):
     """A trainer of a language model."""
 
     has_weights: ClassVar[bool] = True
-    """False: a cost model"""
+    """whether the trainer has weights; else it is a cost model"""
     collective: ClassVar[bool] = True
     """whether its ranks need torch.distributed"""
     cuts: ClassVar[bool] = False

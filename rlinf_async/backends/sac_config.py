@@ -47,15 +47,16 @@ class SacLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The algorithm's own numbers."""
 
     gamma: float = 0.99
-    """discount"""
+    """discount of a step"""
     tau: float = 0.005
     """share by which the target critics move towards the critics after each gradient step"""
     entropy_coefficient: float | None = None
     """"alpha"; learnt when left out"""
     initial_entropy_coefficient: float = 1.0
-    """where it is learnt"""
+    """entropy coefficient at first, where it is learnt"""
     target_entropy: float | None = None
-    """where it is learnt; minus the number of values of an action when left out"""
+    """target of the entropy, where its coefficient is learnt; minus the number of values of an
+    action when left out"""
     image_shift: int = 4
     """pixels by which each image of a batch is shifted at random, at most; 0: none"""
 

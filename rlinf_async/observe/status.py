@@ -25,7 +25,7 @@ class Status(msgspec.Struct, kw_only=True):
     """What ``status.json`` holds."""
 
     time: float
-    """when it was written: seconds since 1970, UTC"""
+    """time of writing, in seconds since 1970, UTC"""
     ending: bool
     """whether the run ends, by a signal or because it is done"""
     grace_seconds: float

@@ -179,7 +179,7 @@ class Busy(msgspec.Struct, frozen=True):
 
     worker: str
     window: int
-    """Nanoseconds."""
+    """Begin and end, in nanoseconds."""
     seconds_by_name: dict[str, float]
     """Foreground seconds of each span name, waits left out."""
 

@@ -467,7 +467,7 @@ class _Moves(NamedTuple):
     from_rank: Ints
     to_rank: Ints
     amount: Ints
-    """bytes"""
+    """bytes of each move"""
 
     def take(self, rows: Ints) -> _Moves:
         """Return some of the rows."""

@@ -378,7 +378,7 @@ class RemoteWorker(WorkerHandle):
         self._heartbeat_limit, self._calls = heartbeat_limit, calls
         self.process = process
         self.connection: Connection | None = None
-        """None until its process has connected"""
+        """connection to the worker's process; None until it has connected"""
         self._server = server
         self._stopping = False
         self._kill_reason: str | None = None

@@ -85,7 +85,7 @@ class SafePolicy:
         self.orders: bool = getattr(policy, "orders", False)
         """whether it orders requests that wait, and has to know them one by one"""
         self.fault = ""
-        """why it is not asked any more"""
+        """reason why the policy is not asked any more"""
 
     def decide(self, state: ClusterState, /) -> ScalingDecision:
         """Return the policy's decision if it can be carried out; see the class."""

@@ -240,7 +240,7 @@ class ActorState(msgspec.Struct, frozen=True, kw_only=True):
     strategies: tuple[Strategy, ...]
     """all that can share a mini-batch and fit the model"""
     holds: bool = True
-    """False: it is offloaded, and others may hold its devices"""
+    """whether the actor holds its devices; else it is offloaded, and others may hold them"""
     mini_batches: int = 1
     """mini-batches of an iteration, over all epochs"""
     mini_batches_done: int = 0
@@ -331,9 +331,9 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     actor: ActorState
     rates: Rates = Rates()
     holdings: tuple[Holding, ...] = ()
-    """the ledger's"""
+    """holdings of the ledger"""
     loans: tuple[DeviceLoan, ...] = ()
-    """the ledger's"""
+    """loans of the ledger"""
 
     @property
     def unfinished(self) -> int:
@@ -388,12 +388,12 @@ class ScalingDecision(msgspec.Struct, frozen=True, kw_only=True):
 
     iteration: int = 0
     stop: tuple[int, ...] = ()
-    """instances"""
+    """instances to stop"""
     actor: Strategy | None = None
     """strategy of the actor from now on; None: as it is"""
     actor_holds: bool | None = None
-    """False: the actor offloads and others may hold its devices; True: it takes them again; None:
-    as it is"""
+    """whether the actor takes its devices again (True) or offloads, and others may hold them
+    (False); None: as it is"""
     actor_waits: bool = False
     """the actor does not begin its next mini-batch, though its samples are there: the policy is
     asked again once more samples are generated"""

@@ -63,7 +63,7 @@ class SimulatedIteration(Iteration):
     """Trains each mini-batch as a whole, or what arrives of it while the rest is generated."""
 
     site: Site
-    """set by whoever makes it"""
+    """site of the simulation, set by whoever makes the iteration"""
     ranks = 1
     """ranks that this worker stands for"""
     pipelined = False

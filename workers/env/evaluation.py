@@ -60,11 +60,11 @@ class EvaluatedEpisode(msgspec.Struct, frozen=True, kw_only=True):
     episode: int
     """number of the episode, from 0 over all env workers"""
     episode_return: float
-    """undiscounted"""
+    """undiscounted return of the episode"""
     length: int
-    """steps"""
+    """number of steps"""
     success: bool | None
-    """None where the environment does not report it"""
+    """whether the task was solved; None where the environment does not report it"""
     version: int
     """version of the oldest weights that acted in it"""
 

@@ -303,7 +303,7 @@ class Ready(msgspec.Struct, kw_only=True):
     action_rewards: Sequence[float] = ()
     """rewards of the executed actions, where actions come in chunks"""
     valid: bool = True
-    """False: the step only began an episode"""
+    """whether the step is a sample; else it only began an episode"""
 
 
 class AsyncEnvs(Protocol):

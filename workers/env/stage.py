@@ -50,9 +50,9 @@ class Episode(msgspec.Struct, frozen=True):
     """An episode that ended."""
 
     episode_return: float
-    """undiscounted"""
+    """undiscounted return of the episode"""
     length: int
-    """steps"""
+    """number of steps"""
     success: bool | None
     """whether the task was solved, as the environment says (`success_of`); None where it does not
     """

@@ -295,7 +295,7 @@ def _mapped(
 
 
 LEAST: Final = 1e-6
-"""added to errors: no transition is never drawn again"""
+"""constant added to errors, so that each transition has a chance to be drawn again"""
 
 
 class Priorities:

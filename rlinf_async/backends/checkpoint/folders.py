@@ -52,9 +52,9 @@ class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     """relative to the folder"""
     size: int
-    """bytes"""
+    """size in bytes"""
     checksum: int
-    """crc32"""
+    """crc32 of the file"""
 
 
 class SavedStrategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

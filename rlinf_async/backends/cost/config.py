@@ -26,9 +26,9 @@ class LogNormal(
     """Log-normal: ``median x ratio ** (z / 2.326)`` with a standard normal ``z``, cut."""
 
     median: float = 3500.0
-    """tokens"""
+    """median length, in tokens"""
     ratio: float = 8.0
-    """99th percentile over median"""
+    """99th percentile of lengths over their median"""
     longest: int = 28_000
     """tokens at which generation is cut"""
 

@@ -116,7 +116,7 @@ class SavedModel(NamedTuple):
     counters: Counters
     extra: Mapping[str, Any]
     files: ModelFiles
-    """kept beside the tensors, to export the model from; rank 0's"""
+    """files kept beside the tensors, to export the model from; rank 0's"""
 
 
 def begin(

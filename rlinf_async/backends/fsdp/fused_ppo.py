@@ -37,9 +37,9 @@ class FlatBatch(NamedTuple):
     action: Tensor
     """``[N, A]``, or ``[N]``"""
     log_prob: Tensor
-    """when it was sampled"""
+    """log-prob of the action when it was sampled"""
     value: Tensor
-    """when it was sampled"""
+    """value of the state when the action was sampled"""
     advantage: Tensor
     returns: Tensor
     executed: Tensor | None = None

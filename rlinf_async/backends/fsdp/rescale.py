@@ -107,7 +107,7 @@ class ProposedState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     groups: list[int]
     """the sizes for which it has a process group"""
     progress: FSDPProgress | None
-    """None from an idle rank"""
+    """state beside the shards; None from an idle rank"""
 
 
 class _Ready(NamedTuple):

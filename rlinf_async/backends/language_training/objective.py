@@ -151,7 +151,7 @@ class KeptTokens(NamedTuple):
     bounds: Tensor
     """``[N + 1]``, int64: of each one's part of ``ids``; an empty part is the whole vocabulary"""
     ids: Tensor
-    """int64"""
+    """kept token ids of all tokens, one after the other, int64"""
 
     def restrict(self, logits: Tensor, first: int = 0, start: int = 0) -> None:
         """Make logits ``[n, V]`` minus infinity outside of what was kept, in place.
@@ -355,7 +355,7 @@ class Forward(NamedTuple):
     """tokens in the loss, of each sample ``[R]``"""
     loss: LanguageLossConfig
     counts: bool
-    """False: none of the samples has a gradient, and metrics are means over other samples"""
+    """whether a sample has a gradient; else metrics are means over other samples"""
     version: int | None
     """version of the weights whose tokens are compared with the engine's; None: no tokens are"""
 

@@ -108,7 +108,7 @@ class _Outline(NamedTuple):
 
     slots: tuple[TensorSlot, ...]
     size: int
-    """bytes"""
+    """size in bytes"""
     parts: list[_Placed]
     """parts of this rank"""
 

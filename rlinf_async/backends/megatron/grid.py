@@ -99,7 +99,7 @@ class Grid(NamedTuple):
 
     strategy: Strategy
     place: GridPlace | None
-    """None: this rank is idle"""
+    """place of this rank in the grid; None: it is idle"""
     groups: Any
     """Megatron's ``ProcessGroupCollection``; None on an idle rank"""
     data: dist.ProcessGroup | None

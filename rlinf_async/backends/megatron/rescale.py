@@ -133,7 +133,7 @@ class MegatronProposal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     groups: list[Key]
     """groups that the rank has"""
     progress: MegatronProgress | None
-    """None from an idle rank"""
+    """state beside the tensors; None from an idle rank"""
 
 
 class MegatronChange(Change):

@@ -70,7 +70,7 @@ def sum_by_place(data: Tensor) -> Tensor:
 ALIGNMENT = 16
 """bytes; the largest element has as many"""
 SEAL = 16
-"""bytes"""
+"""bytes of the checksum that seals a bucket"""
 BLOCK = 1 << 19
 """bytes that are copied and hashed at a time"""
 

@@ -163,9 +163,9 @@ class _Address(NamedTuple):
     host: int
     process: int
     memory: int
-    """file descriptor"""
+    """file descriptor of the memory"""
     size: int
-    """bytes"""
+    """size in bytes"""
     inboxes: tuple[int, ...]
 
 

@@ -130,7 +130,7 @@ class RunProgress(msgspec.Struct, kw_only=True):
     """What a run has done so far. Each job adds the counts that its runs are measured by."""
 
     version: int = 0
-    """iterations trained"""
+    """number of iterations trained"""
     train_seconds: float = 0.0
     lag_sum: float = 0.0
     """sum over the iterations of their mean staleness, in versions"""

@@ -434,7 +434,7 @@ class RayBackend(RemoteBackend):
         )
         self._interpreters = Interpreters(self._session)
         self._hosts: list[Host] | None = None
-        """None until it is opened"""
+        """hosts of the cluster; None until it is opened"""
         self._started: dict[str, _Actor] = {}
         """actors of ranks that are placed and do not serve yet, by name"""
         self._remove_folder: Callable[[], None] = lambda: None

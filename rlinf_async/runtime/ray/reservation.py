@@ -194,7 +194,7 @@ class DeviceReservations:
         share that"""
         self._moving = asyncio.Lock()
         self._reserving = asyncio.Lock()
-        """held by one launch after the other: the next may share what the last has reserved"""
+        """lock of one launch after the other: the next may share what the last has reserved"""
 
     async def reserve(self, ranks: Sequence[WorkerSpec]) -> None:
         """Reserve what the ranks of a launch need and no launch before has reserved.

@@ -201,7 +201,7 @@ class MadeEnv(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = ""
     """built-in policy that fits its spaces; empty: none does"""
     problem: str = ""
-    """why it could not be made, or why no policy fits; empty: all is well"""
+    """reason why the environment could not be made, or why no policy fits; empty: all is well"""
 
 
 def fit_of(spec: EnvSpec) -> MadeEnv:

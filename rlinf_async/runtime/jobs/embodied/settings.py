@@ -122,7 +122,7 @@ class EmbodiedPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     actor: str | RolePlacement = ""
     rollout: str | RolePlacement = ""
     env: str | RolePlacement = ""
-    """none when left out, unless the preset is ``hybrid``"""
+    """devices of env workers; none when left out, unless the preset is ``hybrid``"""
 
 
 class EmbodiedClusterConfig(HostConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -131,8 +131,8 @@ class EmbodiedClusterConfig(HostConfig, frozen=True, kw_only=True, forbid_unknow
     placement: Preset | EmbodiedPlacement = "auto"
     env_workers: int = 1
     rollout_workers: int | Literal["auto"] = "auto"
-    """0: each env worker runs the policy itself, for environments of short steps; ``auto``: 0 or 1,
-    whichever is faster as measured at the start"""
+    """number of rollout workers; 0: each env worker runs the policy itself, for environments of
+    short steps; ``auto``: 0 or 1, whichever is faster as measured at the start"""
     actors: int = 1
 
     def __post_init__(self) -> None:

@@ -59,7 +59,7 @@ class SacProgress(EmbodiedProgress, kw_only=True):
     """How far a run is."""
 
     updates: int = 0
-    """gradient steps"""
+    """number of gradient steps"""
     second_batches: int = 0
     """shares of batches that came to a rank twice, and were trained once"""
 

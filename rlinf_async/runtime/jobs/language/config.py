@@ -350,7 +350,7 @@ class LanguagePlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     inference: str | RolePlacement = ""
     rollout: str | RolePlacement = ""
     reward: str | RolePlacement = ""
-    """none when left out, whatever the preset"""
+    """devices of reward workers; none when left out, whatever the preset"""
 
 
 class ClusterConfig(HostConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -371,7 +371,7 @@ class ClusterConfig(HostConfig, frozen=True, kw_only=True, forbid_unknown_fields
     """workers that compute values, for ``gae``: as many as actors, or 0; with Megatron as many as
     hold a model together for each actor that reads samples"""
     deadlock_after: float | None = 60.0
-    """seconds"""
+    """seconds without any movement after which a deadlock ends the run"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -388,7 +388,7 @@ class RolloutData(msgspec.Struct, frozen=True, kw_only=True):
     response_lengths: Sequence[int]
     """``R``"""
     rewards: Sequence[float | None]
-    """None or NaN: not scored, which trains nothing"""
+    """reward of each sample; None or NaN: not scored, which trains nothing"""
     loss_masks: Sequence[Any] | None = None
     """``[R]``: 1 for tokens in the loss; all where left out"""
     rollout_log_probs: Sequence[Any] | None = None
