@@ -25,7 +25,7 @@ import msgspec
 
 from rlinf_async.config.counts import check_between, check_bounds
 from rlinf_async.messages.embodied import Floats, Ints, ReplayBatch, Trajectory
-from rlinf_async.messages.spaces import Seen
+from rlinf_async.messages.spaces import ObservationArray
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.parallel import Strategy
 
@@ -89,15 +89,15 @@ class PolicyBackend(Protocol):
         """Load the weights of ``update``. Raises, before anything changed, if they do not fit."""
         ...
 
-    def act(self, observation: Seen) -> PolicyAnswer:
+    def act(self, observation: ObservationArray) -> PolicyAnswer:
         """Sample actions for ``[N, D]`` observations."""
         ...
 
-    def mode(self, observation: Seen) -> Floats | Ints:
+    def mode(self, observation: ObservationArray) -> Floats | Ints:
         """Return the most likely actions for ``[N, D]`` observations."""
         ...
 
-    def value(self, observation: Seen) -> Floats:
+    def value(self, observation: ObservationArray) -> Floats:
         """Return values ``[N]`` of ``[N, D]`` observations."""
         ...
 
@@ -112,15 +112,17 @@ class RecurrentPolicyBackend(PolicyBackend, Protocol):
         """``H``"""
         ...
 
-    def act_from(self, observation: Seen, memory: Floats) -> PolicyAnswer:
+    def act_from(self, observation: ObservationArray, memory: Floats) -> PolicyAnswer:
         """Act as `act` does; the answer has the memory after these observations."""
         ...
 
-    def mode_from(self, observation: Seen, memory: Floats) -> tuple[Floats | Ints, Floats]:
+    def mode_from(
+        self, observation: ObservationArray, memory: Floats
+    ) -> tuple[Floats | Ints, Floats]:
         """Return the most likely actions, and the memory after these observations."""
         ...
 
-    def value_from(self, observation: Seen, memory: Floats) -> Floats:
+    def value_from(self, observation: ObservationArray, memory: Floats) -> Floats:
         """Return the values as `value` does, from the memory before these observations."""
         ...
 

@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from rlinf_async.config import needed
 from rlinf_async.data.config import DataError
-from rlinf_async.messages.spaces import STATE, ObservationPart, ObservationSpec, Seen
+from rlinf_async.messages.spaces import STATE, ObservationArray, ObservationPart, ObservationSpec
 
 INFO: Final = "meta/info.json"
 TASKS: Final = "meta/tasks.jsonl"
@@ -170,7 +170,7 @@ class DemonstrationsInfo(msgspec.Struct, frozen=True, kw_only=True):
 class DemonstratedEpisode(msgspec.Struct, frozen=True):
     """One demonstrated episode of ``T`` steps."""
 
-    observation: Seen
+    observation: ObservationArray
     """``[T, D]``, or structured ``[T]``"""
     action: NDArray[Any]
     """float32 ``[T, A]``, or int64 ``[T]``"""
@@ -179,7 +179,7 @@ class DemonstratedEpisode(msgspec.Struct, frozen=True):
 class Chunks(msgspec.Struct, frozen=True):
     """Every step of every episode, with the actions that follow it."""
 
-    observation: Seen
+    observation: ObservationArray
     """``[N, ...]``"""
     action: NDArray[Any]
     """``[N, H, A]`` (int64 ``[N]`` of choices), 0 after the end of an episode"""

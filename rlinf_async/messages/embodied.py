@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rlinf_async.messages.spaces import Seen
+from rlinf_async.messages.spaces import ObservationArray
 
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
@@ -66,12 +66,12 @@ class Observations(msgspec.Struct, kw_only=True):
     """Number of restarts of this env worker; an answer to an earlier life is dropped."""
     sequence: int
     """Number of the question in this stage; the answer has the same."""
-    observation: Seen
+    observation: ObservationArray
     """``[E, D]``"""
     min_version: int
     value_only: bool = False
     """The trajectory ends here: only values are asked for, for the bootstrap."""
-    final_observation: Seen | None = None
+    final_observation: ObservationArray | None = None
     """``[K, D]``: the last observations of the K episodes that were truncated in the last step."""
     deterministic: bool = False
     """The most likely actions are asked for, not sampled ones: evaluation."""
@@ -108,7 +108,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     stage: int
     epoch: int = 0
     """number of this trajectory among those that the stage collected for the iteration"""
-    observation: Seen
+    observation: ObservationArray
     """``[T, E, D]``, as the env gave it (not normalised)"""
     action: Choice
     """``[T, E, A]`` or int64 ``[T, E]``"""
@@ -138,9 +138,9 @@ class Trajectory(msgspec.Struct, kw_only=True):
     """Number of restarts of the env worker; another life has other episodes."""
     memory: Floats | None = None
     """``[E, H]``: what a recurrent policy remembered before the first step; None: nothing, all 0"""
-    last_observation: Seen | None = None
+    last_observation: ObservationArray | None = None
     """``[E, D]``, with ``Collect.transitions``: the observations after the last step"""
-    final_observation: Seen | None = None
+    final_observation: ObservationArray | None = None
     """``[K, D]``, with ``Collect.transitions``: the last observations of the K episodes that were
     truncated, in the order of steps, then envs; None: there are none"""
     episode_return: list[float] = []
@@ -205,13 +205,13 @@ class ReplayBatch(msgspec.Struct, kw_only=True):
     shares of all ranks, one after the other"""
     weight: Floats
     """``[B / R]``: importance-sampling weights, at most 1; all 1 where sampling is uniform"""
-    observation: Seen
+    observation: ObservationArray
     """``[B / R, D]``"""
     action: Choice
     """``[B / R, A]``"""
     reward: Floats
     """``[B / R]``: discounted sum over the steps of the transition"""
-    next_observation: Seen
+    next_observation: ObservationArray
     """``[B / R, D]``"""
     discount: Floats
     """``[B / R]``: of the next observation's value; 0 where the episode terminated"""

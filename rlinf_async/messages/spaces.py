@@ -23,9 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    Seen = NDArray[Any]  # which form it is depends on the environment
+    ObservationArray = NDArray[Any]  # which form it is depends on the environment
 else:
-    Seen = NDArray[np.float32 | np.void]
+    ObservationArray = NDArray[np.float32 | np.void]
     """Observations: float32 ``[..., D]``, or structured ``[...]``; the wire refuses others."""
 
 STATE: Final = "state"
@@ -66,7 +66,7 @@ class ObservationSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The images, or the texts."""
         return tuple(part for part in self.parts if part.kind == kind)
 
-    def empty(self, *batch: int) -> Seen:
+    def empty(self, *batch: int) -> ObservationArray:
         """An array for ``batch`` observations, not filled."""
         if self.flat:
             return np.empty((*batch, self.state_size), np.float32)

@@ -12,7 +12,12 @@ from rlinf_async.backends.policies.images import random_shift
 from rlinf_async.backends.policies.serving import PolicyServer
 from rlinf_async.backends.sac_config import SacLossConfig, SacTrainerConfig
 from rlinf_async.messages.embodied import ReplayBatch
-from rlinf_async.messages.spaces import ObservationPart, ObservationSpec, Seen, continuous
+from rlinf_async.messages.spaces import (
+    ObservationArray,
+    ObservationPart,
+    ObservationSpec,
+    continuous,
+)
 from tests.backends.test_sac_trainer import SIZE, batch, parameters
 
 CAMERA = ObservationPart(name="camera", kind="image", shape=(12, 10, 3))
@@ -33,7 +38,7 @@ IMAGES = PolicyConfig(
 DEFAULT = SacLossConfig()
 
 
-def seen(number: int, count: int = SIZE) -> Seen:
+def seen(number: int, count: int = SIZE) -> ObservationArray:
     random = np.random.default_rng(1000 + number)
     rows = SEES.empty(count)
     for part in SEES.parts:

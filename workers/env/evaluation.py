@@ -43,7 +43,7 @@ import msgspec
 import numpy as np
 
 from rlinf_async.messages.embodied import Bools, Choice, Floats, Ints
-from rlinf_async.messages.spaces import ObservationSpec, Seen
+from rlinf_async.messages.spaces import ObservationArray, ObservationSpec
 from rlinf_async.workers.env.config import episode_seed
 from rlinf_async.workers.env.spaces import ActionReader
 from rlinf_async.workers.env.stage import EnvStage, Episode, Slot, StageOutcome
@@ -86,14 +86,14 @@ class SerialEvaluation:
         self._seed = seed
         self._spec = spec
         self._running: list[tuple[Slot, int, int | None]] = []
-        self._rows: list[Seen] = []
+        self._rows: list[ObservationArray] = []
         self._warn_at = LONG_EPISODE
         self.memory: Floats | None = None
         """``[E, H]``: what a recurrent policy remembers of the running episodes"""
         self.done: list[EvaluatedEpisode] = []
 
     @property
-    def observation(self) -> Seen:
+    def observation(self) -> ObservationArray:
         """``[E, D]`` of the running episodes, which become fewer towards the end."""
         return np.stack(self._rows)
 
@@ -241,7 +241,7 @@ class BatchedEvaluation:
         self.done: list[EvaluatedEpisode] = []
 
     @property
-    def observation(self) -> Seen:
+    def observation(self) -> ObservationArray:
         """``[E, D]`` of all environments."""
         return self._stage.observation
 

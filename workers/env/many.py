@@ -48,7 +48,7 @@ from numpy.typing import NDArray
 
 from rlinf_async.config.registry import raised
 from rlinf_async.messages.embodied import Bools, Choice, Floats, Ints, success_at
-from rlinf_async.messages.spaces import ObservationSpec, Seen, all_finite, numbers_of
+from rlinf_async.messages.spaces import ObservationArray, ObservationSpec, all_finite, numbers_of
 from rlinf_async.rewards.judging import MAX_REWARD
 from rlinf_async.workers.env.config import Autoreset, EnvFailed
 from rlinf_async.workers.env.evaluation import Readiness
@@ -115,7 +115,7 @@ class BatchedStage(ForeignEnv):
         self.env = env
         self._writer, self._actions, self._autoreset = writer, actions, autoreset
         count = env.num_envs
-        self.observation: Seen = writer.spec.empty(count)
+        self.observation: ObservationArray = writer.spec.empty(count)
         """``[E, D]``: present observations; a step makes a new array, the old stays as it is"""
         self._fresh = True
         self._ended = np.zeros(count, np.bool_)
@@ -190,15 +190,17 @@ class BatchedStage(ForeignEnv):
             return STEP_AND_RESET if self._ended.any() else STEP
         return STEP_AND_RESET if self._autoreset == "same_step" else STEP
 
-    def _written(self, seen: Any) -> Seen:
+    def _written(self, seen: Any) -> ObservationArray:
         rows = self._writer.spec.empty(self.env.num_envs)
         self._writer.write_all(seen, rows)
         return rows
 
-    def _final(self, shown: Seen, cut: Bools, info: Mapping[str, Any]) -> Seen:
+    def _final(
+        self, shown: ObservationArray, cut: Bools, info: Mapping[str, Any]
+    ) -> ObservationArray:
         """The last observations of the episodes that were cut."""
         if self._autoreset != "same_step":
-            last: Seen = shown[cut]
+            last: ObservationArray = shown[cut]
             return last
         name = last_name(info)
         rows = self._writer.spec.empty(int(cut.sum()))
@@ -226,7 +228,7 @@ class BatchedStage(ForeignEnv):
         self._lengths[ended] = 0
         return done
 
-    def _check(self, observation: Seen, what: int) -> None:
+    def _check(self, observation: ObservationArray, what: int) -> None:
         numbers = numbers_of(observation)
         if numbers is None or all_finite(numbers):
             return
@@ -351,7 +353,7 @@ class AsyncStage:
         self._readiness, self._clock, self._seeds = readiness, clock, seeds
         self._action_chunk, self._group_size = action_chunk, group_size
         self.rows: Ints | None = np.arange(count)
-        self.observation: Seen = spec.empty(count)
+        self.observation: ObservationArray = spec.empty(count)
         """``[E, D]``: present observations; rows change in place as environments get ready"""
         self._fresh = True
         self._in_flight = 0
@@ -457,7 +459,7 @@ class AsyncStage:
             np.array([one.env for one in ready], np.int64),
         )
 
-    def _stacked(self, observations: Sequence[Any]) -> Seen:
+    def _stacked(self, observations: Sequence[Any]) -> ObservationArray:
         rows = self._spec.empty(len(observations))
         for place, one in enumerate(observations):
             rows[place] = one

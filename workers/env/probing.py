@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from rlinf_async.messages.spaces import Seen, numbers_of
+from rlinf_async.messages.spaces import ObservationArray, numbers_of
 from rlinf_async.workers.env.config import EnvError
 from rlinf_async.workers.env.many import BatchedEnv, batch_of, last_name, one_each
 from rlinf_async.workers.env.spaces import ObservationWriter
@@ -99,7 +99,7 @@ def probe_many(
 def _step_many(
     env: BatchedEnv,
     writer: ObservationWriter,
-    rows: Seen,
+    rows: ObservationArray,
     name: str,
     noted: ForeignEnv,
     *,
@@ -157,7 +157,7 @@ def _parts(returned: Any, wanted: str) -> tuple[Any, ...]:
     return returned
 
 
-def _write(shown: Any, rows: Seen, write: Callable[[], object]) -> None:
+def _write(shown: Any, rows: ObservationArray, write: Callable[[], object]) -> None:
     try:
         write()
     except ValueError:

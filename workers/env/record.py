@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlinf_async.messages.embodied import Actions, Collect, Floats, Ints, Trajectory
-from rlinf_async.messages.spaces import Seen
+from rlinf_async.messages.spaces import ObservationArray
 from rlinf_async.workers.env.config import EnvError
 from rlinf_async.workers.env.stage import Episode, StageOutcome
 
@@ -24,7 +24,7 @@ class _Cut(NamedTuple):
     """``[K]``"""
     envs: Ints
     """``[K]``"""
-    observation: Seen
+    observation: ObservationArray
     """``[K, D]``"""
     memory: Floats | None
     """``[K, H]``: what a recurrent policy remembers of them"""
@@ -42,7 +42,7 @@ class Record:
         ticket: Collect,
         env_rank: int,
         stage: int,
-        like: Seen,
+        like: ObservationArray,
         incarnation: int = 0,
         memory: Floats | None = None,
         epoch: int = 0,
@@ -87,7 +87,7 @@ class Record:
         """Return the environments of ``rows`` that have steps to take; None: all of the stage."""
         return None if rows is None else rows[self._steps[rows] < self._length]
 
-    def unvalued(self) -> tuple[Seen | None, Floats | None]:
+    def unvalued(self) -> tuple[ObservationArray | None, Floats | None]:
         """Last observations ``[K, D]`` of cut episodes, whose values are still to be asked for, and
         what a recurrent policy remembers of them."""
         if self._transitions or not self._cut:
@@ -100,7 +100,9 @@ class Record:
             np.concatenate(memories) if memories else None,
         )
 
-    def acted(self, observation: Seen, answer: Actions, rows: Ints | None = None) -> None:
+    def acted(
+        self, observation: ObservationArray, answer: Actions, rows: Ints | None = None
+    ) -> None:
         """Record the answer to ``observation`` of the environments of ``rows``; None: of all."""
         place = self._place(rows)
         self._values(answer, place)
@@ -150,7 +152,7 @@ class Record:
         self._values(answer, self._length)
         return self._finished()
 
-    def finish_transitions(self, observation: Seen) -> Trajectory:
+    def finish_transitions(self, observation: ObservationArray) -> Trajectory:
         """Record the observations ``[E, D]`` after the last step, and return the trajectory."""
         made = self._made
         made.last_observation = observation

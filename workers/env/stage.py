@@ -21,7 +21,7 @@ import numpy as np
 
 from rlinf_async.config.registry import raised
 from rlinf_async.messages.embodied import Bools, Choice, Floats, Ints, success_of
-from rlinf_async.messages.spaces import Seen, all_finite, numbers_of
+from rlinf_async.messages.spaces import ObservationArray, all_finite, numbers_of
 from rlinf_async.rewards.judging import MAX_REWARD
 from rlinf_async.workers.env.config import EnvFailed, is_interrupt
 from rlinf_async.workers.env.spaces import ActionReader
@@ -207,7 +207,7 @@ class StageOutcome(msgspec.Struct):
     """``[E]``: episodes that ended; none of them is in ``truncated``"""
     truncated: Bools
     """``[E]``: episodes that were cut"""
-    final_observation: Seen | None
+    final_observation: ObservationArray | None
     """``[K, D]``: last observations of the cut episodes, in the order of their environments"""
     episodes: list[Episode]
     """episodes that ended, in the order of their environments"""
@@ -225,7 +225,7 @@ class EnvStage(Protocol):
     """The environments of a stage: single ones (`Stage`), those of one simulator
     (`BatchedStage`), or those of which some get ready before others (`AsyncStage`)."""
 
-    observation: Seen
+    observation: ObservationArray
     """``[E, D]``: present observations; a step makes a new array, the old stays as it is"""
     rows: Ints | None
     """``[E]``: their numbers, where some get ready before others; None: they step together"""
@@ -271,7 +271,7 @@ class Stage:
     def __init__(
         self,
         slots: Sequence[Slot],
-        observation: Seen,
+        observation: ObservationArray,
         actions: ActionReader,
         *,
         action_chunk: int = 1,
@@ -351,7 +351,7 @@ class Stage:
         for slot in self._slots:
             slot.close()
 
-    def _check(self, observation: Seen) -> None:
+    def _check(self, observation: ObservationArray) -> None:
         numbers = numbers_of(observation)
         if numbers is None or all_finite(numbers):
             return

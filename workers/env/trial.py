@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rlinf_async.messages.spaces import ObservationSpec, Seen
+from rlinf_async.messages.spaces import ObservationArray, ObservationSpec
 from rlinf_async.workers.env.config import EnvConfig
 from rlinf_async.workers.env.make import describe_env, opened
 from rlinf_async.workers.env.make_batched import autoreset_of
@@ -27,9 +27,9 @@ class Stepped(msgspec.Struct, frozen=True):
     shown: bytes
     """observations after the steps, a row for each environment, as bytes"""
 
-    def rows(self, spec: ObservationSpec) -> Seen:
+    def rows(self, spec: ObservationSpec) -> ObservationArray:
         """Return the observations ``[E, D]``."""
-        found: Seen = np.frombuffer(self.shown, spec.empty(1).dtype).copy()
+        found: ObservationArray = np.frombuffer(self.shown, spec.empty(1).dtype).copy()
         return found.reshape(-1, spec.state_size) if spec.flat else found
 
 
@@ -74,7 +74,12 @@ def _stepped(config: EnvConfig, measure: float) -> Stepped:
 
 
 def _one(
-    env: Any, writer: ObservationWriter, config: EnvConfig, rows: Seen, call: Call, measure: float
+    env: Any,
+    writer: ObservationWriter,
+    config: EnvConfig,
+    rows: ObservationArray,
+    call: Call,
+    measure: float,
 ) -> float:
     """Seconds of a step of one environment; its resets are left to it."""
     slot = Slot(env, writer.write, label=config.name, seed=0, call=call)
@@ -94,7 +99,7 @@ def _one(
 def _many(
     env: BatchedEnv,
     writer: ObservationWriter,
-    rows: Seen,
+    rows: ObservationArray,
     noted: ForeignEnv,
     measure: float,
     *,

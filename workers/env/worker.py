@@ -50,7 +50,7 @@ from rlinf_async.messages.embodied import (
     samples_of,
     stage_key,
 )
-from rlinf_async.messages.spaces import EnvSpec, Seen
+from rlinf_async.messages.spaces import EnvSpec, ObservationArray
 from rlinf_async.workers.base import Worker, task_group
 from rlinf_async.workers.env.config import EnvConfig, RolloutGone, env_seed, episode_seed
 from rlinf_async.workers.env.evaluation import (
@@ -243,10 +243,10 @@ class Conversation:
         self,
         observations: Sender[Observations],
         actions: Receiver[Actions],
-        observation: Seen,
+        observation: ObservationArray,
         *,
         min_version: int,
-        final_observation: Seen | None = None,
+        final_observation: ObservationArray | None = None,
         value_only: bool = False,
         deterministic: bool = False,
         memory: Floats | None = None,
@@ -295,7 +295,7 @@ Made = TypeVar("Made")
 class _Asked(TypedDict):
     """Parts of a question: see `Conversation.ask`."""
 
-    final_observation: Seen | None
+    final_observation: ObservationArray | None
     memory: Floats | None
     final_memory: Floats | None
 

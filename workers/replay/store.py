@@ -41,20 +41,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlinf_async.messages.embodied import Choice, Floats, Ints, Trajectory
-from rlinf_async.messages.spaces import ActionSpec, ObservationSpec, Seen
+from rlinf_async.messages.spaces import ActionSpec, ObservationArray, ObservationSpec
 from rlinf_async.observe.files import atomic_write
 
 
 class Transitions(NamedTuple):
     """``N`` transitions, in the order of steps, then envs."""
 
-    observation: Seen
+    observation: ObservationArray
     """``[N, D]``"""
     action: Choice
     """``[N, A]``"""
     reward: Floats
     """``[N]``"""
-    next_observation: Seen
+    next_observation: ObservationArray
     """``[N, D]``"""
     discount: Floats
     """``[N]``"""

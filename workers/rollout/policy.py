@@ -49,7 +49,7 @@ from rlinf_async.channels import (
 from rlinf_async.channels.statistics import WaitFuture
 from rlinf_async.config.counts import MOST_THREADS, check_bounds
 from rlinf_async.messages.embodied import Actions, Floats, Observations, stage_key
-from rlinf_async.messages.spaces import Seen, all_finite
+from rlinf_async.messages.spaces import ObservationArray, all_finite
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.workers.base import Worker, task_group
 from rlinf_async.workers.host import Pace
@@ -145,7 +145,9 @@ def _memory(policy: RecurrentPolicyBackend, questions: Sequence[Observations]) -
     return each[0] if len(each) == 1 else np.concatenate(each)
 
 
-def _value(policy: PolicyBackend, rows: Seen, questions: Sequence[Observations]) -> Floats:
+def _value(
+    policy: PolicyBackend, rows: ObservationArray, questions: Sequence[Observations]
+) -> Floats:
     if _recurrent(policy):
         return policy.value_from(rows, _memory(policy, questions))
     return policy.value(rows)
@@ -178,7 +180,7 @@ def _most_likely(policy: PolicyBackend, questions: Sequence[Observations]) -> An
     return answered
 
 
-def _rows(parts: Sequence[Seen]) -> Seen:
+def _rows(parts: Sequence[ObservationArray]) -> ObservationArray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 

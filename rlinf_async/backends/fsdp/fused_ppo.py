@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from rlinf_async.algorithms.config import LossConfig
 from rlinf_async.algorithms.losses import loss_functions, ppo_loss
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
-from rlinf_async.backends.policies.base import HALF_LOG_TWO_PI, Observed, each
+from rlinf_async.backends.policies.base import HALF_LOG_TWO_PI, ObservationTensors, each
 from rlinf_async.backends.policies.mlp import MlpGaussianPolicy
 from rlinf_async.messages.embodied import Floats
 
@@ -32,7 +32,7 @@ METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
 class FlatBatch(NamedTuple):
     """Samples in any order: ``[N]`` but for the first two. float32, discrete actions int64."""
 
-    observation: Observed
+    observation: ObservationTensors
     """``[N, D]`` or fields by name; numbers are normalised already, once an iteration"""
     action: Tensor
     """``[N, A]``, or ``[N]``"""
@@ -76,7 +76,7 @@ class FlatBatch(NamedTuple):
         ]
         seen = self.observation
         if isinstance(seen, Tensor):
-            observations: Iterable[Observed] = torch.split(seen, size)
+            observations: Iterable[ObservationTensors] = torch.split(seen, size)
         else:
             fields = zip(*(torch.split(field, size) for field in seen.values()), strict=True)
             observations = (dict(zip(seen, cut, strict=True)) for cut in fields)

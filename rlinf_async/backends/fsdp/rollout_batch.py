@@ -23,7 +23,7 @@ from rlinf_async.backends.fsdp import ppo as levels
 from rlinf_async.backends.fsdp import ranks
 from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig, PPOConfig
 from rlinf_async.backends.fsdp.fused_ppo import FlatBatch
-from rlinf_async.backends.policies.base import Observed, Policy, to_tensors
+from rlinf_async.backends.policies.base import ObservationTensors, Policy, to_tensors
 from rlinf_async.backends.policies.moments import batch_moments
 from rlinf_async.backends.policies.recurrent import MEMORY, STARTS, RecurrentPolicy
 from rlinf_async.messages.embodied import Bools, Floats, Trajectory
@@ -164,7 +164,7 @@ def _plain(
     ordered: Sequence[Trajectory],
     config: EmbodiedTrainerConfig,
     reward: Floats,
-    observation: Observed,
+    observation: ObservationTensors,
 ) -> FlatBatch:
     """One number for each step, and nothing masked."""
     inputs = _inputs(ordered, reward)
@@ -220,7 +220,7 @@ def _masked(
     ordered: Sequence[Trajectory],
     config: EmbodiedTrainerConfig,
     reward: Floats,
-    observation: Observed,
+    observation: ObservationTensors,
 ) -> FlatBatch:
     """Numbers at the configured levels; see `levels`."""
     steps = _steps(policy, ordered, config, reward)

@@ -39,13 +39,13 @@ from rlinf_async.backends.building import building
 from rlinf_async.backends.fsdp import ranks
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.fsdp.state import local_shard
-from rlinf_async.backends.policies.base import Observed, find_policy, to_tensors
+from rlinf_async.backends.policies.base import ObservationTensors, find_policy, to_tensors
 from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.backends.policies.images import random_shift
 from rlinf_async.backends.policies.squashed import SquashedGaussianPolicy
 from rlinf_async.backends.sac_config import SacLossConfig, SacTrainerConfig
 from rlinf_async.messages.embodied import ReplayBatch
-from rlinf_async.messages.spaces import Seen
+from rlinf_async.messages.spaces import ObservationArray
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.weights import pack
 
@@ -55,9 +55,9 @@ METRICS = ("critic_loss", "policy_loss", "entropy", "entropy_coefficient", "valu
 class SacBatch(NamedTuple):
     """A share of ``N`` transitions, and standard normal noise for the actions that are sampled."""
 
-    observation: Observed
+    observation: ObservationTensors
     """``[N, D]``, or fields ``[N, ...]``"""
-    next_observation: Observed
+    next_observation: ObservationTensors
     action: Tensor
     """``[N, A]``"""
     reward: Tensor
@@ -283,7 +283,7 @@ class SacTrainer:
     def _share(self, batch: ReplayBatch) -> SacBatch:
         """Return this rank's share of a batch, on its device."""
 
-        def tensor(column: Observed) -> Tensor:
+        def tensor(column: ObservationTensors) -> Tensor:
             if not isinstance(column, Tensor):
                 raise TypeError("a column of numbers was expected")
             return column
@@ -303,7 +303,7 @@ class SacTrainer:
             next_noise,
         )
 
-    def _observed(self, seen: Seen) -> Observed:
+    def _observed(self, seen: ObservationArray) -> ObservationTensors:
         """Observations on the device; of images, each shifted by as much as it happens."""
         manager, limit = self.manager, self.config.sac.image_shift
         observed = to_tensors(seen, manager.device)

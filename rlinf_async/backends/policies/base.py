@@ -21,7 +21,7 @@ from rlinf_async.backends.base import PolicyOutputError
 from rlinf_async.backends.policies.config import PolicyConfig, policy_for
 from rlinf_async.backends.policies.moments import ObservationNormalizer, ReturnNormalizer
 from rlinf_async.config.registry import Registry
-from rlinf_async.messages.spaces import STATE, ActionSpec, Seen
+from rlinf_async.messages.spaces import STATE, ActionSpec, ObservationArray
 
 ObservedT = TypeVar("ObservedT", bound=Tensor | Mapping[str, Tensor])
 """Observations ``[N, ...]`` as a policy sees them: a vector, or the fields by name."""
@@ -279,11 +279,11 @@ class _Categorical:
         return -(self._log_probs.exp() * self._log_probs).sum(-1)
 
 
-Observed = Tensor | dict[str, Tensor]
+ObservationTensors = Tensor | dict[str, Tensor]
 """``[N, D]``, or the fields of structured observations, ``[N, ...]`` each"""
 
 
-def to_tensors(seen: Seen, device: torch.device) -> Observed:
+def to_tensors(seen: ObservationArray, device: torch.device) -> ObservationTensors:
     """Observations ``[N, D]`` or structured ``[N]`` on ``device``; images stay uint8."""
     names = seen.dtype.names
     if names is None:
@@ -293,7 +293,7 @@ def to_tensors(seen: Seen, device: torch.device) -> Observed:
     return {name: _tensor(seen[name].copy(order="C"), device) for name in names}
 
 
-def each(observed: Observed, function: Callable[[Tensor], Tensor]) -> Observed:
+def each(observed: ObservationTensors, function: Callable[[Tensor], Tensor]) -> ObservationTensors:
     """Apply ``function`` to the tensor, or to each field."""
     if isinstance(observed, Tensor):
         return function(observed)

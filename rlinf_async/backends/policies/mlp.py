@@ -31,7 +31,7 @@ from rlinf_async.backends.policies.base import (
 )
 from rlinf_async.backends.policies.config import PolicyConfig, mlp_misfit
 from rlinf_async.messages.embodied import Floats
-from rlinf_async.messages.spaces import Seen, all_finite, choices
+from rlinf_async.messages.spaces import ObservationArray, all_finite, choices
 
 
 def tanh_mlp(sizes: tuple[int, ...], output_gain: float) -> nn.Sequential:
@@ -213,7 +213,7 @@ class ArrayGaussian:
             return cls(policy)
         return None
 
-    def act(self, observation: Seen, generator: torch.Generator) -> PolicyAnswer:
+    def act(self, observation: ObservationArray, generator: torch.Generator) -> PolicyAnswer:
         """Sample actions for ``[N, D]``; raises `PolicyOutputError` for NaN or infinity."""
         seen = np.asarray(observation, np.float32)
         normalized = self._policy.observation_normalizer.of_array(seen)

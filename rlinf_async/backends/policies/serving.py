@@ -14,7 +14,7 @@ from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.backends.policies.mlp import ArrayGaussian
 from rlinf_async.backends.policies.recurrent import MEMORY, RecurrentPolicy
 from rlinf_async.messages.embodied import Floats, Ints
-from rlinf_async.messages.spaces import STATE, Seen
+from rlinf_async.messages.spaces import STATE, ObservationArray
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.weights import load
 
@@ -44,21 +44,21 @@ class PolicyServer:
         load(update, self._policy)
         self._policy.version = update.version
 
-    def act(self, observation: Seen) -> PolicyAnswer:
+    def act(self, observation: ObservationArray) -> PolicyAnswer:
         """Sample actions for ``[N, D]``; raises `PolicyOutputError` for NaN or infinity."""
         if self._on_arrays is not None:
             return self._on_arrays.act(observation, self._generator)
         step = self._policy.act(to_tensors(observation, self._device), self._generator)
         return PolicyAnswer(*(tensor.cpu().numpy() for tensor in step))
 
-    def mode(self, observation: Seen) -> Floats | Ints:
+    def mode(self, observation: ObservationArray) -> Floats | Ints:
         """Return the most likely actions for ``[N, D]``."""
         action: Floats | Ints = (
             self._policy.mode(to_tensors(observation, self._device)).cpu().numpy()
         )
         return action
 
-    def value(self, observation: Seen) -> Floats:
+    def value(self, observation: ObservationArray) -> Floats:
         """Return values ``[N]`` of ``[N, D]``."""
         value: Floats = self._policy.value(to_tensors(observation, self._device)).cpu().numpy()
         return value
@@ -80,35 +80,37 @@ class RecurrentPolicyServer(PolicyServer):
         """Numbers of a memory."""
         return self._policy.memory_size
 
-    def act_from(self, observation: Seen, memory: Floats) -> PolicyAnswer:
+    def act_from(self, observation: ObservationArray, memory: Floats) -> PolicyAnswer:
         """Sample actions for ``[N, D]``, given the memories ``[N, H]``."""
         observed = self._observed(observation, memory)
         step, after = self._policy.act_and_remember(observed, self._generator)
         return PolicyAnswer(*(tensor.cpu().numpy() for tensor in (*step, after)))
 
-    def mode_from(self, observation: Seen, memory: Floats) -> tuple[Floats | Ints, Floats]:
+    def mode_from(
+        self, observation: ObservationArray, memory: Floats
+    ) -> tuple[Floats | Ints, Floats]:
         """Return the most likely actions, and the memories ``[N, H]`` after the observations."""
         action, after = self._policy.mode_and_remember(self._observed(observation, memory))
         return action.cpu().numpy(), after.cpu().numpy()
 
-    def value_from(self, observation: Seen, memory: Floats) -> Floats:
+    def value_from(self, observation: ObservationArray, memory: Floats) -> Floats:
         """Return values ``[N]``, given the memories."""
         value: Floats = self._policy.value(self._observed(observation, memory)).cpu().numpy()
         return value
 
-    def act(self, observation: Seen) -> PolicyAnswer:
+    def act(self, observation: ObservationArray) -> PolicyAnswer:
         return self.act_from(observation, self._nothing(observation))
 
-    def mode(self, observation: Seen) -> Floats | Ints:
+    def mode(self, observation: ObservationArray) -> Floats | Ints:
         return self.mode_from(observation, self._nothing(observation))[0]
 
-    def value(self, observation: Seen) -> Floats:
+    def value(self, observation: ObservationArray) -> Floats:
         return self.value_from(observation, self._nothing(observation))
 
-    def _nothing(self, observation: Seen) -> Floats:
+    def _nothing(self, observation: ObservationArray) -> Floats:
         return np.zeros((len(observation), self.memory_size), np.float32)
 
-    def _observed(self, observation: Seen, memory: Floats) -> dict[str, Tensor]:
+    def _observed(self, observation: ObservationArray, memory: Floats) -> dict[str, Tensor]:
         seen = to_tensors(observation, self._device)
         fields = {STATE: seen} if isinstance(seen, Tensor) else seen
         remembered = to_tensors(memory, self._device)

@@ -17,7 +17,12 @@ from rlinf_async.backends.fsdp.config import (
 from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.backends.policies.vision_language.config import VisionLanguageConfig
 from rlinf_async.messages.embodied import Trajectory
-from rlinf_async.messages.spaces import ObservationPart, ObservationSpec, Seen, continuous
+from rlinf_async.messages.spaces import (
+    ObservationArray,
+    ObservationPart,
+    ObservationSpec,
+    continuous,
+)
 
 SPEC = ObservationSpec(
     (
@@ -65,7 +70,7 @@ def trainer_config(**fields: Any) -> EmbodiedTrainerConfig:
     )
 
 
-def observations(count: int, seed: int = 0) -> Seen:
+def observations(count: int, seed: int = 0) -> ObservationArray:
     """Images, instructions of different lengths, and states."""
     drawn = np.random.default_rng(seed)
     seen = SPEC.empty(count)

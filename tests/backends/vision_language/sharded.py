@@ -19,7 +19,7 @@ from rlinf_async.backends.fsdp.embodied import EmbodiedTrainer
 from rlinf_async.backends.policies.serving import PolicyServer
 from rlinf_async.config import Document
 from rlinf_async.messages.embodied import Trajectory
-from rlinf_async.messages.spaces import Seen
+from rlinf_async.messages.spaces import ObservationArray
 from rlinf_async.runtime.jobs.embodied import EmbodiedConfig
 from rlinf_async.runtime.jobs.embodied.settings import described, fitted
 from rlinf_async.workers.env import make_env
@@ -57,7 +57,7 @@ def played(config: EmbodiedTrainerConfig, stage: int) -> Trajectory:
     answers = []
 
     def show(step: int, env: int, observation: Any) -> None:
-        row: Seen = seen[step]
+        row: ObservationArray = seen[step]
         writer.write(observation, row[env])
 
     for env, one in enumerate(envs):

@@ -35,7 +35,7 @@ from rlinf_async.backends.policies.config import (
 )
 from rlinf_async.config import UsageError
 from rlinf_async.config.registry import raised
-from rlinf_async.messages.spaces import EnvSpec, Seen
+from rlinf_async.messages.spaces import EnvSpec, ObservationArray
 from rlinf_async.runtime.jobs.embodied.settings import (
     EmbodiedClusterConfig,
     EnvironmentSettings,
@@ -177,7 +177,7 @@ def compare(
     )
 
 
-def _answering(config: EnvironmentSettings, seen: Seen) -> float:
+def _answering(config: EnvironmentSettings, seen: ObservationArray) -> float:
     import torch
 
     from rlinf_async.backends.parts import DEFAULT_POLICY_BACKEND, policy_backends

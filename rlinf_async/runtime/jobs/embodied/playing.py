@@ -30,7 +30,7 @@ from rlinf_async.data.demonstrations import (
     write_info,
 )
 from rlinf_async.messages.embodied import Floats, Ints, success_of
-from rlinf_async.messages.spaces import Seen
+from rlinf_async.messages.spaces import ObservationArray
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.observe.files import RunFolderError, VideoError
 from rlinf_async.observe.video import VideoReport, record_video
@@ -566,7 +566,7 @@ class _Acting:
 
 
 def _most_likely(
-    policy: PolicyBackend, seen: Seen, memory: Floats | None
+    policy: PolicyBackend, seen: ObservationArray, memory: Floats | None
 ) -> tuple[Floats | Ints, Floats | None]:
     """Actions ``[N, A]``, and what a recurrent policy remembers after them; a memory of None is
     that of episodes which begin."""
