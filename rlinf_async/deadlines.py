@@ -26,6 +26,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Final
 
 LOOKS: Final = 8
+"""looks until a limit runs out, if none is late"""
 _PUNCTUAL: Final = 4
 """quarters for which a punctual look counts; a late one counts for one"""
 

@@ -66,11 +66,13 @@ _CALL: Final = struct.Struct("<B7xqdQqq")
 """kind of call; number of the call; limit in seconds; seed; steps of the environment's life; steps
 of its episode"""
 _FIRST: Final = 4096
+"""bytes before the first call's note: a page for the header"""
 _SIZE: Final = 256
 """bytes of a call's note; its label follows the numbers"""
 MOST: Final = 1 << 16
 """places that a file has; it is sparse"""
 _SEED: Final = (1 << 64) - 1
+"""mask of the low 64 bits of a seed, which are noted"""
 NO_LENGTH: Final = -1
 """length of episode of a simulator whose environments are at different steps of theirs"""
 

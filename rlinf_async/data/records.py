@@ -137,6 +137,7 @@ def _decoded(value: bytes) -> str | bytes:
 _PIECE: Final = 1024 * 1024
 """bytes that are read at a time"""
 _THREADS: Final = 8
+"""most threads that compute digests"""
 
 
 def digest(file: Path) -> str:

@@ -298,6 +298,7 @@ class CountRates:
 
 
 _GZIP: Final = b"\x1f\x8b"
+"""first bytes of a gzip file"""
 _LEVEL: Final = 3  # of compression: a tenth of the size, at some 100 MB/s
 
 

@@ -262,6 +262,7 @@ def _tensors(moves: Plan, head: int, stop: int) -> tuple[str, ...]:
 
 
 MOST_MOVES = 1 << 25
+"""most moves of a plan, which holds them all in memory"""
 
 
 def plan(old: Layout, new: Layout) -> Plan:

@@ -291,6 +291,7 @@ def _busiest_dimension(old: Boxes, new: Boxes, tensors: int) -> Ints:
 
 
 SWEEPS = 50
+"""most sweeps over the pools"""
 SETTLED = 1e-3
 """a sweep that changes no load by more than this part of the highest is the last"""
 SLACK = 0.08

@@ -24,7 +24,9 @@ from rlinf_async.workers.host import Watchdog
 
 log = logging.getLogger(__name__)
 PERIOD = 1.0
+"""seconds between two looks"""
 FIRST_REPORT = 30.0
+"""seconds without movement before the first report; from report to report they double"""
 
 
 class DeadlockWatch:

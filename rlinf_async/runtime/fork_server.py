@@ -32,7 +32,9 @@ ASK_ANOTHER: Final = -2
 """answer in place of a process number: none was forked, because imports of another worker have
 started threads"""
 MESSAGE_BYTES: Final = 1 << 16
+"""most bytes of a request to fork"""
 DESCRIPTORS: Final = 64
+"""most file descriptors of a request to fork"""
 
 
 def main(control: int) -> None:

@@ -62,6 +62,7 @@ from rlinf_async.workers.base import BuildError, Device
 log = logging.getLogger(__name__)
 
 PIPE_BYTES: Final = 1 << 20
+"""size of the pipe for a worker's output, and of what is still read once the worker has ended"""
 LONGEST_LINE: Final = 1 << 16
 """bytes; what is longer is cut into several lines"""
 OPENED: Final = b"\0"

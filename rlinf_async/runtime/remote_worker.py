@@ -91,6 +91,7 @@ M = TypeVar("M")
 Death: TypeAlias = "asyncio.Future[WorkerDied]"
 
 CANCEL_SECONDS: Final = 2.0
+"""seconds that a worker has to report the end of a cancelled call"""
 log = logging.getLogger(__name__)
 _decode_outcome = msgspec.msgpack.Decoder(CallOutcome).decode
 _RETURNED = msgspec.msgpack.encode(CallOutcome())

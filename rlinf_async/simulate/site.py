@@ -118,6 +118,7 @@ ANSWER_SECONDS = 120.0
 """seconds of virtual time in which a worker must answer: slow nodes take their time, and none is
 deaf"""
 CHANGE_SECONDS = 3600.0
+"""limit of stops and changes, in seconds of virtual time: none takes as long"""
 
 
 def topology(config: SimulationConfig) -> Topology:

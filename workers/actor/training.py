@@ -35,7 +35,9 @@ from rlinf_async.workers.base import GroupStore, Worker
 LONGEST_POLL = 0.05
 """seconds between two reads of the store"""
 DEFAULT_TIMEOUT = 120.0
+"""seconds that a change of strategy may wait for other ranks"""
 DEFAULT_BUCKET_BYTES = 16 * 1024 * 1024
+"""bytes that a rank sends to another at a time in a change of strategy"""
 
 
 class AppliedStrategy(msgspec.Struct, frozen=True, kw_only=True):

@@ -192,6 +192,7 @@ def _with_advantage(sample: TrainingSample, found: TokenAdvantages | None) -> Tr
 Rewards = NDArray[np.float64]
 
 EPS = 1e-6
+"""added to the standard deviation of a group"""
 
 
 @register_group_advantage("grpo")

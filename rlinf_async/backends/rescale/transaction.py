@@ -28,7 +28,9 @@ from rlinf_async.backends.base import StrategyUnknown
 from rlinf_async.backends.reshard import PeerLost
 
 GO_ON = b"go on"
+"""decision that every rank goes on; any other value is the reason of the rank that gave up"""
 LOST = b"lost: "
+"""prefix of a reason that is the loss of a rank"""
 SHORTEST_POLL, LONGEST_POLL = 0.0002, 0.01
 """seconds between two reads of the store: a tenth of the time waited so far"""
 GRACE = 2.0

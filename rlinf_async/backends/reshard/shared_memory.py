@@ -105,6 +105,7 @@ def _lost(now: int, peers: Iterable[int]) -> str:
 
 
 SLOTS = 2
+"""slots of a rank's memory: it packs one while peers still read the other"""
 FIRST = "before anything was sent"
 
 

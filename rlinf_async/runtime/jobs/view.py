@@ -49,6 +49,7 @@ SPANS_EVERY = 10.0
 SPANS_LIMIT = 2.0
 """seconds that a worker has to hand its spans over; it may be stopped, or dying"""
 SPANS_KEPT = 400_000
+"""spans of a run that are kept, the newest; the others are counted"""
 LOOK_EVERY = 1.0
 """seconds between two questions to the workers what they do; a shorter wait counts as work"""
 STATUS_EVERY = 1.0

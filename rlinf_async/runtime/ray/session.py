@@ -273,6 +273,7 @@ TOKENS: Final = (
 SAID_BY_RAY: Final = ("Version mismatch", "Could not find any running Ray instance")
 """errors of Ray that name their cause"""
 HTTP2_PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+"""first bytes of HTTP/2 (RFC 9113, 3.4): Ray's node listens for gRPC, which is HTTP/2"""
 HTTP2_SETTINGS: Final = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 """An empty frame of settings: its fourth byte is the type."""
 

@@ -51,6 +51,8 @@ from rlinf_async.workers.env.trial import Stepped, seconds_of
 HOP: Final = 3e-4
 """seconds from a question to its answer between two processes, without the forward pass"""
 GAIN: Final = 0.9
+"""share of the time together that apart has to stay below: its forward passes are of what happens
+to be ready"""
 ENOUGH: Final = 0.25
 """seconds for measuring each of the two"""
 

@@ -37,6 +37,7 @@ from rlinf_async.workers.base import BuildError
 
 log = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0
+"""seconds between two looks whether bundles are free"""
 
 
 class OrderedPlacementGroup(NamedTuple):
@@ -159,6 +160,7 @@ def _ordered(group: Any, num_gpus: int, kind: str) -> OrderedPlacementGroup:
 ROOM_SECONDS: Final = 8.0
 """time that what has just ended has to give its bundles back"""
 ROOM_LOOK_SECONDS: Final = 0.25
+"""seconds between two looks whether there is room"""
 TELL_SECONDS: Final = 30.0
 """interval between reports of a wait that has no limit"""
 LEAST: Final = 1e-4

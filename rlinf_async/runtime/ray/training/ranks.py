@@ -61,6 +61,7 @@ class LoopThread:
 
 log = logging.getLogger(__name__)
 LOOK_SECONDS: Final = 0.5
+"""seconds between two looks whether another rank has failed"""
 OWN_END_SECONDS: Final = 5.0
 """time that a rank has to end a call by itself, once another has failed in it"""
 CAUSE_SECONDS: Final = 10.0
