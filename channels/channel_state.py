@@ -61,6 +61,7 @@ class ChannelState(abc.ABC):
         "had_sender",
         "item_class",
         "item_type",
+        "leases_ended",
         "leasing",
         "loaded",
         "lost",
@@ -107,6 +108,7 @@ class ChannelState(abc.ABC):
         advance; under 0, those that have granted credit. Some of them are not in use any more."""
         self.leasing: dict[object, int] = {}
         """how many leases each owner of some holds"""
+        self.leases_ended = 0
         self.had_sender = False
         self.open = True
         """not closed, not failed"""

@@ -355,6 +355,7 @@ class KeyQueue:
             self.channel.forget(self.key)
 
     def _lease_over(self, owner: object) -> None:
+        self.channel.leases_ended += 1
         leasing = self.channel.leasing
         leasing[owner] -= 1
         if not leasing[owner]:

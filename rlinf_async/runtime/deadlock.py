@@ -1,16 +1,18 @@
 """Detects a deadlock, or a blocked event loop of this process, and reports who waits for whom.
 
-Once a second, and only while somebody has waited on a channel for longer than that, every worker is
-asked whether it could go on by itself. When nobody can, here or there, and nothing has moved for
-``limit`` seconds (no item, and no byte of a large one), that is a deadlock: it is raised with the
-report. While somebody still could (a timer, a computation, a socket, a thread), the waits are only
-reported, with who that is, ever more rarely.
+Once a second the counts of all channels are compared with those of the last look. Only where none
+has changed, every worker is asked whether it could go on by itself, up to the first that can. When
+nobody can, here or there, and nothing has moved for ``limit`` seconds (no item, and no byte of a
+large one) in which somebody waited on a channel, that is a deadlock: it is raised with the report.
+While somebody still could (a timer, a computation, a socket, a thread), the waits are only
+reported, with who that is, ever more rarely. The waits themselves are looked at only then.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -57,14 +59,11 @@ class DeadlockWatch:
         self._waits = waits
         self._report = report
         self._on_deadlock = on_deadlock
-        self._limit = limit
+        self._limit = math.inf if limit is None else limit
         self._task: asyncio.Task[None] | None = None
         self._watchdog: Watchdog | None = None
         self._counts: list[object] = []
-        """what was put and got on each channel of this process"""
-        self._items: list[object] | None = None
-        """what moved on every channel, leases that ended included; None: not asked since the counts
-        were others"""
+        """what has moved on each channel, at the last look"""
         self._moved: dict[str, int] = {}
         """what each process that was asked since an item moved has moved"""
         self._still = 0.0
@@ -96,25 +95,9 @@ class DeadlockWatch:
             await self._look()
 
     async def _look(self) -> None:
-        homed = await self._homed()
-        counts: list[object] = [
-            one.version if isinstance(one, Latest) else (one.queue.sequence, one.queue.gets)
-            for one in self._channels.values()
-        ]
-        if counts != self._counts:  # as in nearly every look: more need not be asked
-            self._counts, self._items = counts, None
-            self._begin_again()
-            return
-        waits = self._waits()
-        here = (channel.statistics() for channel in self._channels.values())
-        items: list[object] = [
-            (seen.puts, seen.gets, seen.leases_out)
-            if isinstance(seen, Statistics)
-            else seen.version
-            for seen in (*here, *homed)
-        ]
-        before, self._items = self._items, items
-        if before not in (None, items) or not waits or waits[0].seconds < PERIOD:
+        every = (*self._channels.values(), *await self._homed())
+        before, self._counts = self._counts, [_count(one) for one in every]
+        if before != self._counts:
             self._begin_again()
             return
         still = self._still + PERIOD
@@ -130,7 +113,12 @@ class DeadlockWatch:
             f"  {name} is not blocked: {one.unless}" for name, one in found.items() if one.unless
         ]
         self._proven = -PERIOD if free else self._proven + PERIOD
-        if self._limit is not None and self._proven >= self._limit:
+        if self._proven < self._limit and self._still < self._report_at:
+            return
+        waits = self._waits()
+        waited = waits[0].seconds if waits else 0.0
+        self._still = min(self._still, waited)  # before that, nobody waited
+        if min(self._proven, waited) >= self._limit:
             self._on_deadlock(Deadlock(self._text(self._proven)))
         elif self._still >= self._report_at:
             self._report_at *= 2
@@ -172,3 +160,12 @@ class DeadlockWatch:
                 Standstill("it is being started") if handle is None else await handle.standstill()
             )
         return found
+
+
+def _count(one: Channel[Any] | Latest[Any] | Statistics) -> object:
+    """What changes whenever something moves on a channel."""
+    if isinstance(one, Channel):
+        return one.queue.sequence, one.queue.gets, one.queue.leases_ended
+    if isinstance(one, Statistics):
+        return one.puts, one.gets, one.leases_out
+    return one.version
