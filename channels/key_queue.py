@@ -12,26 +12,422 @@ Invariants, each with a test of that name:
   in when nothing else is there; what is returned goes back over and above.)
 
 Nothing here waits. Items are handed directly to the gets that wait, so none can be overtaken.
-At the end stand the deliveries to, and the puts of, tasks of the process that owns the channel.
+
+Every way of getting is a delivery: entries that one receiver asked for, or was sent in advance, and
+that belong to the queue until the delivery is *settled*::
+
+    waiting --served--> delivered --settled--> over
+       \\--cancelled, refused------------------/
+
+    outcome     of a get, a batch           of a lease                 of a prefetched item
+    TAKEN       the caller has it           its block ended            a get took it
+    RETURNED    cancelled, connection lost  nobody entered the block,  recalled, not wanted
+                                            or another item takes its
+                                            place
+    FAILED      -                           its block raised, or its   -
+                                            holder is gone
+    REJECTED    it cannot be decoded        the same                   the same
+    LOST        its arrays are gone with the process that kept them
+
+What is returned or has failed goes back to where it was: entries are ordered by their sequence
+number, from wherever they return, and in whatever order. `KeyQueue.settle` does all of this.
 """
 
 from __future__ import annotations
 
+import abc
+import asyncio
+import contextlib
+import logging
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import islice
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
-from rlinf_async.channels.channel_state import ChannelState
-from rlinf_async.channels.delivery import Delivery, Entry, Outcome, PrefetchLink, Turns, WaitingPut
-from rlinf_async.channels.errors import ChannelError
-from rlinf_async.channels.remote_payload import PayloadLost, remote_payload_of
-from rlinf_async.channels.statistics import WaitFuture, current_party
+import msgspec
+
+from rlinf_async.channels import errors
+from rlinf_async.channels.errors import ChannelError, MalformedFrame, error_text
+from rlinf_async.channels.quick_check import round_trip_check
+from rlinf_async.channels.remote_payload import RemotePayload, remote_payload_of
+from rlinf_async.channels.statistics import DeadLetter, Edges, current_party
+from rlinf_async.channels.untyped import (
+    Encoded,
+    EncodeList,
+    Form,
+    check_key_and_weight,
+    item_class,
+)
 
 if TYPE_CHECKING:
     from rlinf_async.channels.ends import Key
+
+log = logging.getLogger(__name__)
+CHECKPOINT: Final = 128
+"""One put and one get of so many gives others in this loop a turn: a loop over them can be
+cancelled, and starves no other task."""
+
+
+class Entry(msgspec.Struct, eq=False, gc=False):
+    """An item in a queue. Not tracked by the garbage collector, which would visit every one."""
+
+    item: Any
+    weight: int
+    sequence: int
+    """position in the order in which items came into the channel; 0 while the put waits for room"""
+    deliveries: int = 0
+    """how often it was handed out under a lease"""
+    ready: Any = None
+    """its encoded form, where that was made before a get asked for it"""
+
+
+class Outcome(IntEnum):
+    """How a delivery, or a part of it, was settled. See the table above."""
+
+    TAKEN = 0
+    RETURNED = 1
+    FAILED = 2
+    REJECTED = 3
+    LOST = 4
+
+
+class PrefetchLink(Protocol):
+    """A receiver in another process that can be sent items in advance."""
+
+    overdue: bool
+    """whether it has not answered a recall for so long that others are served without it"""
+
+    def recall(self, receiver: int = 0) -> None:
+        """A get waits for an item, perhaps one of this receiver: ask for what was sent in advance
+        and not taken."""
+
+    def close(self) -> None:
+        """Its receiver is closed: all of it goes back."""
+
+    def settled(self) -> None:
+        """Nothing of it is left."""
+
+
+class Delivery(abc.ABC):
+    """One get, batch or lease: first it waits and collects entries, then it holds them.
+
+    Args:
+        receiver: number of the end that asked.
+        holder: the party that asked, for reports.
+        owner: the task that asked: it must not wait for its own entries.
+        target: weight that it collects.
+        at_least: weight from which on it is served as soon as nothing more is there.
+        lease: whether settling it is left to a lease's block.
+    """
+
+    __slots__ = (
+        "at_least", "entries", "holder", "lease", "link", "loop", "owner", "prefetched", "receiver",
+        "requested", "since", "target", "unsettled", "waiting", "weight",
+    )  # fmt: skip
+
+    def __init__(
+        self, receiver: int, holder: str, owner: object,
+        target: int = 1, at_least: int = 1, lease: bool = False,
+    ) -> None:  # fmt: skip
+        self.receiver = receiver
+        self.holder = holder
+        self.owner = owner
+        self.target = target
+        self.at_least = at_least
+        self.lease = lease
+        self.loop = loop = asyncio.get_running_loop()
+        self.since = loop.time()
+        self.entries: list[Entry | None] = []
+        """those that were settled are None"""
+        self.weight = 0
+        self.requested = 0
+        """so many of the entries were asked for; those behind them were sent in advance"""
+        self.unsettled = 0
+        self.prefetched = 0
+        """so many of the unsettled entries were sent in advance"""
+        self.waiting = False
+        """whether it is among the `Turns` of its queue"""
+        self.link: PrefetchLink | None = None
+
+    @property
+    @abc.abstractmethod
+    def cancelled(self) -> bool:
+        """Whether its wait is over, although it was not taken out of its queue yet."""
+
+    @abc.abstractmethod
+    def served(self) -> None:
+        """It has its entries, and is registered as unsettled: end the wait."""
+
+    @abc.abstractmethod
+    def refused(self, error: ChannelError) -> None:
+        """It will get none: end the wait with this error."""
+
+    def over(self) -> None:  # noqa: B027  (few have anything to do)
+        """All of it is settled."""
+
+    # ---- for its queue, while it waits
+
+    def release(self) -> list[Entry]:
+        """Let go of what was collected."""
+        collected, self.entries, self.weight = self.held(), [], 0
+        return collected
+
+    def held(self) -> list[Entry]:
+        """The entries that are not settled."""
+        return list(filter(None, self.entries))
+
+
+class WaitingPut(abc.ABC):
+    """A put that waits for room."""
+
+    __slots__ = ("entry", "holder", "loop", "sender", "since")
+
+    def __init__(self, entry: Entry, sender: int, holder: str) -> None:
+        self.entry = entry
+        self.sender = sender
+        self.holder = holder
+        self.loop = loop = asyncio.get_running_loop()
+        self.since = loop.time()
+
+    @property
+    @abc.abstractmethod
+    def cancelled(self) -> bool:
+        """As of `Delivery`."""
+
+    @abc.abstractmethod
+    def admitted(self) -> None:
+        """Its item is in the queue: end the wait."""
+
+    @abc.abstractmethod
+    def refused(self, error: ChannelError) -> None:
+        """Its item will not be taken: end the wait with this error."""
+
+
+class Turns:
+    """The deliveries that wait under one key. Receivers are served in turn, one delivery of each,
+    and the deliveries of each in the order in which they came."""
+
+    __slots__ = ("_by_receiver", "_order", "first")
+
+    def __init__(self) -> None:
+        self._order: deque[int] = deque()
+        """receivers, the next to be served first"""
+        self._by_receiver: dict[int, deque[Delivery]] = {}
+        self.first: Delivery | None = None
+        """whose turn it is; None where none waits"""
+
+    def __iter__(self) -> Iterator[Delivery]:
+        for receiver in self._order:
+            yield from self._by_receiver[receiver]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_receiver.values()))
+
+    @property
+    def receivers(self) -> int:
+        """Number of receivers that wait."""
+        return len(self._order)
+
+    def add(self, delivery: Delivery) -> None:
+        """Wait behind the others of its receiver; a receiver that did not wait goes last."""
+        delivery.waiting = True
+        own = self._by_receiver.get(delivery.receiver)
+        if own is None:
+            self._by_receiver[delivery.receiver] = deque((delivery,))
+            self._order.append(delivery.receiver)
+            if self.first is None:
+                self.first = delivery
+        else:
+            own.append(delivery)
+
+    def pop_first(self) -> None:
+        """It was served: its receiver goes last."""
+        order, receiver = self._order, self._order.popleft()
+        own = self._by_receiver[receiver]
+        own.popleft().waiting = False
+        if own:
+            order.append(receiver)
+        else:
+            del self._by_receiver[receiver]
+        self.first = self._by_receiver[order[0]][0] if order else None
+
+    def pass_over(self) -> None:
+        """The receiver whose turn it is goes last."""
+        self._order.rotate(-1)
+        self.first = self._by_receiver[self._order[0]][0]
+
+    def drop(self, delivery: Delivery) -> bool:
+        """Take it out, its receiver keeps its turn; False if it does not wait here."""
+        if not delivery.waiting:
+            return False
+        delivery.waiting = False
+        order, own = self._order, self._by_receiver[delivery.receiver]
+        own.remove(delivery)
+        if not own:
+            del self._by_receiver[delivery.receiver]
+            order.remove(delivery.receiver)
+        self.first = self._by_receiver[order[0]][0] if order else None
+        return True
+
+    def drop_all(self, receiver: int | None = None) -> list[Delivery]:
+        """Take all out, or those of one receiver."""
+        dropped = [one for one in self if receiver is None or one.receiver == receiver]
+        for one in dropped:
+            self.drop(one)
+        return dropped
+
+
+class ChannelState(abc.ABC):
+    """The state of one channel that the queues of its keys read and count in."""
+
+    __slots__ = (
+        "accepts", "capacity", "channel", "copied", "credit", "credit_waits", "dead_letters",
+        "decode", "direct", "edges", "encode", "encode_list", "ended", "failure", "fits", "form",
+        "get_turn", "get_wait_seconds", "get_waits", "gets", "had_sender", "item_class",
+        "item_type", "leases_ended", "leasing", "loaded", "lost", "max_deliveries", "max_weight",
+        "name", "no_receivers_left", "open", "opened_at", "prefetched", "prefetched_weight",
+        "put_turn", "put_wait_seconds", "put_waits", "receivers", "redelivered", "refused",
+        "round_trip", "senders", "sequence", "shared", "stale", "touched", "unconfirmed",
+        "withdrawn",
+    )  # fmt: skip
+
+    def __init__(
+        self, item_type: Any, name: str, capacity: int, max_weight: int | None, max_deliveries: int
+    ) -> None:
+        self.item_type = item_type
+        self.item_class = item_class(item_type)
+        self.round_trip = round_trip_check(item_type, name)
+        self.fits = self.round_trip.fits
+        self.name = name
+        self.capacity = capacity
+        self.max_weight = max_weight
+        self.max_deliveries = max_deliveries
+        self.senders: dict[int, str] = {}
+        """who holds each open end, by its number"""
+        self.receivers: dict[int, str] = {}
+        self.touched: dict[int, set[Any]] = {}
+        """by number of an end: each `KeyQueue` in which it has waited, or was sent items in
+        advance; under 0, those that have granted credit. Some of them are not in use any more."""
+        self.leasing: dict[object, int] = {}
+        """how many leases each owner of some holds"""
+        self.leases_ended = 0
+        self.had_sender = False
+        self.open = True
+        """not closed, not failed"""
+        self.no_receivers_left = False
+        """there were receivers, and all have closed"""
+        self.accepts = True
+        """open, with a receiver that is left or may still come"""
+        self.ended = False
+        """no item can come any more"""
+        self.failure: errors.Failure | None = None
+        self.decode: Callable[[Encoded], Any] | None = None
+        """set where other processes have ends, as are the next three"""
+        self.encode: Callable[[Any], Encoded] | None = None
+        self.encode_list: EncodeList | None = None
+        self.form = Form()
+        self.dead_letters: list[DeadLetter] = []
+        self.edges = Edges()
+        self.sequence = 0
+        """of the item that came in last"""
+        self.opened_at: float | None = None
+        """when its first end was opened: it may be made before the loop that runs it"""
+        self.channel: Callable[[], object] = lambda: None
+        """the `Channel` that it belongs to, while that is used"""
+        self.withdrawn = 0
+        """items that came in and were taken out again, since their put was cancelled"""
+        self.gets = self.put_waits = self.get_waits = 0
+        self.put_turn = self.get_turn = CHECKPOINT - 1
+        """the ``sequence`` and the ``gets`` with which others in the loop have a turn next"""
+        self.put_wait_seconds = self.get_wait_seconds = 0.0
+        self.redelivered = self.unconfirmed = self.stale = 0
+        self.shared = self.copied = self.direct = self.loaded = self.lost = 0
+        self.credit = self.credit_waits = self.refused = 0
+        self.prefetched = self.prefetched_weight = 0
+
+    @abc.abstractmethod
+    def forget(self, key: Key | None) -> None:
+        """Remove this key if it is idle: keys come and go, and must not stay in memory."""
+
+    @abc.abstractmethod
+    def touch(self, end: int, queue: Any) -> None:
+        """Find this `KeyQueue`, of a key, when something becomes of this end: see ``touched``."""
+
+    @abc.abstractmethod
+    def ended_error(self, key: Key | None) -> errors.ChannelError:
+        """The error for a get under this key, of which nothing will come any more."""
+
+    @abc.abstractmethod
+    def stuck_holders(self) -> set[object]:
+        """Of those who hold something and wait here, under whichever key, the ones that only wait
+        for one another."""
+
+    # ---- what may be asked for
+
+    def check_put(self, key: object, weight: object) -> None:
+        """Refuse a put that no receiver can take, or that weighs nothing.
+
+        Raises:
+            ChannelClosed, ChannelFailed, NoReceivers, TypeError, ValueError
+        """
+        self._check_open()
+        if self.no_receivers_left:
+            raise errors.no_receivers(self.name)
+        check_key_and_weight(self.name, key, weight)
+
+    def _check_open(self) -> None:
+        if self.failure is not None:
+            raise errors.channel_failed(self.name, self.failure)
+        if not self.open:
+            raise errors.channel_closed(self.name)
+
+    # ---- items
+
+    def value(self, item: Any) -> Any:
+        """The item to hand out here. One from another process is decoded now.
+
+        Raises:
+            MalformedFrame: it is not of the channel's type.
+        """
+        return self.decode(item) if item.__class__ is Encoded and self.decode else item
+
+    def dead_letter(self, entry: Entry, error: BaseException | str) -> None:
+        """Move an item that cannot be used to the dead letters."""
+        item = entry.item
+        if self.direct and (payload := remote_payload_of(item)) is not None:
+            payload.start_loading().add_done_callback(
+                lambda _: self._dead_letter_loaded(entry, payload, error)
+            )
+            return
+        with contextlib.suppress(MalformedFrame):  # then it stays encoded
+            item = self.value(item)
+        self.dead_letters.append(DeadLetter(item, entry.deliveries, error_text(error)))
+        log.error(
+            "channel %r: an item is given up after %d deliveries and kept in dead_letters: %s",
+            self.name,
+            entry.deliveries,
+            error_text(error),
+        )
+
+    def _dead_letter_loaded(
+        self, entry: Entry, payload: RemotePayload, error: BaseException | str
+    ) -> None:
+        if payload.loaded is None:
+            self.gets -= 1
+            self.count_lost([entry])
+        else:
+            self.dead_letter(entry, error)
+
+    def count_lost(self, entries: list[Entry]) -> None:
+        """These cannot be had: their producer died with their arrays."""
+        self.lost += len(entries)
+        holders = [entry.item.buffers.holder for entry in entries]
+        for holder in dict.fromkeys(holders):
+            log.error(
+                "channel %r: %d items are lost, since %s was lost before anybody had fetched "
+                "their arrays from it", self.name, holders.count(holder), holder,
+            )  # fmt: skip
 
 
 P = TypeVar("P", bound=WaitingPut)
@@ -95,7 +491,7 @@ class KeyQueue:
         """Whether it holds nothing and is not in use."""
         return not (
             self.entries
-            or self.getters.order
+            or self.getters.first
             or self.putters
             or self.deliveries
             or any(one.items or one.wanting for one in self.credit_holders)
@@ -104,7 +500,7 @@ class KeyQueue:
     @property
     def collected(self) -> list[Entry]:
         """What the batch or lease that is next in turn has collected so far."""
-        return self.getters.first.held() if self.getters.order else []
+        return self.getters.first.held() if self.getters.first else []
 
     # ---- put
 
@@ -141,7 +537,7 @@ class KeyQueue:
         channel.sequence = sequence = channel.sequence + 1
         entries.append(Entry(item, weight, sequence))
         self.weight += weight
-        if self.getters.order:
+        if self.getters.first:
             self.serve()
         return None
 
@@ -168,7 +564,7 @@ class KeyQueue:
             self.entries.remove(entry)
             self.weight -= entry.weight
             self.channel.withdrawn += 1
-        elif self.getters.order and entry in (collecting := self.getters.first).entries:
+        elif self.getters.first and entry in (collecting := self.getters.first).entries:
             collecting.entries.remove(entry)
             collecting.weight -= entry.weight
             self.channel.withdrawn += 1
@@ -193,7 +589,7 @@ class KeyQueue:
     def take(self) -> Entry | None:
         """Deliver the head and settle it as taken, at once; None if one would have to wait."""
         entries = self.entries
-        if not entries or self.getters.order or self.channel.failure is not None:
+        if not entries or self.getters.first or self.channel.failure is not None:
             return None
         if self.prefetching and any(not link.overdue for link in self.prefetching.values()):
             return None
@@ -245,13 +641,14 @@ class KeyQueue:
     def prefetch(self, delivery: Delivery, link: PrefetchLink, count: int) -> None:
         """So many entries, the oldest, leave the queue for a receiver that has not asked for them;
         they count as queued."""
-        pop = self.entries.popleft
-        entries = [pop() for _ in range(count)]
-        weight = sum([entry.weight for entry in entries])
+        weight = 0
+        for _ in range(count):
+            entry = self.entries.popleft()
+            weight += entry.weight
+            delivery.entries.append(entry)
         self.weight -= weight
         if not delivery.unsettled:
             self.deliveries[delivery] = None
-        delivery.entries += entries
         delivery.unsettled += count
         delivery.prefetched = count
         delivery.link = link
@@ -268,15 +665,38 @@ class KeyQueue:
     ) -> None:  # fmt: skip
         """End this delivery, or ``count`` of its entries from ``first`` on. Entries that were
         settled before are left out."""
-        entries = delivery.entries
         if outcome is Outcome.TAKEN and count is None and delivery.link is None:  # most are
             delivery.entries, delivery.unsettled = [], 0
-            self._settled(delivery)
-            return
+        else:
+            self._settle_entries(delivery, outcome, first, count, error)
+        if not delivery.unsettled:
+            if delivery.lease and delivery in self.deliveries:
+                leasing, owner = self.channel.leasing, delivery.owner
+                leasing[owner] -= 1
+                if not leasing[owner]:
+                    del leasing[owner]
+                self.channel.leases_ended += 1
+            self.deliveries.pop(delivery, None)
+            delivery.over()
+        if delivery.link is not None and not delivery.prefetched:
+            link, delivery.link = delivery.link, None
+            del self.prefetching[delivery]
+            if link not in self.prefetching.values():
+                link.settled()
+        if self.getters.first or self.putters or self.room_wanted:
+            self.serve()
+        if self.key is not None:
+            self.channel.forget(self.key)
+
+    def _settle_entries(
+        self, delivery: Delivery, outcome: Outcome, first: int, count: int | None,
+        error: BaseException | str,
+    ) -> None:  # fmt: skip
+        entries = delivery.entries
         stop = len(entries) if count is None else min(first + count, len(entries))
         border = min(max(delivery.requested, first), stop)
-        requested = [entry for entry in entries[first:border] if entry is not None]
-        prefetched = [entry for entry in entries[border:stop] if entry is not None]
+        requested = list(filter(None, entries[first:border]))
+        prefetched = list(filter(None, entries[border:stop]))
         entries[first:stop] = [None] * (stop - first)
         delivery.unsettled -= len(requested) + len(prefetched)
         if prefetched:
@@ -289,10 +709,9 @@ class KeyQueue:
             self.channel.gets -= len(requested)
         if outcome is not Outcome.TAKEN:
             back = self._put_away(delivery, [*requested, *prefetched], outcome, error)
-            if back and self.getters.order:
+            if back and self.getters.first:
                 back += self.getters.first.release()  # it collects again, in order
             self.insert(back)
-        self._settled(delivery)
 
     def replace(self, delivery: Delivery, index: int, item: Any) -> None:
         """Return this entry of a lease with another item, unless it was settled before."""
@@ -337,30 +756,6 @@ class KeyQueue:
         channel.redelivered += len(again)
         return again
 
-    def _settled(self, delivery: Delivery) -> None:
-        """Unregister what is over, and serve those who waited for that."""
-        if not delivery.unsettled:
-            if delivery.lease and delivery in self.deliveries:
-                self._lease_over(delivery.owner)
-            self.deliveries.pop(delivery, None)
-            delivery.over()
-        if delivery.link is not None and not delivery.prefetched:
-            link, delivery.link = delivery.link, None
-            del self.prefetching[delivery]
-            if link not in self.prefetching.values():
-                link.settled()
-        if self.getters.order or self.putters or self.room_wanted:
-            self.serve()
-        if self.key is not None:
-            self.channel.forget(self.key)
-
-    def _lease_over(self, owner: object) -> None:
-        self.channel.leases_ended += 1
-        leasing = self.channel.leasing
-        leasing[owner] -= 1
-        if not leasing[owner]:
-            del leasing[owner]
-
     def _count_prefetched(self, count: int, weight: int) -> None:
         self.reserved += count
         self.reserved_weight += weight
@@ -388,19 +783,18 @@ class KeyQueue:
             return
         if self.putters:
             self.admit()
-        getters, passed = self.getters, 0
-        while getters.order:
-            delivery = getters.first
+        channel, getters, passed = self.channel, self.getters, 0
+        while (delivery := getters.first) is not None:
             if delivery.cancelled:  # its task has not run yet
                 getters.drop(delivery)
                 self.insert(delivery.release())
                 continue
             if self.prefetching and (wait := self._wait_for_prefetched(delivery)):
                 passed += 1
-                if wait is _EVERYBODY or passed > len(getters.order):
+                if wait is _EVERYBODY or passed > getters.receivers:
                     break
                 self.insert(delivery.release())  # its own process stands still: others go on
-                getters.order.rotate(-1)
+                getters.pass_over()
                 continue
             full = self.collect(delivery)
             while not full and self.putters and self.admit():
@@ -408,14 +802,19 @@ class KeyQueue:
             if not (
                 full or delivery.weight >= delivery.at_least or self._nothing_can_come(delivery)
             ):
-                if self.channel.ended and len(getters.order) + len(self.deliveries) > 1:
+                if channel.ended and getters.receivers + len(self.deliveries) > 1:
                     self._end_waits_of_holders()
                 break
             getters.pop_first()
-            if delivery.entries:
-                self._deliver(delivery)
+            if entries := delivery.entries:
+                delivery.requested = delivery.unsettled = len(entries)
+                channel.gets += len(entries)
+                if delivery.lease:
+                    self._count_lease(delivery)
+                self.deliveries[delivery] = None
+                delivery.served()
             else:
-                delivery.refused(self.channel.ended_error(self.key))
+                delivery.refused(channel.ended_error(self.key))
             if self.putters:
                 self.admit()
         if self.room_wanted:
@@ -435,17 +834,11 @@ class KeyQueue:
                 return True
         return False
 
-    def _deliver(self, delivery: Delivery) -> None:
-        entries = delivery.entries
-        delivery.requested = delivery.unsettled = len(entries)
-        self.channel.gets += len(entries)
-        if delivery.lease:
-            for entry in delivery.held():
-                entry.deliveries += 1
-            leasing = self.channel.leasing
-            leasing[delivery.owner] = leasing.get(delivery.owner, 0) + 1
-        self.deliveries[delivery] = None
-        delivery.served()
+    def _count_lease(self, delivery: Delivery) -> None:
+        for entry in delivery.held():
+            entry.deliveries += 1
+        leasing = self.channel.leasing
+        leasing[delivery.owner] = leasing.get(delivery.owner, 0) + 1
 
     def _wait_for_prefetched(self, delivery: Delivery) -> int:
         """What was prefetched is older than what is here: ask for it back. Who must wait for it: a
@@ -543,7 +936,7 @@ class KeyQueue:
             push(Entry(item, each, sequence))
         channel.sequence = sequence
         self.weight += each * len(items)
-        if self.getters.order:
+        if self.getters.first:
             self.serve()
 
     def recall_credit(self) -> None:
@@ -560,7 +953,7 @@ class KeyQueue:
                 holder.room_freed()
 
 
-@contextmanager
+@contextlib.contextmanager
 def paused(queues: Iterable[KeyQueue]) -> Iterator[None]:
     """Suspend serving until the block ends: what is returned in it, in whatever order, is back
     before anything is delivered again."""
@@ -579,79 +972,3 @@ def paused(queues: Iterable[KeyQueue]) -> Iterator[None]:
 
 def _sequence(entry: Entry) -> int:
     return entry.sequence
-
-
-LOAD_AHEAD: Final = 4
-"""Items behind the one that is taken in this process, which are loaded meanwhile."""
-
-
-class LocalDelivery(Delivery):
-    """A delivery to a task of this process, which awaits ``future``."""
-
-    __slots__ = ("future", "queue")
-
-    def __init__(
-        self, queue: KeyQueue, receiver: int, holder: str, owner: object,
-        target: int = 1, at_least: int = 1, lease: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__(receiver, holder, owner, target, at_least, lease)
-        self.queue = queue
-        self.future = WaitFuture(loop=self.loop)
-
-    @property
-    def cancelled(self) -> bool:
-        return self.future.done()
-
-    def served(self) -> None:
-        self.future.set_result(None)
-
-    def refused(self, error: ChannelError) -> None:
-        if not self.future.done():
-            self.future.set_exception(error)
-
-
-class LocalPut(WaitingPut):
-    """A put of a task of this process, which awaits ``future``."""
-
-    __slots__ = ("future",)
-
-    def __init__(self, queue: KeyQueue, entry: Entry, sender: int, holder: str) -> None:
-        super().__init__(entry, sender, holder)
-        self.future = WaitFuture(loop=self.loop)
-
-    @property
-    def cancelled(self) -> bool:
-        return self.future.done()
-
-    def admitted(self) -> None:
-        self.future.set_result(None)
-
-    def refused(self, error: ChannelError) -> None:
-        if not self.future.done():
-            self.future.set_exception(error)
-
-
-def load_ahead(queue: KeyQueue) -> None:
-    """Load the payloads of the first items: a receiver in this process will take them."""
-    for entry in islice(queue.entries, LOAD_AHEAD):
-        if (payload := remote_payload_of(entry.item)) is not None and not payload.lost:
-            payload.start_loading()
-
-
-async def load_payloads(delivery: LocalDelivery) -> bool:
-    """Wait until all of these items are here; False if some are lost, and the others returned."""
-    load_ahead(delivery.queue)
-    lost: list[int] = []
-    payloads = [remote_payload_of(entry.item) for entry in delivery.held()]
-    for payload in payloads:
-        if payload is not None and not payload.lost:
-            payload.start_loading()
-    for index, payload in enumerate(payloads):
-        try:
-            if payload is not None:
-                await payload.wait_loaded()
-        except PayloadLost:
-            lost.append(index)
-    if lost:
-        delivery.queue.return_except(delivery, lost, Outcome.LOST)
-    return not lost

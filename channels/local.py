@@ -8,11 +8,10 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import islice
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
 
-from rlinf_async.channels.channel_state import CHECKPOINT
-from rlinf_async.channels.delivery import Entry, Outcome
 from rlinf_async.channels.ends import (
     NO_REPLACEMENTS,
     Key,
@@ -32,21 +31,104 @@ from rlinf_async.channels.errors import (
     channel_failed,
 )
 from rlinf_async.channels.key_queue import (
+    CHECKPOINT,
+    Delivery,
+    Entry,
     KeyQueue,
-    LocalDelivery,
-    LocalPut,
-    load_ahead,
-    load_payloads,
+    Outcome,
+    WaitingPut,
     paused,
 )
 from rlinf_async.channels.queue import Queue, state_of, statistics_of, waits_of
-from rlinf_async.channels.remote_payload import is_lost, remote_payload_of
-from rlinf_async.channels.statistics import DeadLetter, KeyState, Statistics, Wait, current_party
+from rlinf_async.channels.remote_payload import PayloadLost, is_lost, remote_payload_of
+from rlinf_async.channels.statistics import (
+    DeadLetter,
+    KeyState,
+    Statistics,
+    Wait,
+    WaitFuture,
+    current_party,
+)
 from rlinf_async.channels.untyped import ONE, check_key_and_weight, copies_of
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 T_contra = TypeVar("T_contra", contravariant=True)
+
+LOAD_AHEAD: Final = 4
+"""Items behind the one that is taken in this process, which are loaded meanwhile."""
+
+
+class LocalDelivery(Delivery):
+    """A delivery to a task of this process, which awaits ``future``."""
+
+    __slots__ = ("future", "queue")
+
+    def __init__(
+        self, queue: KeyQueue, receiver: int, holder: str, owner: object,
+        target: int = 1, at_least: int = 1, lease: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(receiver, holder, owner, target, at_least, lease)
+        self.queue = queue
+        self.future = WaitFuture(loop=self.loop)
+
+    @property
+    def cancelled(self) -> bool:
+        return self.future.done()
+
+    def served(self) -> None:
+        self.future.set_result(None)
+
+    def refused(self, error: ChannelError) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+class LocalPut(WaitingPut):
+    """A put of a task of this process, which awaits ``future``."""
+
+    __slots__ = ("future",)
+
+    def __init__(self, queue: KeyQueue, entry: Entry, sender: int, holder: str) -> None:
+        super().__init__(entry, sender, holder)
+        self.future = WaitFuture(loop=self.loop)
+
+    @property
+    def cancelled(self) -> bool:
+        return self.future.done()
+
+    def admitted(self) -> None:
+        self.future.set_result(None)
+
+    def refused(self, error: ChannelError) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+def load_ahead(queue: KeyQueue) -> None:
+    """Load the payloads of the first items: a receiver in this process will take them."""
+    for entry in islice(queue.entries, LOAD_AHEAD):
+        if (payload := remote_payload_of(entry.item)) is not None and not payload.lost:
+            payload.start_loading()
+
+
+async def load_payloads(delivery: LocalDelivery) -> bool:
+    """Wait until all of these items are here; False if some are lost, and the others returned."""
+    load_ahead(delivery.queue)
+    lost: list[int] = []
+    payloads = [remote_payload_of(entry.item) for entry in delivery.held()]
+    for payload in payloads:
+        if payload is not None and not payload.lost:
+            payload.start_loading()
+    for index, payload in enumerate(payloads):
+        try:
+            if payload is not None:
+                await payload.wait_loaded()
+        except PayloadLost:
+            lost.append(index)
+    if lost:
+        delivery.queue.return_except(delivery, lost, Outcome.LOST)
+    return not lost
 
 
 class Channel(Generic[T]):
@@ -277,7 +359,7 @@ class LocalSender(_LocalEnd, Sender[T_contra]):
         if not channel.fits(item):
             channel.check_item(item)
         queue = self._unkeyed if key is None else channel.of_key(key)
-        entries, getters = queue.entries, queue.getters.order
+        entries, getters = queue.entries, queue.getters.first
         if (
             weight is ONE
             and channel.accepts
@@ -298,6 +380,7 @@ class LocalSender(_LocalEnd, Sender[T_contra]):
             queue.cancel_put(wait)
             raise
         queue.put_waited(wait)
+        channel.put_turn = channel.sequence + CHECKPOINT  # others had a turn
 
     def put_nowait(self, item: T_contra, *, key: Key | None = None, weight: int = 1) -> None:
         self.open()
@@ -351,7 +434,7 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
                 and key is None
                 and channel.failure is None
                 and not (
-                    queue.putters or queue.getters.order or queue.prefetching or queue.room_wanted
+                    queue.putters or queue.getters.first or queue.prefetching or queue.room_wanted
                 )
             ):  # as `KeyQueue.take`, of which this is most of the time, without a call
                 entry = queue.entries.popleft()
@@ -390,7 +473,7 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
     def _take_in_turn(self, queue: KeyQueue) -> Entry | None:
         """Take an item although others wait, if none of them can take it: they were cancelled, or
         wait for what their own process must return."""
-        if not queue.getters.order:
+        if not queue.getters.first:
             return None
         delivery = LocalDelivery(queue, self._number, current_party.get(), None)
         if not queue.get_nowait(delivery) or delivery.future.exception() is not None:
@@ -449,6 +532,7 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
             finally:
                 if waits:
                     queue.get_waited(delivery)
+                    channel.get_turn = channel.gets + CHECKPOINT  # others had a turn
 
     def _values(self, delivery: LocalDelivery, items: list[Any]) -> list[Any]:
         """These items of a delivery, decoded; one that cannot be is buried, the others go back."""

@@ -1,26 +1,26 @@
 """One channel, in the process that owns it: its keys, its ends, and how it ends.
 
-What happens under one key, and which invariants hold, stands in `key_queue`; what becomes of items
-that were handed out, in `delivery`. The functions below say what can be seen of a queue from
+What happens under one key, what becomes of items that were handed out, and which invariants hold,
+stands in `key_queue`. The functions below say what can be seen of a queue from
 outside: who waits on it, and its counts.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
 from collections.abc import Iterable, Iterator
 from itertools import chain, count, islice
 from typing import Any, Final, Literal
 
 from rlinf_async.channels import errors
-from rlinf_async.channels.channel_state import ChannelState
-from rlinf_async.channels.delivery import Delivery, WaitingPut
 from rlinf_async.channels.ends import Key
 from rlinf_async.channels.errors import ChannelEmpty, ChannelError, ChannelFailed, error_text
-from rlinf_async.channels.key_queue import KeyQueue
+from rlinf_async.channels.key_queue import ChannelState, Delivery, KeyQueue, WaitingPut
 from rlinf_async.channels.remote_payload import is_lost
 from rlinf_async.channels.statistics import KeyState, Statistics, Wait
-from rlinf_async.channels.untyped import check_key_and_weight
+from rlinf_async.channels.untyped import check_item, check_key_and_weight
 
 log = logging.getLogger(__name__)
 LOOKED_AT: Final = 16
@@ -92,12 +92,14 @@ class Queue(ChannelState):
         self._check_open()
         self.senders[number := self._new_end()] = holder
         self.had_sender = True
+        self._ends_changed()
         return number
 
     def remove_sender(self, number: int) -> None:
         """Close a sender: its own waiting puts are refused, and the last one ends the channel."""
         if self.senders.pop(number, None) is None:
             return
+        self._ends_changed()
         for queue in self._touched([number]):
             queue.refuse_putters(errors.closed_while_waiting, number)
             queue.serve()
@@ -111,7 +113,7 @@ class Queue(ChannelState):
     def add_receiver(self, holder: str) -> int:
         self.receivers[number := self._new_end()] = holder
         self.no_receivers_left = False
-        self.accepts = self.open
+        self._ends_changed()
         return number
 
     def remove_receiver(self, number: int) -> None:
@@ -119,7 +121,7 @@ class Queue(ChannelState):
         if self.receivers.pop(number, None) is None:
             return
         self.no_receivers_left = not self.receivers
-        self.accepts = self.open and not self.no_receivers_left
+        self._ends_changed()
         for queue in self._touched([number]):
             queue.refuse_getters(errors.closed_while_waiting, number)
             for delivery, link in list(queue.prefetching.items()):
@@ -135,6 +137,18 @@ class Queue(ChannelState):
                 queue.serve()
                 self.forget(queue.key)
 
+    def _ends_changed(self) -> None:
+        self.accepts = self.open and not self.no_receivers_left
+        self.ended = not self.open or (self.had_sender and not self.senders)
+
+    @staticmethod
+    def now() -> float:
+        """The loop's clock where one runs; channels may be made before."""
+        try:
+            return asyncio.get_running_loop().time()
+        except RuntimeError:
+            return time.monotonic()
+
     def _new_end(self) -> int:
         if self.opened_at is None:
             self.opened_at = self.now()
@@ -143,7 +157,8 @@ class Queue(ChannelState):
     def close(self) -> None:
         """No more items; what is queued can still be taken."""
         if self.open:
-            self.open = self.accepts = False
+            self.open = False
+            self._ends_changed()
             for queue in self.every_key():
                 queue.refuse_putters(errors.channel_closed)
                 queue.serve()
@@ -155,7 +170,8 @@ class Queue(ChannelState):
         if self.failure is not None:
             return
         self.failure = (error_text(error), error if isinstance(error, BaseException) else None)
-        self.open = self.accepts = False
+        self.open = False
+        self._ends_changed()
         for queue in self.every_key():
             queue.refuse_putters(self._failed)
             queue.refuse_getters(self._failed)
@@ -186,6 +202,21 @@ class Queue(ChannelState):
         return errors.channel_ended(
             self.name, key, {queue.key: len(queue.entries) for queue in others}
         )
+
+    def check_item(self, item: Any) -> None:
+        """Refuse an item that is not of the channel's type."""
+        if not self.fits(item):
+            check_item(item, self.item_type, self.item_class, self.name)
+            self.round_trip.check(item)
+
+    def check_get(self) -> None:
+        """Refuse a get of a failed channel.
+
+        Raises:
+            ChannelFailed
+        """
+        if self.failure is not None:
+            raise errors.channel_failed(self.name, self.failure)
 
     # ---- items
 
@@ -220,7 +251,7 @@ class Queue(ChannelState):
     def drop_lost(self) -> None:
         """A producer died: items whose payload was not fetched from it are lost."""
         for queue in self.every_key():
-            if queue.getters.order:
+            if queue.getters.first:
                 queue.insert(queue.getters.first.release())
             lost = [entry for entry in queue.entries if is_lost(entry.item)]
             for entry in lost:
@@ -311,7 +342,7 @@ def statistics_of(queue: Queue) -> Statistics:
         depth=sum(len(key.entries) for key in keys) + queue.prefetched,
         weight=sum(key.weight for key in keys) + queue.prefetched_weight,
         collected=sum(len(key.collected) for key in keys),
-        keys=sum(1 for key in keys[1:] if key.entries or key.getters.order or key.putters),
+        keys=sum(1 for key in keys[1:] if key.entries or key.getters.first or key.putters),
         puts=queue.sequence - queue.withdrawn + waiting_putters,
         gets=queue.gets,
         put_waits=queue.put_waits,

@@ -30,8 +30,6 @@ from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any, Final
 
-from rlinf_async.channels.channel_state import ChannelState
-from rlinf_async.channels.delivery import Delivery, Entry, Outcome
 from rlinf_async.channels.ends import Key, checked_least
 from rlinf_async.channels.errors import (
     ChannelError,
@@ -40,7 +38,14 @@ from rlinf_async.channels.errors import (
     MalformedFrame,
     WrongItemType,
 )
-from rlinf_async.channels.key_queue import KeyQueue, paused
+from rlinf_async.channels.key_queue import (
+    ChannelState,
+    Delivery,
+    Entry,
+    KeyQueue,
+    Outcome,
+    paused,
+)
 from rlinf_async.channels.latest import Latest
 from rlinf_async.channels.local import LocalReceiver, LocalSender
 from rlinf_async.channels.queue import Queue
@@ -273,7 +278,7 @@ class Prefetch:
     def recall(self, receiver: int = 0) -> None:
         connection, queue = self._deliveries.connection, self._queue
         if receiver != self._receiver:
-            queue.contested = queue.channel.now()
+            queue.contested = asyncio.get_running_loop().time()
         if self._timer is None and not connection.closed:
             self._timer = Timer(RECALL_SECONDS, self._not_answered)
             connection.notify("delivery.recall", Recall(self._end, queue.key))
@@ -332,7 +337,7 @@ class Deliveries:
         if request.abandon is not None:
             queue.get_waited(delivery)
         try:
-            ahead = get.ahead > 0 and not get.lease and self._may_prefetch(queue, get)
+            ahead = get.ahead > 0 and not get.lease and self._may_prefetch(delivery)
             if ahead and self._answer_with_list(delivery, get):
                 return
             bodies = self._encoded(delivery)
@@ -359,16 +364,17 @@ class Deliveries:
                 raise type(error)(f"channel {queue.channel.name!r}: {error}") from error
         return found
 
-    def _may_prefetch(self, queue: KeyQueue, get: Get) -> bool:
+    def _may_prefetch(self, delivery: RemoteDelivery) -> bool:
         """Whether there are items that nobody else waits for."""
-        if not queue.entries or queue.getters.order or queue.channel.failure is not None:
+        queue, get = delivery.queue, delivery.request.meta
+        if not queue.entries or queue.getters.first or queue.channel.failure is not None:
             return False
         prefetch = self.prefetches.get((get.end, get.key))
         if (prefetch is not None and prefetch.recalled) or any(
             other is not prefetch for other in queue.prefetching.values()
         ):
             return False
-        return queue.channel.now() - queue.contested >= ALONE_SECONDS
+        return delivery.loop.time() - queue.contested >= ALONE_SECONDS
 
     def _answer_with_list(self, delivery: RemoteDelivery, get: Get) -> bool:
         """Answer with what is asked for and items in advance, as one list; whether that could be

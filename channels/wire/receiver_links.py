@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from rlinf_async.channels.delivery import Outcome
 from rlinf_async.channels.ends import Key, getting_task
 from rlinf_async.channels.errors import ChannelClosed, ConnectionLost, MalformedFrame, error_text
+from rlinf_async.channels.key_queue import Outcome
 from rlinf_async.channels.remote_payload import RemotePayload
 from rlinf_async.channels.statistics import WaitFuture, current_party
 from rlinf_async.channels.untyped import Encoded

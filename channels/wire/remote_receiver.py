@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from rlinf_async.channels.delivery import Outcome
 from rlinf_async.channels.ends import NO_REPLACEMENTS, Key, Lease, Receiver, checked_least
 from rlinf_async.channels.errors import ConnectionLost, LeaseLost, MalformedFrame, error_text
+from rlinf_async.channels.key_queue import Outcome
 from rlinf_async.channels.remote_payload import RemotePayload
 from rlinf_async.channels.statistics import current_party
 from rlinf_async.channels.untyped import Encoded, check_key_and_weight

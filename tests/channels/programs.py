@@ -134,7 +134,7 @@ class Program:
             raise InvariantBroken(f"key {lane.key!r} holds its items in the order {order}")
 
     def _check_wakeups(self, lane: KeyQueue) -> None:
-        if lane.entries and lane.getters.order:
+        if lane.entries and lane.getters.first:
             raise InvariantBroken(f"key {lane.key!r}: a get waits although items rest")
         if lane.putters and lane.has_room(lane.putters[0].entry.weight):
             raise InvariantBroken(f"key {lane.key!r}: a put waits although there is room")

@@ -18,7 +18,7 @@ from rlinf_async.channels import (
     Sender,
     WrongItemType,
 )
-from rlinf_async.channels.delivery import Outcome
+from rlinf_async.channels.key_queue import Outcome
 from tests.channels.transport import Transport
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rlinf_async.channels.delivery import Turns
+from rlinf_async.channels.key_queue import Turns
 
 RECEIVERS = st.integers(1, 4)
 
@@ -74,6 +74,12 @@ class TurnsMachine(RuleBasedStateMachine):
         assert self.turns.drop_all(receiver) == (self.of(receiver) or [])
         self.model = [waits for waits in self.model if waits[0].receiver != receiver]
 
+    @precondition(lambda self: self.model)
+    @rule()
+    def pass_over(self) -> None:
+        self.turns.pass_over()
+        self.model.append(self.model.pop(0))
+
     @rule()
     def fail(self) -> None:
         assert {*self.turns.drop_all()} == {wait for waits in self.model for wait in waits}
@@ -85,9 +91,8 @@ class TurnsMachine(RuleBasedStateMachine):
         assert [*turns] == [wait for waits in model for wait in waits]
         assert all(wait.waiting for wait in turns)
         assert len(turns) == sum(map(len, model))
-        assert bool(turns.order) == bool(model)
-        if model:
-            assert turns.first is model[0][0]
+        assert turns.receivers == len(model)
+        assert turns.first is (model[0][0] if model else None)
 
 
 TestTurns = TurnsMachine.TestCase

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from rlinf_async.channels import Channel, ConnectionLost, NoReceivers
 from rlinf_async.channels import untyped as encoded
-from rlinf_async.channels.delivery import Entry
+from rlinf_async.channels.key_queue import Entry
 from rlinf_async.channels.wire import (
     ChannelServer,
     Connection,
