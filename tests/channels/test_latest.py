@@ -11,6 +11,7 @@ from rlinf_async.channels import (
     ChannelFailed,
     EndOfChannel,
     Latest,
+    LatestReceiver,
     WrongItemType,
 )
 from tests.channels.transport import Transport
@@ -172,3 +173,25 @@ async def test_a_clone_has_seen_what_its_original_has_and_reads_on_its_own(
     assert await receiver.get() == 2
     assert clone.version == 1
     assert await clone.get() == 2
+
+
+async def test_tasks_that_share_a_receiver_share_its_version_and_those_with_clones_do_not(
+    transport: Transport,
+) -> None:
+    sender, receiver = await transport.latest_ends(latest := Latest(str, name="weights"))
+    assert latest.receiver is latest.receiver
+    clones = receiver.clone(), receiver.clone()
+
+    async def read(own: LatestReceiver[str]) -> str:
+        return await own.get()
+
+    await sender.publish("a")
+    first = asyncio.create_task(read(receiver))
+    await transport.settle()
+    second = asyncio.create_task(read(receiver))
+    await transport.settle()
+    assert first.done()
+    assert not second.done()
+    assert [await asyncio.create_task(read(clone)) for clone in clones] == ["a", "a"]
+    await sender.publish("b")
+    assert await second == "b"
