@@ -60,7 +60,7 @@ def compute_advantages(inputs: AdvantageInputs, config: AdvantageConfig) -> Adva
     Raises `UnknownName` for an unknown advantage and `ValueError` for shapes that do not fit.
     """
     _check_shapes(inputs)
-    return advantage_functions[config.name](inputs, config)
+    return advantage_functions.named(config.name)(inputs, config)
 
 
 def _check_shapes(inputs: AdvantageInputs) -> None:

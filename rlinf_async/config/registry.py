@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -263,6 +264,8 @@ class Registry(Generic[T]):
         self._called_with = called_with
         self._described_by = described_by
         self._entries: dict[str, T] = {}
+        self.named: Callable[[str], T] = functools.cache(self.load)
+        """as `load`, and remembers what it has found: for what is asked at every step"""
         self._by_kind[kind] = self
 
     def register(self, name: str) -> Callable[[T], T]:

@@ -85,7 +85,7 @@ def compute_group_advantages(
     `ValueError`, naming the sample, if log-probs or values that the configuration needs are
     missing, or the reward of a scored sample is not finite.
     """
-    function = group_advantages[config.name]
+    function = group_advantages.named(config.name)
     answers: dict[int, TrainingSample] = {}
     for members in _groups(samples):
         scored = [at for at in members if samples[at].scored]

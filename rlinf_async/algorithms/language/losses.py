@@ -159,7 +159,7 @@ def token_loss(inputs: TokenLossInputs, config: LanguageLossConfig) -> TokenLoss
         going = _still_training(inputs, config, config.early_stop_ratio)
         inputs = _with_ratio_1(inputs, going)
         metrics["early_stopped"] = 1.0 - going
-    loss = policy = language_losses[config.name](inputs, config)
+    loss = policy = language_losses.named(config.name)(inputs, config)
     weights = off_policy_weights(inputs.proximal_log_prob, inputs.behaviour_log_prob, config)
     if weights is not None:
         loss = loss * weights.weight

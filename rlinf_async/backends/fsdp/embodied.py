@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rlinf_async.algorithms.advantages import advantage_functions
+from rlinf_async.algorithms.losses import loss_functions
 from rlinf_async.backends.base import RescaleReport
 from rlinf_async.backends.building import building
 from rlinf_async.backends.fsdp import ranks
@@ -162,6 +164,11 @@ class EmbodiedTrainer:
         self._running_returns: dict[str, _RunningReturns] = {}
         """returns of the continuing episodes, by stage"""
         self._version = 0
+        self.ppo = self._share(world_size)
+        """how a batch is used at the present number of ranks: the minibatches of all ranks together
+        are as large as those of all launched ones"""
+        advantage_functions.named(config.advantage.name)  # an unknown one is told now
+        loss_functions.named(config.ppo.loss.name)
 
     @property
     def version(self) -> int:
@@ -208,13 +215,8 @@ class EmbodiedTrainer:
             normalize=config.normalize_observation,
         )
 
-    @property
-    def ppo(self) -> PPOConfig:
-        """How a batch is used at the present number of ranks.
-
-        The minibatches of all ranks together are as large as those of all launched ones.
-        """
-        return rank_share_of(self.config.ppo, self.manager.groups.launched, self.manager.world_size)
+    def _share(self, ranks: int) -> PPOConfig:
+        return rank_share_of(self.config.ppo, self.manager.groups.launched, ranks)
 
     @property
     def strategy(self) -> Strategy:
@@ -225,7 +227,7 @@ class EmbodiedTrainer:
         """Raise `StrategyError` for other sizes than dp, and unless so many ranks can share a
         minibatch."""
         check_strategy(strategy, self.manager.groups.launched)
-        rank_share_of(self.config.ppo, self.manager.groups.launched, strategy.dp)
+        self._share(strategy.dp)
 
     def skip_iteration(self) -> None:
         """Count an iteration that the active ranks train, on an idle one."""
@@ -250,6 +252,7 @@ class EmbodiedTrainer:
         )
         extras = [msgspec.msgpack.decode(one, type=_RescaleExtra) for one in report.extras]
         self._version = extras[0].version
+        self.ppo = self._share(strategy.dp)
         oldest_first = sorted(
             (running.version, key, running)
             for one in extras

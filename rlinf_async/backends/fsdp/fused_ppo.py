@@ -163,7 +163,7 @@ class FusedPpo:
         """Whether the hand-written gradient is right for this model and loss."""
         plain = manager.world_size == 1 and type(manager.model) is MlpGaussianPolicy
         exact = manager.cfg.precision == "float32" and manager.device.type == "cpu"
-        return plain and exact and loss_functions[config.name] is ppo_loss
+        return plain and exact and loss_functions.named(config.name) is ppo_loss
 
     @torch.no_grad()
     def __call__(self, batch: FlatBatch, share: float) -> Tensor:

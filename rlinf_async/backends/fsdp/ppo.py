@@ -222,7 +222,7 @@ class AutogradLoss:
     def __init__(self, manager: FSDPModelManager, config: LossConfig) -> None:
         self._manager = manager
         self._config = config
-        self._loss = loss_functions[config.name]
+        self._loss = loss_functions.named(config.name)
 
     def __call__(self, batch: FlatBatch, share: float) -> Tensor:
         """Add ``share`` times the gradient of the mean loss over ``batch``."""
