@@ -238,12 +238,12 @@ class Worker:
 
     @property
     def world_size(self) -> int:
-        """How many workers the group has."""
+        """Number of workers in the group."""
         return self._context.info.world_size
 
     @property
     def incarnation(self) -> int:
-        """How often this rank was restarted after a death; 0 at first."""
+        """Number of restarts of this rank after a death; 0 at first."""
         return self._context.info.incarnation
 
     @property

@@ -95,7 +95,7 @@ class UnderWay(msgspec.Struct, frozen=True):
 
     @property
     def reason(self) -> str:
-        """Why its process is killed for it, once it has taken too long."""
+        """Text that says why the process is killed, once the call has taken too long."""
         return f"{self.where}, has not returned for {self.setting} = {self.limit:g}"
 
 
@@ -240,7 +240,7 @@ class ForeignCalls:
         _HEADER.pack_into(self._map, 0, count, waited, process)
 
     def last_words(self) -> LastWords:
-        """What the process was in when it ended."""
+        """Return the calls that the process was in when it ended."""
         _, waited, _ = _HEADER.unpack_from(self._map)
         reason = self._map[_REASON].rstrip(b"\0").decode(errors="replace")
         return LastWords(reason, waited, tuple(one.where for one in self.under_way()))
@@ -336,7 +336,7 @@ def _file(path: Path | None) -> int:
 
 
 def of_this_process() -> ForeignCalls | None:
-    """Where this process notes its calls; None where nobody would read them."""
+    """Return the file in which this process notes its calls; None where nobody would read it."""
     global _calls
     if _calls is None and _open is not None:
         file = _open()
@@ -388,7 +388,7 @@ def end_this_process(reason: str, waited: float = 0.0) -> NoReturn:
 
 
 def last_words(path: Path) -> LastWords:
-    """What the process that noted its calls in this file was in; removes the file."""
+    """Return the calls that the process which noted them in this file was in; removes the file."""
     try:
         file = os.open(path, os.O_RDWR)
     except OSError:

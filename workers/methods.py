@@ -149,8 +149,8 @@ def method_of(cls: type[Worker], function: Callable[..., Any]) -> Method:
 
 
 def mismatch(wanted: Any, value: Any) -> str:
-    """Why a value does not fit an annotation, ends inside lists and dicts included; empty where it
-    does."""
+    """Return why a value does not fit an annotation, ends inside lists and dicts included; empty
+    where it does."""
     if not holds_ends(value):
         return argument_mismatch(wanted, value)
     choices = get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,)
@@ -183,7 +183,7 @@ def _inside(wanted: Any, value: Any) -> list[tuple[Any, Any]]:
 
 
 def end_mismatch(wanted: Any, end: Any) -> str:
-    """Why a channel end does not fit an annotation; empty where it does."""
+    """Return why a channel end does not fit an annotation; empty where it does."""
     kind = _kind(end)
     given = f"{kind.__name__}[{describe(end.item_type)}] of channel {end.channel_name!r}"
     if wanted is Any:
@@ -220,8 +220,8 @@ def _hint(wanted: Any, end: Any, kind: type) -> str:
 
 
 def argument_mismatch(wanted: Any, value: Any) -> str:
-    """Why a plain argument does not fit an annotation; empty where it does, or where that cannot be
-    checked."""
+    """Return why a plain argument does not fit an annotation; empty where it does, or where that
+    cannot be checked."""
     if get_origin(wanted) in END_KINDS:
         return f"wants {describe(wanted)}, but is given {type(value).__name__}"
     try:

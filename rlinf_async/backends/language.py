@@ -98,7 +98,7 @@ class Resizable(Protocol):
     """An engine that can serve on other devices than those it was made for."""
 
     async def resize(self, devices: int, /) -> None:
-        """Serve on so many devices from now on. Requests that are here go on afterwards."""
+        """Serve on ``devices`` from now on. Requests that are here go on afterwards."""
         ...
 
 

@@ -84,7 +84,7 @@ class EnginePart(Part):
     """whether its log-probs in float32 are the trainer's, up to the last bits"""
 
     def with_model(self, settings: Any, folder: Path) -> Any:
-        """Return the settings with the model's folder in ``model``, if they have such a field."""
+        """Return the settings with the model's folder in ``model``, if they have that field."""
         if isinstance(settings, msgspec.Struct) and "model" in settings.__struct_fields__:
             return msgspec.structs.replace(settings, model=str(folder))
         return settings

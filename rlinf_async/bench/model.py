@@ -215,7 +215,7 @@ class BarVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ratio(name: str, *, metric: str, ours: str, theirs: str, at_least: float) -> Bar:
-    """The bar "our median is at least so many times theirs"."""
+    """Return the bar "our median is at least ``at_least`` times theirs"."""
     return quotient(name, (ours, metric), (theirs, metric), at_least=at_least)
 
 
@@ -244,7 +244,7 @@ def quotient(
 
 
 def best_of(name: str, *, metric: str, ours: str, theirs: Sequence[str], at_least: float) -> Bar:
-    """The bar "our median is at least so many times the best of theirs"."""
+    """Return the bar "our median is at least ``at_least`` times the best of theirs"."""
 
     def value(results: Results) -> float:
         return results.median(ours, metric) / max(results.median(one, metric) for one in theirs)

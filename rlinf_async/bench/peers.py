@@ -41,7 +41,7 @@ class PeerStore:
         return folder / "bin" / "python"
 
     def folder(self, peer: PeerSoftware) -> pathlib.Path:
-        """Where the peer's virtualenv is, or would be."""
+        """Return the folder of the peer's virtualenv, made or not."""
         recipe = repr((peer.requirements, sys.version_info[:3]))
         digest = hashlib.sha256(recipe.encode()).hexdigest()[:8]
         return self.root / f"{peer.name}-{digest}"

@@ -55,7 +55,7 @@ class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fell_short(self) -> int:
-        """How many bars fell short."""
+        """Number of bars that fell short."""
         return _count(self.bars, FELL_SHORT)
 
     @property
@@ -66,7 +66,7 @@ class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def case_reports(bench: Bench, results: Results) -> dict[str, CaseReport]:
-    """What each case measured, in the bench's order."""
+    """Return what each case measured, in the bench's order."""
     return {case.name: _case_report(case, results) for case in bench.cases}
 
 

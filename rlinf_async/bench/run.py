@@ -87,7 +87,7 @@ def _output_of(case: Case, command: list[str], cwd: str) -> str:
 
 
 def environment_for(case: Case, scratch: str) -> dict[str, str]:
-    """Our environment without what would change a peer: paths into our own, thread counts.
+    """Return our environment without what would change a peer: paths into our own, thread counts.
 
     Temporary files go into ``scratch``, which is removed after the run.
     """
@@ -100,7 +100,7 @@ def environment_for(case: Case, scratch: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def pinned(cores: int) -> Iterator[None]:
-    """What is started in here runs on this many cores (fewer where there are fewer)."""
+    """Run what the block starts on ``cores`` cores (fewer where there are fewer)."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return

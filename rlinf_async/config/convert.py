@@ -54,12 +54,12 @@ _FOUND: dict[type, str] = {
 
 
 def expected(type_: Any) -> str:
-    """What a field of this type takes: ``an integer >= 1``, ``one of 'adam', 'sgd'``."""
+    """Return what a field of this type takes: ``an integer >= 1``, ``one of 'adam', 'sgd'``."""
     return _describe(inspect.type_info(type_))
 
 
 def found(value: object) -> str:
-    """What was there instead: ``the string 'fast'``."""
+    """Return what was there instead: ``the string 'fast'``."""
     text = repr(value)
     shown = text if len(text) <= 80 else f"{text[:77]}..."
     if isinstance(value, bool):

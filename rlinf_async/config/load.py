@@ -142,7 +142,7 @@ def _copy(value: Any) -> Any:
 
 
 def command_line(*paths: Path) -> str:
-    """Where a setting comes from that these flags have set."""
+    """Return where a setting comes from that these flags have set."""
     return f"command line ({', '.join(map(flag, paths))})"
 
 

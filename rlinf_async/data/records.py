@@ -343,7 +343,7 @@ class TableRecords:
         self.fingerprint = digest_of(files, folder)
 
     def earlier_fingerprint(self) -> str:
-        """What earlier versions called the fingerprint: most bytes of large files are not in it."""
+        """Fingerprint of earlier versions: most bytes of large files are not in it."""
         return digest_of_ends(self._files)
 
     def __len__(self) -> int:

@@ -331,7 +331,7 @@ class RequestCount(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, request: Request, made: int = 0) -> RequestCount:
-        """Return how far a request is with so many tokens; 0: with those that it brings along."""
+        """Return how far a request is with ``made`` tokens; 0: with those that it brings along."""
         if not made and request.partial is not None:
             made = len(request.partial.token_ids)
         most = request.sampling.max_tokens - made

@@ -197,7 +197,7 @@ def line_of(state: ProgressState) -> Text:
 
 
 def picture_of(state: ProgressState, width: int, *, whole: bool = False) -> RenderableType:
-    """The state as the table of the live view, for a terminal of so many columns.
+    """Return the state as the table of the live view, for a terminal of ``width`` columns.
 
     ``whole``: with every row, and with hosts, devices and waits, whatever its height.
     """

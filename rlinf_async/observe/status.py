@@ -79,7 +79,7 @@ def look_at_run(folder: Path) -> RunState:
 
 
 def state_of(folder: Path, lock: LockState, status: Status | None, now: float) -> RunState:
-    """What the lock of a run and its status mean together."""
+    """Return what the lock of a run and its status mean together."""
     holder = lock.holder
     if not lock.held and holder is None:
         return RunState(

@@ -212,7 +212,7 @@ def foreground(spans: Sequence[Span]) -> list[ForegroundPeriod]:
 
 
 def busy(worker: str, pieces: Sequence[ForegroundPeriod], window: int) -> Busy:
-    """Sum up a worker's pieces over a window of so many nanoseconds."""
+    """Sum up a worker's pieces over a window of ``window`` nanoseconds."""
     seconds: dict[str, float] = {}
     for piece in pieces:
         if not piece.waiting:

@@ -476,7 +476,7 @@ class _Moves(NamedTuple):
 
 
 def _rounds(plan: Plan, bucket_bytes: int) -> Ints:
-    """Number the rounds. Each looks only at so many of the moves as could fill all buckets."""
+    """Number the rounds. Each looks only at the first moves, as many as could fill all buckets."""
     when = np.zeros(len(plan.bytes), np.int64)
     away = np.flatnonzero(~plan.is_local)
     if not len(away):

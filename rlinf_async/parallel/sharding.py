@@ -73,7 +73,7 @@ class Replicated(msgspec.Struct, frozen=True, tag="replicated", forbid_unknown_f
 
     @property
     def replicas(self) -> int:
-        """How many copies there are: as many as ranks."""
+        """Number of copies: as many as ranks."""
         return 1
 
     def shards(

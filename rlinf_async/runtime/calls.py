@@ -102,7 +102,7 @@ class GroupCall(Generic[R]):
         return self._outcome()
 
     async def finished(self, within: float) -> None:
-        """Wait until the method runs on no rank any more, however it ended; at most so many
+        """Wait until the method runs on no rank any more, however it ended; at most ``within``
         seconds."""
         if not self._done:
             waiter = WorkFuture()

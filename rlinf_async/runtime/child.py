@@ -290,7 +290,8 @@ def serve(boot: Boot) -> bool:
 
 
 def calls_file(folder: Path, life: str) -> Path:
-    """Where a worker notes which call of somebody else's code it is in, see `foreign_calls`."""
+    """Return the file in which a worker notes the call of somebody else's code that it is in: see
+    `foreign_calls`."""
     return folder / f"calls-{quote(life, safe='')}"
 
 

@@ -656,11 +656,11 @@ class Cluster:
         return self._channels.waits()
 
     def traffic(self) -> list[Traffic]:
-        """What went over the connection to each worker's process."""
+        """Return what went over the connection to each worker's process."""
         return self._backend.traffic()
 
     def report(self) -> str:
-        """Who waits for whom, who is cut off, and which items were given up, for a person."""
+        """Return who waits for whom, who is cut off, and which items were given up, for people."""
         cut_off = [
             f"{name} is cut off: reconnecting for {seconds:.1f} s"
             for name, seconds in self._backend.cut_off().items()
@@ -669,12 +669,12 @@ class Cluster:
 
     @property
     def devices(self) -> Sequence[Device]:
-        """What placements choose from."""
+        """Devices that placements choose from."""
         return self._backend.devices() if self._devices is None else self._devices
 
     @property
     def address(self) -> str | None:
-        """Where other hosts reach this cluster; None where it does not `listen`."""
+        """Address at which other hosts reach this cluster; None where it does not `listen`."""
         return self._backend.address
 
     def pid(self, name: str) -> int | None:

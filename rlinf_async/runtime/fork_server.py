@@ -68,8 +68,8 @@ class _Forks:
                 self._poll.unregister(self._control)
 
     def _asked(self, milliseconds: int | None = None) -> bool:
-        """Tell the ends that there are; returns whether a process is asked for. It waits for either
-        so long."""
+        """Tell of processes that have ended, and return whether a process is asked for. Waits for
+        either, at most ``milliseconds``."""
         ready = {descriptor for descriptor, _ in self._poll.poll(milliseconds)}
         if self._parent in ready:
             ready.discard(self._parent)

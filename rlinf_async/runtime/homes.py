@@ -66,7 +66,7 @@ class HomedChannel(Generic[T]):
         return self._inner.receiver
 
     async def statistics(self) -> Statistics:
-        """What the channel has seen so far. Raises `HomeLost`."""
+        """Return what the channel has seen so far. Raises `HomeLost`."""
         if isinstance(self._inner, Channel):
             return self._inner.statistics()
         return await self._inner.statistics()
@@ -100,7 +100,7 @@ class WorkerHome:
         """once it listens"""
 
     async def listen(self, owner: Connection) -> Home:
-        """Where others reach it. Raises `WireError` where it cannot listen."""
+        """Listen, and return the home as others reach it. Raises `WireError` where it cannot."""
         async with self._opening:
             if self.found is None:
                 self.found = await self._open(owner)

@@ -163,7 +163,7 @@ def specs(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> list[WorkerSpec]:
-    """What each rank is started with; ``places`` are the devices of each."""
+    """Return what each rank is started with; ``places`` are the devices of each."""
     return [
         WorkerSpec(
             cls=launch.worker,

@@ -134,7 +134,7 @@ class OutputLog:
 
     @property
     def place(self) -> str:
-        """Where the lines are, for a message."""
+        """Place of the lines, for a message."""
         return "on stderr" if self.path is None else f"in {self.path}"
 
     def write(self, worker: str, lines: list[str]) -> None:

@@ -291,7 +291,7 @@ class Listeners:
 
     @property
     def address(self) -> str | None:
-        """Where other hosts reach the cluster; None where it does not listen for them."""
+        """Address at which other hosts reach the cluster; None where it does not listen."""
         return None if self._outer is None else self._outer.address
 
     async def open(self, router: Router, on_connect: Opened, on_disconnect: Closed) -> None:
@@ -410,7 +410,7 @@ class RemoteWorker(WorkerHandle):
         return call.cancel
 
     async def ask(self, kind: str, reply: type[M]) -> M:
-        """What the process answers. Raises `WorkerDied`."""
+        """Return the process's answer. Raises `WorkerDied`."""
         try:
             return await self._answer(kind, reply)
         except ConnectionLost:

@@ -167,7 +167,7 @@ class Backend(ABC):
 
     @property
     def address(self) -> str | None:
-        """Where other hosts reach this process; None for nowhere."""
+        """Address at which other hosts reach this process; None for nowhere."""
         return None
 
     @abstractmethod
@@ -218,14 +218,14 @@ class Backend(ABC):
         """
 
     def check_load(self, workers: int) -> None:  # noqa: B027
-        """Warn where so many workers are too many for this host."""
+        """Warn where ``workers`` workers are too many for this host."""
 
     def cut_off(self) -> dict[str, float]:
         """Workers whose connection is cut, and for how many seconds they have been reconnecting."""
         return {}
 
     def traffic(self) -> list[Traffic]:
-        """What went over the connections to workers that have a process of their own."""
+        """Return what went over the connections to workers that have a process of their own."""
         return []
 
     def process(self, name: str) -> WorkerProcess | None:

@@ -77,7 +77,7 @@ class Registered(NamedTuple):
 
 
 def find_wakers() -> Iterator[str]:
-    """What could wake this process, the running loop above all: a few words for each."""
+    """Yield what could wake this process, the running loop above all: a few words for each."""
     loop = asyncio.get_running_loop()
     registered = _of_uvloop(loop) if type(loop).__module__ == "uvloop" else _of_asyncio(loop)
     if registered is None:
@@ -328,7 +328,8 @@ def current_is_internal() -> None:
 
 
 def what_can_go_on() -> str:
-    """What could let this process go on though nobody else does, in a few words; "" for nothing."""
+    """Return what could let this process go on though nobody else does, in a few words; "" for
+    nothing."""
     return free_task(asyncio.all_tasks()) or next(find_wakers(), "")
 
 

@@ -475,14 +475,14 @@ class _Iteration:
         return float(end - begin)
 
     def _after(self, seconds: float, x: float, devices: int) -> float:
-        """Return the tokens that there are so many seconds after ``x``."""
+        """Return the tokens that there are ``seconds`` after ``x``."""
         if devices <= 0:
             return x
         clock = self._clock(devices)
         return float(np.interp(np.interp(x, self._x, clock) + seconds, clock, self._x))
 
     def _clock(self, devices: int) -> Floats:
-        """Return the seconds at which each of ``x`` is reached on so many devices."""
+        """Return the seconds at which each of ``x`` is reached on ``devices``."""
         if devices not in self._clocks:
             each = self._running / devices
             token = np.interp(each, self._per_device, self._seconds)

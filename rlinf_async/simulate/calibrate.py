@@ -289,8 +289,8 @@ def calibrate(run: Path) -> Calibration:
 
 
 def simulation_of(found: Calibration, iterations: int = 32) -> SimulationConfig | None:
-    """Return the same run as a simulation, under the policy `static`, of so many iterations; None
-    where the folder has no configuration."""
+    """Return the same run as a simulation of ``iterations`` iterations under the policy `static`;
+    None where the folder has no configuration."""
     if not found.work:
         return None
     lengths = {"type": "empirical", "tokens": found.lengths}

@@ -179,7 +179,7 @@ def on_devices(config: SimulationConfig, devices: int) -> SimulationConfig:
 
 
 def placements(config: SimulationConfig, devices: int) -> list[SimulationConfig]:
-    """Every valid number of actor devices on so many devices."""
+    """Return a simulation on ``devices`` for each valid number of actor devices."""
     found = []
     unit = max(config.hardware.instance_devices, config.hardware.actor_tp)
     for count in range(unit, devices, unit):

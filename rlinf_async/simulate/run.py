@@ -549,7 +549,7 @@ class SimulatedRun:
         self.site.check_home()
 
     async def result(self) -> Simulated:
-        """What came of it."""
+        """Return the result of the run."""
         config, site = self._config, self.site
         migrated, fault = await self.scheduler.call(SimulatedScheduler.decisions)
         tokens = sum(one.response_tokens for one in self._reports)

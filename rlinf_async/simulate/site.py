@@ -188,7 +188,7 @@ class GradientSync:
         self._arrived, self._all = 0, asyncio.Event()
 
     async def wait(self, ranks: int) -> None:
-        """Wait until so many ranks are here."""
+        """Wait until ``ranks`` ranks are here."""
         self._arrived += 1
         if self._arrived < ranks:
             await self._all.wait()
@@ -221,7 +221,7 @@ class Site:
 
     @property
     def ledger(self) -> DeviceLedger:
-        """Who holds which device, as the scheduler knows it."""
+        """Ledger of who holds which device, as the scheduler knows it."""
         return self.scheduler.ledger
 
     @property

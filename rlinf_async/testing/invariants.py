@@ -159,7 +159,7 @@ class Inspectable(Protocol):
         ...
 
     def waits(self) -> Sequence[Wait]:
-        """Who waits on the channel."""
+        """Return who waits on the channel."""
         ...
 
 

@@ -240,8 +240,8 @@ class ChangingRank(Protocol):
         ...
 
     async def at_boundary(self, done: int, tokens: int, seconds: float) -> None:
-        """Wait until it is known who trains the next global batch; ``done`` are trained, the last
-        of them by this rank with so many tokens in so many seconds."""
+        """Wait until it is known who trains the next global batch. ``done`` are trained; this rank
+        trained the last one, with ``tokens`` in ``seconds``."""
         ...
 
     async def again(self, samples: SampleGroup) -> None:

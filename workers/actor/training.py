@@ -392,7 +392,7 @@ class TrainingWorker(Worker, ABC, Generic[TrainerT]):
 
     @property
     def part(self) -> Any:
-        """What the trainer says about itself."""
+        """Description of the trainer."""
         return self.parts.load(self._backend_name)
 
     def make_trainer(self) -> TrainerT:

@@ -187,7 +187,7 @@ class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def limits(self) -> Limits:
-        """How long its environments may take."""
+        """Limits of the calls of the environments, in seconds."""
         return Limits(self.make_seconds or 0.0, self.reset_seconds or 0.0, self.step_seconds or 0.0)
 
     @property

@@ -362,7 +362,7 @@ class AsyncStage:
 
     @property
     def in_flight(self) -> int:
-        """How many have a step under way."""
+        """Number of environments that have a step under way."""
         return self._in_flight
 
     @property

@@ -59,7 +59,7 @@ class Episode(msgspec.Struct, frozen=True):
 
 
 def reward_problem(reward: float) -> str:
-    """Why a reward cannot be trained on, as the end of a sentence; empty where it can."""
+    """Return why a reward cannot be trained on, as the end of a sentence; empty where it can."""
     if abs(reward) <= MAX_REWARD:
         return ""
     beyond = f", beyond {MAX_REWARD:g}, which training cannot compute with: scale it"
@@ -232,7 +232,7 @@ class EnvStage(Protocol):
 
     @property
     def in_flight(self) -> int:
-        """How many have a step under way."""
+        """Number of environments that have a step under way."""
         ...
 
     @property

@@ -82,7 +82,7 @@ class Environments:
 
     @property
     def spec(self) -> EnvSpec:
-        """What a policy needs to know about them, once a stage is made."""
+        """Description of the environments for a policy, once a stage is made."""
         return EnvSpec(
             observation=self._writer.spec,
             action=self._reader.spec,
@@ -375,7 +375,7 @@ class EnvWorker(Worker):
         return self._paces[stage] if self._paces else self._pace
 
     async def describe(self) -> EnvSpec:
-        """What a policy needs to know about the environment."""
+        """Return what a policy needs to know about the environment."""
         return self._envs.spec
 
     async def collect(

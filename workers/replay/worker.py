@@ -205,7 +205,7 @@ class ReplayWorker(Worker):
         return report
 
     async def collect(self, iteration: int, trajectories: int) -> Collected:
-        """Wait until so many trajectories of the iteration are there, and put them into the store.
+        """Wait until ``trajectories`` of the iteration are there, and put them into the store.
 
         Called again after a restart, it does what is not done yet.
         """

@@ -340,7 +340,7 @@ class LanguageRolloutWorker(Worker):
         return self._live.offloaded
 
     async def progress(self) -> RolloutProgress:
-        """How far each request is; counts, no tokens. Nothing is interrupted."""
+        """Return how far each request is: counts, no tokens. Nothing is interrupted."""
         made = await self._made()
         return RolloutProgress(
             rank=self.rank,

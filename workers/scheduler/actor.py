@@ -193,7 +193,7 @@ class SchedulerLink:
         )
 
     async def _newer(self, seen: Orders | None) -> None:
-        """Wait for other orders than these."""
+        """Wait for orders other than ``seen``."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._over or self._newest is not seen)
 

@@ -171,7 +171,7 @@ class Changes:
 
     @property
     def can_give_due(self) -> bool:
-        """Whether there is such an instance."""
+        """Whether an instance can have the devices that it is due to get."""
         return any(map(self._can_have, self._control.newest.due))
 
     async def _give(self, due: Sequence[Resume]) -> None:
@@ -352,7 +352,8 @@ class Changes:
             await control.publish()  # all take requests again
 
     async def _until_taken(self, names: set[str], count: int, takers: set[int]) -> int:
-        """Wait until these instances have taken so many of these requests; how many they have.
+        """Wait until ``takers`` have taken ``count`` of the named requests; return how many they
+        have.
 
         They say which they take. One that took some before it knew that it should say so is asked.
         """

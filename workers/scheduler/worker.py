@@ -87,7 +87,7 @@ class SchedulerWorker(Worker):
 
     @property
     def ledger(self) -> DeviceLedger:
-        """Who holds which device, as far as is known."""
+        """Ledger of who holds which device, as far as is known."""
         return self._holdings.ledger
 
     def devices_moved(self) -> None:

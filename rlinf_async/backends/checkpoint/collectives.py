@@ -49,7 +49,7 @@ class Rank(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where tensors of collectives are."""
+        """Device of the tensors of collectives."""
         ...
 
 

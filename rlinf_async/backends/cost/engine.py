@@ -223,7 +223,7 @@ class CostEngine:
             row.began = self._position
 
     def hold(self, devices: int) -> None:
-        """Account for so many devices from now on."""
+        """Account for ``devices`` from now on."""
         if devices != self.devices:
             self._advance()
             self.devices = devices

@@ -172,7 +172,7 @@ class EmbodiedTrainer:
 
     @property
     def version(self) -> int:
-        """How many iterations were trained."""
+        """Number of iterations that were trained."""
         return self._version
 
     @property
@@ -224,7 +224,7 @@ class EmbodiedTrainer:
         return self.manager.strategy
 
     def check_strategy(self, strategy: Strategy) -> None:
-        """Raise `StrategyError` for other sizes than dp, and unless so many ranks can share a
+        """Raise `StrategyError` for sizes other than dp, or where dp ranks cannot share a
         minibatch."""
         check_strategy(strategy, self.manager.groups.launched)
         self._share(strategy.dp)

@@ -466,7 +466,7 @@ class FSDPModelManager:
 
     @property
     def counters(self) -> Counters:
-        """How far the training is."""
+        """Counters of the training's progress."""
         scaler = self.grad_scaler
         return Counters(self.steps, self.skipped_steps, scaler.factor, scaler.good_steps)
 

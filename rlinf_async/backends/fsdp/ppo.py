@@ -131,7 +131,7 @@ def _by_action(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def parts_of(level: str, tokens: int, actions: int) -> int:
-    """Return how many log-probs a sample of so many tokens has at the level."""
+    """Return how many log-probs a sample of ``tokens`` tokens has at the level."""
     return {"token": tokens, "action": actions, "chunk": 1}[level]
 
 

@@ -41,7 +41,7 @@ from rlinf_async.parallel import FSDP2, Replicated, Strategy, StrategyError
 
 
 def check_strategy(strategy: Strategy, launched: int) -> None:
-    """Raise `StrategyError` for all that FSDP2 on so many ranks cannot change to."""
+    """Raise `StrategyError` for strategies to which FSDP2 on ``launched`` ranks cannot change."""
     faults = [
         f"{field}={size}: FSDP shards over dp alone, so {field} must be 1"
         for field in ("tp", "pp", "cp", "ep", "virtual_stages")

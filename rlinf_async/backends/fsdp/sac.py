@@ -245,7 +245,7 @@ class SacTrainer:
 
     @property
     def version(self) -> int:
-        """How many iterations were trained."""
+        """Number of iterations that were trained."""
         return self._version
 
     @property

@@ -115,7 +115,7 @@ class Totals:
 
 
 def check_finite(metrics: Mapping[str, float], steps: int) -> None:
-    """Raise `TrainingDiverged` for a loss that is not finite, after so many optimizer steps."""
+    """Raise `TrainingDiverged` for a loss that is not finite, after ``steps`` optimizer steps."""
     if math.isfinite(metrics["loss"]):
         return
     broken = [name for name, number in metrics.items() if not math.isfinite(number)]

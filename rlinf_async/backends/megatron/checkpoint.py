@@ -163,7 +163,7 @@ def _is_first_copy(manager: MegatronModelManager, held: HeldParameter) -> bool:
 
 
 def _boxes(held: HeldParameter, start: int, count: int, prefix: str, suffix: str) -> Iterator[Box]:
-    """Yield the boxes of so many elements of a flat parameter."""
+    """Yield the boxes of ``count`` elements of a flat parameter."""
     for one in pieces_of_range(held, start, count):
         name = prefix + saved_name(one.tensor) + suffix
         yield Box(name, one.start, one.size, one.offset)

@@ -194,7 +194,8 @@ class MegatronTrainerConfig(
 
 
 def strategy_of(cfg: MegatronConfig, world_size: int) -> Strategy:
-    """Return the strategy of so many ranks. Raises `StrategyError` where they do not make it up."""
+    """Return the strategy of ``world_size`` ranks. Raises `StrategyError` where ``tp x pp`` does
+    not divide them."""
     part = cfg.tp * cfg.pp
     if world_size % part:
         near = [size for size in (world_size // part * part, -(-world_size // part) * part) if size]

@@ -312,7 +312,7 @@ class MegatronModelManager(Offloading):
 
     @property
     def place(self) -> GridPlace:
-        """Where this rank stands; raises `IdleRank`."""
+        """Place of this rank in the grid; raises `IdleRank`."""
         self.active_part()
         place = self.grid.place
         assert place is not None

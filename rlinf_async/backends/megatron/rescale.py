@@ -55,8 +55,8 @@ STATE = torch.float32
 
 
 def check_strategy(strategy: Strategy, architecture: Architecture, launched: int) -> None:
-    """Raise `StrategyError`, with the nearest sizes that fit, unless so many launched ranks could
-    train the model under a strategy. Nothing is started."""
+    """Raise `StrategyError`, with the nearest sizes that fit, unless ``launched`` ranks could train
+    the model under a strategy. Nothing is started."""
     faults = [
         f"{field}={size}: only tp, pp and dp can change while Megatron trains, so {field} must be 1"
         for field in ("cp", "ep", "virtual_stages")

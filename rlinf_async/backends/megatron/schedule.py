@@ -187,12 +187,12 @@ class Arriving(Iterator[Work]):
 
     @property
     def count(self) -> int:
-        """How many there are; known with the first one."""
+        """Number of micro-batches; known with the first one."""
         self.wait_for(0)
         return self._ahead[0].of or 1
 
     def wait_for(self, number: int) -> None:
-        """Wait until so many micro-batches, and one more, have arrived."""
+        """Wait until ``number`` micro-batches, and one more, have arrived."""
         while self._pulled <= number:
             self._pull()
 

@@ -206,7 +206,7 @@ def set_state(
 
 
 def replace_moments(kept: OptimizerPart, moments: Mapping[str, Tensor], steps: float) -> None:
-    """Make these very tensors the optimizer's moments, after so many steps; without moments, it
+    """Make these very tensors the optimizer's moments, after ``steps`` steps; without moments, it
     begins anew.
 
     The step counter is where Megatron's Adam has it: PyTorch's has one in the state of each

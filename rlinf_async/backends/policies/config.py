@@ -120,7 +120,7 @@ def policy_for(config: PolicyConfig) -> str:
 
 
 def cnn_misfit(config: PolicyConfig) -> str:
-    """Why a CNN cannot have these observations; empty if it can."""
+    """Return why a CNN cannot have these observations; empty if it can."""
     if not config.sees.of_kind("image"):
         return f"a CNN takes images, but the environment shows {config.sees}"
     for image in config.sees.of_kind("image"):

@@ -47,7 +47,7 @@ class ItemLost(RuntimeError):
 
 
 def max_deliveries(holders: int, max_restarts: int) -> int:
-    """How often to deliver an item that ``holders`` workers die of one after the other."""
+    """Return how often to deliver an item that ``holders`` workers die of one after the other."""
     return holders * max_restarts + SPARE
 
 
@@ -159,7 +159,7 @@ AnyProgress = TypeVar("AnyProgress", bound=RunProgress)
 def load_progress(
     checkpoints: Path, kind: type[AnyProgress], *, file: str = ""
 ) -> AnyProgress | None:
-    """Where to go on; None where there is no checkpoint.
+    """Return where to go on; None where there is no checkpoint.
 
     Args:
         checkpoints: the folder of the checkpoints.

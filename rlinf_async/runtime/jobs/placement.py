@@ -123,7 +123,8 @@ class PlacementPlan(msgspec.Struct, frozen=True):
         return Ranks(ranks) if any(ranks) else None
 
     def options(self, role: str, environment: Mapping[str, str]) -> LaunchOptions:
-        """What the role is launched with; its own environment variables go before the others."""
+        """Return what the role is launched with; its own environment variables go before the
+        others."""
         settings = self.settings.get(role, RolePlacement())
         return LaunchOptions(
             placement=self.placement(role),
@@ -257,7 +258,7 @@ class NamedDevices:
 
 
 def label(device: Device) -> str:
-    """How a device is named in a setting."""
+    """Return the name of a device in a setting."""
     return f"{device.host}:{device.index}" if device.host else str(device.index)
 
 
@@ -441,12 +442,12 @@ class _Planner:
         return math.ceil(count / _sharing(each)) if each < 1.0 else count * int(each)
 
     def _used(self, name: str, size: int) -> int:
-        """How many of so many devices the role can use."""
+        """Return how many of ``size`` devices the role can use."""
         count = self._roles[name].count
         return self._needed(name, self._most_workers(name, size) if count is None else count)
 
     def _most_workers(self, name: str, size: int) -> int:
-        """The largest number of workers for so many devices, at least 1."""
+        """Return the largest number of workers for ``size`` devices, at least 1."""
         each = self._asked[name].devices_per_worker
         most = int(size * _sharing(each)) if each < 1.0 else size // int(each)
         most = min(most, MOST_WORKERS)

@@ -66,7 +66,7 @@ class Run(Protocol[S_co]):
 
     @property
     def host(self) -> HostConfig:
-        """Where its workers run."""
+        """Settings of the host, or hosts, on which the workers run."""
         ...
 
     def headline(self) -> Headline:
@@ -78,7 +78,8 @@ class Run(Protocol[S_co]):
         ...
 
     def summary(self, stopped: Stopped | None) -> S_co:
-        """What came of it; ``stopped`` says how it ended where it did not come to its end."""
+        """Return the summary of the run; ``stopped`` says how it ended where it did not come to its
+        end."""
         ...
 
     def drawings(self, *, ended: bool) -> dict[str, Draw]:

@@ -98,7 +98,7 @@ def versions() -> dict[str, str]:
 
 
 def main_module() -> dict[str, Any]:
-    """How another process imports this one's main module: as multiprocessing does."""
+    """Return how another process imports this one's main module, as multiprocessing does."""
     data = multiprocessing.spawn.get_preparation_data("ray")
     names = ("sys_path", "init_main_from_name", "init_main_from_path")
     return {name: data[name] for name in names if name in data}
@@ -111,7 +111,8 @@ class RankProcess:
         self._boot: Boot | None = None
 
     def listen_for_ranks(self, address: str, interface: str) -> str:
-        """Where the other ranks of the group meet this one, see `workers.base.listen_for_ranks`."""
+        """Listen for the other ranks of the group, and return where: see
+        `workers.base.listen_for_ranks`."""
         return listen_for_ranks(address_of(interface) if interface else address)
 
     def prepare(self, payload: bytes) -> bytes:
@@ -261,7 +262,7 @@ def kill_actor(actor: Any) -> None:
 
 
 def how_it_ended(error: BaseException) -> str:
-    """How an actor ended, in words, of the error that Ray raises for its method."""
+    """Return how an actor ended, in words, by the error that Ray raises for its method."""
     errors = of_ray("exceptions")
     text = " ".join(str(error).split())
     if isinstance(error, errors.RayActorError) and getattr(error, "preempted", False):

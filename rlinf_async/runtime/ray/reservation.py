@@ -83,7 +83,7 @@ def _fits(bundle: Bundle, host: Host) -> bool:
 
 
 def holders(groups: Iterable[Mapping[str, Any]], hosts: Sequence[Host]) -> list[str]:
-    """What each placement group holds, and where: ``"run/1 Env: 4 CPU on beta"``.
+    """Return what each placement group holds, and where: ``"run/1 Env: 4 CPU on beta"``.
 
     Args:
         groups: placement groups, as Ray's table has them.
@@ -113,7 +113,7 @@ def asked(wanted: Iterable[Bundle]) -> str:
 
 
 def there(hosts: Sequence[Host]) -> str:
-    """What the hosts have, in words."""
+    """Return what the hosts have, in words."""
     each = []
     for host in hosts:
         named = {
@@ -218,7 +218,7 @@ class DeviceReservations:
                 await self._remove(group)
 
     async def place(self, spec: WorkerSpec) -> tuple[WorkerSpec, RankPlace]:
-        """Where the rank runs; elsewhere, with other devices, where its host is lost.
+        """Return where the rank runs: elsewhere, with other devices, where its host is lost.
 
         Raises:
             BuildError: no other host has devices for it.

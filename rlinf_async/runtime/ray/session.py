@@ -120,7 +120,7 @@ def devices_of(hosts: Sequence[Host]) -> tuple[Device, ...]:
 
 
 def least_loaded(hosts: Sequence[Host], ranks: Mapping[str, int]) -> Host:
-    """Where a rank without devices goes: the host with the fewest ranks for its cores.
+    """Return the host for a rank without devices: the one with the fewest ranks for its cores.
 
     Args:
         hosts: hosts, at least one.
@@ -219,7 +219,7 @@ def is_installed() -> bool:
 
 
 def not_installed(error: ImportError | None = None) -> str:
-    """What to say where it cannot be."""
+    """Return what to say where Ray cannot be imported."""
     why = "" if error is None else f" ({error})"
     return (
         f"Ray is not installed{why}: pip install 'rlinf_async[ray]', or use Cluster.process() "

@@ -165,12 +165,12 @@ class Forecast:
         return max(1.0, running / self._slots) * self._rates.token_seconds(together, width)
 
     def batch_seconds(self, ranks: int) -> float:
-        """Return the seconds of a mini-batch on so many ranks."""
+        """Return the seconds of a mini-batch on ``ranks`` ranks."""
         tokens = self.batch_samples * max(self.state.tokens, 1.0)
         return tokens * self._rates.train_seconds / ranks + self._rates.mini_batch_seconds
 
     def move_seconds(self, moved: float, width: float) -> float:
-        """Return the seconds that an instance of this width loses when it takes over so many
+        """Return the seconds that an instance of ``width`` loses when it takes over ``moved``
         responses."""
         prefill = moved * self.made * self._rates.prefill_seconds
         faster: float = max(1.0, width) ** self._rates.wider
@@ -190,7 +190,7 @@ class Forecast:
         return sum(widths) / len(widths) if widths else 1.0
 
     def units(self, ranks: int = 0, *, guests: bool = False) -> float:
-        """Return the devices of rollout beside so many ranks of the actor, over those of an
+        """Return the devices of rollout beside ``ranks`` ranks of the actor, over those of an
         instance at home; ``guests``: with the instances on the actor's devices."""
         taken = set(self.state.actor.devices[:ranks])
         devices = 0

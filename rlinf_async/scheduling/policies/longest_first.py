@@ -38,7 +38,7 @@ MOST = 8
 
 
 def end_of(expected: Sequence[float], width: float, rates: Rates) -> float:
-    """Return the seconds in which an instance makes so many tokens of each of its requests."""
+    """Return the seconds in which an instance finishes requests of the ``expected`` tokens."""
     ordered = [0.0, *sorted(expected)]
     running = range(len(expected), 0, -1)
     return sum(

@@ -16,7 +16,8 @@ WEIGHTS: Final = ("*.safetensors", "pytorch_model*.bin")
 
 
 def misfit(config: PolicyConfig) -> str:
-    """Why the policy cannot have these observations and actions, or this model; empty if it can."""
+    """Return why the policy cannot have these observations and actions, or this model; empty if it
+    can."""
     if importlib.util.find_spec("transformers") is None:
         return "it needs the package 'transformers': pip install 'rlinf-async[llm]'"
     return _misfit_of_spaces(config) or _misfit_of_chunks(config) or _misfit_of_model(config)
@@ -68,7 +69,7 @@ def _misfit_of_model(config: PolicyConfig) -> str:
 
 
 def folder_misfit(folder: str) -> str:
-    """Why the folder holds no model that the policy can be built on; empty if it does."""
+    """Return why the folder holds no model that the policy can be built on; empty if it does."""
     path = Path(folder) / "config.json"
     try:
         config: Any = json.loads(path.read_text())

@@ -80,7 +80,7 @@ class EmbodiedPPO:
         )
 
     def trained(self, config: EmbodiedConfig) -> TrainedPolicy:
-        """What is needed to let a policy act that was trained with this configuration."""
+        """Return what lets a policy act that was trained with this configuration."""
         full = fitted(config, described(config))
         return TrainedPolicy(full, partial(make_trainer, full))
 

@@ -333,7 +333,7 @@ class PlayingJob(Job, Protocol):
     """A job that trains a policy which acts in environments."""
 
     def trained(self, config: Any) -> TrainedPolicy:
-        """What is needed to let a policy act that was trained with this configuration.
+        """Return what lets a policy act that was trained with this configuration.
 
         Raises:
             UsageError: its environment cannot be had, or is another one now.

@@ -202,7 +202,7 @@ def warning_of_success(config: EnvironmentSettings, said: Sequence[bool | None])
 def outcome(
     config: EnvironmentSettings, rate: float | None, episodes: Sequence[EvaluatedEpisode]
 ) -> Literal["succeeded", "fell short", "finished"]:
-    """How the evaluation stands to the targets: a success that is not reported reaches none."""
+    """Return how the evaluation stands to the targets; success not reported reaches none."""
     wanted = config.evaluation
     judged = []
     if wanted.target_success_rate is not None:
@@ -220,7 +220,7 @@ def summarized(
     episodes: Sequence[EvaluatedEpisode],
     stopped: Stopped | None,
 ) -> EmbodiedSummary:
-    """What came of a run, as far as all kinds of runs in environments have it."""
+    """Return the summary of a run, as far as all kinds of runs in environments have it."""
     rate = evaluated_rate(episodes, progress)
     summary = EmbodiedSummary(
         run=config.name,
@@ -407,7 +407,7 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
     @property
     @abstractmethod
     def trained(self) -> TrainedPolicy:
-        """What lets the policy of a checkpoint act: for pictures."""
+        """What lets the policy of a checkpoint act, for pictures."""
 
     async def _train_and_evaluate(
         self,
@@ -507,7 +507,7 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
 
     @property
     def host(self) -> HostConfig:
-        """Where its workers run."""
+        """Settings of the host, or hosts, on which the workers run."""
         return self.config.cluster
 
     def drawings(self, *, ended: bool) -> dict[str, Draw]:
@@ -518,7 +518,7 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
         return made if ended else {"learning curve": made["learning curve"]}
 
     def summary(self, stopped: Stopped | None) -> EmbodiedSummary:
-        """What came of the run."""
+        """Return the summary of the run."""
         summary = summarized(self.config, self.progress, self._episodes, stopped)
         if self.progress.version:
             summary.dropped = {
@@ -544,7 +544,8 @@ class ActorShards:
 
 
 def make_trainer(config: EmbodiedConfig) -> TrainerBackend:
-    """What reads a checkpoint, in this process; ``config`` is fitted to its environment."""
+    """Return a trainer that reads a checkpoint, in this process; ``config`` is fitted to its
+    environment."""
     from rlinf_async.backends.parts import DEFAULT_TRAINER, trainers
 
     return trainers.load(DEFAULT_TRAINER).make(config.actor, 1, 0)
@@ -691,11 +692,11 @@ class EmbodiedRun(EnvironmentRun[EmbodiedConfig, EmbodiedProgress, EmbodiedChann
 
     @property
     def trained(self) -> TrainedPolicy:
-        """What lets the policy of a checkpoint act: for pictures."""
+        """What lets the policy of a checkpoint act, for pictures."""
         return TrainedPolicy(self.config, partial(make_trainer, self.config))
 
     def summary(self, stopped: Stopped | None) -> EmbodiedSummary:
-        """What came of the run."""
+        """Return the summary of the run."""
         summary = super().summary(stopped)
         summary.success_rate_before = evaluated_rate(self._before, self.progress)
         summary.extra.update({name: f"{value:g}" for name, value in self._cloned.items()})

@@ -327,7 +327,7 @@ def in_own_process(function: Callable[..., Any], env: EnvConfig, *args: Any, ret
 
 
 def ended_in(env: EnvConfig, death: WorkerDied) -> str:
-    """How the process of an environment has ended, by its name."""
+    """Return how the process of an environment has ended, by its name."""
     said = death.failure.message
     return said if env.name in said else f"env {env.name}: {said}"
 

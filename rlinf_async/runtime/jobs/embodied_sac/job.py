@@ -74,7 +74,7 @@ class EmbodiedSAC:
         return run_in_folder(as_run, out, resume=resume, may_differ=MAY_DIFFER, build=build)
 
     def trained(self, config: SacConfig) -> TrainedPolicy:
-        """What is needed to let a policy act that was trained with this configuration."""
+        """Return what lets a policy act that was trained with this configuration."""
         full = fitted(config, described(config))
         return TrainedPolicy(full, partial(make_trainer, full))
 

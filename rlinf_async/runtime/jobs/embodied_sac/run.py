@@ -83,7 +83,7 @@ class SacShards:
 
 
 def make_trainer(config: FittedSac) -> OffPolicyTrainer:
-    """What reads a checkpoint, in this process."""
+    """Return a trainer that reads a checkpoint, in this process."""
     from rlinf_async.backends.parts import DEFAULT_OFF_POLICY_TRAINER, off_policy_trainers
 
     part = off_policy_trainers.load(DEFAULT_OFF_POLICY_TRAINER)
@@ -259,11 +259,11 @@ class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
 
     @property
     def trained(self) -> TrainedPolicy:
-        """What lets the policy of a checkpoint act: for pictures."""
+        """What lets the policy of a checkpoint act, for pictures."""
         return TrainedPolicy(self.config, partial(make_trainer, self.config))
 
     def summary(self, stopped: Stopped | None) -> EmbodiedSummary:
-        """What came of the run."""
+        """Return the summary of the run."""
         summary = super().summary(stopped)
         if self.progress.version:
             summary.extra["gradient steps"] = self.progress.updates

@@ -108,7 +108,7 @@ class GenerationSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
     @property
     def part(self) -> EnginePart:
-        """What the engine says about itself."""
+        """Description of the engine."""
         return engines.check(self.backend, ("backend",))
 
     @property
@@ -190,7 +190,7 @@ class ActorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def part(self) -> LanguageTrainerPart:
-        """What the trainer says about itself."""
+        """Description of the trainer."""
         return language_trainers.check(self.backend, ("backend",))
 
     @property
@@ -538,13 +538,13 @@ class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def actor_parts(self) -> Strategy:
-        """How each copy of the policy is cut."""
+        """Strategy by which each copy of the policy is cut."""
         actor = self.actor
         return actor.part.strategy(actor.tp, actor.pp, actor.trainer)
 
     @property
     def critic_backend(self) -> str:
-        """What trains the critics."""
+        """Name of the trainer of the critics."""
         actor = self.actor
         return actor.backend if not actor.part.has_weights else self.critic.backend or actor.backend
 
@@ -565,7 +565,7 @@ class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def critic_parts(self) -> Strategy:
-        """How each copy of the critic is cut."""
+        """Strategy by which each copy of the critic is cut."""
         if not self.critic_part.cuts:
             return Strategy()
         return self.critic_part.strategy(self.critic_tp, self.critic_pp, self.critic_trainer)
@@ -602,7 +602,7 @@ class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return LanguagePlacement(preset=given) if isinstance(given, str) else given
 
     def fits_actors(self, count: int) -> bool:
-        """Whether prompts, batches and examples can be divided among so many actors."""
+        """Whether prompts, batches and examples can be divided among ``count`` actors."""
         count, left = divmod(count, self.actor.model_ranks)
         if left:
             return False

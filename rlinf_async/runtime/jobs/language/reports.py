@@ -384,7 +384,7 @@ def summary(
     scheduled: SchedulerSummary | None,
     left_out: dict[str, int],
 ) -> LanguageSummary:
-    """What came of a run.
+    """Return the summary of a run.
 
     Args:
         config: the run's configuration.

@@ -341,7 +341,7 @@ class Learners:
 
 
 def batches(config: LanguageConfig) -> LanguageBatches:
-    """How an iteration is cut up."""
+    """Return how an iteration is cut up."""
     actor = config.actor
     return LanguageBatches(
         samples=config.iteration_samples,
@@ -355,7 +355,7 @@ def batches(config: LanguageConfig) -> LanguageBatches:
 
 
 def critic_batches(config: LanguageConfig) -> LanguageBatches:
-    """How a critic cuts an iteration up: as the actors do, but for its own micro-batches."""
+    """Return how a critic cuts an iteration up: as the actors do, but for its own micro-batches."""
     size = config.critic.micro_batch_size
     if size is None:
         return batches(config)

@@ -368,7 +368,7 @@ class LanguageRun:
 
     @property
     def host(self) -> HostConfig:
-        """Where its workers run."""
+        """Settings of the host, or hosts, on which the workers run."""
         return self.config.cluster
 
     def drawings(self, *, ended: bool) -> dict[str, Draw]:
@@ -378,7 +378,7 @@ class LanguageRun:
         return {"learning curve": partial(draw_curve, self.config, self.folder, self.title)}
 
     def summary(self, stopped: Stopped | None) -> LanguageSummary:
-        """What came of the run."""
+        """Return the summary of the run."""
         return summary(
             self.config,
             self.progress,

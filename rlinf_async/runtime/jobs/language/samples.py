@@ -131,7 +131,7 @@ class Dispatcher:
         self._added.set()
 
     async def receive(self, valued: Receiver[SampleGroup], ranks: int) -> None:
-        """Take groups of so many critics, by key of each, until no more come."""
+        """Take the groups of ``ranks`` critics, by key of each, until no more come."""
 
         async def of(rank: int) -> None:
             try:
@@ -690,12 +690,12 @@ _unfinished = Decoder(Unfinished)
 
 
 def load_language_progress(checkpoints: Path) -> LanguageProgress | None:
-    """Where to go on; None where there is no checkpoint. Raises as `load_progress`."""
+    """Return where to go on; None where there is no checkpoint. Raises as `load_progress`."""
     return load_progress(checkpoints, LanguageProgress, file=RUN)
 
 
 def load_unfinished(checkpoints: Path, progress: LanguageProgress) -> Unfinished:
-    """What was not trained yet at the checkpoint that ``progress`` names.
+    """Return what was not trained yet at the checkpoint that ``progress`` names.
 
     Raises:
         RunFolderError: the file is damaged.

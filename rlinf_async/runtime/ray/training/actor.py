@@ -99,7 +99,7 @@ class TrainRayActor(ABC):
 
     @property
     def rendezvous(self) -> str:
-        """Where the ranks meet, as torch's ``init_method``."""
+        """Address at which the ranks meet, as torch's ``init_method``."""
         host = f"[{self.master_addr}]" if ":" in self.master_addr else self.master_addr
         return f"tcp://{host}:{self.master_port}"
 

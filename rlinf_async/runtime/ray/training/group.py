@@ -61,7 +61,7 @@ class Placed(NamedTuple):
 
 
 def placed(pg: Any, ranks: int) -> Placed:
-    """Return where so many ranks go.
+    """Return where ``ranks`` ranks go.
 
     Args:
         pg: a placement group, its bundle indices by rank, and perhaps more, such as the number of

@@ -302,7 +302,7 @@ class CriticStep:
         self._complete = False
 
     async def pass_on(self, groups: int, valued: Receiver[SampleGroup], key: int) -> None:
-        """Send the actor so many groups, each as soon as it has its values.
+        """Send the actor ``groups`` groups, each as soon as it has its values.
 
         An actor that does not take them, since it failed, does not keep the critic from training:
         the ranks of a critic train together.
