@@ -49,7 +49,7 @@ import msgspec
 
 from rlinf_async.channels import errors
 from rlinf_async.channels.errors import ChannelError, MalformedFrame, error_text
-from rlinf_async.channels.quick_check import round_trip_check
+from rlinf_async.channels.items import channel_rule
 from rlinf_async.channels.remote_payload import RemotePayload, remote_payload_of
 from rlinf_async.channels.statistics import DeadLetter, Edges, current_party
 from rlinf_async.channels.untyped import (
@@ -57,7 +57,6 @@ from rlinf_async.channels.untyped import (
     EncodeList,
     Form,
     check_key_and_weight,
-    item_class,
 )
 
 if TYPE_CHECKING:
@@ -284,11 +283,11 @@ class ChannelState(abc.ABC):
     __slots__ = (
         "accepts", "capacity", "channel", "copied", "credit", "credit_waits", "dead_letters",
         "decode", "direct", "edges", "encode", "encode_list", "ended", "failure", "fits", "form",
-        "get_turn", "get_wait_seconds", "get_waits", "gets", "had_sender", "item_class",
+        "get_turn", "get_wait_seconds", "get_waits", "gets", "had_sender",
         "item_type", "leases_ended", "leasing", "loaded", "lost", "max_deliveries", "max_weight",
         "name", "no_receivers_left", "open", "opened_at", "prefetched", "prefetched_weight",
         "put_turn", "put_wait_seconds", "put_waits", "receivers", "redelivered", "refused",
-        "round_trip", "senders", "sequence", "shared", "stale", "touched", "unconfirmed",
+        "rule", "senders", "sequence", "shared", "stale", "touched", "unconfirmed",
         "withdrawn",
     )  # fmt: skip
 
@@ -296,9 +295,8 @@ class ChannelState(abc.ABC):
         self, item_type: Any, name: str, capacity: int, max_weight: int | None, max_deliveries: int
     ) -> None:
         self.item_type = item_type
-        self.item_class = item_class(item_type)
-        self.round_trip = round_trip_check(item_type, name)
-        self.fits = self.round_trip.fits
+        self.rule = channel_rule(item_type, name)
+        self.fits = self.rule.fits
         self.name = name
         self.capacity = capacity
         self.max_weight = max_weight

@@ -20,7 +20,7 @@ from rlinf_async.channels.errors import ChannelEmpty, ChannelError, ChannelFaile
 from rlinf_async.channels.key_queue import ChannelState, Delivery, KeyQueue, WaitingPut
 from rlinf_async.channels.remote_payload import is_lost
 from rlinf_async.channels.statistics import KeyState, Statistics, Wait
-from rlinf_async.channels.untyped import check_item, check_key_and_weight
+from rlinf_async.channels.untyped import check_key_and_weight
 
 log = logging.getLogger(__name__)
 LOOKED_AT: Final = 16
@@ -206,8 +206,7 @@ class Queue(ChannelState):
     def check_item(self, item: Any) -> None:
         """Refuse an item that is not of the channel's type."""
         if not self.fits(item):
-            check_item(item, self.item_type, self.item_class, self.name)
-            self.round_trip.check(item)
+            self.rule.check(item)
 
     def check_get(self) -> None:
         """Refuse a get of a failed channel.

@@ -6,22 +6,19 @@ graph is built, and on the wire, where arguments and results are decoded by them
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import msgspec
+
 from rlinf_async.channels import LatestReceiver, LatestSender, Receiver, Sender
 from rlinf_async.channels.ends import End
 from rlinf_async.channels.errors import WrongItemType
-from rlinf_async.channels.quick_check import quick_check, value_check
-from rlinf_async.channels.untyped import (
-    decodes_alike,
-    is_message,
-    members,
-    runtime_class,
-    type_name,
-)
+from rlinf_async.channels.items import ItemRule, decodes_alike, value_rule
+from rlinf_async.channels.untyped import members, runtime_classes, type_name
 from rlinf_async.workers.base import BuildError, Worker
 
 END_KINDS: tuple[type, ...] = (Sender, Receiver, LatestSender, LatestReceiver)
@@ -51,15 +48,11 @@ class Method:
 
         plain = all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
         self._by_place = tuple(self.types) if plain else ()
-        for what, kind in [*self.types.items(), ("what it returns", self.returns)]:
-            try:
-                value_check(kind, what)
-            except TypeError as error:
-                raise BuildError(
-                    f"{self.label} cannot be called from outside: {what}: {error}"
-                ) from error
-        self._fits = {name: quick_check(kind) for name, kind in self.types.items()}
-        self._returned_fits = quick_check(self.returns)
+        self._rules = {
+            name: self._rule(kind, name, f": parameter {name!r} wants", END_KINDS)
+            for name, kind in self.types.items()
+        }
+        self._result = self._rule(self.returns, "what it returns", " returns")
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
         """The checked arguments by name, and whether channel ends are among them.
@@ -73,7 +66,7 @@ class Method:
             arguments = self._bound(args, kwargs)
         has_ends = False
         for name, value in arguments.items():
-            if not self._fits[name](value):
+            if not self._rules[name].fits(value):
                 has_ends |= self._check(name, value)
         return arguments, has_ends
 
@@ -83,11 +76,15 @@ class Method:
         Raises:
             WrongItemType: naming the method, the place in the result, and what is there.
         """
-        if not self._returned_fits(value):
-            problem = argument_mismatch(self.returns, value)
-            if problem:
-                raise WrongItemType(f"{self.label} returned a wrong result: it {problem}")
-            value_check(self.returns, f"{self.label} returns {describe(self.returns)}").check(value)
+        self._result.check(value)
+
+    def _rule(self, kind: Any, what: str, said: str, ends: tuple[type, ...] = ()) -> ItemRule:
+        try:
+            return value_rule(kind, f"{self.label}{said} {describe(kind)}", ends)
+        except TypeError as error:
+            raise BuildError(
+                f"{self.label} cannot be called from outside: {what}: {error}"
+            ) from error
 
     def _bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         try:
@@ -97,14 +94,13 @@ class Method:
 
     def _check(self, name: str, value: Any) -> bool:
         """Check an argument, and return whether it contains ends."""
-        problem = mismatch(self.types[name], value)
-        if problem:
-            raise BuildError(f"{self.label}: parameter {name!r} {problem}")
         if holds_ends(value):
+            problem = mismatch(self.types[name], value)
+            if problem:
+                raise BuildError(f"{self.label}: parameter {name!r} {problem}")
             return True
-        what = f"{self.label}: parameter {name!r} wants {describe(self.types[name])}"
         try:
-            value_check(self.types[name], what).check(value)
+            self._rules[name].check(value)
         except WrongItemType as error:
             raise BuildError(str(error)) from error
         return False
@@ -220,17 +216,10 @@ def _hint(wanted: Any, end: Any, kind: type) -> str:
 
 
 def argument_mismatch(wanted: Any, value: Any) -> str:
-    """Return why a plain argument does not fit an annotation; empty where it does, or where that
-    cannot be checked."""
-    if get_origin(wanted) in END_KINDS:
-        return f"wants {describe(wanted)}, but is given {type(value).__name__}"
-    try:
-        classes = runtime_class(wanted)
-    except TypeError:
+    """Return why a value beside ends does not fit its annotation; empty where it does."""
+    if isinstance(value, runtime_classes(wanted)):
         return ""
-    if isinstance(value, classes):
-        return ""
-    return f"wants {describe(wanted)}, but is given {type(value).__name__} {value!r:.80}"
+    return f"wants {describe(wanted)}, not {type(value).__name__} (got {value!r:.80})"
 
 
 def is_subtype(narrow: Any, wide: Any) -> bool:
@@ -251,7 +240,8 @@ def _fits(narrow: Any, wide: Any) -> bool:
         return True
     if not (isinstance(narrow, type) and isinstance(wide, type) and issubclass(narrow, wide)):
         return False
-    return not is_message(narrow) and narrow is not bool
+    has_fields = issubclass(narrow, msgspec.Struct) or dataclasses.is_dataclass(narrow)
+    return not has_fields and narrow is not bool
 
 
 def _is_untyped(item_type: Any) -> bool:

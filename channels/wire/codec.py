@@ -7,7 +7,6 @@ code  is
 ====  =====================================================================================
 1     an array (see `arrays`): large ones stand beside the MessagePack, as buffers
 2     the end of a channel, where encoder and decoder are given functions for ends
-3..5  a tuple, set or frozenset where the type does not say that it is one (see `untyped`)
 ====  =====================================================================================
 
 A received array is writable. It lies in the bytes that arrived, or in shared memory whose pages are
@@ -34,7 +33,7 @@ from __future__ import annotations
 import contextlib
 import struct
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from operator import or_
 from threading import get_ident
@@ -45,19 +44,14 @@ import msgspec
 from rlinf_async.channels.ends import LatestReceiver, LatestSender, Receiver, Sender
 from rlinf_async.channels.errors import MalformedFrame, WrongItemType, fit, text_of
 from rlinf_async.channels.untyped import (
-    UNPACKED,
     Encoded,
     EncodeList,
     Form,
     LookedAt,
-    Packed,
-    Refused,
     dtypes_of,
     members,
-    packed,
-    packer,
     parts_of,
-    runtime_class,
+    runtime_classes,
     type_name,
 )
 from rlinf_async.channels.wire import arrays
@@ -155,8 +149,6 @@ class Encoder:
             return self._array("torch", value, *arrays.tensor_elements(_as_any(value)))
         if isinstance(value, Sender | Receiver | LatestSender | LatestReceiver):
             return self._end(value)
-        if isinstance(value, Packed):
-            return msgspec.msgpack.Ext(value.code, self._encode(value.items))
         raise arrays.CannotTravel(
             f"{type(value).__name__} cannot travel: use a msgspec.Struct, a dataclass, plain "
             "values, numpy arrays or torch tensors"
@@ -208,7 +200,6 @@ class Decoder:
         self.item_type = item_type
         self._ends = ends
         self._buffers: Sequence[memoryview | bytearray] = ()
-        self._decode_untyped: Callable[[memoryview], list[Any]] | None = None
         self._decode_list: Callable[[bytes], list[Any]] | None = None
         try:
             self._decode = msgspec.msgpack.Decoder(
@@ -267,11 +258,6 @@ class Decoder:
             return arrays.restore(head, self._elements(head.elements))
         if code == END:
             return _decode_ref(data)
-        if code in UNPACKED:
-            if self._decode_untyped is None:
-                inner = msgspec.msgpack.Decoder(list[Any], ext_hook=self._extend)
-                self._decode_untyped = inner.decode
-            return UNPACKED[code](self._decode_untyped(data))
         raise ValueError(f"unknown extension {code}")
 
     def _elements(self, where: int | bytes) -> bytearray | memoryview:
@@ -398,67 +384,45 @@ class ItemCodec:
     def __init__(self, item_type: Any, form: Form | None = None) -> None:
         self._type = item_type
         self._encoder = Encoder()
-        self._pack = packer(item_type)
         self.encode: Callable[[Any], Encoded] = self._encoder.encode
         """the item as it travels; raises `WrongItemType`"""
         self.encode_list: EncodeList | None = self._encoder.encode_list
         """as `Encoder.encode_list`; None where items are numbered, which is one by one"""
         self.decode_list: DecodeList | None = None
         """the reverse"""
-        if self._pack is not None:
-            self.encode = self._encode_packed
-            self.encode_list = self._encode_packed_list
         whole = _decoder(item_type)
-        if form is None:
-            form = _form_of(item_type, whole)
-        self.form = form
-        if form.numbered:
-            self._parts = {_name(part): part for part in members(item_type)}
-            self._numbers = self._number_classes()
-            self._decoders = [self._decoder_of(name, whole) for name in form.members]
+        self.form = _form_of(item_type, whole) if form is None else form
+        if self.form.numbered:
+            parts = {_name(part): part for part in members(item_type)}
+            self._numbers = {
+                cls: number
+                for number, name in enumerate(self.form.members)
+                if name in parts
+                for cls in runtime_classes(parts[name])
+            }
+            self._decoders = [
+                Decoder(parts[name]) if name in parts else whole for name in self.form.members
+            ]
             self.decode: Callable[[Encoded], Any] = self._decode_numbered
             """the item; raises `MalformedFrame`"""
-            self.encode = self._encode_numbered
-            self.encode_list = None
+            self.encode, self.encode_list = self._encode_numbered, None
         else:
-            if whole is None:
-                whole = Decoder(_only(item_type, form.members))
-            self.decode = whole.decode
-            self.decode_list = whole.decode_list
+            whole = whole or Decoder(_only(item_type, self.form.members))
+            self.decode, self.decode_list = whole.decode, whole.decode_list
 
     def decode_copy(self, encoded: Encoded) -> Any:
         """As `decode`, with arrays of its own: what is done to it does not change what arrived."""
         return self.decode(Encoded(encoded.data, [bytearray(part) for part in encoded.buffers]))
 
-    def _encode_packed(self, item: Any) -> Encoded:
-        assert self._pack is not None
-        return self._encoder.encode(packed(item, self._pack))
-
-    def _encode_packed_list(
-        self, items: Iterable[Any], most: int, each: int
-    ) -> tuple[int, bytes] | None:
-        return self._encoder.encode_list(self._packed(items), most, each)
-
-    def _packed(self, items: Iterable[Any]) -> Iterator[Any]:
-        """Those that stand before one that is refused."""
-        assert self._pack is not None
-        for item in items:
-            try:
-                yield self._pack(item)
-            except Refused:
-                return
-
     def _encode_numbered(self, item: Any) -> Encoded:
-        for cls in type(item).__mro__:
-            number = self._numbers.get(cls)
-            if number is not None:
-                break
-        else:
+        classes = type(item).__mro__
+        number = next((self._numbers[cls] for cls in classes if cls in self._numbers), None)
+        if number is None:
             raise WrongItemType(
                 f"{type(item).__name__} is none of {', '.join(self.form.members)}, of which the "
                 "channel is a union"
             )
-        body = self._encode_packed(item) if self._pack is not None else self._encoder.encode(item)
+        body = self._encoder.encode(item)
         return Encoded(bytes((number,)) + body.data, body.buffers)
 
     def _decode_numbered(self, encoded: Encoded) -> Any:
@@ -469,22 +433,6 @@ class ItemCodec:
             what = known[number] if number < len(known) else f"member {number} of {len(known)}"
             raise MalformedFrame(f"what arrived is a {what}, not a {type_name(self._type)}")
         return decoder.decode(Encoded(encoded.data[1:], encoded.buffers))
-
-    def _decoder_of(self, name: str, whole: Decoder | None) -> Decoder | None:
-        part = self._parts.get(name)
-        return whole if part is None else Decoder(part)
-
-    def _number_classes(self) -> dict[type, int]:
-        """The member that an item of a class is. A sender may put what the channel knows as a
-        class that it derives from."""
-        numbers: dict[type, int] = {}
-        for part in self._parts.values():
-            for cls in _classes(part):
-                bases = (_name(part), *(base.__qualname__ for base in cls.__mro__))
-                known = [name for name in bases if name in self.form.members]
-                if known:
-                    numbers.setdefault(cls, self.form.members.index(known[0]))
-        return numbers
 
 
 def _decoder(item_type: Any) -> Decoder | None:
@@ -507,7 +455,7 @@ def _form_of(item_type: Any, whole: Decoder | None) -> Form:
     names = tuple(map(_name, parts))
     if whole is not None:
         return Form(names)
-    classes = [cls for part in parts for cls in _classes(part)]
+    classes = [cls for part in parts for cls in runtime_classes(part)]
     if len(set(names)) < len(names) or len(set(classes)) < len(classes) or len(names) > MAX_MEMBERS:
         raise TypeError(
             f"{type_name(item_type)} cannot travel between processes: nothing tells its members "
@@ -528,11 +476,6 @@ def _only(item_type: Any, names: Iterable[str]) -> Any:
     if not found:
         raise TypeError(f"{type_name(item_type)} has no member of {', '.join(names)}")
     return reduce(or_, found)
-
-
-def _classes(part: Any) -> tuple[type, ...]:
-    found = runtime_class(part)
-    return found if isinstance(found, tuple) else (found,)
 
 
 def _name(part: Any) -> str:

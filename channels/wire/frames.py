@@ -48,7 +48,7 @@ from rlinf_async.channels.wire.arrays import (
 )
 from rlinf_async.channels.wire.session.movement import movement
 
-PROTOCOL_VERSION: Final = 5
+PROTOCOL_VERSION: Final = 6
 CHUNK_BYTES: Final = 256 * 1024
 MAX_HEAD_BYTES: Final = 128 * 1024
 MAX_BUFFERS: Final = 8 * 1024

@@ -19,11 +19,11 @@ from rlinf_async.channels.errors import (
     WrongItemType,
     error_text,
 )
+from rlinf_async.channels.items import channel_rule
 from rlinf_async.channels.local import Channel, LocalReceiver, LocalSender
 from rlinf_async.channels.queue import Queue, statistics_of, waits_of
-from rlinf_async.channels.quick_check import round_trip_check
 from rlinf_async.channels.statistics import Statistics, current_party
-from rlinf_async.channels.untyped import Encoded, item_class, type_name
+from rlinf_async.channels.untyped import Encoded, type_name
 from rlinf_async.channels.wire.codec import ItemCodec
 from rlinf_async.channels.wire.direct import host_id
 from rlinf_async.channels.wire.owner_deliveries import NOTHING, LentEnd, OpenEnd
@@ -361,9 +361,8 @@ def _declare(queue: Queue, item_type: Any) -> None:
     if queue.item_type is object:
         codec = ItemCodec(item_type, queue.form)
         queue.item_type = item_type
-        queue.round_trip = round_trip_check(item_type, queue.name, queue.form)
-        queue.fits = queue.round_trip.fits
-        queue.item_class = item_class(item_type)
+        queue.rule = channel_rule(item_type, queue.name, queue.form)
+        queue.fits = queue.rule.fits
         queue.encode, queue.decode = codec.encode, codec.decode
         queue.encode_list = codec.encode_list
     elif queue.item_type != item_type:

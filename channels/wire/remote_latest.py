@@ -25,9 +25,9 @@ from rlinf_async.channels.errors import (
     WireError,
     WrongItemType,
 )
-from rlinf_async.channels.quick_check import round_trip_check
+from rlinf_async.channels.items import channel_rule
 from rlinf_async.channels.statistics import KeyState, Statistics, current_party
-from rlinf_async.channels.untyped import Encoded, check_item, check_key_and_weight, item_class
+from rlinf_async.channels.untyped import Encoded, check_key_and_weight
 from rlinf_async.channels.wire import protocol
 from rlinf_async.channels.wire.codec import ItemCodec
 from rlinf_async.channels.wire.direct import Direct
@@ -101,14 +101,15 @@ class Wire:
         self.home = ref.home
         self.channel_name = ref.channel
         self.item_type = item_type
-        self.item_class = item_class(item_type)
-        self._round_trip = round_trip_check(item_type, ref.channel, ref.form)
+        rule = channel_rule(item_type, ref.channel, ref.form)
         codec = ItemCodec(item_type, ref.form)
         self.decode, self.decode_list = codec.decode, codec.decode_list
         self.pack = codec.encode
         """An item that fits, as it travels."""
-        self.fits = self._round_trip.fits
-        """True for an item that certainly arrives as what it is: see `look_closely`."""
+        self.fits = rule.fits
+        """True for an item that certainly arrives as what it is."""
+        self.check = rule.check
+        """Refuses an item that would not; raises `WrongItemType`."""
 
     def close_later(self, end: int) -> None:
         """Close an end that was dropped, in whichever thread that was noticed."""
@@ -132,20 +133,11 @@ class Wire:
             WrongItemType: it is not of the channel's type, or a part of it cannot travel.
         """
         if not self.fits(item):
-            self.look_closely(item)
+            self.check(item)
         try:
             return self.pack(item)
         except WrongItemType as error:
             raise WrongItemType(f"channel {self.channel_name!r}: {error}") from error
-
-    def look_closely(self, item: object) -> None:
-        """Refuse an item that does not fit.
-
-        Raises:
-            WrongItemType: it is not of the channel's type, or a part of it cannot travel.
-        """
-        check_item(item, self.item_type, self.item_class, self.channel_name)
-        self._round_trip.check(item)
 
     def decode_value(self, body: Encoded | None) -> Any:
         """The value of a `Latest`.

@@ -58,7 +58,7 @@ class RemoteSender(RemoteEnd, Sender[T_contra]):
             account = transfers.accounts.find(self._wire.queue, key)
         wire = self._wire
         if not wire.fits(item):
-            wire.look_closely(item)
+            wire.check(item)
         body = wire.pack(item)
         if body.buffers and self._payloads is not None:
             await self._put_retained(self._payloads, account, body, weight)

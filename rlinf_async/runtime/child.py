@@ -39,7 +39,6 @@ from urllib.parse import quote
 import msgspec
 
 from rlinf_async.channels import ChannelError, ItemTooLarge, MalformedFrame, WireError
-from rlinf_async.channels.untyped import packed, packer
 from rlinf_async.channels.wire import (
     ChannelServer,
     Connection,
@@ -116,7 +115,6 @@ class ArgumentsCodec:
         self._names = names
         types: Any = tuple[tuple(method.types[name] for name in names)]  # type: ignore[misc]
         self._encoder = Encoder(self._lend)
-        self._packs = [packer(method.types[name]) for name in names]
         self._server: ChannelServer | None = None
         self._lent: list[int] = []
         self._homed: list[EndRef] = []
@@ -135,12 +133,7 @@ class ArgumentsCodec:
         """
         self._server, self._lent, self._homed = server, [], []
         try:
-            body = self._encoder.encode(
-                tuple(
-                    value if pack is None else packed(value, pack)
-                    for pack, value in zip(self._packs, arguments.values(), strict=True)
-                )
-            )
+            body = self._encoder.encode(tuple(arguments.values()))
         except BaseException as error:
             for number in self._lent:
                 server.take_back(number)
@@ -216,9 +209,8 @@ def encode_result(method: Method, value: Any) -> Encoded:
     Raises:
         TypeError: it cannot cross to another process.
     """
-    pack = packer(method.returns)
     try:
-        return _per_thread.encode_result(value if pack is None else packed(value, pack))
+        return _per_thread.encode_result(value)
     except TypeError as error:
         raise TypeError(f"what {method.label} returned cannot travel: {error}") from error
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from rlinf_async.channels import Channel, WrongItemType
-from rlinf_async.channels.untyped import runtime_class
+from rlinf_async.channels.untyped import runtime_classes
 from tests.channels.transport import Transport
 
 T = TypeVar("T")
@@ -122,7 +122,7 @@ def test_what_is_no_type_is_refused_when_the_channel_is_made(no_type: Any) -> No
 
 
 def test_a_union_is_checked_by_all_its_classes() -> None:
-    assert runtime_class(int | Box[str] | None) == (int, Box, type(None))
+    assert runtime_classes(int | Box[str] | None) == (int, Box, type(None))
 
 
 class Named(Number, frozen=True):
@@ -135,7 +135,7 @@ async def test_a_message_that_would_lose_fields_on_its_way_is_refused(
     transport: Transport,
 ) -> None:
     sender, _ = await transport.ends(Channel(Number, name="numbers"))
-    with pytest.raises(WrongItemType, match="'numbers' carries Number: a Named would arrive as"):
+    with pytest.raises(WrongItemType, match="'numbers' carries Number: Named: Named would arrive"):
         await sender.put(Named(1, "one"))
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 from numpy.typing import NDArray
 
-from rlinf_async.channels.quick_check import quick_check
+from rlinf_async.channels.items import quick_check
 
 Text = NewType("Text", str)
 Keyword = msgspec.defstruct("Keyword", [("class", int), ("v", Literal["v"])])
@@ -63,6 +63,8 @@ QUICK: list[tuple[Any, Any]] = [
     (np.ndarray, np.ones(2)),
     (NDArray[np.int32 | np.float64], np.ones(2)),
     (list[int], []),
+    (Any, [1, None, {"a": [TOKENS, b"", {1: "é"}]}]),
+    (dict, {"a": [True]}),
     *((int, number) for number in BORDERS),
 ]
 NOT_QUICK: list[tuple[Any, Any]] = [
@@ -78,6 +80,10 @@ NOT_QUICK: list[tuple[Any, Any]] = [
     (np.ndarray, np.ones(2, object)),
     (NDArray[np.int32 | np.float64], np.ones(2, np.float32)),
     (NDArray[np.object_], np.ones(2, object)),
+    (Any, (1, 2)),
+    (Any, [{1}]),
+    (dict, {"a": {"b": frozenset()}}),
+    (list, [Keyword(1, "v")]),
     *((int, number) for number in BEYOND),
 ]
 

@@ -78,6 +78,7 @@ REFUSED: list[tuple[Any, str]] = [
     (Holder(share=2**53 + 1), r"Holder\.share: 9007199254740993 would arrive as 9007199254740992"),
     (Holder(share=10**400), r"Holder\.share: can't serialize ints"),
     (Holder(anything=object()), r"Holder\.anything: object cannot travel"),
+    (Holder(anything=[(2,)]), r"Holder\.anything\[0\]: tuple would arrive as list"),
 ]
 ACCEPTED: list[Holder] = [
     Holder(),
@@ -89,7 +90,7 @@ ACCEPTED: list[Holder] = [
     Holder(point=Point(1, 2)),
     Holder(values=np.zeros((30, 500), np.float32)[::2], logits=torch.zeros(3)),
     Holder(logits=torch.nn.Parameter(torch.zeros(20_000))),
-    Holder(anything=[1, (2, {3}), {"four": np.zeros(5)}]),
+    Holder(anything=[1, [2, {"three": 3}], {"four": np.zeros(5)}]),
 ]
 
 

@@ -60,7 +60,7 @@ UNIONS: list[tuple[Any, list[Any]]] = [
     (Start | Stop, [Start(1), Stop(1)]),
     (Bare | Other, [Bare(1), Other(1)]),
     (Bare | Left | Start | int | str | None, [Bare(1), Left(1), Start(1), 1, "1", None]),
-    (Loose | Left, [Loose((1, {2})), Left(1)]),
+    (Loose | Left, [Loose([1, {"a": 2}]), Left(1)]),
     (Box[int] | Left, [Box(1), Left(1)]),
     (Left | tuple[int, ...], [Left(1), (1, 2)]),
 ]

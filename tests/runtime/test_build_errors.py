@@ -146,13 +146,13 @@ CALLS: dict[str, tuple[type[ra.Worker], Callable[..., Any], Callable[[Graph], An
         Waiter,
         Waiter.for_item,
         lambda g: (g.numbers,),
-        r"'numbers' wants Receiver\[Number\], but is given Channel",
+        r"'numbers' wants Receiver\[Number\], not Channel \(got <Channel 'numbers'",
     ),
     "wrong argument": (
         Teller,
         Teller.greet,
         lambda g: (5,),
-        r"Teller\.greet: parameter 'name' wants str, but is given int 5",
+        r"Teller\.greet: parameter 'name' wants str, not int \(got 5\)",
     ),
     "an end for a plain argument": (
         Teller,

@@ -104,7 +104,7 @@ VALUES: Final[dict[Any, tuple[list[Any], list[Any]]]] = {
     Parts: (
         [
             Parts(),
-            Parts(1, 2, "é", Base(1), [1], (1, "a"), {"a": 1}, _F32, {"a": [(1, {2})]}),
+            Parts(1, 2, "é", Base(1), [1], (1, "a"), {"a": 1}, _F32, {"a": [[1, {"b": 2}]]}),
             Parts(np.int64(1), np.float32(0.5), listed=[np.int8(1)]),  # type: ignore[arg-type,list-item]
         ],
         [
@@ -120,13 +120,15 @@ VALUES: Final[dict[Any, tuple[list[Any], list[Any]]]] = {
             Parts(by_name={"a": "b"}),  # type: ignore[dict-item]
             Parts(values=_F32.astype(np.int32)),  # pyright: ignore[reportArgumentType]
             Parts(anything=Base(1)),
+            Parts(anything={"a": [(1,)]}),
+            Parts(anything=[{2}]),
             Parts(anything=[np.datetime64("2026-01-02")]),
             Parts(color=1),  # type: ignore[arg-type]
         ],
     ),
     Any: (
         [
-            None, True, 1, 0.5, "a", b"a", [1, (2, {"a": {3}})], frozenset({1}), _F32,
+            None, True, 1, 0.5, "a", b"a", [1, [2, {"a": [3]}]], {"a": {"b": _F32}}, _F32,
             torch.zeros(2), np.int64(1), {(1, 2): 3},
             datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC),
         ],
@@ -134,7 +136,8 @@ VALUES: Final[dict[Any, tuple[list[Any], list[Any]]]] = {
             Base(1), Color.RED, Path("/tmp"), np.datetime64("2026-01-02"), np.timedelta64(1, "s"),
             msgspec.Raw(b"\x01"), msgspec.UNSET, object(), len, 1j, 2**70,
             datetime.date(2026, 1, 2), OrderedDict(a=1), [Path("/tmp")], {"a": Base(1)},
-            {"a": (msgspec.Raw(b"\x01"),)},
+            {"a": [msgspec.Raw(b"\x01")]}, (1, 2), [(1, 2)], {"a": (1, {"a": {3}})},
+            {3}, [{3}], frozenset({1}), [frozenset({1})], {frozenset({1}): 2},
             bytearray(b"a"), np.array([object()]), "\ud800", iter(()), ValueError("no"),
         ],
     ),
