@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from rlinf_async.deadlines import LoopWatch
 from rlinf_async.testing import InvariantBroken, LoopBlocked, Unhandled, no_tasks_left
-from rlinf_async.testing.sequencer import LoopWatch
 from tests import loops, together
 from tests.loops import FACTORIES, VIRTUAL, run_on_kind
 

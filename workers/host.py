@@ -11,7 +11,7 @@ state         entered by                       left by
 ``FAILED``    ``__init__`` or ``setup`` raised
 ============  ===============================  ==========================================
 
-`Pace` decides where blocking work runs, and `Watchdog` reports what blocks the event loop.
+`Pace` decides where blocking work runs, and `watch_loop` reports what blocks the event loop.
 """
 
 from __future__ import annotations
@@ -21,17 +21,15 @@ import enum
 import logging
 import os
 import socket
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from types import FrameType
 from typing import Any, Final, ParamSpec, TypeVar
 
 from rlinf_async.channels import ChannelClosed, current_party
+from rlinf_async.deadlines import LoopWatch
 from rlinf_async.workers.base import (
     OpenSpan,
     Worker,
@@ -387,58 +385,20 @@ def _clocks() -> tuple[Clock, Clock]:
 watch_log = logging.getLogger("rlinf_async.watchdog")
 
 
-class Watchdog:
-    """Reports what blocks the running event loop, from a thread of its own.
+def watch_loop(name: str, limit: float = 5.0) -> LoopWatch:
+    """Log from now on what blocks the running loop for ``limit`` seconds. Blocking work belongs in
+    `Worker.compute`."""
 
-    The thread asks the loop to answer; when it does not for ``limit`` seconds, the stack of the
-    loop's thread is logged, with the worker's name. Blocking work belongs in `Worker.compute`.
-    """
-
-    def __init__(self, name: str, limit: float = 5.0) -> None:
-        self._name = name
-        self._limit = limit
-        self._loop = asyncio.get_running_loop()
-        self._thread_id = threading.get_ident()
-        self._stop = threading.Event()
-        self._answered = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name=f"{name} watchdog", daemon=True)
-        self.blocked = 0
-        """number of times that the loop was found blocked"""
-
-    def start(self) -> None:
-        """Begin watching."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End watching; waits for the thread, which does not wait for the loop."""
-        self._stop.set()
-        self._answered.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._stop.wait(self._limit / 4):
-            self._answered.clear()
-            if self._stop.is_set():  # `stop` sets both: do not wait for what was just cleared
-                return
-            try:
-                self._loop.call_soon_threadsafe(self._answered.set)
-            except RuntimeError:  # the loop was closed
-                return
-            if not self._answered.wait(self._limit):
-                self._report()
-                self._answered.wait()
-
-    def _report(self) -> None:
-        self.blocked += 1
-        frame = sys._current_frames().get(self._thread_id)
+    def warn(stack: str) -> None:
         watch_log.warning(
             "the event loop of %s has not answered for %.1f s; run blocking work with "
             "'await self.compute(fn, ...)'. It is in:\n%s",
-            self._name,
-            self._limit,
-            _stack(frame),
+            name,
+            limit,
+            stack,
         )
 
-
-def _stack(frame: FrameType | None) -> str:
-    return "".join(traceback.format_stack(frame)[-12:]) if frame is not None else "(unknown)"
+    loop = asyncio.get_running_loop()
+    watch = LoopWatch(loop, limit=limit, report=warn, name=f"{name} watchdog")
+    watch.start()
+    return watch

@@ -69,7 +69,7 @@ from rlinf_async.runtime.supervise import Doing, Standstill, WorkerSpec
 from rlinf_async.runtime.wakers import current_is_internal, internal, what_can_go_on
 from rlinf_async.workers import foreign_calls
 from rlinf_async.workers.base import BuildError, Failure, WorkerError
-from rlinf_async.workers.host import Invocation, Watchdog, WorkerHost
+from rlinf_async.workers.host import Invocation, WorkerHost, watch_loop
 from rlinf_async.workers.methods import Method, method_of
 
 CALL: Final = "worker.call"
@@ -363,8 +363,7 @@ class Child:
     async def serve(self) -> bool:
         """Connect, serve, and return once asked to stop (True) or cut off (False)."""
         current_is_internal()
-        watchdog = Watchdog(self._boot.spec.info.name)
-        watchdog.start()
+        watchdog = watch_loop(self._boot.spec.info.name)
         connection = await connect(
             self._address(),
             self._boot.secret,

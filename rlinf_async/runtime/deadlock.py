@@ -19,10 +19,11 @@ from typing import Any
 from rlinf_async.channels import Channel, Latest, Statistics
 from rlinf_async.channels.statistics import Wait
 from rlinf_async.channels.wire.session.movement import movement
+from rlinf_async.deadlines import LoopWatch
 from rlinf_async.runtime.supervise import Standstill, Supervisor
 from rlinf_async.runtime.wakers import internal, what_can_go_on
 from rlinf_async.workers.base import Deadlock
-from rlinf_async.workers.host import Watchdog
+from rlinf_async.workers.host import watch_loop
 
 log = logging.getLogger(__name__)
 PERIOD = 1.0
@@ -61,7 +62,7 @@ class DeadlockWatch:
         self._on_deadlock = on_deadlock
         self._limit = math.inf if limit is None else limit
         self._task: asyncio.Task[None] | None = None
-        self._watchdog: Watchdog | None = None
+        self._watchdog: LoopWatch | None = None
         self._counts: list[object] = []
         """what has moved on each channel, at the last look"""
         self._moved: dict[str, int] = {}
@@ -78,8 +79,7 @@ class DeadlockWatch:
             if isinstance(hooks, list):
                 hooks.append(self._report)
             return
-        self._watchdog = Watchdog("the process that started the workers")
-        self._watchdog.start()
+        self._watchdog = watch_loop("the process that started the workers")
         self._task = internal(asyncio.create_task(self._run(), name="deadlock watch"))
 
     def stop(self) -> None:

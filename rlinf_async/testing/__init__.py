@@ -1,5 +1,6 @@
 """Tools to test concurrent code: virtual time, many orders of events, checks of invariants."""
 
+from rlinf_async.deadlines import LoopWatch
 from rlinf_async.testing.explore import SEED_VARIABLE, explore, replay_command, run, run_on
 from rlinf_async.testing.invariants import (
     Bounds,
@@ -8,7 +9,7 @@ from rlinf_async.testing.invariants import (
     no_tasks_left,
     nothing_left_waiting,
 )
-from rlinf_async.testing.sequencer import LoopWatch, Sequencer, forbid_blocking, wait_all_blocked
+from rlinf_async.testing.sequencer import Sequencer, forbid_blocking, wait_all_blocked
 from rlinf_async.testing.virtual_loop import (
     Deadlock,
     InvariantBroken,

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from rlinf_async.deadlines import LoopWatch
 from rlinf_async.testing import LoopBlocked, VirtualLoop, forbid_blocking, run_on
 from rlinf_async.testing.pytest_plugin import RunOnLoop
-from rlinf_async.testing.sequencer import LoopWatch
 
 LIMIT = 0.1
 PATIENCE = 60.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +14,9 @@ from typing import Any
 import pytest
 
 import rlinf_async as ra
+from rlinf_async.deadlines import LoopWatch
 from rlinf_async.workers.base import Device, WorkerContext, WorkerInfo, make
-from rlinf_async.workers.host import Watchdog, WorkerHost, WorkerState
+from rlinf_async.workers.host import WorkerHost, WorkerState, watch_log, watch_loop
 
 setting: ContextVar[str] = ContextVar("setting", default="none")
 
@@ -215,37 +217,39 @@ async def test_a_failure_is_retrieved_although_its_caller_left(
 def test_the_watchdog_names_who_blocks_the_loop(caplog: pytest.LogCaptureFixture) -> None:
     reported = threading.Event()
 
-    class Listening(Watchdog):
-        def _report(self) -> None:
-            super()._report()
+    class Listening(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
             reported.set()
 
-    def blocks_the_loop(dog: Watchdog) -> None:
-        dog.start()  # not before: the stack that it sees is this one, however soon it looks
+    def blocks_the_loop() -> LoopWatch:
+        dog = watch_loop("Cook[0]", limit=0.05)  # the stack that it sees is this one at once
         assert reported.wait(60.0)
+        return dog
 
-    async def main() -> int:
-        dog = Listening("Cook[0]", limit=0.05)
-        blocks_the_loop(dog)
-        dog.stop()
-        return dog.blocked
+    async def main() -> None:
+        blocks_the_loop().stop()
 
-    assert asyncio.run(main()) == 1
+    watch_log.addHandler(listening := Listening())
+    try:
+        asyncio.run(main())
+    finally:
+        watch_log.removeHandler(listening)
+    assert caplog.text.count("has not answered") == 1
     assert "the event loop of Cook[0] has not answered for 0.1 s" in caplog.text
     assert "await self.compute(fn, ...)" in caplog.text
     assert "blocks_the_loop" in caplog.text
 
 
-def test_the_watchdog_lets_a_loop_that_answers_alone_and_stops_at_once() -> None:
-    async def main() -> int:
-        dogs = [Watchdog(f"dog {number}", limit=30.0) for number in range(20)]
-        for dog in dogs:
-            dog.start()
+def test_the_watchdog_lets_a_loop_that_answers_alone_and_stops_at_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def main() -> None:
+        dogs = [watch_loop(f"dog {number}", limit=30.0) for number in range(20)]
         for dog in dogs:
             dog.stop()
-        return sum(dog.blocked for dog in dogs)
 
-    assert asyncio.run(main()) == 0
+    asyncio.run(main())
+    assert caplog.text == ""
 
 
 def test_a_worker_leaves_only_the_collective_that_it_joined(tmp_path: Path) -> None:
