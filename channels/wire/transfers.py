@@ -18,7 +18,8 @@ Invariants:
 * that an item was refused, or may be lost, is raised at its sender's next put, flush or close; if
   the sender is closed, it is logged.
 
-Credit that is not spent goes back to the owner: when that recalls it, and by itself after a while.
+Credit stays with this process while nobody else wants it: until the owner recalls it, or this
+process puts under too many other keys.
 """
 
 from __future__ import annotations
@@ -65,10 +66,10 @@ if TYPE_CHECKING:
 MAX_KEY: Final = 128
 """Characters of a key for which credit is granted."""
 MAX_ACCOUNTS: Final = 256
-IDLE_SECONDS: Final = 1.0
-"""Credit that was not spent for so long goes back."""
+"""Keys for which a process has credit, over one connection; beyond it, those it does not use go
+back."""
 SWEEP_SECONDS: Final = 0.05
-"""Where there are too many keys, it goes back after so long."""
+"""Where there are too many keys, credit that was not spent for so long goes back."""
 
 
 class Account:
@@ -129,7 +130,6 @@ class Accounts:
         self._loop = asyncio.get_running_loop()
         self.registered: dict[tuple[int, Key | None], Account] = {}
         """by channel and key; no more than `MAX_ACCOUNTS`"""
-        self._sweeper: asyncio.TimerHandle | None = None
         self._swept_at = self._loop.time()
         PeerRequests.of(connection).own.add_sync("credit.recall", Credit, self._recalled)
 
@@ -158,8 +158,6 @@ class Accounts:
             account.used = True
             if not account.registered:  # there are too many keys
                 self._return(account)
-        if self._sweeper is None:
-            self._sweeper = self._loop.call_later(IDLE_SECONDS, self._swept)
 
     def sweep(self) -> None:
         """Return what was not used since the last time, and forget its keys."""
@@ -176,8 +174,6 @@ class Accounts:
 
     def close(self) -> None:
         """The connection is lost: no credit is left."""
-        if self._sweeper is not None:
-            self._sweeper.cancel()
         for account in self.registered.values():
             account.items = 0
 
@@ -191,13 +187,6 @@ class Accounts:
 
     def _return(self, account: Account) -> None:
         self._connection.notify("credit.return", account.empty())
-
-    def _swept(self) -> None:
-        self._sweeper = None
-        if not self._connection.closed:
-            self.sweep()
-            if any(account.items for account in self.registered.values()):
-                self._sweeper = self._loop.call_later(IDLE_SECONDS, self._swept)
 
 
 log = logging.getLogger(__name__)

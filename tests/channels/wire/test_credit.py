@@ -195,17 +195,29 @@ async def test_many_tasks_on_one_sender_keep_their_order_and_lose_nothing() -> N
             assert mine == list(range(task * 1000, task * 1000 + 50))
 
 
-async def test_a_key_is_lent_room_and_is_forgotten_when_it_was_not_used(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(credit, "IDLE_SECONDS", 0.001)
+async def test_lent_room_stays_while_nobody_else_wants_it() -> None:
     channel = Channel(int, name="numbers")
     async with remote_pair(channel) as (sender, _):
         await with_credit(sender, channel, key="env")
+        lent = channel.statistics().credit
+        await asyncio.sleep(1.5)
+        assert channel.statistics().credit == lent == lent_here(sender, "env") > 0
+        putting = sender.put(2, key="env")
+        with pytest.raises(StopIteration):  # the first put after a pause does not ask either
+            putting.send(None)
+        assert await channel.receiver.get(key="env") == 2
+
+
+async def test_a_key_is_forgotten_when_its_room_is_asked_back() -> None:
+    channel = Channel(int, name="numbers", capacity=8)
+    async with remote_pair(channel) as (sender, _):
+        await with_credit(sender, channel, key="env")
+        putting = asyncio.create_task(put_all(channel.sender, range(8), key="env"))
+        for number in range(8):
+            assert await channel.receiver.get(key="env") == number
+        await putting
         await until(lambda: not channel.queue.keys)
         assert channel.statistics().credit == 0
-        end: Any = sender
-        await until(lambda: not end._transfers.accounts.registered)
 
 
 async def test_more_keys_than_are_remembered_lose_no_room() -> None:
