@@ -10,9 +10,9 @@ from typing import Any
 
 from rlinf_async.channels.wire import Connection, Router
 from rlinf_async.channels.wire.retained_payloads import RetainedPayloads
+from rlinf_async.channels.wire.sending import Transfers, _Frame
 from rlinf_async.channels.wire.session.link import Handshake, HangUp, Link
 from rlinf_async.channels.wire.session.streams import Heartbeat, HeartbeatMonitor, Reconnection
-from rlinf_async.channels.wire.transfers import Transfers, _Frame
 from tests.channels.wire.harness import SECRET
 
 Blame = Callable[[object], None]
@@ -80,9 +80,7 @@ def greeting(blame: Blame) -> Heard:
 
 
 def connection(blame: Blame) -> Connection:
-    made = Connection(
-        Router().answering, Heartbeat.of(1000.0), peer="a", number=b"1", patience=1000.0
-    )
+    made = Connection(Router(), Heartbeat.of(1000.0), peer="a", number=b"1", patience=1000.0)
 
     def closed(_: Connection, reason: str) -> None:
         if reason != "it was closed":

@@ -6,8 +6,7 @@
     codec, arrays                   items <-> MessagePack, with large arrays apart         (pure)
     sharing, pool, slab             large arrays by shared memory, between processes of one host
     session                         a connection: handshake, requests, sockets that are replaced
-    remote_sender, transfers        putting: on credit, or by a request
-    remote_receiver, receiver_links getting: items in advance, batches, leases
+    sending, receiving              the ends of channels in other processes
     server, owner_*                 the owner of channels answers the ends of other processes
     direct, retained_payloads       large arrays from producer to consumer, past the owner
     homes, adopting                 queues that live with a worker, not with who owns the cluster
@@ -19,12 +18,17 @@ from rlinf_async.channels.wire.codec import Decoder, Encoder, encode
 from rlinf_async.channels.wire.direct import Direct
 from rlinf_async.channels.wire.homes import HomedQueues, HomeMaker, RemoteChannel
 from rlinf_async.channels.wire.protocol import ChannelSeen, EndRef, Home
+from rlinf_async.channels.wire.receiving import RemoteReceiver
 from rlinf_async.channels.wire.remote_latest import RemoteLatestReceiver, RemoteLatestSender
-from rlinf_async.channels.wire.remote_receiver import RemoteReceiver
-from rlinf_async.channels.wire.remote_sender import RemoteSender
+from rlinf_async.channels.wire.sending import RemoteSender
 from rlinf_async.channels.wire.server import ChannelServer
-from rlinf_async.channels.wire.session.answers import Request, Router
-from rlinf_async.channels.wire.session.connection import Connection, Traffic, traffic_of
+from rlinf_async.channels.wire.session.connection import (
+    Connection,
+    Request,
+    Router,
+    Traffic,
+    traffic_of,
+)
 from rlinf_async.channels.wire.session.endpoint import Server, connect, serve
 from rlinf_async.channels.wire.session.requests import RemoteError
 from rlinf_async.channels.wire.session.tls import load_secret

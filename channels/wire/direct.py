@@ -51,13 +51,12 @@ from rlinf_async.channels.wire.protocol import (
     check_payload,
     fits,
 )
-from rlinf_async.channels.wire.session.answers import Request, Router
-from rlinf_async.channels.wire.session.connection import Connection
+from rlinf_async.channels.wire.session.connection import Connection, Request, Router
 from rlinf_async.channels.wire.session.endpoint import Server, TcpAddress, Timeouts, connect, serve
 from rlinf_async.channels.wire.session.requests import RemoteError
 
 if TYPE_CHECKING:
-    from rlinf_async.channels.wire.session.answers import Reply
+    from rlinf_async.channels.wire.session.connection import Reply
 
 
 LEAST: Final = 1024**2

@@ -46,7 +46,6 @@ from rlinf_async.channels.wire.arrays import (
     reserve,
     thread_recycled,
 )
-from rlinf_async.channels.wire.session.movement import movement
 
 PROTOCOL_VERSION: Final = 6
 CHUNK_BYTES: Final = 256 * 1024
@@ -101,6 +100,26 @@ LAST_TYPE: Final = int(FrameType.MEMORY)
 ALL_FLAGS: Final = 15
 _BODY, _MORE, _SHARED = int(Flag.BODY), int(Flag.MORE), int(Flag.SHARED)  # enums are slow to ask
 _pack = HEADER.pack
+CONTROL, DATA = 0, 1
+
+
+class Movement:
+    """How much this process has moved over its connections: for who asks whether anything goes on.
+
+    What is said of heartbeats, requests and answers is not counted, and a small item, which one
+    frame holds, is counted by its channel. A large one takes its time, in which no channel changes.
+    """
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+        """bytes of large messages that have arrived or were copied to shared memory, and sockets
+        that were made, or made again after a cut"""
+
+
+movement: Final = Movement()
+"""of this process"""
 
 
 def pack_header(
@@ -120,7 +139,8 @@ def pack_header(
 
 def pack_small(kind: FrameType, number: int = 0, head: bytes = b"") -> bytes:
     """A whole frame without a body."""
-    return pack_header(len(head), kind, number, head=len(head)) + head
+    size = len(head)
+    return _pack(size, PROTOCOL_VERSION, kind, CONTROL, 0, 0, size, 0, number) + head
 
 
 def pack_message(
@@ -196,7 +216,6 @@ def check_header(
         )
 
 
-CONTROL, DATA = 0, 1
 SHARE_BYTES: Final = 64 * 1024
 """Arrays of a message that take less together always go through the socket."""
 
@@ -371,7 +390,8 @@ class MessageReader:
     def __init__(self, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._rest = bytearray()
         self._needed = _HEADER_BYTES
-        self._incoming: _Incoming | None = None
+        self.incoming: _Incoming | None = None
+        """the message that has not arrived completely"""
         self._chunk = 0  # bytes of the last one that have not arrived
         self._max_message_bytes = max_message_bytes
         self._recycled = thread_recycled()
@@ -380,7 +400,7 @@ class MessageReader:
     def space(self) -> memoryview | None:
         """Where the bytes that come next are to be read to, before `filled`; None where they are
         given to `feed`."""
-        incoming = self._incoming
+        incoming = self.incoming
         if incoming is None or self._rest or (place := incoming.place) is None:
             return None
         return place[: self._chunk] if self._chunk else self._header
@@ -391,14 +411,14 @@ class MessageReader:
         Raises:
             MalformedFrame: the bytes are not of this protocol.
         """
-        incoming = self._incoming
+        incoming = self.incoming
         if incoming is None or not self._chunk:
             yield from self.feed(bytes(self._header[:count]))
             return
         self._chunk -= count
         incoming.filled(count)
         if not incoming.missing:
-            self._incoming = None
+            self.incoming = None
             yield incoming.message()
 
     def feed(self, received: bytes) -> Iterator[Message]:
@@ -461,9 +481,9 @@ class MessageReader:
 
     def forget(self, number: int) -> None:
         """The rest of this request will not come: its sender gave it up."""
-        frame = None if self._incoming is None else self._incoming.frame
+        frame = None if self.incoming is None else self.incoming.frame
         if frame is not None and frame.type == _REQUEST and frame.number == number:
-            self._incoming = None
+            self.incoming = None
 
     def _read(self, frame: Frame) -> Message | None:
         if frame.type == _CHUNK:
@@ -471,9 +491,9 @@ class MessageReader:
         return self._begin(frame) if frame.flags & _MORE else _whole(frame)
 
     def _begin(self, frame: Frame) -> Message | None:
-        if self._incoming is not None:
+        if self.incoming is not None:
             raise MalformedFrame(
-                f"message {frame.number} begins in parts while {self._incoming.frame.number} is "
+                f"message {frame.number} begins in parts while {self.incoming.frame.number} is "
                 "incomplete"
             )
         sizes, head, rest = _split(frame)
@@ -482,22 +502,22 @@ class MessageReader:
             raise MalformedFrame(
                 f"a message of {total} bytes, at most {self._max_message_bytes} are allowed"
             )
-        self._incoming = _Incoming(frame, head, sizes, self._recycled)
+        self.incoming = _Incoming(frame, head, sizes, self._recycled)
         return self._take(rest)
 
     def _continue(self, frame: Frame) -> Message | None:
-        if self._incoming is None or self._incoming.frame.number != frame.number:
+        if self.incoming is None or self.incoming.frame.number != frame.number:
             raise MalformedFrame(f"a part of message {frame.number}, which was not begun")
         return self._take(frame.payload)
 
     def _take(self, received: memoryview) -> Message | None:
-        incoming = self._incoming
+        incoming = self.incoming
         if incoming is None:
             raise MalformedFrame(f"{len(received)} bytes more than the message that they are for")
         incoming.fill(received)
         if incoming.missing:
             return None
-        self._incoming = None
+        self.incoming = None
         return incoming.message()
 
 

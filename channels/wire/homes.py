@@ -40,17 +40,16 @@ from rlinf_async.channels.wire.protocol import (
     Open,
     Seen,
 )
+from rlinf_async.channels.wire.receiving import RemoteReceiver
 from rlinf_async.channels.wire.remote_latest import (
     ConfirmedNotices,
     RemoteEnd,
     Wire,
     next_clone_number,
 )
-from rlinf_async.channels.wire.remote_receiver import RemoteReceiver
-from rlinf_async.channels.wire.remote_sender import RemoteSender
+from rlinf_async.channels.wire.sending import RemoteSender
 from rlinf_async.channels.wire.server import ChannelServer
-from rlinf_async.channels.wire.session.answers import Reply, Request, Router
-from rlinf_async.channels.wire.session.connection import Connection
+from rlinf_async.channels.wire.session.connection import Connection, Reply, Request, Router
 from rlinf_async.channels.wire.session.endpoint import Timeouts, connect
 
 T = TypeVar("T")
@@ -255,7 +254,7 @@ class HomedQueues:
         Raises:
             ChannelError: there is no such queue, or the end was closed.
         """
-        return await self._server.peer(self._homed(queue).maker).clone(number)
+        return await self._server.peers[self._homed(queue).maker].clone(number)
 
     def take(
         self, queue: int, number: int, item_type: Any
@@ -267,7 +266,7 @@ class HomedQueues:
             WrongItemType: another end of this process is of another type.
         """
         homed = self._homed(queue)
-        clones = self._server.peer(homed.maker).clones
+        clones = self._server.peers[homed.maker].clones
         end = clones.get(number)
         if not isinstance(end, OpenEnd):
             raise ChannelError(f"an end of channel {homed.channel.name!r} was closed meanwhile")

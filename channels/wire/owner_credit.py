@@ -23,8 +23,7 @@ from rlinf_async.channels.wire.direct import Producer, take_retained
 from rlinf_async.channels.wire.frames import SHARE_BYTES
 from rlinf_async.channels.wire.owner_deliveries import NOTHING, OpenEnd
 from rlinf_async.channels.wire.protocol import Credit, Grant, Put, Refused, Run, Transfer
-from rlinf_async.channels.wire.session.answers import Request
-from rlinf_async.channels.wire.session.connection import Connection
+from rlinf_async.channels.wire.session.connection import Connection, Request
 from rlinf_async.channels.wire.session.requests import Report, report
 from rlinf_async.channels.wire.slab import is_private
 
@@ -94,8 +93,8 @@ class GrantedCredit:
     """The credit of one process for one key. (A `CreditHolder`.)"""
 
     __slots__ = (
-        "_credits", "channel", "gone", "holder", "items", "number", "queue", "recalled", "wanting",
-        "weight",
+        "_credits", "channel", "gone", "holder", "items", "low", "number", "queue", "recalled",
+        "wanting", "weight",
     )  # fmt: skip
 
     def __init__(self, credits: Credits, number: int, channel: Queue, key: Key | None) -> None:
@@ -107,6 +106,8 @@ class GrantedCredit:
         self.holder = ""
         self.items = 0
         self.weight = 0
+        self.low = 0
+        """with so few items left, or fewer, it wants more"""
         self.recalled = self.wanting = self.gone = False
         self.queue.credit_holders.append(self)
         if key is not None:
@@ -124,27 +125,17 @@ class GrantedCredit:
         self.gone = True
         self._credits.forget(self)
 
-    @property
-    def _share(self) -> int:
-        share = self.channel.capacity // (1 + len(self.queue.credit_holders))
-        return share if share < MAX_CREDIT else MAX_CREDIT
-
-    @property
-    def wanted(self) -> int:
-        """Items, up to its share; 0 where that is too few to be worth it."""
-        share = self._share
-        wanted = share - self.items
-        return wanted if wanted > 0 and wanted >= share // 4 else 0
-
     def grant(self) -> Credit | None:
-        """Grant more, if there is enough to be worth it. Else `room_freed` is called when there
-        is."""
+        """Grant more, up to its share, if there is enough to be worth it. Else `room_freed` is
+        called when there is."""
         if self.recalled or self.gone:
             return None
-        wanted = self.wanted
-        if not wanted:
+        share = min(MAX_CREDIT, self.channel.capacity // (1 + len(self.queue.credit_holders)))
+        least = max(1, share // 4)  # less is not worth a message
+        self.low = share - least
+        wanted = share - self.items
+        if wanted < least:
             return None
-        least = max(1, self._share // 4)  # less is not worth a message
         room, weight = self.queue.room_to_grant()
         items = min(room // 2, wanted)
         weight = None if weight is None else weight // 2
@@ -168,13 +159,17 @@ class GrantedCredit:
                 f"{items} items of weight {weight} came for channel {self.channel.name!r}, "
                 f"which has granted credit for {self.items} of weight {self.weight}"
             )
-        self._subtract(items, weight)
-        if not self.items:  # the process forgets what is left of the weight, too
-            self._subtract(0, self.weight)
+        if items == self.items:  # the process forgets what is left of the weight, too
+            weight = self.weight
+        self.items -= items
+        self.weight -= weight
+        self.queue.reserve(-items, -weight)
 
     def take_back(self, items: int, weight: int) -> None:
         """So much was not spent. What was granted since that was said stays granted."""
-        self._subtract(items, weight)
+        self.items -= items
+        self.weight -= weight
+        self.queue.reserve(-items, -weight)
         self.recalled = False
         self.queue.serve()
         if self.queue.putters:  # that was not enough
@@ -189,11 +184,6 @@ class GrantedCredit:
         if not self.queue.credit_holders:
             self.queue.room_wanted = 0
         self.take_back(self.items, self.weight)
-
-    def _subtract(self, items: int, weight: int) -> None:
-        self.items -= items
-        self.weight -= weight
-        self.queue.reserve(-items, -weight)
 
 
 class Credits:
@@ -312,8 +302,11 @@ class Credits:
             if elsewhere:
                 channel.edges.put_direct(holder, elsewhere)
         self._handled += len(transfer.sizes)
-        self._handled_bytes += body.nbytes
-        self._confirm_later()
+        self._handled_bytes += body.nbytes if body.buffers else len(body.data)
+        if self._wanting or self._handled_bytes >= CONFIRM_BYTES:
+            self._collect()
+        elif self._timer is None and not self._collected:
+            self._timer = self._loop.call_later(CONFIRM_SECONDS, self._collect)
 
     def _put(self, run: Run, items: list[Encoded], refused: ChannelError | None) -> Queue | None:
         """Put them where credit was granted; there."""
@@ -334,7 +327,7 @@ class Credits:
             self._refuse(run, error)
             queue.serve()
             channel.forget(queue.key)
-        if not credit.gone and credit.wanted:
+        if credit.items <= credit.low and not credit.gone:
             credit.wanting = True
             self._wanting[credit] = None
         return channel
@@ -356,34 +349,31 @@ class Credits:
         if self._connection.closed:
             return
         wanting, self._wanting = self._wanting, {}
-        credits = [credit for one in wanting if (credit := one.grant()) is not None]
+        credits: list[Credit] = []
         for one in wanting:
+            if (credit := one.grant()) is not None:
+                credits.append(credit)
             one.wanting = False
             if not one.items:
                 one.channel.forget(one.queue.key)
         handled, self._handled = self._handled, 0
-        refused = [Refused(end, count, why) for (end, why), count in self._refused.items()]
+        refused: list[Refused] = []
+        for (end, why), count in self._refused.items():
+            refused.append(Refused(end, count, why))
         self._refused.clear()
         self._handled_bytes = 0
-        while len(credits) > GRANT_CREDITS or len(refused) > GRANT_REFUSALS:
-            self._grant(Grant(0, credits[:GRANT_CREDITS], refused[:GRANT_REFUSALS]))
+        while handled or refused or credits:
+            more = len(credits) > GRANT_CREDITS or len(refused) > GRANT_REFUSALS
+            grant = Grant(0 if more else handled, credits[:GRANT_CREDITS], refused[:GRANT_REFUSALS])
+            self._connection.notify("credit.grant", grant, control=True)
+            if not more:
+                break
             del credits[:GRANT_CREDITS], refused[:GRANT_REFUSALS]
-        if handled or refused or credits:
-            self._grant(Grant(handled, credits, refused))
-
-    def _grant(self, grant: Grant) -> None:
-        self._connection.notify("credit.grant", grant, control=True)
 
     def _collect(self) -> None:
         if not self._collected and not self._connection.closed:
             self._collected = True
             self._connection.outbox.collect(self.send_grants)
-
-    def _confirm_later(self) -> None:
-        if self._wanting or self._handled_bytes >= CONFIRM_BYTES:
-            self._collect()
-        elif self._timer is None and not self._collected:
-            self._timer = self._loop.call_later(CONFIRM_SECONDS, self._collect)
 
     def close(self) -> None:
         """The process is gone: its room is free again."""

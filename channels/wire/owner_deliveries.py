@@ -25,7 +25,6 @@ put::
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any, Final
@@ -61,12 +60,10 @@ from rlinf_async.channels.wire.protocol import (
     Get,
     Nothing,
     PayloadRef,
-    Range,
     Recall,
     Settle,
 )
-from rlinf_async.channels.wire.session.answers import Request
-from rlinf_async.channels.wire.session.connection import Connection
+from rlinf_async.channels.wire.session.connection import Connection, Request
 from rlinf_async.deadlines import Timer
 
 READY_BYTES: Final = 16 * 1024**2
@@ -124,21 +121,17 @@ def _worth_it(body: Encoded) -> bool:
 class OpenEnd:
     """An end of a queue that another process uses."""
 
-    __slots__ = ("kind", "lent_as", "number", "queue")
+    __slots__ = ("holder", "kind", "lent_as", "number", "queue")
 
     def __init__(self, queue: Queue, kind: EndKind, holder: str) -> None:
         self.queue = queue
         self.kind: EndKind = kind
+        self.holder = holder
+        """who uses it, in reports"""
         add = queue.add_sender if kind == "sender" else queue.add_receiver
         self.number = add(holder)
         self.lent_as: tuple[int, ...] = ()
         """numbers under which others use it (see `homes`)"""
-
-    @property
-    def holder(self) -> str:
-        """Who uses it, in reports."""
-        ends = self.queue.senders if self.kind == "sender" else self.queue.receivers
-        return ends.get(self.number, "")
 
     def close(self) -> None:
         if self.kind == "sender":
@@ -157,6 +150,8 @@ class LentEnd(OpenEnd):
         self.queue = end.queue
         self.kind = "sender" if isinstance(end, LocalSender) else "receiver"
         self.number = end.number
+        ends = self.queue.senders if self.kind == "sender" else self.queue.receivers
+        self.holder = ends[self.number]
         self.lent_as = ()
 
     def close(self) -> None:
@@ -206,25 +201,39 @@ many items that are one list."""
 class RemoteDelivery(Delivery):
     """A delivery to another process, which asked for it with a request."""
 
-    __slots__ = ("_deliveries", "queue", "request")
+    __slots__ = ("_prefetches", "queue", "request")
 
     def __init__(
-        self, deliveries: Deliveries, request: Request[Get], queue: KeyQueue, receiver: int
+        self, prefetches: Prefetches, request: Request[Get], queue: KeyQueue, receiver: int
     ) -> None:
         get = request.meta
         least = get.weight if get.at_least is None else get.at_least
-        owner = (deliveries, get.task)
+        owner = (request.connection, get.task)
         super().__init__(receiver, get.party, owner, get.weight, least, get.lease)
-        self._deliveries = deliveries
+        self._prefetches = prefetches
         self.queue = queue
         self.request = request
 
     @property
     def cancelled(self) -> bool:
-        return self._deliveries.connection.closed  # else it leaves its queue when it is cancelled
+        return self.request.connection.closed  # else it leaves its queue when it is cancelled
 
     def served(self) -> None:
-        self._deliveries.answer(self)
+        """Send its entries, and some in advance."""
+        request, get = self.request, self.request.meta
+        if request.abandon is not None:
+            self.queue.get_waited(self)
+        try:
+            ahead = get.ahead > 0 and not get.lease and self._may_prefetch()
+            if ahead and self._answer_with_list():
+                return
+            bodies = self._encoded()
+            if ahead:
+                self._prefetch(bodies)
+            self._answer(bodies)
+        except Exception as error:
+            self.queue.settle(self, Outcome.RETURNED)
+            request.fail(error)
 
     def refused(self, error: ChannelError) -> None:
         if self.request.abandon is not None:
@@ -232,7 +241,130 @@ class RemoteDelivery(Delivery):
         self.request.fail(error)
 
     def over(self) -> None:
-        self.request.peer_requests.unsettled.pop(self.request.number, None)
+        self.request.connection.peer_requests.unsettled.pop(self.request.number, None)
+
+    # ---- its answer
+
+    def _encoded(self) -> list[Encoded]:
+        """The requested items as they travel. One that cannot travel is rejected.
+
+        Raises:
+            WrongItemType, ItemTooLarge: of that item.
+        """
+        found: list[Encoded] = []
+        for index, entry in enumerate(self.held()):
+            try:
+                found.append(encoded_entry(entry, self.queue.channel))
+            except CANNOT_TRAVEL as error:
+                queue = self.queue
+                queue.return_except(self, [index], Outcome.REJECTED, error)
+                raise type(error)(f"channel {queue.channel.name!r}: {error}") from error
+        return found
+
+    def _may_prefetch(self) -> bool:
+        """Whether there are items that nobody else waits for."""
+        queue, get = self.queue, self.request.meta
+        if not queue.entries or queue.getters.first or queue.channel.failure is not None:
+            return False
+        prefetch = self._prefetches.get((get.end, get.key))
+        if (prefetch is not None and prefetch.recalled) or any(
+            other is not prefetch for other in queue.prefetching.values()
+        ):
+            return False
+        return self.loop.time() - queue.contested >= ALONE_SECONDS
+
+    def _answer_with_list(self) -> bool:
+        """Answer with what is asked for and items in advance, as one list; whether that could be
+        done: most are put by this process itself, and have no large arrays."""
+        queue, get, far = self.queue, self.request.meta, self.request.connection.far
+        encode_list = queue.channel.encode_list
+        if encode_list is None:
+            return False
+        entries = [*self.held(), *islice(queue.entries, min(get.ahead, MAX_PREFETCH))]
+        items = [entry.item for entry in entries]
+        if Encoded in map(type, items):
+            return False
+        most = FAR_PREFETCH_BYTES if far else PREFETCH_BYTES
+        listed = encode_list(items, most, most if far else PREFETCH_ITEM_BYTES)
+        if listed is None:  # items of this channel have large arrays: encode them once, not twice
+            queue.channel.encode_list = None
+            return False
+        if listed[0] < max(2, self.requested):
+            return False
+        count, data = listed
+        if count > self.requested:
+            self._take_ahead(count - self.requested)
+        self.request.reply(count, Encoded(data), unsettled=self)
+        queue.channel.edges.take(get.party, count, len(data), 0)
+        return True
+
+    def _take_ahead(self, count: int) -> None:
+        """So many entries are sent in advance."""
+        queue, end = self.queue, self.request.meta.end
+        prefetch = self._prefetches.get((end, queue.key))
+        if prefetch is None:
+            prefetch = Prefetch(
+                self._prefetches, self.request.connection, end, self.receiver, queue
+            )
+            self._prefetches[end, queue.key] = prefetch
+        queue.prefetch(self, prefetch, count)
+
+    def _prefetch(self, bodies: list[Encoded]) -> None:
+        """Send small items in advance. Adds their bodies."""
+        queue = self.queue
+        size, payloads, before = 0, 0, len(bodies)
+        far = self.request.connection.far
+        most = FAR_PREFETCH_BYTES if far else PREFETCH_BYTES
+        for entry in islice(queue.entries, min(self.request.meta.ahead, MAX_PREFETCH)):
+            if entry.ready is not None and not far:  # it is large
+                break
+            try:
+                body = encoded_entry(entry, queue.channel)
+            except CANNOT_TRAVEL:  # the get that asks for it raises that
+                break
+            if not body.buffers:  # as most: without a detour
+                length = len(body.data)
+                if length > PREFETCH_ITEM_BYTES and not far:
+                    break
+                bodies.append(body)
+                size += length
+            else:
+                elsewhere = remote_payload_of(entry.item) is not None
+                if not (far or elsewhere):
+                    break
+                payloads += elsewhere
+                bodies.append(body)
+                size += len(body.data) if elsewhere else body.nbytes
+            if size >= most or payloads >= PREFETCH_PAYLOADS:
+                break
+        if len(bodies) > before:
+            self._take_ahead(len(bodies) - before)
+
+    def _answer(self, bodies: list[Encoded]) -> None:
+        request, channel = self.request, self.queue.channel
+        nbytes, left = 0, NO_LEFT
+        if channel.direct:
+            nbytes = sum(body.nbytes for body in bodies)
+            bodies, left = without_payloads(bodies)
+        head: Delivered | int = ONE
+        if len(bodies) == 1 and not left and not self.lease:
+            body = bodies[0]
+        else:
+            counts = [entry.deliveries for entry in self.held()] if self.lease else []
+            sizes, body = join(bodies)
+            head = Delivered(sizes, counts, left)
+        unsettled = self if bodies else None
+        try:
+            request.reply(head, body, unsettled=unsettled)
+        except ItemTooLarge as error:
+            raise ItemTooLarge(
+                f"channel {channel.name!r}: {error}: ask for a smaller batch"
+            ) from error
+        if bodies:
+            nbytes = nbytes or (body.nbytes if body.buffers else len(body.data))
+            channel.edges.take(request.meta.party, len(bodies), nbytes, len(left))
+            if body.buffers:
+                prepare_next(request.connection, self.queue, body)
 
     # ---- for the connection
 
@@ -262,8 +394,12 @@ class Prefetch:
     """What one receiver has of one key in advance of its gets. It is there as long as that is
     anything. (A `PrefetchLink`.)"""
 
-    def __init__(self, deliveries: Deliveries, end: int, receiver: int, queue: KeyQueue) -> None:
-        self._deliveries = deliveries
+    def __init__(
+        self, prefetches: Prefetches, connection: Connection, end: int, receiver: int,
+        queue: KeyQueue,
+    ) -> None:  # fmt: skip
+        self._prefetches = prefetches
+        self._connection = connection
         self._end = end
         self._receiver = receiver
         self._queue = queue
@@ -276,7 +412,7 @@ class Prefetch:
         return self._timer is not None
 
     def recall(self, receiver: int = 0) -> None:
-        connection, queue = self._deliveries.connection, self._queue
+        connection, queue = self._connection, self._queue
         if receiver != self._receiver:
             queue.contested = asyncio.get_running_loop().time()
         if self._timer is None and not connection.closed:
@@ -293,213 +429,71 @@ class Prefetch:
     def settled(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._deliveries.prefetches.pop((self._end, self._queue.key), None)
+        self._prefetches.pop((self._end, self._queue.key), None)
 
     def _not_answered(self) -> None:
         self.overdue = True
         self._queue.serve()
 
 
-class Deliveries:
-    """All deliveries to one process."""
+Prefetches = dict[tuple[int, Key | None], Prefetch]
+"""What one process has in advance, by receiver and key."""
 
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
-        self.prefetches: dict[tuple[int, Key | None], Prefetch] = {}
-        """by receiver and key"""
 
-    # ---- get
-
-    def get(self, request: Request[Get], end: OpenEnd) -> None:
-        """Answer with what is asked for, now or when it is there; for a weight of 0, with what can
-        be prefetched now."""
-        get, channel = request.meta, end.queue
-        if get.weight == 0 and not get.lease:
-            queue = channel.known(get.key)
-            if queue is None:
-                request.reply(Delivered([]))
-                return
-            self.answer(RemoteDelivery(self, request, queue, end.number))
-            return
-        checked_least(channel.name, get.weight, get.at_least)
-        channel.check_get()
-        queue = channel.of_key(get.key)
-        delivery = RemoteDelivery(self, request, queue, end.number)
-        if queue.get(delivery):
-            request.abandon = delivery.abandon
+def get(request: Request[Get], end: OpenEnd, prefetches: Prefetches) -> None:
+    """Answer with what is asked for, now or when it is there; for a weight of 0, with what can be
+    prefetched now."""
+    asked, channel = request.meta, end.queue
+    if asked.weight == 0 and not asked.lease:
+        queue = channel.known(asked.key)
+        if queue is None:
+            request.reply(Delivered([]))
         else:
-            channel.forget(queue.key)
+            RemoteDelivery(prefetches, request, queue, end.number).served()
+        return
+    checked_least(channel.name, asked.weight, asked.at_least)
+    channel.check_get()
+    queue = channel.of_key(asked.key)
+    delivery = RemoteDelivery(prefetches, request, queue, end.number)
+    if queue.get(delivery):
+        request.abandon = delivery.abandon
+    else:
+        channel.forget(queue.key)
 
-    def answer(self, delivery: RemoteDelivery) -> None:
-        """Send the entries of a delivery, and some in advance."""
-        request, queue = delivery.request, delivery.queue
-        get = request.meta
-        if request.abandon is not None:
-            queue.get_waited(delivery)
-        try:
-            ahead = get.ahead > 0 and not get.lease and self._may_prefetch(delivery)
-            if ahead and self._answer_with_list(delivery, get):
-                return
-            bodies = self._encoded(delivery)
-            if ahead:
-                self._prefetch(delivery, get, bodies)
-            self._reply(delivery, bodies)
-        except Exception as error:
-            queue.settle(delivery, Outcome.RETURNED)
-            request.fail(error)
 
-    def _encoded(self, delivery: RemoteDelivery) -> list[Encoded]:
-        """The requested items as they travel. One that cannot travel is rejected.
+def taken(request: Request[Any]) -> None:
+    """The process has what this `Taken`, or `Get`, says."""
+    unsettled = request.connection.peer_requests.unsettled
+    for number, first, count in request.meta.taken:
+        delivery = unsettled.get(number)
+        if isinstance(delivery, RemoteDelivery) and first >= 0 and count > 0:
+            delivery.queue.settle(delivery, Outcome.TAKEN, first, count)
 
-        Raises:
-            WrongItemType, ItemTooLarge: of that item.
-        """
-        found: list[Encoded] = []
-        for index, entry in enumerate(delivery.held()):
-            try:
-                found.append(encoded_entry(entry, delivery.queue.channel))
-            except CANNOT_TRAVEL as error:
-                queue = delivery.queue
-                queue.return_except(delivery, [index], Outcome.REJECTED, error)
-                raise type(error)(f"channel {queue.channel.name!r}: {error}") from error
-        return found
 
-    def _may_prefetch(self, delivery: RemoteDelivery) -> bool:
-        """Whether there are items that nobody else waits for."""
-        queue, get = delivery.queue, delivery.request.meta
-        if not queue.entries or queue.getters.first or queue.channel.failure is not None:
-            return False
-        prefetch = self.prefetches.get((get.end, get.key))
-        if (prefetch is not None and prefetch.recalled) or any(
-            other is not prefetch for other in queue.prefetching.values()
-        ):
-            return False
-        return delivery.loop.time() - queue.contested >= ALONE_SECONDS
+def settle(request: Request[Settle]) -> None:
+    """Settle as the process says.
 
-    def _answer_with_list(self, delivery: RemoteDelivery, get: Get) -> bool:
-        """Answer with what is asked for and items in advance, as one list; whether that could be
-        done: most are put by this process itself, and have no large arrays."""
-        queue, request, far = delivery.queue, delivery.request, self.connection.far
-        encode_list = queue.channel.encode_list
-        if encode_list is None:
-            return False
-        entries = [*delivery.held(), *islice(queue.entries, min(get.ahead, MAX_PREFETCH))]
-        items = [entry.item for entry in entries]
-        if Encoded in map(type, items):
-            return False
-        most = FAR_PREFETCH_BYTES if far else PREFETCH_BYTES
-        listed = encode_list(items, most, most if far else PREFETCH_ITEM_BYTES)
-        if listed is None:  # items of this channel have large arrays: encode them once, not twice
-            queue.channel.encode_list = None
-            return False
-        if listed[0] < max(2, delivery.requested):
-            return False
-        count, data = listed
-        if count > delivery.requested:
-            self._take_ahead(delivery, get, count - delivery.requested)
-        request.reply(count, Encoded(data), unsettled=delivery)
-        queue.channel.edges.take(get.party, count, len(data), 0)
-        return True
-
-    def _take_ahead(self, delivery: RemoteDelivery, get: Get, count: int) -> None:
-        """So many entries are sent in advance."""
-        queue = delivery.queue
-        prefetch = self.prefetches.get((get.end, get.key))
-        if prefetch is None:
-            prefetch = Prefetch(self, get.end, delivery.receiver, queue)
-            self.prefetches[get.end, get.key] = prefetch
-        queue.prefetch(delivery, prefetch, count)
-
-    def _prefetch(self, delivery: RemoteDelivery, get: Get, bodies: list[Encoded]) -> None:
-        """Send small items in advance. Adds their bodies."""
-        queue = delivery.queue
-        channel = queue.channel
-        size, payloads, before = 0, 0, len(bodies)
-        far = self.connection.far
-        most = FAR_PREFETCH_BYTES if far else PREFETCH_BYTES
-        for entry in islice(queue.entries, min(get.ahead, MAX_PREFETCH)):
-            if entry.ready is not None and not far:  # it is large
-                break
-            try:
-                body = encoded_entry(entry, channel)
-            except CANNOT_TRAVEL:  # the get that asks for it raises that
-                break
-            if not body.buffers:  # as most: without a detour
-                length = len(body.data)
-                if length > PREFETCH_ITEM_BYTES and not far:
-                    break
-                bodies.append(body)
-                size += length
-            else:
-                elsewhere = remote_payload_of(entry.item) is not None
-                if not (far or elsewhere):
-                    break
-                payloads += elsewhere
-                bodies.append(body)
-                size += len(body.data) if elsewhere else body.nbytes
-            if size >= most or payloads >= PREFETCH_PAYLOADS:
-                break
-        if len(bodies) > before:
-            self._take_ahead(delivery, get, len(bodies) - before)
-
-    def _reply(self, delivery: RemoteDelivery, bodies: list[Encoded]) -> None:
-        request, channel = delivery.request, delivery.queue.channel
-        nbytes, left = 0, NO_LEFT
-        if channel.direct:
-            nbytes = sum(body.nbytes for body in bodies)
-            bodies, left = without_payloads(bodies)
-        head: Delivered | int = ONE
-        if len(bodies) == 1 and not left and not delivery.lease:
-            body = bodies[0]
-        else:
-            counts = [entry.deliveries for entry in delivery.held()] if delivery.lease else []
-            sizes, body = join(bodies)
-            head = Delivered(sizes, counts, left)
-        unsettled = delivery if bodies else None
-        try:
-            request.reply(head, body, unsettled=unsettled)
-        except ItemTooLarge as error:
-            raise ItemTooLarge(
-                f"channel {channel.name!r}: {error}: ask for a smaller batch"
-            ) from error
-        if bodies:
-            channel.edges.take(request.meta.party, len(bodies), nbytes or body.nbytes, len(left))
-            if body.buffers:
-                prepare_next(self.connection, delivery.queue, body)
-
-    # ---- settle
-
-    def taken(self, request: Request[Any], ranges: Iterable[Range]) -> None:
-        """The process has these."""
-        for number, first, count in ranges:
-            delivery = request.peer_requests.unsettled.get(number)
-            if isinstance(delivery, RemoteDelivery) and first >= 0 and count > 0:
-                delivery.queue.settle(delivery, Outcome.TAKEN, first, count)
-
-    def settle(self, request: Request[Settle]) -> None:
-        """As the process says.
-
-        Raises:
-            LeaseLost: the lease that is acknowledged went back before.
-        """
-        settle, unsettled = request.meta, request.peer_requests.unsettled
-        found = [
-            (delivery, first, count)
-            for number, first, count in settle.ranges
-            if isinstance(delivery := unsettled.get(number), RemoteDelivery)
-            and first >= 0
-            and count > 0
-        ]
-        if not found and request.number:
-            raise LeaseLost(f"the lease is not held by {self.connection.peer}")
-        replacements = _replacements(request)
-        with paused([delivery.queue for delivery, _, _ in found]):
-            for delivery, first, count in found:
-                for index, item in replacements:
-                    delivery.queue.replace(delivery, index, item)
-                outcome = _checked(settle, delivery, first, count)
-                delivery.queue.settle(delivery, outcome, first, count, settle.error)
-        request.reply(NOTHING)
+    Raises:
+        LeaseLost: the lease that is acknowledged went back before.
+    """
+    asked, unsettled = request.meta, request.connection.peer_requests.unsettled
+    found = [
+        (delivery, first, count)
+        for number, first, count in asked.ranges
+        if isinstance(delivery := unsettled.get(number), RemoteDelivery)
+        and first >= 0
+        and count > 0
+    ]
+    if not found and request.number:
+        raise LeaseLost(f"the lease is not held by {request.connection.peer}")
+    replacements = _replacements(request)
+    with paused([delivery.queue for delivery, _, _ in found]):
+        for delivery, first, count in found:
+            for index, item in replacements:
+                delivery.queue.replace(delivery, index, item)
+            outcome = _checked(asked, delivery, first, count)
+            delivery.queue.settle(delivery, outcome, first, count, asked.error)
+    request.reply(NOTHING)
 
 
 def _replacements(request: Request[Settle]) -> list[tuple[int, Encoded]]:

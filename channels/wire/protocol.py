@@ -173,7 +173,7 @@ class Get(msgspec.Struct, array_like=True, frozen=True):
 class Taken(msgspec.Struct, array_like=True, frozen=True):
     """client -> owner: these entries are settled: they were taken."""
 
-    ranges: list[Range]
+    taken: list[Range]
 
 
 class Settle(msgspec.Struct, array_like=True, frozen=True):

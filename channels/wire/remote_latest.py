@@ -33,9 +33,9 @@ from rlinf_async.channels.wire.codec import ItemCodec
 from rlinf_async.channels.wire.direct import Direct
 from rlinf_async.channels.wire.frames import Message
 from rlinf_async.channels.wire.protocol import End, EndKind, EndRef
-from rlinf_async.channels.wire.receiver_links import ReceiverLinks
-from rlinf_async.channels.wire.session.connection import Connection, Linger
+from rlinf_async.channels.wire.session.connection import Connection
 from rlinf_async.channels.wire.session.requests import head_of, reply_decoder
+from rlinf_async.channels.wire.session.streams import Linger
 
 log = logging.getLogger(__name__)
 
@@ -111,20 +111,10 @@ class Wire:
         self.check = rule.check
         """Refuses an item that would not; raises `WrongItemType`."""
 
-    def close_later(self, end: int) -> None:
-        """Close an end that was dropped, in whichever thread that was noticed."""
-        self.later(partial(self._close, end))
-
     def later(self, call: Callable[[], object]) -> None:
         """Call this in the connection's loop, from whichever thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(call)
-
-    def _close(self, end: int) -> None:
-        if not self.connection.closed:
-            if (links := self.connection.attached(ReceiverLinks)) is not None:
-                links.close(end)
-            ConfirmedNotices.of(self.connection).send("channel.close", End(end))
 
     def encode(self, item: object) -> Encoded:
         """The item as it travels.
@@ -265,7 +255,12 @@ class RemoteEnd(WireEnd):
             try:
                 self._warn()
             finally:
-                self._wire.close_later(self._number)
+                self._wire.later(partial(self._dropped, self._wire, self._number))
+
+    @staticmethod
+    def _dropped(wire: Wire, number: int) -> None:
+        """Close an end that is not there any more, in the loop of its connection."""
+        ConfirmedNotices.of(wire.connection).send("channel.close", End(number))
 
     def _warn(self) -> None:
         warnings.warn(

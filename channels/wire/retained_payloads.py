@@ -16,9 +16,8 @@ from rlinf_async.channels.wire.protocol import (
     RetainedPayload,
     TakeOver,
 )
-from rlinf_async.channels.wire.session.answers import PeerRequests, Request
-from rlinf_async.channels.wire.session.connection import Linger
-from rlinf_async.channels.wire.transfers import Transfers
+from rlinf_async.channels.wire.session.connection import Request
+from rlinf_async.channels.wire.session.streams import Linger
 
 if TYPE_CHECKING:
     from rlinf_async.channels.wire.direct import Direct
@@ -37,7 +36,6 @@ class RetainedPayloads:
         self._direct = direct
         self._numbers: set[int] = set()
         self._copied = 0
-        Transfers.of(connection)  # closing waits for its items first
         self._linger = Linger(
             connection,
             lambda: len(self._numbers),
@@ -45,8 +43,8 @@ class RetainedPayloads:
             "items were not taken over",
         )
         connection.add_linger(self._linger)
-        PeerRequests.of(connection).own.add_sync("payload.fetch", Fetch, direct.answer)
-        PeerRequests.of(connection).own.add_sync("payload.release", Release, self._released)
+        connection.peer_requests.own.add_sync("payload.fetch", Fetch, direct.answer)
+        connection.peer_requests.own.add_sync("payload.release", Release, self._released)
         connection.on_close(self._lost)
         offer = Offer(direct.token, direct.host, direct.addresses)
         connection.notify("payload.offer", offer, control=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -21,21 +22,20 @@ from rlinf_async.channels.local import Channel, LocalReceiver, LocalSender
 from rlinf_async.channels.queue import Queue, state_of, statistics_of
 from rlinf_async.channels.statistics import KeyState, Statistics
 from rlinf_async.channels.untyped import Encoded
-from rlinf_async.channels.wire import protocol
+from rlinf_async.channels.wire import owner_deliveries, protocol
 from rlinf_async.channels.wire.codec import ItemCodec
 from rlinf_async.channels.wire.direct import Producers
 from rlinf_async.channels.wire.owner_credit import Credits, answer_put
 from rlinf_async.channels.wire.owner_deliveries import (
     NOTHING,
-    Deliveries,
     LatestEnd,
     LentEnd,
     OpenEnd,
+    Prefetches,
     channel_of,
 )
 from rlinf_async.channels.wire.protocol import EndKind, EndRef
-from rlinf_async.channels.wire.session.answers import Reply, Request, Router
-from rlinf_async.channels.wire.session.connection import Connection
+from rlinf_async.channels.wire.session.connection import Closed, Connection, Reply, Request, Router
 
 Local = Sender[Any] | Receiver[Any] | LatestSender[Any] | LatestReceiver[Any]
 
@@ -45,7 +45,7 @@ class Peer:
 
     def __init__(self, connection: Connection) -> None:
         self.credits = Credits(connection)
-        self.deliveries = Deliveries(connection)
+        self.prefetches: Prefetches = {}
         self.clones: dict[int, OpenEnd | ChannelError] = {}
         self._last_clone = 0
         """numbers of clones are ever lower"""
@@ -92,6 +92,22 @@ class Peer:
                     end.close()
 
 
+class Peers(dict[Connection, Peer]):
+    """What each process holds; one that holds nothing yet is added when it is looked up.
+
+    Args:
+        lost: called when the connection of one is.
+    """
+
+    def __init__(self, lost: Closed) -> None:
+        self._lost = lost
+
+    def __missing__(self, connection: Connection) -> Peer:
+        peer = self[connection] = Peer(connection)
+        connection.on_close(self._lost, first=True)
+        return peer
+
+
 class Published:
     """The channels, by number and by end, and the processes that use them."""
 
@@ -99,7 +115,7 @@ class Published:
         self._numbers = count(1)
         self._ends: dict[int, OpenEnd | LatestEnd] = {}
         self._published: dict[int, tuple[int, Queue | Latest[Any]]] = {}
-        self._peers: dict[Connection, Peer] = {}
+        self.peers = Peers(self.disconnected)
         self._newest: dict[Latest[Any], tuple[int, Encoded]] = {}
 
     # ---- for the runtime
@@ -162,7 +178,7 @@ class Published:
             self._newest.pop(inner, None)
         for number in [at for at, end in self._ends.items() if channel_of(end) is inner]:
             self.release(number)
-        for peer in self._peers.values():
+        for peer in self.peers.values():
             peer.close_clones(of=inner)
             if withdrawn is not None:
                 peer.credits.withdraw(withdrawn[0])
@@ -170,7 +186,7 @@ class Published:
     def disconnected(self, connection: Connection, reason: str) -> None:
         """This process is gone: its clones are closed, its credit is taken back, and what was
         delivered to it. Registered as close callback."""
-        peer = self._peers.pop(connection, None)
+        peer = self.peers.pop(connection, None)
         if peer is None:
             return
         peer.close_clones()
@@ -194,7 +210,7 @@ class Published:
             ChannelError: the number is not free. That the channel has ended is said when the end is
                 used: nobody waits for this.
         """
-        peer = self.peer(connection)
+        peer = self.peers[connection]
         if number >= 0 or number in peer.clones:
             raise ChannelError(f"a clone cannot have the number {number}: it is not free")
         try:
@@ -204,7 +220,7 @@ class Published:
 
     def close_clone(self, connection: Connection, number: int) -> None:
         """Close an end that this process cloned itself."""
-        end = self.peer(connection).clones.pop(number, None)
+        end = self.peers[connection].clones.pop(number, None)
         if isinstance(end, OpenEnd):
             for lent in end.lent_as:
                 self._ends.pop(lent, None)
@@ -243,19 +259,11 @@ class Published:
             f"{end!r} cannot be given on to another process: its channel does not live in this one"
         )
 
-    def peer(self, connection: Connection) -> Peer:
-        """What this process holds."""
-        peer = self._peers.get(connection)
-        if peer is None:
-            peer = self._peers[connection] = Peer(connection)
-            connection.on_close(self.disconnected, first=True)
-        return peer
-
     def _find(self, connection: Connection, number: int, *kinds: EndKind) -> OpenEnd | LatestEnd:
         """The end that a request is about, if it is of one of these kinds."""
         end: OpenEnd | LatestEnd | ChannelError | None = self._ends.get(number)
         if number < 0:
-            end = self.peer(connection).clones.get(number)
+            end = self.peers[connection].clones.get(number)
         if isinstance(end, ChannelError):
             raise type(end)(*end.args)
         if end is None:
@@ -264,7 +272,7 @@ class Published:
             raise ChannelError(f"end {number} is a {end.kind}: it cannot do this")
         return end
 
-    def _open_end(self, connection: Connection, number: int, kind: EndKind) -> OpenEnd:
+    def _open_end(self, connection: Connection, kind: EndKind, number: int) -> OpenEnd:
         """The end of a queue that a request is about."""
         end = self._ends.get(number)
         if isinstance(end, OpenEnd) and end.kind == kind:  # what most are, without a call
@@ -303,7 +311,7 @@ class ChannelServer(Published):
         router.add_sync("credit.return", protocol.Credit, self._return)
         router.add_sync("channel.flush", protocol.Flush, self._flush)
         router.add_sync("channel.get", protocol.Get, self._get)
-        router.add_sync("delivery.taken", protocol.Taken, self._taken)
+        router.add_sync("delivery.taken", protocol.Taken, owner_deliveries.taken)
         router.add_sync("delivery.settle", protocol.Settle, self._settle)
         router.add_sync("channel.clone", protocol.Clone, self._clone)
         router.add_sync("channel.close", protocol.End, self._close)
@@ -316,47 +324,44 @@ class ChannelServer(Published):
         router.add("latest.newer", protocol.Newer, self._newer)
 
     def _put(self, request: Request[protocol.Put]) -> None:
-        end = self._open_end(request.connection, request.meta.end, "sender")
+        end = self._open_end(request.connection, "sender", request.meta.end)
         try:
             answer_put(request, end)
         except MalformedFrame as error:
             _hang_up(request.connection, error)
             return
         if request.meta.want and (known := self._published.get(id(end.queue))) is not None:
-            credits = self.peer(request.connection).credits
+            credits = self.peers[request.connection].credits
             credits.request(known[0], end.queue, request.meta.key, end.holder)
 
     def _transfer(self, request: Request[protocol.Transfer]) -> None:
         connection = request.connection
-        credits, body = self.peer(connection).credits, request.body or Encoded(b"")
+        credits, body = self.peers[connection].credits, request.body or Encoded(b"")
         try:
-            credits.take(request.meta, body, lambda end: self._open_end(connection, end, "sender"))
+            credits.take(request.meta, body, partial(self._open_end, connection, "sender"))
         except MalformedFrame as error:
             _hang_up(connection, error)
 
     def _return(self, request: Request[protocol.Credit]) -> None:
         try:
-            self.peer(request.connection).credits.returned(request.meta)
+            self.peers[request.connection].credits.returned(request.meta)
         except MalformedFrame as error:
             _hang_up(request.connection, error)
 
     def _flush(self, request: Request[protocol.Flush]) -> None:
-        self.peer(request.connection).credits.send_grants()
+        self.peers[request.connection].credits.send_grants()
         request.reply(NOTHING)
 
     def _get(self, request: Request[protocol.Get]) -> None:
-        get, connection = request.meta, request.connection
-        deliveries = self.peer(connection).deliveries
-        if get.taken:
-            deliveries.taken(request, get.taken)
-        deliveries.get(request, self._open_end(connection, get.end, "receiver"))
-
-    def _taken(self, request: Request[protocol.Taken]) -> None:
-        self.peer(request.connection).deliveries.taken(request, request.meta.ranges)
+        asked, connection = request.meta, request.connection
+        if asked.taken:
+            owner_deliveries.taken(request)
+        end = self._open_end(connection, "receiver", asked.end)
+        owner_deliveries.get(request, end, self.peers[connection].prefetches)
 
     def _settle(self, request: Request[protocol.Settle]) -> None:
         try:
-            self.peer(request.connection).deliveries.settle(request)
+            owner_deliveries.settle(request)
         except MalformedFrame as error:
             _hang_up(request.connection, error)
 

@@ -607,7 +607,7 @@ class Sharing:
 
     def _send_notice(self, notice: Notice) -> None:
         if not self._closed:
-            self._outbox.add_control(pack_small(FrameType.MEMORY, head=encode(notice)))
+            self._outbox.add(pack_small(FrameType.MEMORY, head=encode(notice)))
 
 
 def _private_bytes(body: Encoded) -> int:

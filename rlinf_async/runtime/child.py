@@ -55,10 +55,9 @@ from rlinf_async.channels.wire import (
     encode,
 )
 from rlinf_async.channels.wire.codec import DecodeEnd
-from rlinf_async.channels.wire.frames import DATA
+from rlinf_async.channels.wire.frames import DATA, movement
 from rlinf_async.channels.wire.protocol import Nothing
 from rlinf_async.channels.wire.remote_latest import RemoteEnd
-from rlinf_async.channels.wire.session.movement import movement
 from rlinf_async.channels.wire.session.requests import head_of
 from rlinf_async.observe.trace import Span, SpanRecorder
 from rlinf_async.processes import signal_at_end_of_parent

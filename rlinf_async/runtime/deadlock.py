@@ -18,7 +18,7 @@ from typing import Any
 
 from rlinf_async.channels import Channel, Latest, Statistics
 from rlinf_async.channels.statistics import Wait
-from rlinf_async.channels.wire.session.movement import movement
+from rlinf_async.channels.wire.frames import movement
 from rlinf_async.deadlines import LoopWatch
 from rlinf_async.runtime.supervise import Standstill, Supervisor
 from rlinf_async.runtime.wakers import internal, what_can_go_on

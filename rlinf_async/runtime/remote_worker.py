@@ -43,7 +43,7 @@ from rlinf_async.channels.wire import (
     serve,
     traffic_of,
 )
-from rlinf_async.channels.wire.frames import Message
+from rlinf_async.channels.wire.frames import CONTROL, Message
 from rlinf_async.channels.wire.protocol import Nothing
 from rlinf_async.channels.wire.session.connection import Closed
 from rlinf_async.channels.wire.session.endpoint import Opened
@@ -164,7 +164,7 @@ class RemoteCall:
         cancelled = _Cancelled(self)
         try:
             head = head_of(ENDED, CallNumber(self._number))
-            self._connection.post(cancelled, ENDED, head, control=True)
+            self._connection.post(cancelled, ENDED, head, lane=CONTROL)
         except ConnectionLost as error:
             cancelled.set_exception(error)
 

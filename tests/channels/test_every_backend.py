@@ -29,7 +29,7 @@ from rlinf_async.channels.wire import HomeMaker
 from rlinf_async.channels.wire.direct import host_id
 from rlinf_async.channels.wire.homes import HomedQueues
 from rlinf_async.channels.wire.protocol import Home
-from rlinf_async.channels.wire.session.answers import Router
+from rlinf_async.channels.wire.session.connection import Router
 from rlinf_async.channels.wire.session.endpoint import serve
 from rlinf_async.testing import wait_all_blocked
 from tests.channels.wire.direct_kit import LEAST, world

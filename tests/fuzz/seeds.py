@@ -19,7 +19,7 @@ from rlinf_async.channels.wire import Encoded, encode, protocol
 from rlinf_async.channels.wire.frames import DATA, LAST_TYPE, Flag, FrameType, outgoing
 from rlinf_async.channels.wire.protocol import Announce, NotOpened, Opened, Place, Released, Retired
 from rlinf_async.channels.wire.server import ChannelServer
-from rlinf_async.channels.wire.session.answers import Router
+from rlinf_async.channels.wire.session.connection import Router
 from rlinf_async.channels.wire.slab import PAGE
 from tests.fuzz.pieces import piece
 from tests.fuzz.pure import TYPES, Other, Plain, Sample

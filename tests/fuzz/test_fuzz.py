@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlinf_async.channels.wire.session.answers import PeerRequests
+from rlinf_async.channels.wire.session.connection import PeerRequests
 from tests.fuzz import seeds
 from tests.fuzz.pieces import Pieces, piece
 from tests.fuzz.pure import Broken

@@ -95,5 +95,5 @@ async def test_a_full_memory_of_what_may_be_sent_again_stops_nobody_for_ever(
         await arrays_both_ways(one, 30)
         assert one.connection.reconnection.cuts >= 1
         outbox = one.connection.outbox
-        assert outbox._unacknowledged is not None
-        assert outbox._unacknowledged.written - outbox._unacknowledged.arrived < 30_000 + 512 * 1024
+        assert outbox.unacknowledged is not None
+        assert outbox.unacknowledged.written - outbox.unacknowledged.arrived < 30_000 + 512 * 1024

@@ -21,7 +21,6 @@ from tests.net.kit import Far, far, small_talk
 def long_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who closes while it is cut, or is to see an end, has the time of a busy machine for it."""
     monkeypatch.setattr("rlinf_async.channels.wire.session.streams.GRACE_SECONDS", PATIENCE)
-    monkeypatch.setattr("rlinf_async.channels.wire.session.connection.GRACE_SECONDS", PATIENCE)
 
 
 async def cut(one: Far) -> None:

@@ -307,7 +307,7 @@ async def test_the_end_of_a_cancelled_call_does_not_wait_behind_data(
     monkeypatch.setattr("rlinf_async.runtime.remote_worker.CANCEL_SECONDS", PATIENCE)
     async with ra.Cluster.process() as cluster:
         waiters, running, _ = await waiting(cluster)
-        unacknowledged = connection_to(waiters).outbox._unacknowledged
+        unacknowledged = connection_to(waiters).outbox.unacknowledged
         assert unacknowledged is not None
         limit, unacknowledged._limit = unacknowledged._limit, 0  # data waits; control goes on
         running.cancel()

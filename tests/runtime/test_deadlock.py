@@ -28,7 +28,7 @@ from rlinf_async.channels import BatchResizingIterator, Channel
 from rlinf_async.channels.batching import BlockingBatches, PullCancelled
 from rlinf_async.channels.batching.driving import for_thread
 from rlinf_async.channels.statistics import ComputeThread, current_thread
-from rlinf_async.channels.wire.session.movement import movement
+from rlinf_async.channels.wire.frames import movement
 from rlinf_async.runtime import deadlock
 from rlinf_async.runtime.wakers import WorkEvent, free_task, what_can_go_on
 from rlinf_async.testing import run, wait_all_blocked

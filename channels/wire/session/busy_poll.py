@@ -12,8 +12,6 @@ What it must not cost is the core that somebody else wants:
 * a look that came late, because another process or thread took the core or the interpreter, ends
   it for `REST_SECONDS`, and so does a message that did not come while it was looked for: what is
   looked for in vain is 2.5 % of the time at most.
-
-`ProgressTimer` waits for a peer as long as it makes progress.
 """
 
 from __future__ import annotations
@@ -22,10 +20,8 @@ import asyncio
 import os
 from collections.abc import Callable
 from time import perf_counter, thread_time
-from typing import Any, Final
+from typing import Final
 from weakref import WeakValueDictionary
-
-from rlinf_async.deadlines import Timer
 
 BEGIN_SECONDS: Final = 500e-6
 """Between two messages, at most, for the loop to look for a third."""
@@ -96,37 +92,3 @@ def busy_poll(loop: asyncio.AbstractEventLoop) -> BusyPoll | None:
     if found is None:
         found = _polls[loop] = BusyPoll(loop.call_soon)
     return found
-
-
-PROGRESS_BYTES: Final = 64 * 1024
-"""Bytes sent that count as progress; heartbeats, which are fewer, do not."""
-
-
-class ProgressTimer:
-    """Calls back once a measure has not changed for so many seconds.
-
-    Args:
-        measure: what changes while there is progress. It is compared with its last value.
-        stalled: called once, with that value.
-    """
-
-    def __init__(
-        self, seconds: float, measure: Callable[[], Any], stalled: Callable[[Any], object]
-    ) -> None:
-        self._seconds = seconds
-        self._measure = measure
-        self._stalled = stalled
-        self._start()
-
-    def cancel(self) -> None:
-        """Do not call."""
-        self._timer.cancel()
-
-    def _start(self) -> None:
-        self._timer = Timer(self._seconds, self._look, self._measure())
-
-    def _look(self, before: Any) -> None:
-        if self._measure() == before:
-            self._stalled(before)
-        else:
-            self._start()

@@ -25,8 +25,7 @@ from urllib.parse import urlsplit
 
 from rlinf_async import deadlines
 from rlinf_async.channels.errors import ConnectionLost, HandshakeFailed, WireError
-from rlinf_async.channels.wire.session.answers import Router
-from rlinf_async.channels.wire.session.connection import Closed, Connection, Redial
+from rlinf_async.channels.wire.session.connection import Closed, Connection, Redial, Router
 from rlinf_async.channels.wire.session.link import (
     GRACE_SECONDS,
     NEW,
@@ -238,7 +237,7 @@ class EndpointOptions(NamedTuple):
     ) -> Connection:
         """A new connection to this peer, with the lower patience of both sides."""
         return Connection(
-            self.router.answering,
+            self.router,
             self.heartbeat,
             peer=peer,
             number=number,

@@ -37,13 +37,13 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final, Literal, NamedTuple, Protocol, cast
 
 from rlinf_async.channels.errors import ConnectionLost, HandshakeFailed, WireError, error_text
-from rlinf_async.channels.wire.frames import PROTOCOL_VERSION
-from rlinf_async.channels.wire.session.busy_poll import ProgressTimer, busy_poll
-from rlinf_async.deadlines import Timer
+from rlinf_async.channels.wire.frames import PROTOCOL_VERSION, Message, MessageReader
+from rlinf_async.channels.wire.session.busy_poll import busy_poll
+from rlinf_async.deadlines import ProgressTimer, Timer
 
 MAGIC: Final = b"rlinf-async"
 NONCE_BYTES: Final = 32
@@ -321,13 +321,11 @@ class HandshakeTimeout(HandshakeFailed):
 class LinkUser(Protocol):
     """What reads and writes a link."""
 
+    reader: MessageReader
+
     def carry(self, link: Link, arrived: int) -> None: ...
 
-    def data_received(self, data: bytes) -> None: ...
-
-    def space(self) -> memoryview | None: ...
-
-    def filled(self, count: int) -> None: ...
+    def received(self, count: int, messages: Iterator[Message]) -> None: ...
 
     def pause_writing(self) -> None: ...
 
@@ -357,8 +355,10 @@ class Link(asyncio.BufferedProtocol):
         self.ended: asyncio.Future[None] = loop.create_future()
         """done when the socket is closed, or was given up before it was made"""
         self._greeted = greeted
-        self._user: LinkUser | None = None
-        self._transport: asyncio.Transport | None = None
+        self.user: LinkUser | None = None
+        """what reads and writes it"""
+        self.transport: asyncio.Transport | None = None
+        """while there is a socket"""
         self._plain: socket.socket | None = None
         self._seconds = seconds
         self._late_timer: Timer | None = None
@@ -366,14 +366,6 @@ class Link(asyncio.BufferedProtocol):
         self._poll = busy_poll(loop)
         self._scratch = _read_buffer()
         self._space: memoryview | None = None  # what the bytes that are read now go to
-
-    @property
-    def transport(self) -> asyncio.Transport | None:
-        return self._transport
-
-    @property
-    def user(self) -> LinkUser | None:
-        return self._user
 
     @property
     def peer(self) -> str:
@@ -402,13 +394,13 @@ class Link(asyncio.BufferedProtocol):
 
         ``first``: whether the peer is still to be notified, which this does.
         """
-        self._user = None
-        if self._transport is not None:
-            self._hanging.start(self._transport, self.peer, first=first)
+        self.user = None
+        if self.transport is not None:
+            self._hanging.start(self.transport, self.peer, first=first)
 
     def drop(self) -> None:
         """Close the socket at once; what was sent may not arrive."""
-        self._user = None
+        self.user = None
         self._in_time()
         self.opened.cancel()
         self._abort()
@@ -423,51 +415,52 @@ class Link(asyncio.BufferedProtocol):
     # ---- callbacks of the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's are not of that class
+        self.transport = cast("asyncio.Transport", transport)  # uvloop's are not of that class
         found: socket.socket | None = transport.get_extra_info("socket")
         if found is not None and found.family != socket.AF_UNIX:
             found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self.opened.done():  # given up before it was made
-            self._transport.abort()
+            self.transport.abort()
         else:
             self.start_timer()
-            self._transport.write(self.handshake.take_outgoing())
+            self.transport.write(self.handshake.take_outgoing())
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next bytes go: straight to where they belong, where the user knows that."""
-        user = self._user
-        self._space = None if user is None else user.space()
+        """Where the next bytes go: straight to where they belong, where that is known."""
+        user, self._space = self.user, None
+        if user is not None and user.reader.incoming is not None:
+            self._space = user.reader.space()
         return self._scratch if self._space is None else self._space
 
     def buffer_updated(self, nbytes: int) -> None:
-        user, straight, self._space = self._user, self._space is not None, None
+        user, space, self._space = self.user, self._space, None
         if user is None:
             if not self.opened.done():
                 self._greet(bytes(self._scratch[:nbytes]))
             return
-        if straight:
-            user.filled(nbytes)
+        if space is None:
+            user.received(nbytes, user.reader.feed(bytes(self._scratch[:nbytes])))
         else:
-            user.data_received(bytes(self._scratch[:nbytes]))
+            user.received(nbytes, user.reader.filled(nbytes))
         if self._poll is not None:
             self._poll.heard()
 
     def pause_writing(self) -> None:
-        if self._user is not None:
-            self._user.pause_writing()
+        if self.user is not None:
+            self.user.pause_writing()
 
     def resume_writing(self) -> None:
-        if self._user is not None:
-            self._user.resume_writing()
+        if self.user is not None:
+            self.user.resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
         reason = error_text(exc) if exc else CLOSED
         self._in_time()
         self._hanging.stop()
-        self._transport = None
+        self.transport = None
         if not self.opened.done():
             self.opened.set_exception(ConnectionLost(f"it was lost in the handshake: {reason}"))
-        user, self._user = self._user, None
+        user, self.user = self.user, None
         if user is not None:
             user.cut(self, reason)
         self._end()
@@ -483,15 +476,15 @@ class Link(asyncio.BufferedProtocol):
         if failure is not None:
             self._fail(failure)
             return
-        if self._transport is not None and (answer := self.handshake.take_outgoing()):
-            self._transport.write(answer)
+        if self.transport is not None and (answer := self.handshake.take_outgoing()):
+            self.transport.write(answer)
         if self.handshake.done:
             self._in_time()
             self.opened.set_result(None)
-            user = self._user = self._greeted(self)
+            user = self.user = self._greeted(self)
             user.carry(self, self.handshake.terms.received)
             if rest := self.handshake.rest:
-                user.data_received(rest)
+                user.received(len(rest), user.reader.feed(rest))
 
     def _in_time(self) -> None:
         if self._late_timer is not None:
@@ -501,18 +494,18 @@ class Link(asyncio.BufferedProtocol):
         self._fail(HandshakeTimeout(f"no handshake within {self._seconds:g} seconds"))
 
     def _fail(self, error: WireError) -> None:
-        if self._transport is not None and (answer := self.handshake.take_outgoing()):
-            self._transport.write(answer)
+        if self.transport is not None and (answer := self.handshake.take_outgoing()):
+            self.transport.write(answer)
         self._in_time()
         self.opened.set_exception(error)
-        if self._transport is None:  # TLS is not through, and perhaps never will be
+        if self.transport is None:  # TLS is not through, and perhaps never will be
             self._abort()
             self._end()
         self.hang_up()
 
     def _abort(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
+        if self.transport is not None:
+            self.transport.abort()
         elif self._plain is not None:
             with contextlib.suppress(OSError):  # it is closed
                 self._plain.shutdown(socket.SHUT_RDWR)

@@ -33,10 +33,10 @@ from rlinf_async.channels.wire.frames import (
     Outgoing,
     Share,
     is_request,
+    movement,
     outgoing,
     pack_message,
 )
-from rlinf_async.channels.wire.session.movement import movement
 
 MAX_UNACKNOWLEDGED_BYTES: Final = 16 * 1024**2
 """More is not written before some of it arrived: data waits then, control goes on."""
@@ -64,16 +64,13 @@ class Unacknowledged:
         """bytes, since the connection began"""
         self.arrived = 0
         """of them, as far as is known"""
+        self.full = False
+        """whether no more data should be written"""
 
     @property
     def pending(self) -> bool:
         """Whether anything may have to be written again."""
         return self.written > self.arrived
-
-    @property
-    def full(self) -> bool:
-        """Whether no more data should be written."""
-        return self.written - self.arrived >= self._limit
 
     def add(self, batch: list[Bytes] | Bytes, size: int) -> None:
         """This was written: one frame, of which the garbage collector sees nothing, or several
@@ -81,6 +78,7 @@ class Unacknowledged:
         self.written += size
         self._batches.append(batch)
         self._ends.append(self.written)
+        self.full = self.written - self.arrived >= self._limit
 
     def forget(self, arrived: int) -> None:
         """The other side has so many bytes of the stream.
@@ -91,6 +89,7 @@ class Unacknowledged:
         if arrived > self.written:
             raise MalformedFrame(f"{arrived} bytes arrived, though {self.written} were sent")
         self.arrived = max(self.arrived, arrived)
+        self.full = self.written - self.arrived >= self._limit
         ends, batches = self._ends, self._batches
         while ends and ends[0] <= arrived:
             ends.popleft()
@@ -154,7 +153,7 @@ class Outbox:
         self._scheduled = False
         self._worked = 0
         self._queued = 0  # bytes of small messages, since the last write
-        self._unacknowledged = Unacknowledged() if keep else None
+        self.unacknowledged = Unacknowledged() if keep else None
         self._due: list[Callable[[], None]] = []
         self.last: list[Callable[[], None]] = []
         """what may have something to say before the connection is closed"""
@@ -168,7 +167,7 @@ class Outbox:
         Raises:
             MalformedFrame: that cannot be so much.
         """
-        again = [] if self._unacknowledged is None else self._unacknowledged.after(arrived)
+        again = [] if self.unacknowledged is None else self.unacknowledged.after(arrived)
         transport.set_write_buffer_limits(high=HIGH_WATER, low=LOW_WATER)
         self._transport = transport
         self.paused = False
@@ -180,21 +179,12 @@ class Outbox:
         """The transport is gone: hold everything until there is another."""
         self._transport = None
 
-    def arrived(self, count: int) -> None:
-        """The peer has so many bytes of what was sent.
-
-        Raises:
-            MalformedFrame: that cannot be so much.
-        """
-        if self._unacknowledged is not None:
-            self._unacknowledged.forget(count)
-
     def detach(self) -> None:
         """Send no more, and hold nothing."""
         self._transport = None
         self.drop()
-        if self._unacknowledged is not None:
-            self._unacknowledged.clear()
+        if self.unacknowledged is not None:
+            self.unacknowledged.clear()
 
     def drop(self) -> None:
         """Forget what was not sent."""
@@ -205,7 +195,7 @@ class Outbox:
     @property
     def all_arrived(self) -> bool:
         """Whether the peer is known to have all that was said here."""
-        pending = self._unacknowledged is not None and self._unacknowledged.pending
+        pending = self.unacknowledged is not None and self.unacknowledged.pending
         return not (pending or self._control or self._data or self._due)
 
     @property
@@ -235,7 +225,7 @@ class Outbox:
         if len(head) <= MAX_HEAD_BYTES and (
             body is None or (not body.buffers and len(body.data) <= CHUNK_BYTES)
         ):
-            self._add(pack_message(kind, number, head, data, lane, flags), lane)
+            self.add(pack_message(kind, number, head, data, lane, flags), lane)
             return
         share = None if self.new_share is None else self.new_share()
         message, small = outgoing(
@@ -245,16 +235,12 @@ class Outbox:
             self._data.append(message)
             self._schedule()
         else:
-            self._add(b"".join(message.next_frame() or ()), CONTROL)
+            self.add(b"".join(message.next_frame() or ()))
 
-    def add_control(self, frame: bytes) -> None:
-        """Send a small frame ahead of all data."""
-        self._add(frame, CONTROL)
-
-    def _add(self, frame: bytes, lane: int) -> None:
+    def add(self, frame: bytes, lane: int = CONTROL) -> None:
         """Send a whole message, at once if it is the first of this turn."""
         at_once = self._fresh and not self.held
-        transport, unacknowledged, control = self._transport, self._unacknowledged, self._control
+        transport, unacknowledged, control = self._transport, self.unacknowledged, self._control
         if (
             at_once
             and transport is not None
@@ -369,7 +355,7 @@ class Outbox:
         self._fresh = False
         self._due += self.last
         self.say_due()
-        self._unacknowledged = None
+        self.unacknowledged = None
         while self._transport is not None and (batch := self._batch()):
             self._transport.writelines(batch)
 
@@ -386,7 +372,7 @@ class Outbox:
     def _batch(self) -> list[Bytes]:
         """The frames to write now: all of control, and data of about `BATCH_BYTES`, with what was
         copied to shared memory for it; small frames as one."""
-        unacknowledged, data = self._unacknowledged, self._data
+        unacknowledged, data = self.unacknowledged, self._data
         batch: list[Bytes] = list(self._control)
         self._control.clear()
         size = sum(map(len, batch))

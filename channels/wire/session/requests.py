@@ -153,11 +153,27 @@ class OwnRequests:
         self._last = 0
         self._pending: dict[int, ReplyTarget] = {}
         self._taken: list[int] = []
+        self._lost: Callable[[], ConnectionLost] | None = None
 
     def ask(
-        self, waiting: ReplyTarget, kind: str, head: bytes, body: Encoded | None, lane: int
+        self,
+        waiting: ReplyTarget,
+        kind: str,
+        head: bytes,
+        body: Encoded | None = None,
+        lane: int = DATA,
     ) -> int:
-        """Send a request whose answer this one gets; the request's number."""
+        """Send a request whose answer this one gets; the request's number. ``head``: what `head_of`
+        makes of its kind and its arguments.
+
+        An answer that cannot be decoded is reported to the target, and ends the connection.
+
+        Raises:
+            ConnectionLost: no answer can come any more.
+            ItemTooLarge: the message is over a limit; nothing was sent.
+        """
+        if self._lost is not None:
+            raise self._lost()
         self._last = number = self._last + 1
         self._outbox.send(_REQUEST, number, head, body, lane, what=kind)
         self._pending[number] = waiting
@@ -175,7 +191,7 @@ class OwnRequests:
             return False
         withdrawn = self._outbox.withdraw(number)
         if not withdrawn:
-            self._outbox.add_control(pack_small(FrameType.CANCEL, number))
+            self._outbox.add(pack_small(FrameType.CANCEL, number))
         return withdrawn
 
     def confirm(self, number: int) -> None:
@@ -190,7 +206,7 @@ class OwnRequests:
         at_once = MAX_HEAD_BYTES // 8
         for start in range(0, len(taken), at_once):
             part = taken[start : start + at_once]
-            self._outbox.add_control(
+            self._outbox.add(
                 pack_small(FrameType.RECEIPTS, 0, struct.pack(f"<{len(part)}Q", *part))
             )
 
@@ -214,6 +230,7 @@ class OwnRequests:
 
     def lose(self, error: Callable[[], ConnectionLost]) -> None:
         """No answer will come."""
+        self._lost = error
         pending, self._pending = self._pending, {}
         for future in pending.values():
             if not future.done():

@@ -31,12 +31,17 @@ from typing import Any, Final, Self
 import msgspec
 
 from rlinf_async.channels.errors import MalformedFrame
-from rlinf_async.channels.wire.frames import FrameType, Message, MessageReader, pack_small
-from rlinf_async.channels.wire.session.busy_poll import ProgressTimer
+from rlinf_async.channels.wire.frames import (
+    FrameType,
+    Message,
+    MessageReader,
+    movement,
+    pack_small,
+)
+from rlinf_async.channels.wire.session import link as sockets
 from rlinf_async.channels.wire.session.link import GRACE_SECONDS, Link
-from rlinf_async.channels.wire.session.movement import movement
 from rlinf_async.channels.wire.session.outbox import Outbox
-from rlinf_async.deadlines import Patience, Timer
+from rlinf_async.deadlines import Patience, ProgressTimer, Timer
 
 HEARTBEAT_LIMIT: Final = 15.0
 
@@ -80,10 +85,6 @@ class HeartbeatMonitor:
         self._timer: asyncio.TimerHandle | None = None
         self.heard = False
         """whether anything arrived since the last beat"""
-
-    @property
-    def interval(self) -> float:
-        return self._heartbeat.interval
 
     def start(self) -> None:
         """Beat from now on."""
@@ -279,6 +280,64 @@ class Reconnection:
             self._timer = None
 
 
+PROGRESS_BYTES: Final = 64 * 1024
+"""Bytes sent that count as progress; heartbeats, which are fewer, do not."""
+
+
+class Linger:
+    """Lets closing a connection wait until nothing is open; a peer that makes no progress with it
+    for `GRACE_SECONDS` is given up. See `Connection.add_linger`.
+
+    Args:
+        open_count: how much is open. Once it is 0, `settled` is to be called.
+        begin: called once when closing waits for it.
+        lost: what the count is of, and what became of it, for the reason: "items were not taken".
+    """
+
+    def __init__(
+        self,
+        connection: Streams,
+        open_count: Callable[[], int],
+        begin: Callable[[], object],
+        lost: str,
+    ) -> None:
+        self._connection = connection
+        self._open_count = open_count
+        self._begin = begin
+        self._lost = lost
+        self.then: Callable[[], None] | None = None
+        """goes on with closing, while that waits"""
+        self._timer: ProgressTimer | None = None
+
+    def must_wait(self, then: Callable[[], None]) -> bool:
+        """Whether closing must wait; if so, ``then`` is called as soon as it need not."""
+        if not self._open_count():
+            return False
+        if self.then is None:
+            self.then = then
+            self._timer = ProgressTimer(GRACE_SECONDS, self._progress, self._give_up)
+            self._begin()
+        return True
+
+    def settled(self) -> None:
+        """Nothing is open any more."""
+        then, self.then = self.then, None
+        if then is not None:
+            self.stop()
+            asyncio.get_running_loop().call_soon(then)
+
+    def stop(self) -> None:
+        """The connection is lost."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _progress(self) -> tuple[int, int]:
+        return self._open_count(), self._connection.outbox.sent_bytes // PROGRESS_BYTES
+
+    def _give_up(self, progress: tuple[int, int]) -> None:
+        self._connection.abort(f"{progress[0]} {self._lost} when it was closed")
+
+
 MAX_UNSENT_MESSAGES: Final = 65_536
 """A peer that does not read its answers is not read any more from here on."""
 SAY_ARRIVED_BYTES: Final = 256 * 1024
@@ -314,9 +373,15 @@ class Streams(abc.ABC):
         """whether it goes, or went last, over TLS"""
         self.local_host: str | None = None
         """this host's address, where it goes, or went last; None over a Unix socket"""
+        self.round_trip = 0.0
+        """seconds that a message and its answer took on the way, as the system measured it at the
+        last heartbeat; 0 over a Unix socket, and where the system does not say"""
+        self.far = False
+        """whether a round trip takes so long that it is worth larger windows, and copies"""
         self.outbox = Outbox(self._loop, keep=patience > 0)
         """what waits to be sent, and where what is said together is collected"""
-        self._reader = MessageReader()
+        self.reader = MessageReader()
+        """finds the messages in what arrives"""
         self.monitor = HeartbeatMonitor(heartbeat, self._beat, self._silent)
         self._patient = redial is not None
         self.reading_paused = False
@@ -328,7 +393,7 @@ class Streams(abc.ABC):
         self.closed = False
         """whether it is closed or lost"""
         self.received_bytes = 0
-        self._said_arrived = 0
+        self.said_arrived = 0
         self._sent_by_beat = 0
 
     @property
@@ -361,6 +426,7 @@ class Streams(abc.ABC):
         name = link.transport.get_extra_info("sockname")
         self.local_host = name[0] if isinstance(name, tuple) else None
         self._blind = self.local and not can_watch(self._pid)
+        self._measure()
         self._carried(link.transport)
         self.reconnection.found()
         movement.count += 1
@@ -402,15 +468,6 @@ class Streams(abc.ABC):
         if link is not None:
             link.drop()
             self.cut(link, "the peer connected again")
-
-    def data_received(self, data: bytes) -> None:
-        self._came(len(data), self._reader.feed(data))
-
-    def space(self) -> memoryview | None:
-        return None if self.closed else self._reader.space()
-
-    def filled(self, count: int) -> None:
-        self._came(count, self._reader.filled(count))
 
     def pause_writing(self) -> None:
         self.outbox.pause()
@@ -458,24 +515,10 @@ class Streams(abc.ABC):
         """The streams go on over this."""
 
     @abc.abstractmethod
-    def _handle(self, messages: Iterator[Message]) -> None:
-        """Do what these messages say."""
+    def received(self, count: int, messages: Iterator[Message]) -> None:
+        """So many bytes came; the messages that they complete are read while they are handled."""
 
     # ---- inside
-
-    def _came(self, count: int, messages: Iterator[Message]) -> None:
-        """So many bytes came; the messages that they complete are read while they are handled."""
-        self.monitor.heard = True
-        self.received_bytes += count
-        if self.closed:
-            return
-        self.outbox.held = True
-        try:
-            self._handle(messages)
-            if self.received_bytes - self._said_arrived >= SAY_ARRIVED_BYTES and not self.closed:
-                self._say_arrived()
-        finally:
-            self.outbox.release()
 
     def _resume_reading(self) -> None:
         if self.reading_paused and not self.closed:
@@ -505,15 +548,22 @@ class Streams(abc.ABC):
         """Transport of the socket in use."""
         return None if self.link is None else self.link.transport
 
-    def _say_arrived(self) -> None:
-        self._said_arrived = self.received_bytes
-        self.outbox.add_control(pack_small(FrameType.PING, self.received_bytes))
+    def say_arrived(self) -> None:
+        """Acknowledge what has arrived."""
+        self.said_arrived = self.received_bytes
+        self.outbox.add(pack_small(FrameType.PING, self.received_bytes))
+
+    def _measure(self) -> None:
+        self.round_trip = sockets.round_trip(self.transport)
+        self.far = self.round_trip >= sockets.FAR_SECONDS
 
     def _beat(self) -> None:
         """Send a heartbeat, if nothing was sent lately or something is to be acknowledged."""
+        if not self.local:
+            self._measure()
         quiet = self.outbox.sent_bytes == self._sent_by_beat
-        if quiet or self.received_bytes != self._said_arrived:
-            self._say_arrived()
+        if quiet or self.received_bytes != self.said_arrived:
+            self.say_arrived()
         self._sent_by_beat = self.outbox.sent_bytes
 
     def _silent(self, seconds: float) -> bool:

@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 
-from rlinf_async.channels.wire import receiver_links
+from rlinf_async.channels.wire import receiving
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -23,5 +23,5 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def prefetch_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Items are prefetched from the second get on, however slow the machine is."""
-    monkeypatch.setattr(receiver_links, "STREAK", 2)
-    monkeypatch.setattr(receiver_links, "HORIZON", 3600.0)
+    monkeypatch.setattr(receiving, "STREAK", 2)
+    monkeypatch.setattr(receiving, "HORIZON", 3600.0)

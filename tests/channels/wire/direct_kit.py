@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from rlinf_async.channels import Channel, Receiver, Sender
 from rlinf_async.channels.wire import ChannelClient, Connection, Direct
-from rlinf_async.channels.wire.session.answers import PeerRequests
 from tests.channels.wire.harness import SECRET, Wired, wired
 
 LEAST = 20_000
@@ -141,7 +140,7 @@ def holding_fetches(party: Party) -> Iterator[list[Any]]:
     assert party.direct is not None
     held: list[Any] = []
     routers = [
-        PeerRequests.of(party.connection).own,
+        party.connection.peer_requests.own,
         *(one._side.router for one in party.direct._servers),
     ]
     before = [router.routes[FETCH] for router in routers]

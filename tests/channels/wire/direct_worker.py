@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
@@ -19,6 +20,7 @@ from rlinf_async.channels.wire import (
     Router,
     connect,
 )
+from rlinf_async.channels.wire.frames import Message
 from tests.channels.wire.harness import SECRET
 from tests.channels.wire.memory_worker import SIZE, Numbered, check
 
@@ -61,14 +63,14 @@ async def take(receiver: Receiver[Numbered], how: str) -> None:
 
 
 def die_in_the_midst_of_what_comes_from(peer: str) -> None:
-    read = Connection.data_received
+    read = Connection.received
 
-    def read_and_die(connection: Connection, data: bytes) -> None:
-        read(connection, data)
+    def read_and_die(connection: Connection, count: int, messages: Iterator[Message]) -> None:
+        read(connection, count, messages)
         if connection.peer == peer and connection.received_bytes > SIZE:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    setattr(Connection, "data_received", read_and_die)  # noqa: B010  # of every connection
+    setattr(Connection, "received", read_and_die)  # noqa: B010  # of every connection
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ from rlinf_async.channels.wire import (
 from rlinf_async.channels.wire.frames import CHUNK_BYTES, FrameType, pack_small
 from rlinf_async.channels.wire.pool import Pool
 from rlinf_async.channels.wire.protocol import Nothing
-from rlinf_async.channels.wire.session.answers import PeerRequests
 from rlinf_async.testing import wait_all_blocked
 from tests.channels.wire.harness import PATIENCE, SECRET, until
 
@@ -277,7 +276,7 @@ async def test_an_answer_that_was_not_taken_is_undone_when_the_connection_is_los
         asking = asyncio.create_task(two.client.request("give", Text("it"), reply=Text))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        await until(lambda: PeerRequests.of(two.server_side).unsettled)
+        await until(lambda: two.server_side.peer_requests.unsettled)
         two.server_side.abort("a test")
         assert two.seen == ["it lost: a test"]
         await asyncio.gather(asking, return_exceptions=True)

@@ -26,8 +26,8 @@ from rlinf_async.channels import (
 from rlinf_async.channels.key_queue import KeyQueue
 from rlinf_async.channels.statistics import find_cycle
 from rlinf_async.channels.wire import ChannelClient, Connection, Encoded, protocol
-from rlinf_async.channels.wire import transfers as credit
-from rlinf_async.channels.wire.transfers import Transfers
+from rlinf_async.channels.wire import sending as credit
+from rlinf_async.channels.wire.sending import Transfers
 from rlinf_async.testing import wait_all_blocked
 from tests.channels.wire import remote_worker
 from tests.channels.wire.harness import Wired, remote_pair, until, wired

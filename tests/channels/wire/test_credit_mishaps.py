@@ -18,8 +18,8 @@ from rlinf_async.channels import (
     Sender,
 )
 from rlinf_async.channels.wire import Connection
-from rlinf_async.channels.wire import transfers as credit
-from rlinf_async.channels.wire.transfers import Transfers
+from rlinf_async.channels.wire import sending as credit
+from rlinf_async.channels.wire.sending import Transfers
 from rlinf_async.testing import wait_all_blocked
 from tests.channels.wire.harness import Wired, remote_pair, until, wired
 from tests.channels.wire.test_credit import lent_here, put_all, with_credit
@@ -285,7 +285,7 @@ async def test_a_peer_that_sends_what_is_malformed_is_not_waited_for() -> None:
         sender = owner.sender(channel, connection)
         await with_credit(sender, channel)
         await sender.put(1)
-        connection.data_received(bytes(100))
+        connection.received(100, connection.reader.feed(bytes(100)))
         assert connection.closed
         with pytest.raises(ConnectionLost, match="a malformed frame"):
             sender.close()

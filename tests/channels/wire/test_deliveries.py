@@ -15,7 +15,7 @@ from rlinf_async.channels import (
     EndOfChannel,
     Receiver,
 )
-from rlinf_async.channels.wire import Encoded, owner_deliveries, protocol, receiver_links
+from rlinf_async.channels.wire import Encoded, owner_deliveries, protocol, receiving
 from rlinf_async.channels.wire.frames import FrameType, pack_small
 from tests.channels.wire.harness import Wired, settle, until, wired
 
@@ -149,7 +149,7 @@ async def test_a_process_that_stands_still_with_a_batch_asked_for_holds_up_only_
     async with wired() as owner:
         connection, receiver, count = await prefetched(owner, channel)
         ahead = channel.statistics().prefetched
-        links = receiver_links.ReceiverLinks.of(connection)
+        links = receiving.ReceiverLinks.of(connection)
         monkeypatch.setattr(links, "return_items", lambda *_: None)  # it does not answer a recall
         batch = asyncio.ensure_future(receiver.get_batch(weight=1))
         assert await channel.receiver.get() == count + ahead
@@ -197,7 +197,7 @@ async def test_a_receipt_for_a_delivery_settles_nothing() -> None:
         kinds: Any = protocol.Delivered | int
         answer = await connection.ask("channel.get", get, reply=kinds)
         receipt = pack_small(FrameType.RECEIPTS, 0, struct.pack("<Q", answer.number))
-        connection.outbox.add_control(receipt)
+        connection.outbox.add(receipt)
         await settle()
         connection.close()
         await connection.wait_closed()

@@ -118,7 +118,7 @@ async def test_large_items_never_exceed_the_capacity() -> None:
 async def test_others_have_a_turn_while_many_large_items_are_put(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rlinf_async.channels.wire.remote_sender.TURN_BYTES", 3 * 4 * SIZE)
+    monkeypatch.setattr("rlinf_async.channels.wire.sending.TURN_BYTES", 3 * 4 * SIZE)
     async with lending(capacity=64) as (_, _, channel, sender):
         assert lent_to(sender) > 8
         turns: list[int] = []

@@ -68,14 +68,14 @@ async def test_items_of_the_owner_go_as_one_list_and_those_of_others_by_themselv
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sent: list[tuple[int, int]] = []
-    answer = owner_deliveries.Deliveries._answer_with_list
+    answer = owner_deliveries.RemoteDelivery._answer_with_list
 
-    def listed(self: Any, delivery: Any, get: Any) -> bool:
-        done = answer(self, delivery, get)
-        sent.append((delivery.unsettled, done))
+    def listed(self: Any) -> bool:
+        done = answer(self)
+        sent.append((self.unsettled, done))
         return done
 
-    monkeypatch.setattr(owner_deliveries.Deliveries, "_answer_with_list", listed)
+    monkeypatch.setattr(owner_deliveries.RemoteDelivery, "_answer_with_list", listed)
     channel = Channel(int, name="numbers")
     async with remote_pair(channel) as (sender, receiver):
         for number in range(40):
@@ -141,12 +141,12 @@ async def test_an_owner_that_announces_another_list_than_it_sends_is_refused(
         connection = await owner.join()
         receiver = owner.receiver(channel, connection)
 
-        def lie(self: Any, delivery: Any, get: Any) -> bool:
-            delivery.request.reply(2, body, unsettled=delivery)
+        def lie(self: Any) -> bool:
+            self.request.reply(2, body, unsettled=self)
             return True
 
-        monkeypatch.setattr(owner_deliveries.Deliveries, "_answer_with_list", lie)
-        monkeypatch.setattr(owner_deliveries.Deliveries, "_may_prefetch", lambda *_: True)
+        monkeypatch.setattr(owner_deliveries.RemoteDelivery, "_answer_with_list", lie)
+        monkeypatch.setattr(owner_deliveries.RemoteDelivery, "_may_prefetch", lambda *_: True)
         for number in range(20):
             channel.sender.put_nowait(number)
         assert [await receiver.get() for _ in range(2)] == [0, 1]

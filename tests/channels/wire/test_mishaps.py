@@ -432,7 +432,7 @@ async def test_a_withdrawn_channel_closes_the_ends_of_other_processes() -> None:
 async def test_a_peer_cannot_fill_memory_with_puts_that_wait_for_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rlinf_async.channels.wire.session.answers.MAX_HELD_BYTES", 100_000)
+    monkeypatch.setattr("rlinf_async.channels.wire.session.connection.MAX_HELD_BYTES", 100_000)
     channel = Channel(bytes, name="texts", capacity=1)
     async with wired() as owner:
         connection = await owner.join()

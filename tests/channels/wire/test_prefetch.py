@@ -25,8 +25,7 @@ from rlinf_async.channels import (
     Receiver,
     Sender,
 )
-from rlinf_async.channels.wire import ChannelServer, owner_deliveries, receiver_links
-from rlinf_async.channels.wire.session.answers import PeerRequests
+from rlinf_async.channels.wire import owner_deliveries, receiving
 from rlinf_async.testing import nothing_left_waiting, wait_all_blocked
 from tests.channels.wire.harness import PATIENCE, Wired, anything_fits, remote_pair, until, wired
 
@@ -71,7 +70,7 @@ async def test_items_come_ahead_and_are_taken_in_order_without_a_turn() -> None:
 async def test_a_receiver_that_gets_once_in_a_while_is_sent_nothing_ahead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(receiver_links, "HORIZON", 0.0)
+    monkeypatch.setattr(receiving, "HORIZON", 0.0)
     channel = Channel(int, name="numbers")
     async with remote_pair(channel) as (sender, receiver):
         for number in range(20):
@@ -88,7 +87,7 @@ async def test_a_quick_receiver_is_sent_items_ahead_however_long_it_waits_for_an
     channel = Channel(int, name="numbers")
     async with remote_pair(channel) as (_, receiver):
         end: Any = receiver
-        monkeypatch.setattr(receiver_links, "HORIZON", 0.005)
+        monkeypatch.setattr(receiving, "HORIZON", 0.005)
         monkeypatch.setattr(end._links, "now", lambda: clock[0])
         for number in range(2):
             getting = asyncio.create_task(receiver.get())
@@ -322,11 +321,11 @@ async def test_keys_have_windows_of_their_own_and_are_forgotten() -> None:
             for key in ("a", "b"):
                 assert await receiver.get(key=key) == number
         await sender.flush()
-        for number in range(receiver_links.MAX_LINKS + 10):
+        for number in range(receiving.MAX_LINKS + 10):
             await sender.put(number, key=number)
             assert await receiver.get(key=number) == number
         end: Any = receiver
-        assert len(end._links._links) <= receiver_links.MAX_LINKS
+        assert len(end._links._links) <= receiving.MAX_LINKS
         await settled()
         assert all(queue.credit_holders for queue in channel.queue.keys.values())
 
@@ -341,7 +340,7 @@ async def churn(receiver: Receiver[int], channel: Channel[int], count: int = 8) 
 async def test_what_a_receiver_without_keys_has_ahead_is_found_after_many_keys(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(receiver_links, "MAX_LINKS", 2)
+    monkeypatch.setattr(receiving, "MAX_LINKS", 2)
     channel, keyed = Channel(int, name="numbers"), Channel(int, name="by key")
     async with wired() as owner:
         connection = await owner.join()
@@ -368,7 +367,7 @@ async def test_what_a_receiver_without_keys_has_ahead_is_found_after_many_keys(
 async def test_a_window_forgotten_while_its_receiver_gives_others_a_turn_is_found_again(
     monkeypatch: pytest.MonkeyPatch, key: str | None
 ) -> None:
-    monkeypatch.setattr(receiver_links, "MAX_LINKS", 2)
+    monkeypatch.setattr(receiving, "MAX_LINKS", 2)
     channel, keyed = Channel(int, name="numbers"), Channel(int, name="by key")
     async with wired() as owner:
         connection = await owner.join()
@@ -377,10 +376,10 @@ async def test_a_window_forgotten_while_its_receiver_gives_others_a_turn_is_foun
             await channel.sender.put(number, key=key)
             assert await receiver.get(key=key) == number
         await settled()
-        monkeypatch.setattr("rlinf_async.channels.wire.remote_receiver.TURN_ITEMS", 1)
+        monkeypatch.setattr("rlinf_async.channels.wire.receiving.TURN_ITEMS", 1)
         getting: Any = receiver.get(key=key)
         getting.send(None)  # it lets others have a turn
-        monkeypatch.setattr("rlinf_async.channels.wire.remote_receiver.TURN_ITEMS", 128)
+        monkeypatch.setattr("rlinf_async.channels.wire.receiving.TURN_ITEMS", 128)
         await churn(other, keyed)
         for number in range(3, 43):
             await channel.sender.put(number, key=key)
@@ -584,7 +583,7 @@ async def test_a_get_whose_answer_cannot_be_read_is_told_and_does_not_hang(
     async with wired() as owner:
         connection = await owner.join()
         receiver = owner.receiver(channel, connection)
-        monkeypatch.setattr(receiver_links, "_decode_delivered", wrong)
+        monkeypatch.setattr(receiving, "_decode_delivered", wrong)
         await channel.sender.put(1)
         with pytest.raises(MalformedFrame, match="announced"):
             await receiver.get()
@@ -595,13 +594,14 @@ async def test_a_get_says_what_was_taken_before_without_a_message_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     notices: list[Any] = []
-    took = ChannelServer._taken
+    took = owner_deliveries.taken
 
-    def counted(self: ChannelServer, request: Any) -> None:
-        notices.append(request.meta)
-        took(self, request)
+    def counted(request: Any) -> None:
+        if request.kind == "delivery.taken":
+            notices.append(request.meta)
+        took(request)
 
-    monkeypatch.setattr(ChannelServer, "_taken", counted)
+    monkeypatch.setattr(owner_deliveries, "taken", counted)
     channel = Channel(int, name="numbers")
     async with remote_pair(channel) as (_, receiver):
 
@@ -634,6 +634,6 @@ async def test_a_get_that_is_cancelled_before_it_is_sent_still_says_what_was_tak
         connection.outbox.resume()
         await settled()
         [there] = owner.server.connections
-        assert PeerRequests.of(there).unsettled == {}  # the owner knows that the first was taken
+        assert there.peer_requests.unsettled == {}  # the owner knows that the first was taken
         channel.sender.put_nowait(2)
         assert await receiver.get() == 2

@@ -96,7 +96,7 @@ async def test_a_stopped_holder_is_noticed_by_its_heartbeat() -> None:
             [connection] = owner.server.connections  # to start, it may take its time
             monitor = connection.monitor
             monitor._heartbeat = Heartbeat.of(0.4)
-            monitor._patience = Patience(0.4, monitor.interval)
+            monitor._patience = Patience(0.4, monitor._heartbeat.interval)
             monitor.start()
             _, reason = await owner.lost.get()
             assert reason.startswith("nothing was heard for 0.")

@@ -186,7 +186,7 @@ async def taken(receiver: Any, how: str) -> Any:
 async def test_a_large_put_that_waits_for_room_does_not_keep_others_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rlinf_async.channels.wire.session.answers.MAX_HELD_BYTES", 100_000)
+    monkeypatch.setattr("rlinf_async.channels.wire.session.connection.MAX_HELD_BYTES", 100_000)
     full, other = Channel(bytes, name="full", capacity=1), Channel(bytes, name="other", capacity=1)
     async with wired() as owner:
         connection = await owner.join()

@@ -1,4 +1,4 @@
-"""Items that are put on credit: transfers, and what becomes of them.
+"""Putting into channels of another process: the senders, and what becomes of their items.
 
 ::
 
@@ -29,13 +29,17 @@ import atexit
 import logging
 from collections import Counter, deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Final, Protocol
+from types import TracebackType
+from typing import Any, Final, TypeVar
 from weakref import WeakValueDictionary
 
 import msgspec
 
-from rlinf_async.channels.ends import Key
-from rlinf_async.channels.untyped import Encoded
+from rlinf_async.channels.ends import Key, Sender
+from rlinf_async.channels.errors import ChannelError, Failure, channel_failed, error_text
+from rlinf_async.channels.statistics import current_party
+from rlinf_async.channels.untyped import ONE, Encoded, check_key_and_weight
+from rlinf_async.channels.wire import protocol
 from rlinf_async.channels.wire.frames import (
     CHUNK_BYTES,
     DATA,
@@ -55,13 +59,12 @@ from rlinf_async.channels.wire.protocol import (
     Run,
     Transfer,
 )
-from rlinf_async.channels.wire.session.answers import PeerRequests, Request
-from rlinf_async.channels.wire.session.connection import Linger
+from rlinf_async.channels.wire.remote_latest import RemoteEnd, Wire
+from rlinf_async.channels.wire.retained_payloads import RetainedPayloads
+from rlinf_async.channels.wire.session.connection import Connection, Request
+from rlinf_async.channels.wire.session.outbox import TURN_BYTES
 from rlinf_async.channels.wire.session.requests import head_of, rebuild
-
-if TYPE_CHECKING:
-    from rlinf_async.channels.wire.session.connection import Connection
-
+from rlinf_async.channels.wire.session.streams import Linger
 
 MAX_KEY: Final = 128
 """Characters of a key for which credit is granted."""
@@ -95,6 +98,7 @@ class Account:
         self.grantable = queue > 0 and (key is None or len(str(key)) <= MAX_KEY)
         self.items = 0
         self.weight: float = 0
+        """of no use without items: the owner takes it back, too, when the last of them comes"""
         self.waiting = 0
         """puts that asked and wait for their answer"""
         self.puts = 0
@@ -106,17 +110,9 @@ class Account:
         """Whether it is worth granting credit to."""
         return self.registered and self.puts > 0 and self.grantable
 
-    def spend(self, weight: int) -> None:
-        """Put one item on credit."""
-        self.items -= 1
-        self.weight -= weight
-        self.used = True
-        if not self.items and self.weight != float("inf"):
-            self.weight = 0  # of no use without items; the owner takes it back, too
-
     def empty(self) -> Credit:
         """Take out what is left."""
-        weight = None if self.weight == float("inf") else int(self.weight)
+        weight = None if self.weight == float("inf") else int(self.weight if self.items else 0)
         credit = Credit(self.queue, self.key, self.items, weight)
         self.items, self.weight = 0, 0
         return credit
@@ -131,7 +127,7 @@ class Accounts:
         self.registered: dict[tuple[int, Key | None], Account] = {}
         """by channel and key; no more than `MAX_ACCOUNTS`"""
         self._swept_at = self._loop.time()
-        PeerRequests.of(connection).own.add_sync("credit.recall", Credit, self._recalled)
+        connection.peer_requests.own.add_sync("credit.recall", Credit, self._recalled)
 
     def find(self, queue: int, key: Key | None) -> Account:
         """The account of this key, forgotten when it has no credit: see `Account.registered`."""
@@ -151,6 +147,8 @@ class Accounts:
         """So much more was granted."""
         for credit in credits:
             account = self.find(credit.queue, credit.key)
+            if not account.items:
+                account.weight = 0
             account.items += credit.items
             account.weight = (
                 float("inf") if credit.weight is None else account.weight + credit.weight
@@ -217,14 +215,6 @@ class _Frame(msgspec.Struct, gc=False):
     by_end: dict[int, int]
 
 
-class ReportsPuts(Protocol):
-    """A sender, which raises what became of its items."""
-
-    def report(self, error: Exception) -> bool:
-        """Raise this at the sender's next use; whether there may be one."""
-        ...
-
-
 class Transfers:
     """Everything that this process has put over one connection on credit. See `of`."""
 
@@ -236,7 +226,7 @@ class Transfers:
         """whether so much was collected that it should be sent"""
         self.copied = 0
         """bytes of arrays that were put, since others in this loop had a turn"""
-        self._senders: WeakValueDictionary[int, ReportsPuts] = WeakValueDictionary()
+        self._senders: WeakValueDictionary[int, RemoteSender[Any]] = WeakValueDictionary()
         self._runs: list[tuple[Account, int, int]] = []
         self._counts: list[int] = []
         self._data: list[bytes] = []
@@ -247,7 +237,7 @@ class Transfers:
         self._most = MAX_UNCONFIRMED
         self._far = False
         self._linger = Linger(connection, self._open_items, self._hurry, "items were not confirmed")
-        PeerRequests.of(connection).own.add_sync("credit.grant", Grant, self._granted)
+        connection.peer_requests.own.add_sync("credit.grant", Grant, self._granted)
         connection.add_linger(self._linger)
         connection.on_close(self._lost, first=True)
 
@@ -258,7 +248,7 @@ class Transfers:
 
     # ---- for senders
 
-    def join(self, end: int, sender: ReportsPuts) -> None:
+    def join(self, end: int, sender: RemoteSender[Any]) -> None:
         """Tell this sender of what becomes of its items."""
         self._senders[end] = sender
 
@@ -281,7 +271,9 @@ class Transfers:
             or self._unconfirmed_bytes + self._size >= self._most
         ):
             return False
-        account.spend(weight)
+        account.items -= 1
+        account.weight -= weight
+        account.used = True
         collected, runs = self._data, self._runs
         if runs and runs[-1] == (account, end, weight):
             self._counts[-1] += 1
@@ -326,8 +318,11 @@ class Transfers:
             travels, flags = Encoded(body.data, [*map(bytearray, body.buffers)]), 0
         self._send()
         run = Run(account.queue, end, account.key, weight, 1)
-        self._notify(Transfer([run], [len(body.data)]), travels, {end: 1}, flags)
-        account.spend(weight)
+        size = len(travels.data) if flags else travels.nbytes
+        self._notify(Transfer([run], [len(body.data)]), travels, size, {end: 1}, flags)
+        account.items -= 1
+        account.weight -= weight
+        account.used = True
         self.copied += body.nbytes
         return True
 
@@ -356,12 +351,12 @@ class Transfers:
         body = b"".join(data) if len(data) > 1 else data[0]
         self._size = 0
         self.turn_due = False
-        self._notify(Transfer(found, [*map(len, data)], retained), Encoded(body), by_end)
+        transfer = Transfer(found, [*map(len, data)], retained)
+        self._notify(transfer, Encoded(body), len(body), by_end)
 
     def _notify(
-        self, transfer: Transfer, body: Encoded, by_end: dict[int, int], flags: int = 0
+        self, transfer: Transfer, body: Encoded, size: int, by_end: dict[int, int], flags: int = 0
     ) -> None:
-        size = len(body.data) if flags else body.nbytes
         head = head_of("channel.transfer", transfer)
         self._outbox.send(_NOTICE, 0, head, body, DATA, flags=flags, what="channel.transfer")
         if not self._unconfirmed:
@@ -388,7 +383,8 @@ class Transfers:
             self._unconfirmed_bytes -= frame.size
         if not self._unconfirmed and not self._data:
             _open.discard(self)
-            self._linger.settled()
+            if self._linger.then is not None:
+                self._linger.settled()
 
     def _refused(self, refused: Refused) -> None:
         error = rebuild(refused.error)
@@ -445,3 +441,185 @@ class Transfers:
 def _report_unconfirmed() -> None:
     for transfers in list(_open):
         transfers.report()
+
+
+T_contra = TypeVar("T_contra", contravariant=True)
+
+
+class RemoteSender(RemoteEnd, Sender[T_contra]):
+    """A sender of a channel in another process. It puts without asking while it has credit."""
+
+    __slots__ = (
+        "__weakref__", "_account", "_error", "_failure", "_payloads", "_reported", "_transfers",
+    )  # fmt: skip
+
+    def __init__(self, wire: Wire, number: int) -> None:
+        super().__init__(wire, number)
+        self._error: Exception | None = None
+        self._failure: Failure | None = None
+        """the error that this end has failed its channel with"""
+        self._reported: type[Exception] | None = None
+        self._account = self._transfers.accounts.find(wire.queue, None)
+        self._payloads = RetainedPayloads.over(wire.connection, wire.direct)
+
+    def _join(self) -> None:
+        self._transfers = Transfers.of(self._wire.connection)
+        self._transfers.join(self._number, self)
+
+    async def put(self, item: T_contra, *, key: Key | None = None, weight: int = 1) -> None:
+        transfers, account = self._transfers, self._account
+        if self._closed or self._error is not None:
+            self._check()
+        if key is not None or weight is not ONE:
+            check_key_and_weight(self.channel_name, key, weight)
+            account = transfers.accounts.find(self._wire.queue, key)
+        wire = self._wire
+        if not wire.fits(item):
+            wire.check(item)
+        body = wire.pack(item)
+        if body.buffers and self._payloads is not None:
+            await self._put_retained(self._payloads, account, body, weight)
+            return
+        if transfers.turn_due:
+            await asyncio.sleep(0)  # it is sent, and credit that was granted meanwhile is seen
+            self._check()
+        if transfers.add(account, self._number, weight, body):
+            self._reported = None  # granted since: items are taken again
+        elif body.buffers:
+            await self._put_large(account, body, weight)
+        else:
+            await self._ask(account, body, weight)
+
+    async def _put_large(self, account: Account, body: Encoded, weight: int) -> None:
+        """Put an item with large arrays: on credit if they go by shared memory or the owner is far,
+        else by a request."""
+        transfers = self._transfers
+        if transfers.copied >= TURN_BYTES:
+            transfers.copied = 0
+            await asyncio.sleep(0)
+            self._check()
+        if transfers.fits_large(account, body, weight) and transfers.put_large(
+            account, self._number, weight, body
+        ):
+            self._reported = None
+        else:
+            await self._ask(account, body, weight)
+
+    async def _put_retained(
+        self, payloads: RetainedPayloads, account: Account, whole: Encoded, weight: int
+    ) -> None:
+        """Put an item whose payload stays here until a consumer fetches it."""
+        self._check()
+        copied = await payloads.copy(whole)
+        self._check()
+        body, retained = payloads.retain(whole, copied=copied)
+        if (
+            retained
+            and not payloads.turn_due
+            and self._transfers.add(account, self._number, weight, body, retained)
+        ):
+            self._reported = None
+            return
+        if retained is None:
+            await self._put_large(account, body, weight)
+            return
+        try:
+            await self._ask(account, body, weight, retained)
+        except BaseException:
+            payloads.give_up(retained)
+            raise
+
+    async def _ask(
+        self, account: Account, body: Encoded, weight: int, retained: RetainedPayload | None = None
+    ) -> None:
+        """Put, and wait until it is done."""
+        self._check()
+        if not account.registered:
+            account = self._transfers.accounts.find(account.queue, account.key)
+            if account.key is None:
+                self._account = account
+        party = current_party.get()
+        put = protocol.Put(self._number, account.key, weight, party, account.wants, retained)
+        account.waiting += 1
+        try:
+            await self._wire.connection.request(
+                "channel.put", put, body, reply=protocol.Nothing, on_channel=True
+            )
+            self._reported = None
+        except ChannelError as error:
+            late, self._error, self._reported = self._error, None, type(error)
+            if late is not None:
+                error.add_note(f"beside, of what was put before: {error_text(late)}")
+            raise
+        finally:
+            account.waiting -= 1
+            account.used = True
+        account.puts += 1
+
+    async def flush(self) -> None:
+        self._check()
+        await self._transfers.confirmed()
+        self._check()
+
+    def close(self) -> None:
+        if not self._closed:
+            super().close()
+            self.raise_error()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except Exception as also:  # the block's own error is the first cause
+            if error is None:
+                raise
+            error.add_note(f"beside, of what was put before: {error_text(also)}")
+
+    def report(self, error: Exception) -> bool:
+        """Raise this at the next use; whether there will be one. The reason why the channel takes
+        nothing any more is raised once, not for each item that was in transit."""
+        if self._reported is type(error):
+            return True
+        if self._error is None:
+            self._error = error
+        return not self._closed
+
+    def _check(self) -> None:
+        self.raise_error()
+        self.open()
+
+    def raise_error(self) -> None:
+        """What became of items that were put without asking, if that is an error."""
+        error, self._error = self._error, None
+        if error is not None:
+            self._reported = type(error)
+            raise error
+
+    def __del__(self) -> None:
+        error = getattr(self, "_error", None)
+        if error is not None:
+            log.error(
+                "a sender of channel %r was dropped: %s", self.channel_name, error_text(error)
+            )
+        super().__del__()
+
+    def put_nowait(self, item: T_contra, *, key: Key | None = None, weight: int = 1) -> None:
+        raise self._wire.elsewhere("put_nowait", "await put(...)")
+
+    def fail(self, error: BaseException | str) -> None:
+        if self._failure is not None:
+            return
+        self.open()
+        text = error_text(error)
+        self._tell("channel.fail", protocol.Fail(self._number, text))
+        self._failure = text, error if isinstance(error, BaseException) else None
+        self.close()
+
+    def _closed_error(self) -> ChannelError:
+        if self._failure is not None:
+            return channel_failed(self.channel_name, self._failure)
+        return super()._closed_error()

@@ -1,4 +1,6 @@
-"""The client's side of getting: what was prefetched for each receiver, and who waits for it.
+"""Getting from channels of another process: the receivers, and what was sent to them in advance.
+
+Single items come by a `ReceiverLink`, batches and leases by asking.
 
 ::
 
@@ -24,28 +26,39 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
-from rlinf_async.channels.ends import Key, getting_task
-from rlinf_async.channels.errors import ChannelClosed, ConnectionLost, MalformedFrame, error_text
+from rlinf_async.channels.ends import (
+    NO_REPLACEMENTS,
+    Key,
+    Lease,
+    Receiver,
+    checked_least,
+    getting_task,
+)
+from rlinf_async.channels.errors import (
+    ChannelClosed,
+    ConnectionLost,
+    LeaseLost,
+    MalformedFrame,
+    error_text,
+)
 from rlinf_async.channels.key_queue import Outcome
 from rlinf_async.channels.remote_payload import RemotePayload
 from rlinf_async.channels.statistics import WaitFuture, current_party
-from rlinf_async.channels.untyped import Encoded
-from rlinf_async.channels.wire.codec import DecodeList, split
-from rlinf_async.channels.wire.direct import attach, fetch_ahead
+from rlinf_async.channels.untyped import Encoded, check_key_and_weight
+from rlinf_async.channels.wire import protocol
+from rlinf_async.channels.wire.codec import DecodeList, join, split
+from rlinf_async.channels.wire.direct import attach, fetch_ahead, fetch_all
 from rlinf_async.channels.wire.frames import Message
 from rlinf_async.channels.wire.protocol import Delivered, Get, Range, Recall, Settle, Taken
-from rlinf_async.channels.wire.session.answers import PeerRequests, Request
+from rlinf_async.channels.wire.remote_latest import RemoteEnd, Wire
+from rlinf_async.channels.wire.session.connection import Connection, Request
 from rlinf_async.channels.wire.session.requests import head_of
-
-if TYPE_CHECKING:
-    from rlinf_async.channels.wire.session.connection import Connection
-
 
 HORIZON: Final = 0.005
 """Seconds: what is taken in this time, and in two round trips, is prefetched."""
@@ -74,16 +87,19 @@ Part = tuple[int, int, Any]
 out."""
 
 
-class WaitingGet(WaitFuture):
-    """A get that waits."""
+class WaitingGet:
+    """A get that waits: its task awaits the future, its request is answered by a message."""
 
     def __init__(self, link: ReceiverLink) -> None:
-        super().__init__(loop=link.links.loop)
         self.link = link
+        self.future = future = WaitFuture(loop=link.links.loop)
+        self.serve: Callable[[Part], None] = future.set_result
+        """it has its item"""
+        self.set_exception, self.done = future.set_exception, future.done
         self.number = 0
         """of its request; 0 where it has not asked, or was answered"""
         self.party = current_party.get()
-        self.task = task_number(link.channel)
+        self.task = id(getting_task(link.channel))
         self.reports_taken = False
         """whether its request says beside what was taken"""
 
@@ -95,10 +111,6 @@ class WaitingGet(WaitFuture):
         except MalformedFrame as error:  # the connection ends by it, but forgot who waits
             self.set_exception(error)
             raise
-
-    def serve(self, part: Part) -> None:
-        """It has its item."""
-        super().set_result(part)
 
 
 class _PrefetchRequest:
@@ -169,7 +181,7 @@ class ReceiverLink:
             self._ask(get, 0 if self.waiting else self._ahead())
         self.waiting.append(get)
         try:
-            part: Part = await get
+            part: Part = await get.future
         except BaseException:
             self._abandon(get)
             raise
@@ -185,8 +197,11 @@ class ReceiverLink:
         """A caller has this item."""
         self.run += 1
         self._taken += 1
-        self.links.taken(number, index)
-        items = self.items
+        links, items = self.links, self.items
+        if links.taken_of == number and links.taken_to == index:  # the next of a delivery: most are
+            links.taken_to = index + 1
+        else:
+            links.taken(number, index)
         if items and (part := items[0][2]).__class__ is Encoded and part.buffers:
             self._fetch_ahead()
         if len(items) <= self._low:
@@ -319,11 +334,11 @@ class ReceiverLink:
     def _abandon(self, get: WaitingGet) -> None:
         if get in self.waiting:
             self.waiting.remove(get)
-        if not get.done() or get.cancelled():
+        if not get.done() or get.future.cancelled():
             if get.number:
                 self.links.give_up(get)
-        elif get.exception() is None:
-            self.return_part(get.result())
+        elif get.future.exception() is None:
+            self.return_part(get.future.result())
 
     def _ahead(self) -> int:
         """How many items may be prefetched: as many as are taken soon."""
@@ -367,10 +382,10 @@ class ReceiverLinks:
         self._count = 0
         self._forget_at = MAX_LINKS
         self._unreported: list[Range] = []
-        self._taken_of = self._taken_from = self._taken_to = 0
+        self.taken_of = self._taken_from = self.taken_to = 0
         """of this delivery, what was taken last; its number is 0 if nothing was"""
         self._due = False
-        PeerRequests.of(connection).own.add_sync("delivery.recall", Recall, self._recalled)
+        connection.peer_requests.own.add_sync("delivery.recall", Recall, self._recalled)
         connection.on_close(self._lost, first=True)
 
     @classmethod
@@ -422,11 +437,11 @@ class ReceiverLinks:
     def taken(self, number: int, index: int, count: int = 1) -> None:
         """These entries are settled as taken. It is reported with the next get that asks the
         owner, or with the next write."""
-        if self._taken_of == number and self._taken_to == index:
-            self._taken_to = index + count
+        if self.taken_of == number and self.taken_to == index:
+            self.taken_to = index + count
             return
         self._close_run()
-        self._taken_of, self._taken_from, self._taken_to = number, index, index + count
+        self.taken_of, self._taken_from, self.taken_to = number, index, index + count
         if not self._due:
             self._due = True
             self.connection.outbox.collect(self._report_taken)
@@ -439,10 +454,10 @@ class ReceiverLinks:
 
     def _close_run(self) -> None:
         """What is taken next is not the entry behind the last one."""
-        if self._taken_of:
+        if self.taken_of:
             first = self._taken_from
-            self._unreported.append((self._taken_of, first, self._taken_to - first))
-            self._taken_of = 0
+            self._unreported.append((self.taken_of, first, self.taken_to - first))
+            self.taken_of = 0
 
     def settle(
         self, ranges: list[Range], outcome: Outcome, error: BaseException | str = ""
@@ -493,7 +508,7 @@ class ReceiverLinks:
     def _lost(self, connection: Connection, reason: str) -> None:
         for link in self._every_link():
             link.items.clear()
-        self._taken_of = 0
+        self.taken_of = 0
         self._unreported.clear()
 
 
@@ -508,7 +523,186 @@ def _ranges(parts: Iterable[Part]) -> list[Range]:
     return found
 
 
-def task_number(channel: str) -> int:
-    """Names the task that gets from the channel of this name, within this process."""
-    task = getting_task(channel)
-    return 0 if task is None else id(task)
+T_co = TypeVar("T_co", covariant=True)
+DELIVERED: Any = protocol.Delivered | int
+
+
+class RemoteReceiver(RemoteEnd, Receiver[T_co]):
+    """A receiver of a channel in another process."""
+
+    __slots__ = ("_link", "_links")
+
+    def _join(self) -> None:
+        self._links = ReceiverLinks.of(self._wire.connection)
+        self._link = self._find(None)
+
+    async def get(self, *, key: Key | None = None) -> T_co:
+        if self._closed:
+            self.open()
+        if key is not None:
+            check_key_and_weight(self.channel_name, key, 1)
+        link = self._link if key is None else self._find(key)
+        if link.run >= TURN_ITEMS:
+            link.run = 0
+            await asyncio.sleep(0)  # what was taken is said, and what was asked for is heard
+            self.open()
+        if not link.registered:
+            link = self._find(key)
+        number, index, item = link.items.popleft() if link.items else await link.next()
+        while item.__class__ is Encoded:
+            if item.buffers.__class__ is RemotePayload and not await self._is_here(
+                link, number, index, item
+            ):
+                number, index, item = link.items.popleft() if link.items else await link.next()
+                continue
+            try:
+                item = self._wire.decode(item)
+            except MalformedFrame as error:
+                self._links.settle([(number, index, 1)], Outcome.REJECTED, error)
+                raise self._wire.unreadable(error) from error
+            break
+        link.mark_taken(number, index)
+        taken: T_co = item
+        return taken
+
+    async def _is_here(self, link: ReceiverLink, number: int, index: int, part: Encoded) -> bool:
+        """Fetch the arrays of an item; False if they are lost. Cancelled, it goes back."""
+        wire = self._wire
+        try:
+            lost = await fetch_all(wire.connection, wire.direct, [part])
+        except BaseException:
+            link.return_part((number, index, part))
+            raise
+        if lost:
+            self._links.settle([(number, index, 1)], Outcome.LOST)
+        return not lost
+
+    def _find(self, key: Key | None) -> ReceiverLink:
+        """The link as it is known now: one that was forgotten is empty, and what is prefetched for
+        it would be out of reach of a recall."""
+        link = self._links.find(self.channel_name, self._number, key, self._wire.decode_list)
+        if key is None:
+            self._link = link
+        return link
+
+    def close(self) -> None:
+        if not self._closed:
+            self._links.close(self._number)
+            super().close()
+
+    @staticmethod
+    def _dropped(wire: Wire, number: int) -> None:
+        ReceiverLinks.of(wire.connection).close(number)
+        RemoteEnd._dropped(wire, number)
+
+    def get_nowait(self, *, key: Key | None = None) -> T_co:
+        raise self._wire.elsewhere("get_nowait", "await get(), or a task that gets ahead")
+
+    async def get_batch(
+        self, *, weight: int, at_least: int | None = None, key: Key | None = None
+    ) -> list[T_co]:
+        number, items, _ = await self._deliver(weight, at_least, key)
+        self._links.taken(number, 0, len(items))
+        return items
+
+    async def _deliver(
+        self, weight: int, at_least: int | None, key: Key | None, lease: bool = False
+    ) -> tuple[int, list[T_co], list[int]]:
+        """Wait for a delivery: its number, its items, and how often each was handed out. It is not
+        settled; one with an item that cannot be used is."""
+        self.open()
+        check_key_and_weight(self.channel_name, key, 1)
+        checked_least(self.channel_name, weight, at_least)
+        self._links.return_items(self._number, key)
+        while True:
+            get = protocol.Get(
+                self._number, key, weight, at_least, current_party.get(),
+                id(getting_task(self.channel_name)), lease,
+                taken=self._links.take_unreported(),
+            )  # fmt: skip
+            connection = self._wire.connection
+            answer = await connection.ask(
+                "channel.get", get, reply=DELIVERED, on_channel=True, withdraw=not get.taken
+            )
+            if connection.closed:  # it has gone back, and others may have it
+                raise connection.lost_as(f"connection to {connection.peer!r} was lost")
+            delivered, number = answer.meta, answer.number
+            if isinstance(delivered, int):
+                parts, counts = [answer.body or Encoded(b"")], []
+            else:
+                parts, counts = split(delivered.sizes, answer.body), delivered.deliveries
+                if delivered.payloads and not await self._are_here(
+                    number, parts, delivered.payloads
+                ):
+                    continue
+            return number, self._decoded(number, parts), counts
+
+    async def _are_here(
+        self, number: int, parts: list[Encoded], left: list[protocol.PayloadRef]
+    ) -> bool:
+        """Fetch the arrays of a delivery; False if some are lost, and the other items returned."""
+        wire, whole = self._wire, (number, 0, len(parts))
+        try:
+            attach(parts, left)
+            lost = await fetch_all(wire.connection, wire.direct, parts)
+        except BaseException:
+            self._links.settle([whole], Outcome.RETURNED)
+            raise
+        if not lost:
+            return True
+        self._links.settle([(number, index, 1) for index in lost], Outcome.LOST)
+        self._links.settle([whole], Outcome.RETURNED)
+        return False
+
+    def _decoded(self, number: int, parts: list[Encoded]) -> list[Any]:
+        """The items of a delivery. One that cannot be read goes to the dead letters, the others
+        back.
+
+        Raises:
+            MalformedFrame: of that item.
+        """
+        found: list[Any] = []
+        for index, part in enumerate(parts):
+            try:
+                found.append(self._wire.decode(part))
+            except MalformedFrame as error:
+                self._links.settle([(number, index, 1)], Outcome.REJECTED, error)
+                self._links.settle([(number, 0, len(parts))], Outcome.RETURNED)
+                raise self._wire.unreadable(error) from error
+        return found
+
+    async def _take(
+        self, weight: int, at_least: int | None, key: Key | None
+    ) -> tuple[protocol.Range, Lease[T_co]]:
+        number, items, counts = await self._deliver(weight, at_least, key, lease=True)
+        return (number, 0, len(items)), Lease(items, counts, self._wire.encode)
+
+    async def _acknowledge(
+        self, delivery: protocol.Range, replacements: Mapping[int, Encoded] = NO_REPLACEMENTS
+    ) -> None:
+        connection = self._wire.connection
+        sizes, body = join(list(replacements.values())) if replacements else ([], None)
+        settle = protocol.Settle(
+            [delivery], Outcome.TAKEN, replaced=list(replacements), sizes=sizes
+        )
+        try:
+            await connection.request("delivery.settle", settle, body, reply=protocol.Nothing)
+        except (asyncio.CancelledError, GeneratorExit):
+            if not connection.closed:  # the block has ended: it may have been heard, or not
+                connection.notify("delivery.settle", settle, body)
+            raise
+        except ConnectionLost as error:
+            raise LeaseLost(
+                f"a lease on channel {self.channel_name!r} was taken back before it was "
+                f"acknowledged, or nobody knows: the connection to {connection.peer} was lost"
+            ) from error
+
+    def _consume(self, delivery: protocol.Range) -> None:
+        self._links.taken(*delivery)
+
+    def _put_back(self, delivery: protocol.Range, error: BaseException) -> None:
+        self._links.settle([delivery], Outcome.FAILED, error_text(error))
+
+    def _count_stale(self) -> None:
+        if not self._wire.connection.closed:
+            self._wire.connection.notify("channel.stale", protocol.End(self._number))
