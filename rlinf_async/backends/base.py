@@ -59,6 +59,14 @@ class NotSetUp(RuntimeError):
     """Something was asked of an object that has to be set up first; the message says by what."""
 
 
+class OffloadedError(RuntimeError):
+    """Weights or optimizer are offloaded: take them back to the device first."""
+
+
+class IdleRank(RuntimeError):
+    """The rank holds no part of the model: the strategy does not use it."""
+
+
 class _MadeBy:
     def __init__(self, call: str) -> None:
         self._call = call

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlinf_async.backends.fsdp.config import OffloadedError
+from rlinf_async.backends.base import OffloadedError
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.fsdp.sharding import pinned_like
 from tests.backends.fsdp_helpers import (

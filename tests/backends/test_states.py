@@ -11,9 +11,9 @@ from typing import Any, Final
 import pytest
 import torch
 
-from rlinf_async.backends.base import NotSetUp
+from rlinf_async.backends.base import IdleRank, NotSetUp, OffloadedError
 from rlinf_async.backends.checkpoint.folders import CheckpointError
-from rlinf_async.backends.fsdp.config import FSDPConfig, IdleRank, OffloadedError
+from rlinf_async.backends.fsdp.config import FSDPConfig
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.workers.actor import EmbodiedFSDPActor, FSDPActor, MegatronActor
 from rlinf_async.workers.inference import InferenceWorker

@@ -106,12 +106,4 @@ class EmbodiedTrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_un
 
 
 class FSDPError(Exception):
-    """Base of the errors of this backend."""
-
-
-class OffloadedError(FSDPError):
-    """Call `load_param_and_grad` and `load_optimizer` first."""
-
-
-class IdleRank(FSDPError):
-    """The rank holds no part of the model: only the active ranks train."""
+    """This backend cannot do what is asked; the message says what to do."""

@@ -30,13 +30,13 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from rlinf_async.backends.base import NotSetUp, lr_factor, made_by
+from rlinf_async.backends.base import IdleRank, NotSetUp, OffloadedError, lr_factor, made_by
 from rlinf_async.backends.checkpoint.collectives import Counters
 from rlinf_async.backends.checkpoint.writing import CheckpointWriter, ModelFiles
 from rlinf_async.backends.fsdp import checkpoint, ranks
 from rlinf_async.backends.fsdp import sharding as offload
 from rlinf_async.backends.fsdp.checkpoint import LossScaler, parameter_groups
-from rlinf_async.backends.fsdp.config import FSDPConfig, IdleRank, OffloadedError, ShardingConfig
+from rlinf_async.backends.fsdp.config import FSDPConfig, ShardingConfig
 from rlinf_async.backends.fsdp.sharding import (
     Groups,
     ShardMemory,

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from rlinf_async.backends.base import RescaleReport
+from rlinf_async.backends.base import OffloadedError, RescaleReport
 from rlinf_async.backends.checkpoint.collectives import Counters
-from rlinf_async.backends.fsdp.config import FSDPError, OffloadedError
+from rlinf_async.backends.fsdp.config import FSDPError
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.fsdp.sharding import (
     NewShards,

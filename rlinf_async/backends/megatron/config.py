@@ -260,11 +260,3 @@ class NoSamples(ValueError):
             "a global batch has no samples on a rank that reads them: give every data rank at "
             "least one"
         )
-
-
-class IdleRank(RuntimeError):
-    """The rank holds no part of the model: the strategy does not use it."""
-
-
-class OffloadedError(RuntimeError):
-    """Take weights and optimizer back to the device first."""

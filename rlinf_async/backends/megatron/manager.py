@@ -21,12 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlinf_async.backends.base import OptimizerConfig, lr_factor
+from rlinf_async.backends.base import IdleRank, OptimizerConfig, lr_factor
 from rlinf_async.backends.building import building
 from rlinf_async.backends.language import WEIGHTS
 from rlinf_async.backends.language_training.model import build_language_model, describing_files
 from rlinf_async.backends.megatron.config import (
-    IdleRank,
     MegatronConfig,
     architecture_of,
     check_offered,

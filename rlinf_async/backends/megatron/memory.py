@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rlinf_async.backends.base import OffloadedError
 from rlinf_async.backends.language import OPTIMIZER, PARTS, WEIGHTS
-from rlinf_async.backends.megatron.config import OffloadedError
 from rlinf_async.backends.megatron.weights import MOMENTS, torch_optimizers
 
 

@@ -14,10 +14,11 @@ import transformers
 
 from rlinf_async.algorithms.config import LanguageAdvantageConfig, LanguageLossConfig
 from rlinf_async.backends.base import (
+    OffloadedError,
     OptimizerConfig,
     TrainingDiverged,
 )
-from rlinf_async.backends.fsdp.config import FSDPError, OffloadedError
+from rlinf_async.backends.fsdp.config import FSDPError
 from rlinf_async.backends.fsdp.language.config import LanguageFSDPConfig, LanguageTrainerConfig
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 from rlinf_async.backends.language_training.config import LanguageModelConfig, SupervisedConfig

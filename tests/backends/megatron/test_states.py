@@ -11,7 +11,7 @@ from typing import Any, Final
 import pytest
 import torch
 
-from rlinf_async.backends.megatron.config import IdleRank, OffloadedError
+from rlinf_async.backends.base import IdleRank, OffloadedError
 from rlinf_async.parallel import Strategy
 from tests.backends.fsdp_helpers import in_processes, save_result
 from tests.backends.megatron.rescaling import BUCKET, LIMIT, config, step

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlinf_async.backends.base import IdleRank
 from rlinf_async.backends.fsdp.config import FSDPError
 from rlinf_async.backends.fsdp.embodied import EmbodiedTrainer
 from rlinf_async.backends.fsdp.language.trainer import CriticTrainer, PolicyTrainer
@@ -144,7 +145,7 @@ def refused(trainer: PolicyTrainer, rank: int) -> dict[str, str]:
 def _said(call: Any) -> str:
     try:
         call()
-    except (FSDPError, RescaleError, ValueError) as error:
+    except (FSDPError, IdleRank, RescaleError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
