@@ -137,7 +137,7 @@ async def timeout(seconds: float) -> AsyncIterator[None]:
     """Cancel what takes longer than ``seconds``, and raise TimeoutError, as ``asyncio.timeout``
     does."""
     loop = asyncio.get_running_loop()
-    # Its own deadline never comes, but says to `runtime.stall` that the task can go on by itself.
+    # Its own deadline never comes, but says to `runtime.wakers` that the task can go on by itself.
     async with asyncio.timeout(math.inf) as scope:
         timer = Timer(seconds, lambda: scope.reschedule(loop.time()))
         try:

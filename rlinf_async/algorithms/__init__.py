@@ -2,10 +2,9 @@
 
 ::
 
-    config.py       which ones, and their coefficients (no torch)
+    config.py       names and coefficients (no torch)
     advantages.py   what goes in and out, the table, GAE, group-relative advantages
     losses.py       what goes in and out, the table, the formulas of PPO and SAC
-    registry.py     the table itself
     language/       the same over tokens
 
 A new one is a function and a decorator::

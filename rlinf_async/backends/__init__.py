@@ -1,4 +1,5 @@
 """What computes: models, optimizers, sharding. Never imports channels or workers.
 
-`base` says what workers ask of a backend, `registry` loads one by name; neither needs torch.
+`base` and `language` say what workers ask of a backend, `parts` finds one by name; none of them
+needs torch.
 """

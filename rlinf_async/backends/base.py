@@ -6,10 +6,10 @@
     TrainerBackend   actor worker: trajectories -> a better policy, its weights, its checkpoints
     OffPolicyTrainer actor worker: batches of a replay worker -> the same
 
-A backend is loaded by name with `rlinf_async.backends.base.load_policy_backend` and
-`load_trainer_backend`, so that only the worker that computes imports torch.
+A backend is loaded by name (`rlinf_async.backends.parts`), so that only the worker that computes
+imports torch.
 
-Settings of optimizers are here as well, whichever library trains.
+Settings of optimizers, and errors that every backend may raise, are here as well.
 """
 
 from __future__ import annotations
