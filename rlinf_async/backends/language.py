@@ -6,7 +6,7 @@ models can be trained. No torch.
     GenerationEngine   rollout worker: one prompt -> its response, many at a time (async)
     LanguageTrainer    actor and inference worker: samples -> a better model, log-probs, weights
 
-Backends are loaded by name (`rlinf_async.backends.base`).
+Backends are loaded by name (`rlinf_async.backends.parts`).
 
 `FAMILIES` is the table of docs/language-training.md: each entry was tried with a tiny random model,
 whose published weights were loaded by the engine (``python -m tests.backends.families``). A family
