@@ -451,7 +451,8 @@ def get(request: Request[Get], end: OpenEnd, prefetches: Prefetches) -> None:
         else:
             RemoteDelivery(prefetches, request, queue, end.number).served()
         return
-    checked_least(channel.name, asked.weight, asked.at_least)
+    if asked.weight != 1 or asked.at_least is not None:
+        checked_least(channel.name, asked.weight, asked.at_least)
     channel.check_get()
     queue = channel.of_key(asked.key)
     delivery = RemoteDelivery(prefetches, request, queue, end.number)

@@ -42,7 +42,6 @@ from typing import Final, Literal, NamedTuple, Protocol, cast
 
 from rlinf_async.channels.errors import ConnectionLost, HandshakeFailed, WireError, error_text
 from rlinf_async.channels.wire.frames import PROTOCOL_VERSION, Message, MessageReader
-from rlinf_async.channels.wire.session.busy_poll import busy_poll
 from rlinf_async.deadlines import ProgressTimer, Timer
 
 MAGIC: Final = b"rlinf-async"
@@ -363,7 +362,6 @@ class Link(asyncio.BufferedProtocol):
         self._seconds = seconds
         self._late_timer: Timer | None = None
         self._hanging = HangUp()
-        self._poll = busy_poll(loop)
         self._scratch = _read_buffer()
         self._space: memoryview | None = None  # what the bytes that are read now go to
 
@@ -437,13 +435,10 @@ class Link(asyncio.BufferedProtocol):
         if user is None:
             if not self.opened.done():
                 self._greet(bytes(self._scratch[:nbytes]))
-            return
-        if space is None:
+        elif space is None:
             user.received(nbytes, user.reader.feed(bytes(self._scratch[:nbytes])))
         else:
             user.received(nbytes, user.reader.filled(nbytes))
-        if self._poll is not None:
-            self._poll.heard()
 
     def pause_writing(self) -> None:
         if self.user is not None:
