@@ -100,7 +100,7 @@ class UnderWay(msgspec.Struct, frozen=True):
 
 
 class LastWords(msgspec.Struct, frozen=True):
-    """What a process that has ended was in."""
+    """Calls that a process was in when it ended."""
 
     reason: str = ""
     """why it was killed, where it was for a call that did not return"""
@@ -142,7 +142,7 @@ NO_LIMITS: Final = Limits()
 
 
 class Call(Protocol):
-    """Where the calls of one environment, or of one simulator, are noted: one at a time."""
+    """Place where the calls of one environment, or of one simulator, are noted: one at a time."""
 
     def begin(self, what: int, seed: int = 0, steps: int = 0, length: int = NO_LENGTH) -> None:
         """Note that a call begins, at this step of its life and of its episode."""

@@ -44,7 +44,7 @@ PRECISIONS = Literal["float32", "bfloat16"]
 
 
 class EngineRun(NamedTuple):
-    """What a run asks of its engine."""
+    """Facts about a run that its engine needs."""
 
     settings: Any
     """the engine's own"""
@@ -180,7 +180,7 @@ class Learner(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainerRun(NamedTuple):
-    """What a run asks of its trainer."""
+    """Facts about a run that its trainer needs."""
 
     role: Literal["actor", "critic"]
     model: Mapping[str, Any]

@@ -32,7 +32,7 @@ _COLOURS = {HELD: "green", FELL_SHORT: "red", NOT_MEASURED: "yellow"}
 
 
 class CaseReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one case measured."""
+    """Measurements of one case."""
 
     samples: list[Sample]
     medians: Sample

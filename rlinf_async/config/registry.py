@@ -175,7 +175,7 @@ def _from_file(where: str) -> Any:
 
 
 class Part:
-    """What an engine or a trainer says about itself, before and without its library.
+    """Description of an engine or a trainer, before and without its library.
 
     It stands in a module of its own that imports nothing slow; `make` does. A plain factory (a
     class or function with the arguments of `make`) is a part, too: its class attributes of the

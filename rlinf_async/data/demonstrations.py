@@ -151,7 +151,7 @@ ACTION: Final = "action"
 
 
 class DemonstrationsInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a folder of demonstrations holds."""
+    """Contents of a folder of demonstrations."""
 
     env: str
     """name of the environment"""

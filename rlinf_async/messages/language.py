@@ -38,7 +38,7 @@ would silently use this one"""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the tokens of one sample are drawn."""
+    """The way in which the tokens of one sample are drawn."""
 
     max_tokens: int = 128
     """tokens of the response, including those of a partial one"""
@@ -319,7 +319,7 @@ class LanguageTrainReport(msgspec.Struct, kw_only=True):
 
 
 class RequestCount(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a request is."""
+    """Progress of a request."""
 
     name: str
     made: int
@@ -339,7 +339,7 @@ class RequestCount(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rollout worker is doing: counts, no tokens."""
+    """Progress of one rollout worker: counts, no tokens."""
 
     rank: int
     version: int

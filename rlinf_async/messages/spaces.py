@@ -137,7 +137,7 @@ class ActionSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EnvSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a policy needs to know about an environment."""
+    """Description of an environment for a policy."""
 
     observation: ObservationSpec
     action: ActionSpec

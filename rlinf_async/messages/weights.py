@@ -64,7 +64,7 @@ Allocate: TypeAlias = "Callable[[int], NDArray[np.uint8] | None]"
 
 
 class TensorSlot(msgspec.Struct, frozen=True):
-    """Where one tensor lies inside a bucket."""
+    """Place of one tensor inside a bucket."""
 
     name: str
     dtype: str

@@ -311,7 +311,7 @@ class Measure(NamedTuple):
 
 
 class Curves(NamedTuple):
-    """What one kind of run is measured by, and over what."""
+    """Measures of one kind of run, and what they are drawn over."""
 
     measures: tuple[Measure, ...]
     axes: tuple[tuple[str, str], ...]

@@ -45,7 +45,7 @@ _SUMMARY = "summary.json"
 
 
 class _Marker(msgspec.Struct, kw_only=True):
-    """What ``run.json`` holds. Times are seconds since 1970, UTC."""
+    """Contents of ``run.json``. Times are seconds since 1970, UTC."""
 
     made_by: str = "rlinf_async"
     starts: list[float]

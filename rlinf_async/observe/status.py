@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Status(msgspec.Struct, kw_only=True):
-    """What ``status.json`` holds."""
+    """Contents of ``status.json``."""
 
     time: float
     """time of writing, in seconds since 1970, UTC"""

@@ -175,11 +175,11 @@ class ForegroundPeriod(NamedTuple):
 
 
 class Busy(msgspec.Struct, frozen=True):
-    """Where a worker's time went, over a window that is the same for all workers."""
+    """Work of one worker by span name, over a window that is the same for all workers."""
 
     worker: str
     window: int
-    """Begin and end, in nanoseconds."""
+    """Length of the window, in nanoseconds."""
     seconds_by_name: dict[str, float]
     """Foreground seconds of each span name, waits left out."""
 
@@ -275,7 +275,7 @@ class Counter(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CountRates:
-    """How fast counts grow, between one look at them and the next."""
+    """Growth of counts per second, from one look at them to the next."""
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[int, Mapping[str, float]]] = {}

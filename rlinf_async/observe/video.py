@@ -213,7 +213,7 @@ _MOST_BLANK: Final = 0.5  # share of frames of one colour; above it the renderer
 
 
 class RenderedEnv(Protocol):
-    """What is used of a Gymnasium env, made with ``render_mode="rgb_array"``."""
+    """The part of a Gymnasium env, made with ``render_mode="rgb_array"``, that is used."""
 
     @property
     def metadata(self) -> Mapping[str, Any]: ...
@@ -228,7 +228,7 @@ class RenderedEnv(Protocol):
 
 
 class VideoReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What the video shows."""
+    """Contents of a video."""
 
     path: str
     frames: int

@@ -39,7 +39,7 @@ from rlinf_async.parallel.splits import (
 
 
 class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a model is spread over ``world_size`` ranks. Raises `StrategyError` for invalid sizes."""
+    """The spread of a model over ``world_size`` ranks. Raises `StrategyError` for invalid sizes."""
 
     dp: int = 1
     """data-parallel size: ranks that train on different samples"""

@@ -52,7 +52,7 @@ class Raised(msgspec.Struct, frozen=True):
 
 
 class FunctionEnd(msgspec.Struct, frozen=True):
-    """How the function has ended."""
+    """Result or error of the function."""
 
     result: bytes = b""
     """the function's result, as MessagePack"""

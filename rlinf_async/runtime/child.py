@@ -233,7 +233,7 @@ RETURNED = CallOutcome()
 
 
 class Boot(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process is started with. Sent through the inherited pipe, not through a socket."""
+    """Start message of a process. Sent through the inherited pipe, not through a socket."""
 
     spec: WorkerSpec
     life: str

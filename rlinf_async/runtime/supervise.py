@@ -83,7 +83,7 @@ def with_rendezvous(ranks: Sequence[WorkerSpec], rendezvous: str) -> list[Worker
 
 
 class Doing(msgspec.Struct, frozen=True):
-    """What a worker is doing now."""
+    """Present work of a worker."""
 
     spans: tuple[str, ...] = ()
     """names of its open spans, without waits"""
@@ -134,7 +134,7 @@ class WorkerHandle(ABC):
 
 
 class ProcessEnd(msgspec.Struct, frozen=True):
-    """How a worker's process ended."""
+    """End of a worker's process."""
 
     how: str
     """``"exit code 1"``, ``"its node was lost"``"""
@@ -159,8 +159,8 @@ class WorkerProcess(ABC):
 
 
 class Backend(ABC):
-    """Where workers run. What is not abstract does nothing where they have no processes of their
-    own."""
+    """A place where workers run. What is not abstract does nothing where they have no processes of
+    their own."""
 
     isolates_devices: bool = False
     """whether a worker's process sees its own accelerators alone, as ``cuda:0`` and on"""

@@ -65,7 +65,7 @@ def is_internal(one: Any) -> bool:
 
 
 class Registered(NamedTuple):
-    """What one event loop would call, and for what."""
+    """Callbacks, sockets and signals that are registered with one event loop."""
 
     timers: list[tuple[Any, Any]]
     """callback and arguments"""

@@ -71,7 +71,7 @@ class HardwareConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class ScalingPolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who decides, and how often."""
+    """Scaling policy, and how often it is asked."""
 
     policy: str = "tail"
     every: float = 0.02

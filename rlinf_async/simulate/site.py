@@ -35,7 +35,7 @@ from rlinf_async.workers.scheduler import (
 
 
 class Moment(msgspec.Struct, frozen=True, kw_only=True):
-    """Who held and used how many devices from a time on."""
+    """Number of devices held and used by everyone, from a time on."""
 
     time: float
     held: dict[str, int]
@@ -198,7 +198,7 @@ class GradientSync:
 
 
 class Site:
-    """What a simulation watches of its workers.
+    """State of a simulation's workers, as it is watched.
 
     Args:
         config: the simulation's configuration.

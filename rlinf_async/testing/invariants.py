@@ -152,7 +152,7 @@ class HasStatistics(Protocol):
 
 
 class Inspectable(Protocol):
-    """What `nothing_left_waiting` asks of a channel."""
+    """Part of a channel that `nothing_left_waiting` looks at."""
 
     def statistics(self) -> HasStatistics:
         """The channel's counts."""

@@ -48,7 +48,7 @@ Place = tuple[int, int, int]
 
 
 class TrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What an iteration is made of."""
+    """Sizes of an iteration."""
 
     trajectories: int
     """number in each iteration, over all ranks and epochs"""
@@ -222,7 +222,7 @@ class GradientPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SacReport(msgspec.Struct, kw_only=True):
-    """What an iteration's gradient steps came to."""
+    """Result of an iteration's gradient steps."""
 
     version: int
     """version of the published weights"""

@@ -53,7 +53,7 @@ class AppliedStrategy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankSharing(Protocol):
-    """How the ranks of a worker share an iteration."""
+    """The way in which the ranks of a worker share an iteration."""
 
     @property
     def launched_ranks(self) -> int:

@@ -487,7 +487,7 @@ class AsyncEnv(Protocol):
 
 
 class _Received(NamedTuple):
-    """What one `AsyncEnv.recv` gave, and when."""
+    """Result of one `AsyncEnv.recv`, and the time at which it came."""
 
     ready_at: float
     rows: Ints

@@ -301,7 +301,7 @@ class _Asked(TypedDict):
 
 
 class EnvReport(msgspec.Struct, kw_only=True):
-    """What one rank's `EnvWorker.collect` did."""
+    """Report of one rank on `EnvWorker.collect`."""
 
     tickets: int = 0
     env_steps: int = 0

@@ -114,7 +114,7 @@ STATE: Final = "state.json"
 
 
 class ReplayPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What a replay worker has to know of its run."""
+    """Facts about a run that its replay worker needs."""
 
     observation: ObservationSpec
     action: ActionSpec
@@ -138,7 +138,7 @@ class ReplayPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplayState(msgspec.Struct, kw_only=True):
-    """What is booked of a store."""
+    """Counts of a store that are saved with it."""
 
     start: str
     iteration: int = -1

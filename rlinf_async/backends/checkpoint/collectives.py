@@ -114,7 +114,7 @@ def fail_together(member: Rank, doing: str) -> Iterator[None]:
 
 
 class Counters(msgspec.Struct, frozen=True):
-    """How far a training is, in optimizer steps. Part of checkpoints; equal on all ranks."""
+    """Progress of a training, in optimizer steps. Part of checkpoints; equal on all ranks."""
 
     steps: int
     skipped_steps: int
@@ -123,7 +123,7 @@ class Counters(msgspec.Struct, frozen=True):
 
 
 class Own(NamedTuple):
-    """What each rank saves besides its tensors."""
+    """Values that each rank saves besides its tensors."""
 
     counters: Counters
     rng: Tensor

@@ -58,7 +58,8 @@ class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SavedStrategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the tensors are cut: by tensor-parallel rank, and each part by FSDP2's rows.
+    """Strategy by which saved tensors are cut: by tensor-parallel rank, and each part by FSDP2's
+    rows.
 
     Ranks are numbered as in `rlinf_async.parallel`: ``rank = tp_rank + tp * dp_rank``. Which rows
     are in a rank's file is recorded in that file: runs have an order of their own.

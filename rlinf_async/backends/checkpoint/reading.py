@@ -423,7 +423,7 @@ HEAD = "lm_head.weight"
 
 
 class MappedBox(NamedTuple):
-    """Where a tensor of the map lies in the checkpoint: a box of a stored tensor."""
+    """Place of a tensor of the name map in a checkpoint: a box of a stored tensor."""
 
     tensor: str
     start: tuple[int, ...]

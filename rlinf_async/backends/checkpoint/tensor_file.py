@@ -182,7 +182,7 @@ def checksum(path: Path) -> int:
 
 
 class RankPart(NamedTuple):
-    """What one rank writes of a state."""
+    """The part of a state that one rank writes."""
 
     entries: list[TensorEntry]
     """entries in the order of the file"""

@@ -153,7 +153,7 @@ ModelFiles = Mapping[str, bytes | Path]
 
 
 class Content(NamedTuple):
-    """What one rank writes into a checkpoint."""
+    """The part of a checkpoint that one rank writes."""
 
     part: RankPart
     at_once: Collection[str]

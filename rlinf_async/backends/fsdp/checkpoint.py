@@ -109,7 +109,7 @@ class LossScaler:
 
 
 class SavedModel(NamedTuple):
-    """What one rank saves."""
+    """A model with its optimizer, as one rank saves it."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer

@@ -14,7 +14,7 @@ from rlinf_async.messages.weights import DEFAULT_BUCKET_BYTES
 
 
 class ShardingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a model is sharded and optimised."""
+    """Sharding and optimizer of a model."""
 
     strategy: Literal["fsdp1", "fsdp2"] = "fsdp2"
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -44,7 +44,7 @@ class FSDPConfig(ShardingConfig, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class PPOConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How one batch is used. Sizes are of this rank."""
+    """Use of one batch by PPO. Sizes are of this rank."""
 
     epochs: int = 10
     minibatch_size: int = 256

@@ -102,7 +102,7 @@ class FSDPProgress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ProposedState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one rank tells the others."""
+    """State that one rank tells the others."""
 
     groups: list[int]
     """the sizes for which it has a process group"""

@@ -73,7 +73,7 @@ class SacBatch(NamedTuple):
 
 
 class SacLosses(NamedTuple):
-    """What a forward pass comes to."""
+    """Losses of a forward pass, and values for the metrics."""
 
     total: Tensor
     """a scalar: the sum of all losses"""

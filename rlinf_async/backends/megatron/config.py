@@ -41,7 +41,7 @@ VALUE_HEAD: Final = "value_head."
 
 
 class Architecture(msgspec.Struct, frozen=True, kw_only=True):
-    """What a Hugging Face configuration says of a model, as Megatron needs it."""
+    """Sizes and options of a model that Megatron needs, from its Hugging Face configuration."""
 
     decoder: DecoderSizes
     norm_eps: float
@@ -139,7 +139,7 @@ def _with_value_head(model: Model, decoder: DecoderSizes) -> Model:
 
 
 class MegatronOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How Megatron trains, beside ``tp`` and ``pp``; see docs/megatron.md."""
+    """Options of training with Megatron, beside ``tp`` and ``pp``; see docs/megatron.md."""
 
     virtual_stages: int = 1
     """model chunks of each pipeline stage, whose passes are interleaved"""

@@ -87,7 +87,7 @@ class GridGroups:
 
 
 class GridPlace(NamedTuple):
-    """Where a rank stands in the grid of a strategy."""
+    """Place of a rank in the grid of a strategy."""
 
     tp: int
     dp: int

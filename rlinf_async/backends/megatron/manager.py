@@ -61,7 +61,7 @@ from rlinf_async.parallel import DataRank, GlobalTensor
 
 
 class Sharding(msgspec.Struct, frozen=True, kw_only=True):
-    """How gradients and optimizer state are spread over data ranks."""
+    """The way in which gradients and optimizer state are spread over data ranks."""
 
     distributed: bool = True
     """each data rank has a part of the optimizer state (ZeRO 1), instead of a copy of it"""

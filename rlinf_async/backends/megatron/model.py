@@ -176,7 +176,7 @@ class Norm(nn.RMSNorm):
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What is chosen for training, beside the model and the strategy."""
+    """Options of training, beside the model and the strategy."""
 
     dtype: torch.dtype = torch.float32
     sequence_parallel: bool = False

@@ -128,7 +128,7 @@ class MegatronProgress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MegatronProposal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one rank tells the others."""
+    """State that one rank tells the others."""
 
     groups: list[Key]
     """groups that the rank has"""

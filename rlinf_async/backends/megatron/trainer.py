@@ -53,7 +53,7 @@ from rlinf_async.parallel.decoders import huggingface
 
 
 class MegatronLanguageTrainer(LanguageModelTrainer[MegatronTrainerConfig, MegatronModelManager]):
-    """What Megatron does for a policy or a critic."""
+    """The part of a trainer of a policy or a critic that Megatron does."""
 
     backend = "megatron"
 

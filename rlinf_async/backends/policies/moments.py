@@ -81,7 +81,8 @@ class RunningMoments(nn.Module):
 
 
 class _Used(NamedTuple):
-    """What `ObservationNormalizer` computes with, and of which statistics it was computed."""
+    """Constants that `ObservationNormalizer` computes with, and the statistics that they follow
+    from."""
 
     mean: Tensor
     variance: Tensor

@@ -54,7 +54,7 @@ class RescaleUndecided(StrategyUnknown):
 
 
 class StageResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a stage ended on one rank."""
+    """Result of a stage on one rank."""
 
     outcome: Literal["done", "failed", "peer failed"] = "done"
     """peer failed: because of another rank, which is dead or will report its own failure"""

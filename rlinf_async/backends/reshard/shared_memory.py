@@ -159,7 +159,7 @@ Transport: TypeAlias = Collective | SharedMemory
 
 
 class _Address(NamedTuple):
-    """Where the other ranks find the memory and the pipes of a rank."""
+    """Place at which the other ranks find the memory and the pipes of a rank."""
 
     host: int
     process: int

@@ -31,7 +31,8 @@ NOTHING: Final = np.empty(0, np.int32)
 
 
 class Rules(NamedTuple):
-    """How each row of a batch draws. Tensors are ``[rows, 1]``; None where no row asks for it."""
+    """Sampling rules of each row of a batch. Tensors are ``[rows, 1]``; None where no row asks for
+    it."""
 
     temperature: Tensor | None
     greedy: Tensor | None

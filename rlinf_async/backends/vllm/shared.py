@@ -28,7 +28,7 @@ Known: TypeAlias = dict[tuple[TensorSlot, ...], int]
 
 
 class SharedBucket(msgspec.Struct, frozen=True):
-    """Where one bucket lies."""
+    """Place of one bucket."""
 
     slots: tuple[TensorSlot, ...]
     path: str

@@ -106,7 +106,7 @@ def in_background(cluster: Cluster, work: Coroutine[Any, Any, None], name: str) 
 
 
 class Stopped(NamedTuple):
-    """How a run ended that did not come to its end."""
+    """Outcome of a run that did not come to its end."""
 
     outcome: Literal["stopped", "terminated", "failed"]
     error: str | None
@@ -127,7 +127,7 @@ OWN_PROGRESS = "progress.json"
 
 
 class RunProgress(msgspec.Struct, kw_only=True):
-    """What a run has done so far. Each job adds the counts that its runs are measured by."""
+    """Progress of a run. Each job adds the counts that its runs are measured by."""
 
     version: int = 0
     """number of iterations trained"""

@@ -50,7 +50,7 @@ LONGEST_GRACE: Final = 86400.0
 
 
 class RayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How Ray is reached and used, with ``backend = "ray"``."""
+    """Connection to Ray and use of it, with ``backend = "ray"``."""
 
     address: str = ""
     """``host:port`` of the cluster's head, or ``"auto"``; empty: that of RAY_ADDRESS, and without
@@ -303,7 +303,8 @@ def every_file(place: Path) -> list[Path]:
 
 
 class Reads(NamedTuple):
-    """What a job reads, besides code that its configuration names and the records of its data."""
+    """Files that a job reads, besides code that its configuration names and the records of its
+    data."""
 
     files: Mapping[str, tuple[Path, Iterable[Path]]] = {}
     """by setting: the folder or file that it names, and the files there that are read"""

@@ -59,7 +59,7 @@ WAITS_WRITTEN = 200
 
 
 class ChannelRates:
-    """What goes through the channels, edges and connections of a cluster, per second."""
+    """Traffic of the channels, edges and connections of a cluster, per second."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster

@@ -70,7 +70,7 @@ from rlinf_async.workers.base import BuildError, Device, listen_for_ranks
 
 
 class ActorStart(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank's process is given."""
+    """Start message of a rank's process."""
 
     versions: dict[str, str]
     main: dict[str, Any]

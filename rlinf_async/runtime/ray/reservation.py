@@ -39,7 +39,7 @@ RESOURCES = {"cuda": "GPU", "cpu": "CPU"}
 
 
 class Bundle(msgspec.Struct, frozen=True):
-    """What is asked of Ray as one."""
+    """Resources that are asked of Ray as one."""
 
     resources: dict[str, float]
     host: str
@@ -160,7 +160,7 @@ class ReservedBundle(msgspec.Struct, frozen=True):
 
 
 class RankPlace(msgspec.Struct, frozen=True):
-    """Where a rank runs."""
+    """Place of a rank in the cluster."""
 
     host: Host
     slot: ReservedBundle | None

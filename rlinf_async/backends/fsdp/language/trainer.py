@@ -60,7 +60,7 @@ from rlinf_async.parallel import DataRank, Strategy
 
 
 class FSDPLanguageTrainer(LanguageModelTrainer[LanguageTrainerConfig, FSDPModelManager]):
-    """What FSDP does for a policy or a critic."""
+    """The part of a trainer of a policy or a critic that FSDP does."""
 
     backend = "fsdp"
     refusal = FSDPError

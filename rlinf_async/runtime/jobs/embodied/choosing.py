@@ -58,7 +58,7 @@ ENOUGH: Final = 0.25
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """How many rollout workers a run gets, and why."""
+    """Number of rollout workers of a run, with the reason."""
 
     rollout_workers: int
     reason: str
@@ -197,7 +197,7 @@ def _answering(config: EnvironmentSettings, seen: ObservationArray) -> float:
 
 
 class MadeEnv(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of making one environment."""
+    """Result of making one environment."""
 
     spec: EnvSpec | None = None
     policy: str = ""

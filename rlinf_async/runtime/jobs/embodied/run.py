@@ -84,7 +84,7 @@ from rlinf_async.workers.env import EnvReport, EvaluatedEpisode, EvaluationPlan
 
 
 class EmbodiedProgress(RunProgress, kw_only=True):
-    """How far an embodied run has come."""
+    """Progress of an embodied run."""
 
     env_steps: int = 0
     episodes: int = 0
@@ -357,7 +357,7 @@ ProgressT = TypeVar("ProgressT", bound=EmbodiedProgress)
 
 
 class EmbodiedFlow(NamedTuple, Generic[ChannelsT]):
-    """What a run trains and evaluates with, besides the workers that train."""
+    """Parts of a run that train and evaluate, besides the workers that train."""
 
     cluster: Cluster
     channels: ChannelsT
@@ -366,7 +366,7 @@ class EmbodiedFlow(NamedTuple, Generic[ChannelsT]):
 
 
 class LoopContext(NamedTuple):
-    """What a training loop uses at its step boundaries."""
+    """Means of a training loop at its step boundaries."""
 
     clock: TrainingClock
     signals: RunSignals

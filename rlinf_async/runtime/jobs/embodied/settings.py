@@ -126,7 +126,7 @@ class EmbodiedPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class EmbodiedClusterConfig(HostConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How many workers there are of each kind, and where they run."""
+    """Numbers of workers of each kind, and where they run."""
 
     placement: Preset | EmbodiedPlacement = "auto"
     env_workers: int = 1

@@ -56,7 +56,7 @@ REPLAY = "replay"
 
 
 class SacProgress(EmbodiedProgress, kw_only=True):
-    """How far a run is."""
+    """Progress of a run."""
 
     updates: int = 0
     """number of gradient steps"""

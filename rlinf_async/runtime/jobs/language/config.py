@@ -354,7 +354,7 @@ class LanguagePlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class ClusterConfig(HostConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How many workers there are of each role, and where they run."""
+    """Numbers of workers of each role, and where they run."""
 
     placement: Preset | LanguagePlacement = "auto"
     """rollout workers and learners that share devices take turns, with offload and onload"""

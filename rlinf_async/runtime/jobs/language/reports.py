@@ -47,7 +47,7 @@ Groups = Sequence[Sequence[ScoredSample]]
 
 
 class TrainedOn(NamedTuple):
-    """What one iteration was trained on: all of its samples."""
+    """All samples on which one iteration was trained."""
 
     samples: int
     tokens: int

@@ -570,7 +570,7 @@ RUN = "run.msgpack"
 
 
 class LanguageProgress(RunProgress, kw_only=True):
-    """How far a language run has come."""
+    """Progress of a language run."""
 
     samples: int = 0
     """samples that were trained on, those that were not scored included"""
@@ -667,7 +667,7 @@ def _items(channel: Channel[T]) -> list[T]:
 
 
 class Unfinished(msgspec.Struct, kw_only=True):
-    """What was not trained yet when the checkpoint was written."""
+    """Samples and data that were not trained yet when the checkpoint was written."""
 
     ledger: LedgerState
     data: bytes

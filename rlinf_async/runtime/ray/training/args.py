@@ -762,7 +762,7 @@ TRACKER: Final = "latest_checkpointed_iteration.txt"
 
 
 class TrainingStart(NamedTuple):
-    """Where training begins."""
+    """Point at which training begins."""
 
     rollout_id: int
     """the next rollout"""

@@ -51,7 +51,7 @@ class OrderedPlacementGroup(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Where the ranks of a training group go."""
+    """Places of the ranks of a training group."""
 
     group: Any
     bundles: list[int]
@@ -168,7 +168,7 @@ LEAST: Final = 1e-4
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """What a rank asks of its bundle."""
+    """Resources that a rank asks of its bundle."""
 
     rank: str
     bundle: int

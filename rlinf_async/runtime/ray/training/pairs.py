@@ -54,8 +54,8 @@ from rlinf_async.runtime.ray.training.ranks import PeerFailed
 
 
 class HostTicket(msgspec.Struct, frozen=True):
-    """Where channels of another process are served. It holds a secret: it goes through Ray's calls,
-    and nowhere else."""
+    """Address of channels of another process. It holds a secret: it goes through Ray's calls, and
+    nowhere else."""
 
     address: str
     secret: bytes

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class GroupRank(LanguageTrainingWorker):
-    """What ranks of an actor and of a critic have in common. ``args`` are those of its role."""
+    """Base of ranks of an actor and of a critic. ``args`` are those of its role."""
 
     args: TrainArgs
     torch_device: str
