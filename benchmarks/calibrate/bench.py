@@ -6,7 +6,7 @@ does, and simulated.
 
 from __future__ import annotations
 
-from rlinf_async.bench import Bar, Bench, Case, bound
+from benchmarks.harness import Bar, Bench, Case, bound
 
 KINDS = {"toy": (), "transformers": ("transformers",), "vllm": ("vllm", "transformers")}
 """what generates, and the modules that it needs"""

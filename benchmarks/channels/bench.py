@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 
-from rlinf_async.bench import Bar, Bench, Case, PeerSoftware, best_of, bound, quotient, ratio
+from benchmarks.harness import Bar, Bench, Case, PeerSoftware, best_of, bound, quotient, ratio
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 """Every side imports what all share from here, and ours the package."""

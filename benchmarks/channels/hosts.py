@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from benchmarks.channels import far, past
-from rlinf_async.bench.run import SKIPPED
+from benchmarks.harness.run import SKIPPED
 from tests.net.badcable import bad_cable
 from tests.net.hosts import Hosts, NotAllowed, good_cable, python_in, slow_cable, two_hosts
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlinf_async.bench import Bar, Bench, Case
+from benchmarks.harness import Bar, Bench, Case
 
 CASE = "57 M parameters and Adam"
 

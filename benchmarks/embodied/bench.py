@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 
-from rlinf_async.bench import Bar, Bench, Case, PeerSoftware, Results
+from benchmarks.harness import Bar, Bench, Case, PeerSoftware, Results
 
 SPEED, RETURN, SECONDS = "steps_per_second", "return", "seconds_to_success"
 CHEETAH, CHEETAH_SB3 = "cheetah, ours", ("cheetah, sb3, 1 thread", "cheetah, sb3, 2 threads")

@@ -13,12 +13,13 @@ import math
 import sys
 from pathlib import Path
 
-from rlinf_async.bench.run import SKIPPED
 from rlinf_async.cli import main as command
 from rlinf_async.config import Document, MissingExtra
 from rlinf_async.runtime.jobs.embodied import EmbodiedConfig
 from rlinf_async.workers.env import describe_env
 
+SKIPPED = 77
+"""Exit code that the harness takes for "cannot run here"."""
 WANTED = 0.95
 """share of the last 100 episodes that succeed"""
 

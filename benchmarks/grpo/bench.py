@@ -8,7 +8,7 @@ with the transformers engine.
 
 from __future__ import annotations
 
-from rlinf_async.bench import Bar, Bench, Case, PeerSoftware, Results, ratio
+from benchmarks.harness import Bar, Bench, Case, PeerSoftware, Results, ratio
 
 OURS, THEIRS = "ours", "trl, 2 threads"
 SPEED, REWARD = "samples_per_second", "reward"

@@ -6,7 +6,7 @@ machine that becomes slower slows both.
 
 from __future__ import annotations
 
-from rlinf_async.bench import Bench, Case, bound
+from benchmarks.harness import Bench, Case, bound
 
 SDPA, LOCAL = "against fused attention", "against Megatron's own attention"
 

@@ -7,7 +7,7 @@ lengths. The real backends, vLLM and FSDP, have a core each.
 
 from __future__ import annotations
 
-from rlinf_async.bench import Bar, Bench, Case, bound
+from benchmarks.harness import Bar, Bench, Case, bound
 
 TAILS = ("0.0", "0.5", "1.0")
 REAL = "vLLM and FSDP"

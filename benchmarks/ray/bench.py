@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pathlib
 
-from rlinf_async.bench import Bench, Case, bound, quotient
+from benchmarks.harness import Bench, Case, bound, quotient
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 EMBODIED, LANGUAGE = "embodied job", "language job"

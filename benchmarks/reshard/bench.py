@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlinf_async.bench import Bench, Case, bound, quotient
+from benchmarks.harness import Bench, Case, bound, quotient
 
 LIVE, MEMORY, RESTART = "live rescale", "memory of a live rescale", "save, restart, load"
 PAIR, PLAN = "one rank to another", "plan"

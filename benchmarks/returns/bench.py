@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 
-from rlinf_async.bench import Bar, Bench, Case, PeerSoftware
+from benchmarks.harness import Bar, Bench, Case, PeerSoftware
 
 PUBLISHED, DEVIATION, EPISODES = -156.995, 88.714, 100
 RANGE = PUBLISHED - 2.0 * DEVIATION / math.sqrt(EPISODES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlinf_async.bench import Bar, Bench, Case, bound
+from benchmarks.harness import Bar, Bench, Case, bound
 
 UPDATE, TWO = "weight update", "two engines"
 CONCURRENT = (64, 256)

@@ -6,7 +6,7 @@ The gain depends on how long training takes beside generation: so other costs ar
 
 from __future__ import annotations
 
-from rlinf_async.bench import Bar, Bench, Case
+from benchmarks.harness import Bar, Bench, Case
 
 POLICIES = ("static", "tail")
 FACTORS = ("0.5", "2")

@@ -5,9 +5,12 @@ scripted policy, and ``bench`` against the bars and against others.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 import pathlib
+import sys
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Literal
 
 import click
@@ -17,6 +20,8 @@ from rlinf_async.cli.train import config_of, job_of
 from rlinf_async.config import Document, UsageError
 from rlinf_async.config.counts import MOST_WORKERS
 
+CHECKOUT = pathlib.Path(__file__).resolve().parents[2]
+"""Where ``benchmarks/`` lies beside the package, in a source checkout"""
 UNITS = ("bytes", "KiB", "MiB", "GiB")
 
 _folder = click.Path(path_type=pathlib.Path)
@@ -252,22 +257,31 @@ def bench(
     json_file: pathlib.Path | None,
 ) -> int:
     """Run the bench NAME: ours and the others alternating, medians, and each bar's verdict."""
-    from rlinf_async.bench.run import all_benches, bench_named
-
+    harness = _bench_harness()
     if listed:
-        for one in all_benches():
+        for one in harness.all_benches():
             click.echo(f"{one.name:12} {one.summary}")
         return 0
     if name is None:
         raise click.UsageError("which bench? --list names them.")
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise UsageError(f"--json {json_file}: the folder {json_file.parent} does not exist")
-    from rlinf_async.bench.report import run_bench
-
-    return run_bench(
-        bench_named(name),
+    code: int = harness.run_bench(
+        harness.bench_named(name),
         with_peers=peers,
         cases=cases,
         repetitions=repetitions,
         json_file=json_file,
     )
+    return code
+
+
+def _bench_harness() -> ModuleType:
+    """The harness in ``benchmarks/`` of the checkout that is installed."""
+    if not (CHECKOUT / "benchmarks" / "harness").is_dir():
+        raise UsageError(
+            f"no benches in {CHECKOUT / 'benchmarks'}: they come with a source checkout, "
+            "installed by 'pip install -e .'"
+        )
+    sys.path.insert(0, str(CHECKOUT))
+    return importlib.import_module("benchmarks.harness")

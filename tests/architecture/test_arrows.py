@@ -34,8 +34,7 @@ ARROWS: dict[str, set[str]] = {
     | {"algorithms", "backends", "channels", "data", "observe", "rewards", "workers"},
     "simulate": LIGHT | {"backends", "channels", "observe", "runtime", "testing", "workers"},
     "testing": LIGHT | {"channels", "runtime", "workers"},
-    "bench": LIGHT | {"channels", "observe", "runtime", "workers"},
-    "cli": LIGHT | {"bench", "channels", "observe", "runtime", "simulate", "workers"},
+    "cli": LIGHT | {"channels", "observe", "runtime", "simulate", "workers"},
 }
 """What each part may import of the others when it is imported."""
 

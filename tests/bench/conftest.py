@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from rlinf_async.bench import Bench, Case, ratio
-from rlinf_async.bench.peers import PeerStore
+from benchmarks.harness import Bench, Case, ratio
+from benchmarks.harness.peers import PeerStore
 
 
 def printing(name: str, program: str) -> Case:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlinf_async.bench import Bar, Results, best_of, bound, quotient
-from rlinf_async.bench.model import judge, selected
+from benchmarks.harness import Bar, Results, best_of, bound, quotient
+from benchmarks.harness.model import judge, selected
 from tests.bench.conftest import printing, versus
 
 

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from benchmarks.channels import kit, memory
-from rlinf_async.bench.report import run_bench
-from rlinf_async.bench.run import BENCHMARKS, SKIPPED, bench_named
+from benchmarks.harness.report import run_bench
+from benchmarks.harness.run import BENCHMARKS, SKIPPED, bench_named
 
 
 def test_the_small_message_has_64_bytes() -> None:

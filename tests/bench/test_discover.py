@@ -6,13 +6,13 @@ import pathlib
 
 import pytest
 
-from rlinf_async.bench import Bench
-from rlinf_async.bench.run import BENCHMARKS, all_benches, bench_named
+from benchmarks.harness import Bench
+from benchmarks.harness.run import BENCHMARKS, all_benches, bench_named
 from rlinf_async.cli import main
 from rlinf_async.config import UsageError
 from tests.bench.conftest import Write
 
-EMPTY = 'from rlinf_async.bench import Bench\nBENCH = Bench("one", "nothing", cases=(), bars=())\n'
+EMPTY = 'from benchmarks.harness import Bench\nBENCH = Bench("one", "nothing", cases=(), bars=())\n'
 
 
 def test_a_bench_is_found_by_its_name(write_bench: Write) -> None:
@@ -31,9 +31,12 @@ def test_a_file_that_defines_no_bench_is_named(write_bench: Write) -> None:
         bench_named("other", folder)
 
 
-def test_an_installation_without_benches_says_where_they_are(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(UsageError, match="source checkout"):
-        all_benches(tmp_path / "absent")
+def test_an_installation_without_benches_says_where_they_are(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("rlinf_async.cli.checkpoints.CHECKOUT", tmp_path)
+    assert main(["bench", "--list"]) == 2
+    assert "source checkout" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("bench", all_benches(), ids=lambda bench: bench.name)

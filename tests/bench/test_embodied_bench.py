@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from rlinf_async.bench.model import Results
-from rlinf_async.bench.run import BENCHMARKS, SKIPPED
+from benchmarks.harness.model import Results
+from benchmarks.harness.run import BENCHMARKS, SKIPPED
 
 HERE = BENCHMARKS / "embodied"
 SMALL = ("--training.total_steps", "128", "--training.steps_per_iteration", "16")

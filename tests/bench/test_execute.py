@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from rlinf_async.bench import Case, CommandOutput
-from rlinf_async.bench.run import SKIPPED, CaseFailed, CaseSkipped, pinned, run_case
+from benchmarks.harness import Case, CommandOutput
+from benchmarks.harness.run import SKIPPED, CaseFailed, CaseSkipped, pinned, run_case
 from tests.bench.conftest import printing
 from tests.runtime.scripts import process_runs
 
@@ -56,7 +56,7 @@ def test_temporary_files_are_gone_after_the_run(tmp_path: pathlib.Path) -> None:
 def test_a_command_that_hangs_is_killed_with_its_children(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, own_session: bool
 ) -> None:
-    monkeypatch.setattr("rlinf_async.bench.run._GRACE", 1.0)
+    monkeypatch.setattr("benchmarks.harness.run._GRACE", 1.0)
     file = tmp_path / "pid"
     # Ignores what asks it to stop, and with this much memory it is not gone in an instant.
     child = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); held = b'x' * (200 << 20)"

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from benchmarks.grpo import task
-from rlinf_async.bench.run import BENCHMARKS, bench_named
+from benchmarks.harness.run import BENCHMARKS, bench_named
 from rlinf_async.rewards import Answer
 
 HERE = BENCHMARKS / "grpo"

@@ -10,8 +10,8 @@ import sys
 import numpy as np
 import pytest
 
+from benchmarks.harness.run import BENCHMARKS
 from benchmarks.overlap import toys
-from rlinf_async.bench.run import BENCHMARKS
 from rlinf_async.messages.language import Prompt, Request, Sampling
 
 

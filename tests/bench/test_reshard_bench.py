@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlinf_async.bench.run import BENCHMARKS, bench_named
+from benchmarks.harness.run import BENCHMARKS, bench_named
 
 
 def run(script: str, folder: Path, *more: str) -> dict[str, float]:

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from rlinf_async.bench.model import Results
-from rlinf_async.bench.run import BENCHMARKS, bench_named
+from benchmarks.harness.model import Results
+from benchmarks.harness.run import BENCHMARKS, bench_named
 
 EXAMPLES = BENCHMARKS.parent / "examples"
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from rlinf_async.bench.run import BENCHMARKS
+from benchmarks.harness.run import BENCHMARKS
 
 
 @pytest.mark.slow

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from rlinf_async.bench import Bench, Case, PeerSoftware
-from rlinf_async.bench.peers import PeerStore
-from rlinf_async.bench.report import run_bench
+from benchmarks.harness import Bench, Case, PeerSoftware
+from benchmarks.harness.peers import PeerStore
+from benchmarks.harness.report import run_bench
 from tests.bench.conftest import printing, versus
 
 FAST = "print('warming up'); print('{{\"rate\": 30}}')"

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rlinf_async.bench.model import (
+from benchmarks.harness.model import (
     FELL_SHORT,
     HELD,
     NOT_MEASURED,
@@ -23,8 +23,8 @@ from rlinf_async.bench.model import (
     judge,
     selected,
 )
-from rlinf_async.bench.peers import PeerStore, default_store
-from rlinf_async.bench.run import BENCHMARKS, Machine, folder_of, measure, this_machine
+from benchmarks.harness.peers import PeerStore, default_store
+from benchmarks.harness.run import BENCHMARKS, Machine, folder_of, measure, this_machine
 from rlinf_async.config import UsageError
 
 _LARGE = ((1e12, "T"), (1e9, "G"), (1e6, "M"))

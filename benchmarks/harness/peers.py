@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 
-from rlinf_async.bench.model import PeerSoftware
+from benchmarks.harness.model import PeerSoftware
 
 _TAIL = 3
 """lines of pip's error output that are shown"""

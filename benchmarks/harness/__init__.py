@@ -11,7 +11,7 @@ commands that print one line of JSON with what they measured::
     )
 """
 
-from rlinf_async.bench.model import (
+from benchmarks.harness.model import (
     Absence,
     Bar,
     Bench,
@@ -25,6 +25,8 @@ from rlinf_async.bench.model import (
     quotient,
     ratio,
 )
+from benchmarks.harness.report import run_bench
+from benchmarks.harness.run import all_benches, bench_named
 
 __all__ = [
     "Absence",
@@ -34,9 +36,12 @@ __all__ = [
     "CommandOutput",
     "PeerSoftware",
     "Results",
+    "all_benches",
+    "bench_named",
     "best_of",
     "bound",
     "printed_json",
     "quotient",
     "ratio",
+    "run_bench",
 ]
