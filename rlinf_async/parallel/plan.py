@@ -48,16 +48,12 @@ from rlinf_async.parallel.regions import (
     assign,
     common,
     disjoint,
-    distinct,
     flat_tensors,
     flattened,
-    in_order,
-    numbered,
     ordered_by,
     overlaps,
     pools_of,
     regions_of,
-    rows_of,
     spread,
     strides,
     volume,
@@ -317,13 +313,13 @@ def _moves(
     item_bytes = item_bytes_of(new.tensors)
     forced = np.bincount(
         source.rank[sender[only]],
-        volume(rows_of(demand.boxes.size, only)) * item_bytes[demand.boxes.tensor[only]],
+        volume(demand.boxes.size[only]) * item_bytes[demand.boxes.tensor[only]],
         int(source.rank.max(initial=0)) + 1,
     ).astype(np.float64)
     open_rows = np.flatnonzero(sender < 0)
     if len(open_rows) == 0:
         return Plan(old, new, source, target, demand.boxes, sender, demand.target_piece)
-    asked, region = numbered(demand.region[open_rows], len(regions.copies))
+    asked, region = np.unique(demand.region[open_rows], return_inverse=True)
     some = regions.take(asked)
     pool, pools = pools_of(some.first, source.rank[some.holders])
     chosen = demand.take(open_rows)
@@ -383,7 +379,7 @@ def _pieces(layout: Layout, renumber: Ints, dims: int) -> Pieces:
     if int(renumber.min(initial=0)) < 0:
         kept = np.flatnonzero(tensor >= 0)
         tensor, rank, buffer, offset = tensor[kept], rank[kept], buffer[kept], offset[kept]
-        start, size = rows_of(start, kept), rows_of(size, kept)
+        start, size = start[kept], size[kept]
     boxes = Boxes(tensor, widened(start, dims, 0)[:, :dims], widened(size, dims, 1)[:, :dims])
     return Pieces(rank, buffer, offset, boxes)
 
@@ -428,7 +424,7 @@ def in_rounds(plan: Plan, bucket_bytes: int) -> Plan:
         raise ValueError(f"bucket_bytes is {bucket_bytes}; it must be at least 1")
     cut = _cut(plan, bucket_bytes)
     cut = cut.take(ordered_by([cut.boxes.tensor, cut.from_rank, cut.to_rank]))
-    cut = cut.take(in_order(_progress(cut)))
+    cut = cut.take(np.argsort(_progress(cut), kind="stable"))
     when = _rounds(cut, bucket_bytes)
     made = dataclasses.replace(cut, round=when)
     width = int(made.to_rank.max(initial=0)) + 1
@@ -482,7 +478,7 @@ def _rounds(plan: Plan, bucket_bytes: int) -> Ints:
     if not len(away):
         return when
     moves = _Moves(plan.from_rank, plan.to_rank, plan.bytes)
-    least = min(len(distinct(moves.from_rank[away])), len(distinct(moves.to_rank[away])))
+    least = min(len(np.unique(moves.from_rank[away])), len(np.unique(moves.to_rank[away])))
     before = np.concatenate([[0], np.cumsum(moves.amount[away])])
     waiting, at, now = away[:0], 0, 0
     while at < len(away) or len(waiting):
@@ -522,7 +518,7 @@ def _filling(moves: _Moves, bucket_bytes: int) -> Flags:
 
 def _running(rank: Ints, amount: Ints) -> Ints:
     """Return for each row the sum of the amounts of its rank up to and with it."""
-    order = in_order(rank)
+    order = np.argsort(rank, kind="stable")
     total = np.cumsum(amount[order])
     ordered = rank[order]
     heads = np.flatnonzero(np.diff(ordered, prepend=-1))

@@ -17,6 +17,7 @@ when it is large enough to matter.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -36,104 +37,20 @@ def spread(counts: Ints) -> tuple[Ints, Ints]:
     return owner, np.arange(len(owner)) - first[owner]
 
 
-def in_order(keys: Ints) -> Ints:
-    """Return the order of rows by non-negative numbers; rows of equal ones stay as they are.
-
-    Sorting key and row number as one word is several times as fast as a stable argsort."""
-    if _ascends(keys):
-        return np.arange(len(keys))
-    bits, most = len(keys).bit_length(), int(keys.max(initial=0))
-    if most < 1 << 32:
-        # numpy's stable argsort of 16 bits is a radix sort.
-        order: Ints = np.argsort(keys.astype(np.uint16), kind="stable")
-        if most >= 1 << 16:
-            order = order[np.argsort((keys >> 16).astype(np.uint16)[order], kind="stable")]
-        return order
-    if most >> (62 - bits):
-        wide: Ints = np.argsort(keys, kind="stable")
-        return wide
-    words = (keys << bits) | np.arange(len(keys))
-    words.sort()
-    words &= (1 << bits) - 1
-    return words
-
-
-def rows_of(table: Ints, rows: Ints) -> Ints:
-    """Return some rows of a table ``[n, D]`` (indexing takes four times as long)."""
-    found: Ints = np.take(table, rows, axis=0, mode="clip")
-    return found
-
-
-def any_of(table: Flags) -> Flags:
-    """Return for each row whether any of its few columns is set (`np.any` goes row by row)."""
-    found = np.zeros(len(table), bool)
-    for column in table.T:
-        found |= column
-    return found
-
-
-def distinct(values: Ints) -> Ints:
-    """Return the values in order, each once (faster than `np.unique` on millions)."""
-    ordered = values if _ascends(values) else np.sort(values)
-    new = np.ones(len(ordered), bool)
-    new[1:] = ordered[1:] != ordered[:-1]
-    kept: Ints = ordered[new]
-    return kept
-
-
-def numbered(values: Ints, below: int) -> tuple[Ints, Ints]:
-    """Return the distinct values in order, and for each value its number among them. Values are in
-    ``0 .. below``; nothing is sorted.
-
-    Values are in ``0 .. below``; nothing is sorted."""
-    there = np.zeros(below, bool)
-    there[values] = True
-    number = np.cumsum(there) - 1
-    return np.flatnonzero(there), number[values]
-
-
 def ordered_by(keys: Sequence[Ints]) -> Ints:
-    """Return the order of rows by several columns of non-negative numbers, the first decides first.
+    """Return the order of rows by several columns of non-negative numbers, the first decides first;
+    rows that are equal in all stay as they are.
 
-    `np.lexsort` sorts once for each column; columns that fit one word together are sorted as one,
-    and the words after the first only where they are not in order already.
+    Columns that fit into one word together are sorted as one: `np.lexsort` sorts once for each.
     """
-    words: list[Ints] = []
-    room, wide = 0, 1 << (62 - len(keys[0]).bit_length())
-    for key in keys:
-        extent = int(key.max(initial=0)) + 1
-        if words and room * extent <= wide:
-            if extent > 1:
-                words[-1] = words[-1] * extent + key
-            room *= extent
-        else:
-            words.append(key)
-            room = extent
-    if len(words) == 1:
-        return in_order(words[0])
-    for most in (keys, words):
-        order = in_order(most[0])
-        if _in_order_within(most, order):
-            return order
-    several: Ints = np.lexsort(words[::-1])
-    return several
-
-
-def _ascends(keys: Ints) -> bool:
-    """Whether no value is below the one before it."""
-    return bool((keys[1:] >= keys[:-1]).all())
-
-
-def _in_order_within(words: Sequence[Ints], order: Ints) -> bool:
-    """Whether rows in this order are ordered by all words, given that they are by the first."""
-    first = words[0][order]
-    ties = np.flatnonzero(first[1:] == first[:-1])
-    for word in words[1:]:
-        before, after = word[order[ties]], word[order[ties + 1]]
-        if (after < before).any():
-            return False
-        ties = ties[after == before]
-    return True
+    extents = [int(key.max(initial=0)) + 1 for key in keys]
+    if math.prod(extents) >= 1 << 63:
+        apart: Ints = np.lexsort(keys[::-1])
+        return apart
+    word = np.zeros(len(keys[0]), np.int64)
+    for key, extent in zip(keys, extents, strict=True):
+        word = word * extent + key
+    return np.argsort(word, kind="stable")
 
 
 class Boxes(NamedTuple):
@@ -145,7 +62,7 @@ class Boxes(NamedTuple):
 
     def take(self, rows: Ints) -> Boxes:
         """Return some of the rows."""
-        return Boxes(self.tensor[rows], rows_of(self.start, rows), rows_of(self.size, rows))
+        return Boxes(self.tensor[rows], self.start[rows], self.size[rows])
 
     @property
     def volume(self) -> Ints:
@@ -230,12 +147,12 @@ def overlaps(old: Boxes, new: Boxes, tensors: int) -> tuple[Ints, Ints]:
     np.maximum.at(extent, new.tensor, new_start + new_size)
     base = np.cumsum(extent) - extent
     old_start, new_start = old_start + base[old.tensor], new_start + base[new.tensor]
-    points = distinct(np.stack([old_start, old_start + old_size], axis=1).ravel())
+    points = np.unique(np.stack([old_start, old_start + old_size], axis=1).ravel())
     first_old = np.searchsorted(points, old_start)
     slots_old = np.searchsorted(points, old_start + old_size) - first_old
     owner, number = spread(slots_old)
     slot = first_old[owner] + number
-    by_slot = in_order(slot)
+    by_slot = np.argsort(slot, kind="stable")
     members = owner[by_slot]
     first_of = np.concatenate([[0], np.cumsum(np.bincount(slot, minlength=len(points)))])
     first_new = np.maximum(np.searchsorted(points, new_start, "right") - 1, 0)
@@ -268,8 +185,8 @@ def _elsewhere_apart(old: Boxes, new: Boxes, a: Ints, b: Ints, along: Ints) -> F
 
 def common(old: Boxes, new: Boxes, a: Ints, b: Ints) -> tuple[Ints, Ints]:
     """Return start and size of what pairs of boxes share."""
-    start = np.maximum(rows_of(old.start, a), rows_of(new.start, b))
-    stop = np.minimum(rows_of(old.start + old.size, a), rows_of(new.start + new.size, b))
+    start = np.maximum(old.start[a], new.start[b])
+    stop = np.minimum((old.start + old.size)[a], (new.start + new.size)[b])
     return start, stop - start
 
 
@@ -284,7 +201,7 @@ def _busiest_dimension(old: Boxes, new: Boxes, tensors: int) -> Ints:
         for dim in range(dims):
             if start[:, dim].any():
                 width = int(start[:, dim].max()) + 1
-                found = distinct(tensor * width + start[:, dim])
+                found = np.unique(tensor * width + start[:, dim])
                 slots[dim] += np.bincount(found // width, minlength=tensors)
     busiest: Ints = np.argmax(slots, axis=0)
     return busiest
@@ -395,9 +312,9 @@ def _parts(items: Items, item: Ints, start: Ints, first: Ints, last: Ints, cuts:
     """Cut items that lie from ``start`` on the line, in segments ``first`` to ``last``, there.
 
     `Parts.member` of what is returned is the segment."""
-    boxes = rows_of(items.size, item)
+    boxes = items.size[item]
     size = volume(boxes) * items.item_bytes[item]
-    row_start, row_size, dim = _rows(rows_of(items.start, item), boxes)
+    row_start, row_size, dim = _rows(items.start[item], boxes)
     owner, number = spread(last - first + 1)
     segment = first[owner] + number
     begin, end = np.zeros(len(owner), np.int64), row_size[owner]
@@ -407,7 +324,7 @@ def _parts(items: Items, item: Ints, start: Ints, first: Ints, last: Ints, cuts:
         side[cut] = _row_at(at, size, row_size, owner[cut])
     keep = np.flatnonzero(end > begin)
     owner, segment, begin, end = owner[keep], segment[keep], begin[keep], end[keep]
-    box_start, box_size = rows_of(items.start, item[owner]), rows_of(items.size, item[owner])
+    box_start, box_size = items.start[item[owner]], items.size[item[owner]]
     each, along = np.arange(len(owner)), dim[owner]
     box_start[each, along] = row_start[owner] + begin
     box_size[each, along] = end - begin
@@ -445,21 +362,11 @@ def _busiest(pools: list[Ints], shares: list[Floats], forced: Floats) -> float:
 
 def _rows(start: Ints, size: Ints) -> tuple[Ints, Ints, Ints]:
     """Return first row, rows, and the dimension along which each box can be cut."""
-    dim = _longest(size)
+    dim = np.argmax(size, axis=1)
     for place in reversed(range(size.shape[1])):
         dim[size[:, place] >= FINE] = place
     each = np.arange(len(size))
     return start[each, dim], size[each, dim], dim
-
-
-def _longest(size: Ints) -> Ints:
-    """Return the first of the largest extents of each row."""
-    dim, most = np.zeros(len(size), np.int64), size[:, 0].copy()
-    for place in range(1, size.shape[1]):
-        longer = size[:, place] > most
-        dim[longer] = place
-        np.maximum(most, size[:, place], out=most)
-    return dim
 
 
 def _row_at(distance: Ints, size: Ints, rows: Ints, owner: Ints) -> Ints:
@@ -534,7 +441,7 @@ def flat_tensors(boxes: Boxes, shapes: Ints) -> Ints:
     wide = boxes.size > 1
     broken = np.zeros(len(boxes.tensor), bool)
     for dim in range(shapes.shape[1] - 1):
-        broken |= wide[:, dim] & any_of(partial[:, dim + 1 :])
+        broken |= wide[:, dim] & partial[:, dim + 1 :].any(axis=1)
     flat = np.ones(len(shapes), bool)
     flat[boxes.tensor[broken]] = False
     return flat
@@ -584,7 +491,7 @@ def disjoint(regions: Regions, pieces: Pieces, tensors: int) -> Regions:
     a, _ = overlapping(regions.boxes, tensors)
     if len(a) == 0:
         return regions
-    cut = distinct(regions.boxes.tensor[a])
+    cut = np.unique(regions.boxes.tensor[a])
     affected = np.isin(regions.boxes.tensor, cut)
     boxes, origin = regions.boxes, np.arange(len(regions.boxes.tensor))
     for dim in range(boxes.start.shape[1]):
@@ -598,7 +505,7 @@ def _put_together(boxes: Boxes, holders: Ints, rank: Ints) -> Regions:
     """Group rows of equal boxes; order the regions by tensor and first element."""
     tensor, start, size = boxes
     order = ordered_by([tensor, *start.T, *size.T, rank])
-    tensor, start, size = tensor[order], rows_of(start, order), rows_of(size, order)
+    tensor, start, size = tensor[order], start[order], size[order]
     new = np.ones(len(order), bool)
     new[1:] = tensor[1:] != tensor[:-1]
     for column in (*start.T, *size.T):
@@ -632,7 +539,7 @@ def _cut_along(boxes: Boxes, origin: Ints, affected: Flags, dim: int) -> tuple[B
     start, stop = boxes.start[:, dim], boxes.start[:, dim] + boxes.size[:, dim]
     width = int(stop.max(initial=0)) + 1
     line = boxes.tensor * width
-    points = distinct(np.concatenate([line + start, line + stop]))
+    points = np.unique(np.concatenate([line + start, line + stop]))
     first = np.searchsorted(points, line + start)
     count = np.where(affected, np.searchsorted(points, line + stop) - first, 1)
     owner, number = spread(count)
