@@ -25,10 +25,11 @@ from typing import Any, ClassVar, Final, Literal, NamedTuple, NoReturn, Protocol
 import msgspec
 import numpy as np
 
+from rlinf_async.backends.base import RescaleReport
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Generated, Request, Tokens, TrainingSample
 from rlinf_async.messages.weights import Allocate, WeightUpdate
-from rlinf_async.parallel import DataRank, Strategy
+from rlinf_async.parallel import DataRank, Strategy, StrategyError
 
 
 class EngineDied(RuntimeError):
@@ -540,10 +541,60 @@ class VersionTrainer(VersionCounter):
         self._launched, self._rank = world_size, rank
         self._strategy = Strategy(dp=world_size, tp=tp)
 
+    @abstractmethod
+    def take_rescale(self) -> float:
+        """Take the time of a change of the strategy, which has been made; return its seconds."""
+
     @property
     def strategy(self) -> Strategy:
         """The strategy that is in force."""
         return self._strategy
+
+    @property
+    def trains(self) -> bool:
+        """Whether this rank trains under the strategy that is in force."""
+        return self._rank < self._strategy.dp
+
+    @property
+    def data_rank(self) -> DataRank:
+        """Every rank that trains has samples of its own."""
+        return DataRank(self._rank, self._strategy.dp, is_io=self.trains)
+
+    def check_strategy(self, strategy: Strategy) -> None:
+        """Raise `StrategyError` unless it is data parallel over copies that were launched."""
+        tp = self._strategy.tp
+        if strategy.world_size != strategy.dp * tp:
+            raise StrategyError([f"{strategy.sizes}: tp must be {tp}, pp and cp must be 1"])
+        if strategy.dp > self._launched:
+            raise StrategyError([f"dp={strategy.dp}: only {self._launched} ranks were launched"])
+
+    def rescale(
+        self, strategy: Strategy, *, timeout: float, bucket_bytes: int, objection: str = ""
+    ) -> RescaleReport:
+        """Take the time of it; there is nothing to move, and nobody to wait for."""
+        self.check_strategy(strategy)
+        if objection:
+            raise StrategyError([objection])
+        old, self._strategy = self._strategy, strategy
+        return RescaleReport(
+            old_strategy=old,
+            new_strategy=strategy,
+            active=self.trains,
+            seconds=self.take_rescale(),
+            sent_bytes=0,
+            received_bytes=0,
+            peak_bytes=0,
+            kept_bytes=0,
+            extras=(),
+        )
+
+    def normalize_advantages(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+        """Return the samples as they are."""
+        return list(samples)
+
+    def values(self, samples: Sequence[TrainingSample]) -> list[Floats]:
+        """Return zeros."""
+        return [np.zeros(len(one.response_ids), np.float32) for one in samples]
 
     def agree(self, count: int, /) -> int:
         """Return the count: ranks do not wait for one another."""

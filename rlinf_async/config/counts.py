@@ -47,11 +47,3 @@ def check_between(config: msgspec.Struct, *names: str, low: float = 0.0, high: f
         value = getattr(config, name)
         if not low <= value <= high:
             raise ValueError(f"{name} is {value}; it must lie between {low:g} and {high:g}")
-
-
-def near_divisors(number: int, wanted: int) -> str:
-    """Return the divisors of ``number`` next to a wanted one, as an error names them."""
-    divisors = [one for one in range(1, number + 1) if number % one == 0]
-    below = [one for one in divisors if one < wanted][-1:]
-    above = [one for one in divisors if one > wanted][:1]
-    return " or ".join(str(one) for one in below + above)

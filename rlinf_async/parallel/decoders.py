@@ -292,38 +292,32 @@ def _megatron_mlp(one: DecoderSizes, layer: int, name: str) -> list[Parameter]:
 def vllm(one: DecoderSizes) -> Model:
     """Return the parameters of vLLM's model of the same architecture; the vocabulary padded to
     64."""
-    held: list[Parameter] = []
-    joined = Joined(one.qkv_splits())
-    for layer in range(one.layers):
-        name = layer_name(layer)
-        for kind in one.qkv_kinds():
-            qkv = f"{name}.self_attn.qkv_proj.{kind}"
-            held.append(parameter(qkv, one.qkv(layer, kind), joined, layer))
-        held.append(parameter(one.output(layer).name, (one.output(layer),), RowParallel(), layer))
-        held += [
-            parameter(norm.name, (norm,), Whole(), layer) for norm in one.norms(layer).values()
-        ]
-        gate_up, down = one.gate_up(layer), one.down(layer)
-        if one.experts:
-            each, back = Stacked(GATE_UP, one.experts), Stacked(RowParallel(), one.experts)
-            held.append(parameter(one.router(layer).name, (one.router(layer),), Whole(), layer))
-            held.append(parameter(f"{one.block(layer)}.experts.w13_weight", gate_up, each, layer))
-            held.append(parameter(f"{one.block(layer)}.experts.w2_weight", down, back, layer))
-        else:
-            held.append(parameter(f"{name}.mlp.gate_up_proj.weight", gate_up, GATE_UP, layer))
-            held.append(parameter(down[0].name, down, RowParallel(), layer))
-    names = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
-    return between_ends(one, held, names, Vocabulary(64))
+    return _named_as_in_checkpoints(one, Vocabulary(64), joined=True)
 
 
 def huggingface(one: DecoderSizes) -> Model:
     """Return the parameters of a transformers 5 model, cut over tensor ranks where they can be."""
+    return _named_as_in_checkpoints(one, Vocabulary(), joined=False)
+
+
+def _named_as_in_checkpoints(one: DecoderSizes, vocabulary: Split, *, joined: bool) -> Model:
+    """Return parameters with the names of checkpoints, but for those of several tensors.
+
+    ``joined``: query, key and value are one parameter, and so are gate and up.
+    """
     held: list[Parameter] = []
     for layer in range(one.layers):
-        name = layer_name(layer)
+        name, splits = layer_name(layer), one.qkv_splits()
         for kind in one.qkv_kinds():
-            for part, split in zip(one.qkv(layer, kind), one.qkv_splits(), strict=True):
-                held.append(parameter(part.name, (part,), split, layer))
+            qkv = one.qkv(layer, kind)
+            if joined:
+                fused = f"{name}.self_attn.qkv_proj.{kind}"
+                held.append(parameter(fused, qkv, Joined(splits), layer))
+            else:
+                held += [
+                    parameter(part.name, (part,), split, layer)
+                    for part, split in zip(qkv, splits, strict=True)
+                ]
         held.append(parameter(one.output(layer).name, (one.output(layer),), RowParallel(), layer))
         held += [
             parameter(norm.name, (norm,), Whole(), layer) for norm in one.norms(layer).values()
@@ -331,11 +325,16 @@ def huggingface(one: DecoderSizes) -> Model:
         gate_up, down = one.gate_up(layer), one.down(layer)
         if one.experts:
             each, back = Stacked(GATE_UP, one.experts), Stacked(RowParallel(), one.experts)
-            held.append(parameter(f"{name}.mlp.gate.weight", (one.router(layer),), Whole(), layer))
-            held.append(parameter(f"{name}.mlp.experts.gate_up_proj", gate_up, each, layer))
-            held.append(parameter(f"{name}.mlp.experts.down_proj", down, back, layer))
+            block = one.block(layer) if joined else f"{name}.mlp"
+            inner, outer = ("w13_weight", "w2_weight") if joined else ("gate_up_proj", "down_proj")
+            held.append(parameter(f"{block}.gate.weight", (one.router(layer),), Whole(), layer))
+            held.append(parameter(f"{block}.experts.{inner}", gate_up, each, layer))
+            held.append(parameter(f"{block}.experts.{outer}", down, back, layer))
+            continue
+        if joined:
+            held.append(parameter(f"{name}.mlp.gate_up_proj.weight", gate_up, GATE_UP, layer))
         else:
             held += [parameter(part.name, (part,), ColumnParallel(), layer) for part in gate_up]
-            held.append(parameter(down[0].name, down, RowParallel(), layer))
+        held.append(parameter(down[0].name, down, RowParallel(), layer))
     names = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
-    return between_ends(one, held, names, Vocabulary())
+    return between_ends(one, held, names, vocabulary)

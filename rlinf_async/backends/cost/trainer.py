@@ -11,14 +11,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 import numpy as np
 
-from rlinf_async.backends.base import RescaleReport
 from rlinf_async.backends.cost.config import CostTrainerConfig
 from rlinf_async.backends.language import MicroBatch, VersionTrainer
 from rlinf_async.deadlines import let_pass
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import TrainingSample
 from rlinf_async.messages.weights import Allocate, WeightUpdate
-from rlinf_async.parallel import DataRank, Strategy, StrategyError
 
 ADVANTAGE = np.ones(1, np.float32)
 
@@ -65,44 +63,11 @@ class CostTrainer(VersionTrainer):
         spent, self._spent = self._spent, {}
         return spent
 
-    def check_strategy(self, strategy: Strategy) -> None:
-        """Raise `StrategyError` unless the strategy has copies of the same size, and no more than
-        were launched."""
-        if strategy.world_size != strategy.dp * self._strategy.tp:
-            raise StrategyError([f"{strategy.sizes}: copies have tp={self._strategy.tp}"])
-        if strategy.dp > self._launched:
-            raise StrategyError([f"dp={strategy.dp}: only {self._launched} copies were launched"])
-
-    def rescale(
-        self, strategy: Strategy, *, timeout: float, bucket_bytes: int, objection: str = ""
-    ) -> RescaleReport:
+    def take_rescale(self) -> float:
         """Take the time of it, on the ranks that train afterwards."""
-        self.check_strategy(strategy)
-        if objection:
-            raise StrategyError([objection])
-        old, self._strategy = self._strategy, strategy
-        if self._trains:
+        if self.trains:
             self._take("resharding", self.config.rescale_seconds)
-        return RescaleReport(
-            old_strategy=old,
-            new_strategy=strategy,
-            active=self._trains,
-            seconds=self.config.rescale_seconds,
-            sent_bytes=0,
-            received_bytes=0,
-            peak_bytes=0,
-            kept_bytes=0,
-            extras=(),
-        )
-
-    @property
-    def _trains(self) -> bool:
-        return self._rank < self._strategy.dp
-
-    @property
-    def data_rank(self) -> DataRank:
-        """Every copy that trains has samples of its own."""
-        return DataRank(self._rank, self._strategy.dp, is_io=self._trains)
+        return self.config.rescale_seconds
 
     def compute_advantages(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
         """Return the samples with constant advantages."""
@@ -112,10 +77,6 @@ class CostTrainer(VersionTrainer):
             )
             for one in samples
         ]
-
-    def normalize_advantages(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
-        """Return the samples as they are."""
-        return list(samples)
 
     def training_step(self, micro_batches: Iterable[MicroBatch]) -> Mapping[str, float]:
         """Take the time of one optimizer step."""
@@ -145,13 +106,9 @@ class CostTrainer(VersionTrainer):
         """Return constants."""
         return [np.broadcast_to(np.float32(-1.0), len(one.response_ids)) for one in samples]
 
-    def values(self, samples: Sequence[TrainingSample]) -> list[Floats]:
-        """Return zeros."""
-        return [np.broadcast_to(np.float32(0.0), len(one.response_ids)) for one in samples]
-
     def publish(self, allocate: Allocate | None = None) -> WeightUpdate:
         """Return the version without any weights."""
-        if self._trains:
+        if self.trains:
             self._take("publishing", self.config.publish_seconds)
         return WeightUpdate(self._version, (), self._version)
 

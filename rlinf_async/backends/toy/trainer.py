@@ -13,7 +13,6 @@ import numpy as np
 import xxhash
 
 from rlinf_async.algorithms.config import LanguageLossConfig
-from rlinf_async.backends.base import RescaleReport
 from rlinf_async.backends.language import MicroBatch, VersionTrainer
 from rlinf_async.backends.toy.config import ToyPolicyConfig, ToyTrainerConfig
 from rlinf_async.backends.toy.engine import token_log_probs
@@ -21,7 +20,6 @@ from rlinf_async.deadlines import let_pass
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import TrainingSample
 from rlinf_async.messages.weights import Allocate, TensorSlot, WeightBucket, WeightUpdate
-from rlinf_async.parallel import DataRank, Strategy, StrategyError
 
 
 class ToyTrainer(VersionTrainer):
@@ -39,38 +37,10 @@ class ToyTrainer(VersionTrainer):
         """The loss compares with the weights that the iteration began with."""
         return self._loss.proximal == "step"
 
-    @property
-    def data_rank(self) -> DataRank:
-        """Every rank that trains has samples of its own."""
-        return DataRank(self._rank, self._strategy.dp, is_io=self._rank < self._strategy.dp)
-
-    def check_strategy(self, strategy: Strategy) -> None:
-        """Raise `StrategyError` unless it is data parallel over launched ranks."""
-        if strategy.world_size != strategy.dp:
-            raise StrategyError(["the toy trainer is data parallel: tp, pp and cp must be 1"])
-        if strategy.dp > self._launched:
-            raise StrategyError([f"dp={strategy.dp}: only {self._launched} ranks were launched"])
-
-    def rescale(
-        self, strategy: Strategy, *, timeout: float, bucket_bytes: int, objection: str = ""
-    ) -> RescaleReport:
-        """Take the time of it; there is nothing to move, and nobody to wait for."""
-        self.check_strategy(strategy)
-        if objection:
-            raise StrategyError([objection])
+    def take_rescale(self) -> float:
+        """Move what is not there, on every rank."""
         let_pass(self.config.seconds_to_move)
-        old, self._strategy = self._strategy, strategy
-        return RescaleReport(
-            old_strategy=old,
-            new_strategy=strategy,
-            active=self._rank < strategy.dp,
-            seconds=self.config.seconds_to_move,
-            sent_bytes=0,
-            received_bytes=0,
-            peak_bytes=0,
-            kept_bytes=0,
-            extras=(),
-        )
+        return self.config.seconds_to_move
 
     def compute_advantages(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
         """Return the samples with their reward as the advantage of every token."""
@@ -83,10 +53,6 @@ class ToyTrainer(VersionTrainer):
             )
             for one in samples
         ]
-
-    def normalize_advantages(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
-        """Return the samples as they are."""
-        return list(samples)
 
     def training_step(self, micro_batches: Iterable[MicroBatch]) -> Mapping[str, float]:
         """Take the time of one optimizer step; compare what the engine said of this version."""
@@ -145,10 +111,6 @@ class ToyTrainer(VersionTrainer):
             )
             for one in samples
         ]
-
-    def values(self, samples: Sequence[TrainingSample]) -> list[Floats]:
-        """Zeros."""
-        return [np.zeros(len(one.response_ids), np.float32) for one in samples]
 
     def publish(self, allocate: Allocate | None = None) -> WeightUpdate:
         """Return one bucket of ``weight_bytes`` bytes."""

@@ -10,9 +10,9 @@ import msgspec
 from rlinf_async.backends.language import check_family
 from rlinf_async.backends.parts import EngineDevices, EnginePart, EngineRun
 from rlinf_async.backends.vllm.config import GPU_MEMORY, VllmEngineConfig
-from rlinf_async.config.counts import near_divisors
 from rlinf_async.config.registry import ConfigError
 from rlinf_async.config.registry import Path as Setting
+from rlinf_async.parallel.splits import nearest_divisors
 
 COARSER = frozenset({"kv_cache_dtype", "quantization"})
 """arguments in ``extra`` by which it computes in less than its ``dtype``"""
@@ -78,8 +78,8 @@ class Vllm(EnginePart):
         if isinstance(heads, int) and heads % parallel:
             raise ConfigError(
                 f"the model has {heads} attention heads, which {parallel} devices of each rollout "
-                f"worker do not divide: use {near_divisors(heads, parallel)} (devices_per_worker "
-                "in cluster.placement.rollout)",
+                f"worker do not divide: use {nearest_divisors(parallel, heads)} "
+                "(devices_per_worker in cluster.placement.rollout)",
                 path=(*run.where, "tensor_parallel"),
             )
 

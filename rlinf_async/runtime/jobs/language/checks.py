@@ -25,9 +25,9 @@ import msgspec
 from rlinf_async.backends.language import UnsupportedModel, check_family
 from rlinf_async.backends.parts import EngineRun, TrainerRun, engines, language_trainers
 from rlinf_async.config import ConfigError, MissingExtra
-from rlinf_async.config.counts import near_divisors
 from rlinf_async.data import DataError, Prompts, PromptsTooLong, load_tokenizer
 from rlinf_async.messages.language import Rejected
+from rlinf_async.parallel.splits import nearest_divisors
 from rlinf_async.rewards import ScoringPool, UnknownVerifier, load_verifier
 from rlinf_async.rewards.judging import INLINE, VERIFIERS, Answer, judge
 from rlinf_async.rewards.judging import verifiers as own_verifiers
@@ -251,7 +251,7 @@ def _check_micro_batches(whose: str, samples: int, size: int | None) -> None:
     if size is not None and samples % size:
         raise ConfigError(
             f"a global batch has {samples} samples on each {whose}, which micro_batch_size = "
-            f"{size} does not divide: use {near_divisors(samples, size)}",
+            f"{size} does not divide: use {nearest_divisors(size, samples)}",
             path=(whose, "micro_batch_size"),
         )
 
@@ -275,7 +275,7 @@ def _check_balancing(samples: int, actor: ActorConfig) -> None:
     if samples % window:
         raise ConfigError(
             f"a global batch has {samples} samples on each actor, which balance_window = {window} "
-            f"does not divide: use {near_divisors(samples, window)}",
+            f"does not divide: use {nearest_divisors(window, samples)}",
             path=("actor", "balance_window"),
         )
 
