@@ -3,30 +3,53 @@
 Exit codes: 0 success; 1 the run failed, or it or a bench's bar fell short; 2 wrong input, found
 before any worker started; 130 Ctrl-C; 143 SIGTERM.
 
-Importing this brings in click and nothing heavy: torch and the runtime are loaded by the command
-that needs them.
+Importing this brings in click and nothing heavy: a command's module is loaded when the command is
+asked for, and torch when the command needs it.
 """
 
 from __future__ import annotations
 
 import difflib
+import importlib
 import signal
 from collections.abc import Sequence
 
 import click
 
-from rlinf_async.cli.checkpoints import bench, demonstrations, export, reshard
-from rlinf_async.cli.envs import envs
 from rlinf_async.cli.failures import guarded
-from rlinf_async.cli.jobs import FindJob, Session, registered_job
-from rlinf_async.cli.runs import evaluate, status, stop
-from rlinf_async.cli.simulate import calibrate, simulate
-from rlinf_async.cli.train import check, train
+from rlinf_async.cli.jobs import FindJob, Session
+from rlinf_async.runtime.jobs import get_job
 from rlinf_async.runtime.signals import RunSignals
+
+MODULES = {
+    "bench": "checkpoints",
+    "calibrate": "simulate",
+    "check": "train",
+    "demonstrations": "checkpoints",
+    "envs": "envs",
+    "evaluate": "runs",
+    "export": "checkpoints",
+    "reshard": "checkpoints",
+    "simulate": "simulate",
+    "status": "runs",
+    "stop": "runs",
+    "train": "train",
+}
+"""modules of this package by the command that they hold"""
 
 
 class _Commands(click.Group):
-    """Names the nearest command where one is not known."""
+    """Loads a command when it is asked for; names the nearest where one is not known."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(MODULES)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in MODULES:
+            return None
+        module = importlib.import_module(f"rlinf_async.cli.{MODULES[cmd_name]}")
+        command: click.Command = getattr(module, cmd_name)
+        return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -46,21 +69,7 @@ def commands() -> None:
     """Reinforcement-learning post-training as a graph of async workers and typed channels."""
 
 
-commands.add_command(train)
-commands.add_command(check)
-commands.add_command(status)
-commands.add_command(stop)
-commands.add_command(bench)
-commands.add_command(calibrate)
-commands.add_command(demonstrations)
-commands.add_command(envs)
-commands.add_command(evaluate)
-commands.add_command(export)
-commands.add_command(reshard)
-commands.add_command(simulate)
-
-
-def main(arguments: Sequence[str] | None = None, find_job: FindJob = registered_job) -> int:
+def main(arguments: Sequence[str] | None = None, find_job: FindJob = get_job) -> int:
     """Run one command and return its exit code.
 
     ``find_job`` gives the job for a configuration's ``job = "name"``.

@@ -14,11 +14,21 @@ from types import ModuleType
 from typing import Literal
 
 import click
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from rlinf_async.cli.jobs import Session
 from rlinf_async.cli.train import config_of, job_of
 from rlinf_async.config import Document, UsageError
 from rlinf_async.config.counts import MOST_WORKERS
+from rlinf_async.observe.files import ObserveError, explaining
 
 CHECKOUT = pathlib.Path(__file__).resolve().parents[2]
 """Where ``benchmarks/`` lies beside the package, in a source checkout"""
@@ -109,8 +119,6 @@ def reshard(checkpoint: pathlib.Path, out: pathlib.Path, dp: int, tp: int) -> No
 @contextlib.contextmanager
 def _as_usage(source: pathlib.Path, out: pathlib.Path) -> Iterator[None]:
     """Report checkpoints and sizes that do not fit as wrong input, and a full disk, too."""
-    from rlinf_async.observe.files import ObserveError, explaining
-
     try:
         from rlinf_async.backends.checkpoint.streaming import check_new
 
@@ -135,8 +143,6 @@ def _as_usage(source: pathlib.Path, out: pathlib.Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _checking(checkpoint: pathlib.Path) -> Iterator[None]:
     """Show in a terminal that the checkpoint is being checked: every byte is read first."""
-    from rich.console import Console
-
     console = Console(stderr=True)
     if not console.is_terminal:
         yield
@@ -154,16 +160,6 @@ def _size(count: int) -> str:
 @contextlib.contextmanager
 def _progress(doing: str, total: int) -> Iterator[Callable[[int], None]]:
     """A bar in a terminal; nothing elsewhere."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import click
 import msgspec
+from rich.console import Console
+from rich.table import Table
 
 from rlinf_async.cli.failures import FAILED, OK
-
-if TYPE_CHECKING:
-    from rlinf_async.runtime.jobs.embodied.choosing import MadeEnv
-    from rlinf_async.workers.env import EnvConfig
-    from rlinf_async.workers.env.simulators import Simulator
+from rlinf_async.runtime.jobs.embodied.choosing import Fit, asked, asked_all
+from rlinf_async.workers.env import EnvConfig, known
+from rlinf_async.workers.env.known import Simulator
 
 
 @click.command(short_help="List simulators, their environments, and the policies that fit.")
@@ -36,22 +34,17 @@ def envs(env: str | None, simulator: str, kwargs: str, as_json: bool) -> int:
     """
     if env is not None:
         return _one(_config(env, simulator, kwargs), as_json)
-    from rlinf_async.runtime.jobs.embodied.choosing import asked_all
-    from rlinf_async.workers.env.simulators import SIMULATORS
-
-    here = [one for one in SIMULATORS if one.version is not None]
+    here = [one for one in known.SIMULATORS if one.version is not None]
     fits = iter(asked_all([config for one in here for config in one.examples]))
     made = {one.name: [(config, next(fits)) for config in one.examples] for one in here}
     if as_json:
-        click.echo(_json(SIMULATORS, made))
+        click.echo(_json(known.SIMULATORS, made))
     else:
-        _table(SIMULATORS, made)
+        _table(known.SIMULATORS, made)
     return OK
 
 
 def _config(env: str, simulator: str, kwargs: str) -> EnvConfig:
-    from rlinf_async.workers.env import EnvConfig
-
     try:
         arguments = msgspec.json.decode(kwargs, type=dict)
     except msgspec.DecodeError as error:
@@ -74,8 +67,6 @@ def _config(env: str, simulator: str, kwargs: str) -> EnvConfig:
 
 
 def _one(config: EnvConfig, as_json: bool) -> int:
-    from rlinf_async.runtime.jobs.embodied.choosing import asked
-
     fit = asked(config)
     code = FAILED if fit.problem else OK
     if as_json:
@@ -114,12 +105,7 @@ def _json(
     return msgspec.json.format(msgspec.json.encode(rows)).decode()
 
 
-def _table(
-    simulators: tuple[Simulator, ...], made: dict[str, list[tuple[EnvConfig, MadeEnv]]]
-) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
+def _table(simulators: tuple[Simulator, ...], made: dict[str, list[tuple[EnvConfig, Fit]]]) -> None:
     table = Table("simulator", "version", "env", "shows", "takes", "policy")
     missing = [one for one in simulators if one.name not in made]
     for one in simulators:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TypeGuard
 
 import click
 
@@ -12,9 +12,7 @@ from rlinf_async.cli.jobs import Session
 from rlinf_async.config.registry import UsageError, raised
 from rlinf_async.runtime.signals import EXIT_CODE as TERMINATED
 from rlinf_async.runtime.signals import Terminated
-
-if TYPE_CHECKING:
-    from rlinf_async.workers.base import WorkerError
+from rlinf_async.workers.base import BuildError, WorkerError
 
 OK = 0
 FAILED = 1
@@ -43,22 +41,13 @@ def _failed(error: BaseException, session: Session) -> int:
     if isinstance(error, Terminated):
         click.echo("terminated", err=True)
         return TERMINATED
-    if _is_wrong_input(error):
+    if isinstance(error, (UsageError, BuildError)):  # found before anything started
         click.echo(f"error: {error}", err=True)
         return WRONG_INPUT
     if not isinstance(error, Exception):
         raise error
     _report(error, session)
     return FAILED
-
-
-def _is_wrong_input(error: BaseException) -> bool:
-    """Whether the error was found before anything started."""
-    if isinstance(error, UsageError):
-        return True
-    from rlinf_async.workers.base import BuildError
-
-    return isinstance(error, BuildError)
 
 
 def _report(error: Exception, session: Session) -> None:
@@ -89,8 +78,6 @@ def _message(error: BaseException) -> str:
 
 def _is_explained(error: BaseException) -> TypeGuard[WorkerError]:
     """Whether the worker's traceback adds nothing to its message (as with a full disk)."""
-    from rlinf_async.workers.base import WorkerError
-
     return isinstance(error, WorkerError) and error.failure.explained
 
 

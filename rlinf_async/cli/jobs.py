@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
-if TYPE_CHECKING:  # the command line loads the runtime only when a command needs it
-    from rlinf_async.runtime.jobs import Job
+from rlinf_async.runtime.jobs import Job
 
-FindJob: TypeAlias = "Callable[[str], Job]"
+FindJob: TypeAlias = Callable[[str], Job]
 """Gives the job of a name; raises `UsageError` that lists the known names for any other."""
 
 
@@ -20,10 +19,3 @@ class Session:
     find_job: FindJob
     traceback: bool = False
     """Show the driver's own traceback when a run fails."""
-
-
-def registered_job(name: str) -> Job:
-    """The job of this name from the runtime's registry, which is loaded only now."""
-    from rlinf_async.runtime.jobs import get_job
-
-    return get_job(name)

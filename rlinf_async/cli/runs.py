@@ -11,18 +11,23 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import click
+import msgspec
+from rich.console import Console
+from rich.text import Text
 
 from rlinf_async.cli.failures import FAILED, OK
 from rlinf_async.cli.jobs import Session
 from rlinf_async.cli.train import config_of, job_of
 from rlinf_async.config import ConfigError, Document, UsageError
+from rlinf_async.observe.files import RunFolderError
+from rlinf_async.observe.progress import ProgressState, RunConsole, picture_of
+from rlinf_async.observe.run_folder import MARKER, RUNS, check_is_run, newest_run
+from rlinf_async.observe.run_lock import Driver
+from rlinf_async.observe.status import RunState, look_at_run
 from rlinf_async.runtime.signals import RunSignals
 
-if TYPE_CHECKING:
-    from rlinf_async.observe.progress import ProgressState
-    from rlinf_async.observe.run_lock import Driver
-    from rlinf_async.observe.status import RunState
-    from rlinf_async.runtime.jobs.embodied.playing import TrainedPolicy
+if TYPE_CHECKING:  # environments are loaded by `evaluate` alone
+    from rlinf_async.runtime.jobs.embodied.playing import Trained
     from rlinf_async.workers.env import EvaluatedEpisode
 
 
@@ -46,12 +51,8 @@ def status(folder: str | None, as_json: bool) -> None:
     runs/ that was started last.
     """
     with _as_usage():
-        from rlinf_async.observe.status import look_at_run
-
         seen = look_at_run(_named(folder))
     if as_json:
-        import msgspec
-
         click.echo(msgspec.json.format(msgspec.json.encode(seen)))
         return
     click.echo(_sentence(seen))
@@ -67,10 +68,6 @@ def stop(folder: str | None) -> int:
     Waits until it has ended. Without DIR: the run under runs/ that was started last.
     """
     with _as_usage():
-        from rlinf_async.observe.run_folder import MARKER
-        from rlinf_async.observe.run_lock import Driver
-        from rlinf_async.observe.status import look_at_run
-
         path = _named(folder)
         seen = look_at_run(path)
         if seen.state in ("ended", "killed"):
@@ -106,9 +103,6 @@ def _wait(driver: Driver, seen: RunState) -> bool:
 
 @contextlib.contextmanager
 def _shown_as_waiting(what: str) -> Iterator[None]:
-    from rich.console import Console
-    from rich.text import Text
-
     console = Console(stderr=True)
     if not console.is_terminal:
         click.echo(what, err=True)
@@ -120,8 +114,6 @@ def _shown_as_waiting(what: str) -> Iterator[None]:
 
 def _named(folder: str | None) -> pathlib.Path:
     """The folder of the run that is meant."""
-    from rlinf_async.observe.run_folder import RUNS, newest_run
-
     if folder is not None:
         return pathlib.Path(folder).expanduser()
     newest = newest_run()
@@ -169,8 +161,6 @@ def _duration(seconds: float) -> str:
 
 
 def _draw(shown: ProgressState) -> None:
-    from rlinf_async.observe.progress import RunConsole, picture_of
-
     console = RunConsole(highlight=False)
     if not console.is_terminal:
         console = RunConsole(highlight=False, width=NO_TERMINAL_WIDTH)
@@ -180,8 +170,6 @@ def _draw(shown: ProgressState) -> None:
 @contextlib.contextmanager
 def _as_usage() -> Iterator[None]:
     """Report a folder that is not a run's, or cannot be read, as wrong input."""
-    from rlinf_async.observe.files import RunFolderError
-
     try:
         yield
     except RunFolderError as error:
@@ -225,8 +213,6 @@ def evaluate(
     films = [path for path in (pictures, video) if path is not None]
     played, shown = _play(session, run, checkpoint, episodes, seed, films)
     if as_json:
-        import msgspec
-
         click.echo(msgspec.json.format(msgspec.json.encode(played)).decode())
         return
     rate, silent = played["success_rate"], played["success_unreported"]
@@ -265,16 +251,10 @@ def _play(
 
 def _trained(session: Session, run: pathlib.Path, *, single: bool) -> TrainedPolicy:
     """What the run's job needs to read its policy; ``single``: in environments that render."""
-    import msgspec
-
-    from rlinf_async.observe.files import RunFolderError
-    from rlinf_async.observe.run_folder import check_is_run
     from rlinf_async.runtime.jobs.embodied.playing import PlayingJob, single_env
 
-    try:
+    with _as_usage():
         check_is_run(run)
-    except RunFolderError as error:
-        raise UsageError(str(error)) from error
     document = Document.read(str(run / "config.toml"))
     job = job_of(session, document)
     if not isinstance(job, PlayingJob):

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import click
 import msgspec
+from rich.console import Console
+from rich.progress import Progress, TaskID
+from rich.table import Table
 
 from rlinf_async.cli.train import split_tokens
 from rlinf_async.config import ConfigError, Document, UsageError, to_toml
-
-if TYPE_CHECKING:
-    from rlinf_async.simulate import SimulationConfig, SimulationRecord
+from rlinf_async.scheduling import load_policy
+from rlinf_async.simulate import Record, SimulationConfig, bounds, on_devices
+from rlinf_async.simulate import calibrate as calibration
+from rlinf_async.simulate import run as runs
 
 ORACLE = "oracle"
 """name in ``--compare`` that is no policy: what one that knows every length could do"""
@@ -76,26 +79,20 @@ def simulate(
             "iterations one by one, so it needs 0"
         )
     if sweep:
-        return _compare_candidates(config, policies, json_file)
-    from rlinf_async.simulate.run import with_policy
-
-    records = _run([with_policy(config, one) for one in policies])
+        return _sweep(config, policies, json_file)
+    records = _run([runs.with_policy(config, one) for one in policies])
     _table(records, _limits(config, records[0], at_best=oracle) if knows_all else {})
     if oracle:
         _causes(records)
     if picture is not None:
-        from rlinf_async.simulate.run import draw_devices
-
-        draw_devices(records, picture, title=f"{config.name}: {config.hardware.devices} devices")
+        title = f"{config.name}: {config.hardware.devices} devices"
+        runs.draw_devices(records, picture, title=title)
         click.echo(f"picture: {picture}")
     _write(records, json_file)
     return 0
 
 
 def _config(tokens: Sequence[str], devices: int | None, policy: str | None) -> SimulationConfig:
-    from rlinf_async.scheduling import load_policy
-    from rlinf_async.simulate import SimulationConfig, on_devices
-
     file, overrides = split_tokens(tokens)
     if policy is not None:
         overrides["scheduler.policy"] = policy
@@ -114,8 +111,6 @@ def _config(tokens: Sequence[str], devices: int | None, policy: str | None) -> S
 
 
 def _policies(text: str) -> list[str]:
-    from rlinf_async.scheduling import load_policy
-
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
         raise UsageError("--compare: names no policy")
@@ -125,12 +120,7 @@ def _policies(text: str) -> list[str]:
     return names
 
 
-def _run(configs: Sequence[SimulationConfig]) -> list[SimulationRecord]:
-    from rich.console import Console
-    from rich.progress import Progress, TaskID
-
-    from rlinf_async.simulate import simulate as run
-
+def _run(configs: Sequence[SimulationConfig]) -> list[Record]:
     records = []
     console = Console(stderr=True)
     with Progress(console=console, transient=True) as progress:
@@ -143,7 +133,7 @@ def _run(configs: Sequence[SimulationConfig]) -> list[SimulationRecord]:
             def warn(message: str) -> None:
                 console.print(f"warning: {message}")
 
-            records.append(run(config, on_step=advance, report=warn))
+            records.append(runs.simulate(config, on_step=advance, report=warn))
     return records
 
 
@@ -151,22 +141,16 @@ def _limits(
     config: SimulationConfig, record: SimulationRecord, *, at_best: bool
 ) -> dict[str, float]:
     """Return the samples per device-hour that could be had for the lengths of a record."""
-    from rlinf_async.simulate.bounds import all_alike, oracle
-    from rlinf_async.simulate.bounds import at_best as bound
-
-    seconds = {ORACLE: oracle(config, record.lengths).seconds}
+    seconds = {ORACLE: bounds.oracle(config, record.lengths).seconds}
     if at_best:
-        seconds["(lengths unknown)"] = all_alike(config, record.lengths).seconds
-        seconds["(at best)"] = bound(config, record.lengths)
+        seconds["(lengths unknown)"] = bounds.all_alike(config, record.lengths).seconds
+        seconds["(at best)"] = bounds.at_best(config, record.lengths)
     devices = config.hardware.devices
     return {name: record.result.samples * 3600.0 / devices / one for name, one in seconds.items()}
 
 
 def _causes(records: Sequence[SimulationRecord]) -> None:
     """Print what the device-seconds of each policy went into."""
-    from rich.console import Console
-    from rich.table import Table
-
     causes = sorted({name for record in records for name in record.result.spent})
     table = Table(title="share of all device-seconds")
     for name in ("policy", *causes):
@@ -177,10 +161,7 @@ def _causes(records: Sequence[SimulationRecord]) -> None:
     Console(width=150).print(table)
 
 
-def _table(records: Sequence[SimulationRecord], limits: Mapping[str, float]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
+def _table(records: Sequence[Record], limits: Mapping[str, float]) -> None:
     table = Table()
     names = ["policy", "samples/device-h", "gain", "step s", "rollout idle", "actor idle"]
     names += ["lag", "device-h", "cost", "decisions", "took s"]
@@ -213,9 +194,7 @@ def _table(records: Sequence[SimulationRecord], limits: Mapping[str, float]) -> 
 def _compare_candidates(
     config: SimulationConfig, policies: Sequence[str], json_file: pathlib.Path | None
 ) -> int:
-    from rlinf_async.simulate.run import candidates, sweep
-
-    configs = list(candidates(config, policies))
+    configs = list(runs.candidates(config, policies))
     if not configs:
         raise UsageError(
             f"no placement of actor and rollout fits {config.hardware.devices} devices"
@@ -230,7 +209,7 @@ def _compare_candidates(
             f"instances of {hardware.instance_devices}  {one.scheduler.policy}"
         )
 
-    best, _ = sweep(configs, show)
+    best, _ = runs.sweep(configs, show)
     click.echo("\n# the best of them\n" + to_toml(best), nl=False)
     _write(records, json_file)
     return 0
@@ -249,17 +228,13 @@ def calibrate(run: pathlib.Path) -> None:
     Prints a simulation's file of the same run, how well the costs fit, and the seconds of a step,
     real and simulated.
     """
-    from rlinf_async.simulate import simulate as run_simulation
-    from rlinf_async.simulate.calibrate import calibrate as fitted
-    from rlinf_async.simulate.calibrate import simulation_of
-
-    found = fitted(run)
+    found = calibration.calibrate(run)
     click.echo(f"# {found.iterations} iterations, {found.workers} rollout, {found.ranks} actor")
     for fit in found.fits:
         click.echo(f"# {fit.name}: {fit.measured:.4f} s on average, fitted within {fit.error:.1%}")
-    config = simulation_of(found)
+    config = calibration.simulation_of(found)
     if config is not None:
-        result = run_simulation(config).result
+        result = runs.simulate(config).result
         simulated = result.seconds / len(result.step_seconds)
         click.echo(f"# step: {found.step_seconds:.4f} s real, {simulated:.4f} s simulated")
         click.echo(to_toml(config), nl=False)

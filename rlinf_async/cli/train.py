@@ -6,20 +6,23 @@ import contextlib
 import difflib
 import pathlib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import msgspec
+from rich.console import Console
+from rich.table import Table
 
 from rlinf_async.cli.failures import FAILED, OK
 from rlinf_async.cli.jobs import Session
 from rlinf_async.config import ConfigError, Document, UsageError, to_toml
 from rlinf_async.config.load import Overrides
-
-if TYPE_CHECKING:
-    from rlinf_async.runtime.jobs import Job
-    from rlinf_async.runtime.jobs.placement import PlacementPlan
-    from rlinf_async.workers.base import Device
+from rlinf_async.observe.run_folder import MARKER, foreign_entries
+from rlinf_async.runtime.jobs import InspectingJob, Job, PlacingJob
+from rlinf_async.runtime.jobs.checkpoints import resuming_from
+from rlinf_async.runtime.jobs.placement import Plan
+from rlinf_async.runtime.launching import stated_devices
+from rlinf_async.workers.base import Device
 
 JOB = "job"
 SHOWN_RANKS = 64
@@ -71,20 +74,12 @@ def train(
         overrides["seed"] = str(seed)
     job, config = _read(session, file, overrides, _options(train))
     _check_folder(out, resume)
-    with _chosen(out, checkpoint):
+    resumed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if out is not None and checkpoint is not None:
+        resumed = resuming_from(out, checkpoint)
+    with resumed:
         summary = job.run(config, out, resume)
     return FAILED if summary.outcome == "fell short" else OK
-
-
-def _chosen(
-    out: pathlib.Path | None, checkpoint: str | None
-) -> contextlib.AbstractContextManager[None]:
-    """Within, the run resumes from this checkpoint, if one was named."""
-    if out is None or checkpoint is None:
-        return contextlib.nullcontext()
-    from rlinf_async.runtime.jobs.checkpoints import resuming_from
-
-    return resuming_from(out, checkpoint)
 
 
 @click.command(
@@ -109,38 +104,13 @@ def check(session: Session, show: bool, devices: str | None, tokens: tuple[str, 
     if show:
         click.echo(to_toml(config), nl=False)
         return
-    plan = _plan(job, config, machine)
-    if plan is not None:
-        _print_plan(plan)
+    if isinstance(job, PlacingJob):
+        _print_plan(job.plan(config, machine))
     click.echo(f"{file}: ok")
 
 
-def _check_for(job: Job, config: Any, machine: Sequence[Device]) -> None:
-    from rlinf_async.runtime.jobs import PlacingJob
-
-    if not isinstance(job, PlacingJob):
-        raise UsageError(f"--devices: {type(job).__name__} places no workers on devices")
-    job.check(config, machine)
-
-
-def _inspect(job: Job, config: Any, machine: Sequence[Device] | None) -> None:
-    from rlinf_async.runtime.jobs import InspectingJob
-
-    if isinstance(job, InspectingJob):
-        job.inspect(config, machine)
-
-
-def _plan(job: Job, config: Any, machine: Sequence[Device] | None) -> PlacementPlan | None:
-    from rlinf_async.runtime.jobs import PlacingJob
-
-    return job.plan(config, machine) if isinstance(job, PlacingJob) else None
-
-
-def _print_plan(plan: PlacementPlan) -> None:
-    """Print a table of the workers, and the accelerators that none of them has."""
-    from rich.console import Console
-    from rich.table import Table
-
+def _print_plan(plan: Plan) -> None:
+    """A table of the workers, and the accelerators that none of them has."""
     table = Table("role", "rank", "host", "device", "memory")
     for row in plan.rows():
         count = plan.count(row.role)
@@ -163,8 +133,6 @@ def _print_plan(plan: PlacementPlan) -> None:
 
 
 def _stated(text: str) -> tuple[Device, ...]:
-    from rlinf_async.runtime.launching import stated_devices
-
     try:
         return stated_devices(text)
     except ValueError as error:
@@ -232,10 +200,12 @@ def _read(
     try:
         if machine is None:
             job.check(config)
+        elif isinstance(job, PlacingJob):
+            job.check(config, machine)
         else:
-            _check_for(job, config, machine)
-        if inspect:
-            _inspect(job, config, machine)
+            raise UsageError(f"--devices: {type(job).__name__} places no workers on devices")
+        if inspect and isinstance(job, InspectingJob):
+            job.inspect(config, machine)
     except ConfigError as error:
         raise document.located(error, overrides) from error
     return job, config
@@ -296,13 +266,8 @@ def _check_folder(out: pathlib.Path | None, resume: bool) -> None:
         return
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out}: is a file; name a folder")
-    if not resume:
-        _check_unused(out)
-
-
-def _check_unused(out: pathlib.Path) -> None:
-    from rlinf_async.observe.run_folder import MARKER, foreign_entries  # the job has loaded it
-
+    if resume:
+        return
     if (out / MARKER).exists():
         raise UsageError(
             f"--out {out}: holds a run already; add --resume to go on with it, or name another"
