@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from rlinf_async.config.counts import check_bounds
 from rlinf_async.scheduling.state import Rates
 
 
@@ -40,13 +41,9 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     def __post_init__(self) -> None:
         if not self.policy:
             raise ValueError("policy is empty; set it to 'static' or 'tail', or leave it out")
-        for name in ("answer_seconds", "stop_seconds", "change_seconds"):
-            if not getattr(self, name) > 0.0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
-        if self.guests < 0:
-            raise ValueError(f"guests is {self.guests}; it must be at least 0")
-        if not 0.0 < self.every <= 1.0:
-            raise ValueError(f"every is {self.every}; it must lie above 0 and be at most 1")
+        check_bounds(self, "answer_seconds", "stop_seconds", "change_seconds", above=0)
+        check_bounds(self, "guests", least=0)
+        check_bounds(self, "every", above=0, most=1)
 
     @property
     def patience(self) -> float:

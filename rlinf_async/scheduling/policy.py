@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections.abc import Callable, Collection
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -56,11 +56,7 @@ def load_policy(name: str, path: tuple[str, ...] = ()) -> ScalingPolicy:
 
     Raises `ConfigError`, which lists those there are.
     """
-    return _made(scaling_policies.check(name, path), name, path)
-
-
-def _made(kind: Callable[[], Any], name: str, path: tuple[str, ...]) -> ScalingPolicy:
-    made: ScalingPolicy = kind()
+    made = scaling_policies.check(name, path)()
     if not callable(getattr(made, "decide", None)):
         raise ConfigError(f"policy {name!r} has no method decide(state)", path=path)
     return made

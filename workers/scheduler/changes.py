@@ -134,7 +134,7 @@ class Changes:
         takers = tuple(others) if becoming else None
         late = await self._stop(change, due, decision.reason, takers)
         if not late:
-            control.rates.moved(loop.time() - began)
+            control.rates.moves.append(loop.time() - began)
             return True
         had = {number: before.devices[number] for number in change}
         await control.publish(devices=had, due=before.due)
@@ -308,7 +308,7 @@ class Changes:
         if said is None:
             await control.order_actor(boundary)
             return False
-        control.rates.changed(asyncio.get_running_loop().time() - began)
+        control.rates.changes.append(asyncio.get_running_loop().time() - began)
         self.summary.lent += not holds
         if strategy is None or all(same_sizes(one.strategy, strategy) for one in said):
             self.summary.changes += strategy is not None
@@ -382,7 +382,7 @@ class Changes:
         here = () if report is None else report.requests
         if migration.names:
             return tuple(one.name for one in here if one.name in migration.names)
-        longest = sorted(here, key=lambda one: (-monitor.expected(one), one.name))
+        longest = sorted(here, key=lambda one: (-monitor.responses.expected(one), one.name))
         return tuple(one.name for one in longest[: migration.count])
 
     def _room(self, instance: int) -> int:

@@ -212,7 +212,7 @@ class Control:
                 self.devices.append(report)
 
     def _note_ended(self, report: InstanceReport | InstanceNews) -> None:
-        self.monitor.note_ended(report.ended)
+        self.monitor.responses.note(report.ended)
         self.rates.decoded(report.ended)
         self.fresh += len(report.ended)
 

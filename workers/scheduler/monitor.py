@@ -165,8 +165,8 @@ class Monitor:
         self._taken = 0
         """requests that are with any instance, by the reports on the newest orders"""
         self._sequence = 0
-        """sequence of the newest orders on which an instance has reported"""
-        self._responses = Responses(topology.samples, topology.group, lengths)
+        """of these orders"""
+        self.responses = Responses(topology.samples, topology.group, lengths)
         self._refused: tuple[int, list[Strategy]] = (-1, [])
 
     def note(self, report: InstanceReport) -> None:
@@ -178,21 +178,9 @@ class Monitor:
             self.queued = max(self.queued, report.queued)
             self._taken = max(self._taken, report.taken)
 
-    def note_ended(self, ended: Sequence[EndedCount]) -> None:
-        """Take responses that are finished."""
-        self._responses.note(ended)
-
-    def begin(self, iteration: int) -> None:
-        """An iteration begins: lengths are expected by those of the iterations before."""
-        self._responses.begin(iteration)
-
-    def finished(self, iteration: int) -> int:
-        """Return the samples of an iteration that are generated, as far as is known."""
-        return self._responses.finished(iteration)
-
     def arrived(self, ready: ActorReady) -> int:
         """Return the samples of whole groups that are generated, and not trained yet."""
-        whole = self._responses.in_whole_groups(ready.boundary.iteration)
+        whole = self.responses.in_whole_groups(ready.boundary.iteration)
         first = max(ready.mini_batches // ready.epochs, 1)
         trained = ready.boundary.done * self._topology.samples // first
         return max(whole - trained, 0)
@@ -218,7 +206,7 @@ class Monitor:
         What a worker that died had finished and not told is missing in the count: where no request
         is left, everything is generated.
         """
-        missing = max(self._topology.samples - self.finished(ready.boundary.iteration), 0)
+        missing = max(self._topology.samples - self.responses.finished(ready.boundary.iteration), 0)
         return missing if phase == "begin" or self._present() else 0
 
     def refused(self, iteration: int, strategy: Strategy) -> None:
@@ -272,7 +260,7 @@ class Monitor:
         names = tuple(self._request(one) for one in queued or ())
         if queued is not None:
             waiting = len(names)
-        mean = self._responses.mean
+        mean = self.responses.mean
         return ClusterState(
             time=time,
             iteration=boundary.iteration,
@@ -280,7 +268,7 @@ class Monitor:
             samples=topology.samples,
             finished=topology.samples - self._unfinished(ready, phase),
             tokens=mean,
-            longest=self._responses.longest,
+            longest=self.responses.longest,
             group=topology.group,
             queued=waiting,
             queued_expected=sum(one.expected for one in names)
@@ -323,25 +311,20 @@ class Monitor:
     ) -> InstanceState:
         report, has = self.instances.get(number), orders.devices_of(number)
         devices = has or ledger.held_by(instance_name(number))
-        stopping = bool(devices) and not has
-        due = next((one.devices for one in orders.due if one.instance == number), ())
-        if report is None:
-            return InstanceState(
-                number=number,
-                home=home,
-                devices=devices,
-                stopping=stopping,
-                due=due,
-                answers=False,
-            )
-        requests = tuple(self._request(one) for one in report.requests)
-        running = min(len(requests), report.slots)
-        return InstanceState(
+        known = InstanceState(
             number=number,
             home=home,
             devices=devices,
-            stopping=stopping,
-            due=due,
+            stopping=bool(devices) and not has,
+            due=next((one.devices for one in orders.due if one.instance == number), ()),
+            answers=False,
+        )
+        if report is None:
+            return known
+        requests = tuple(self._request(one) for one in report.requests)
+        running = min(len(requests), report.slots)
+        return msgspec.structs.replace(
+            known,
             slots=report.slots,
             sizes=self._topology.sizes,
             running=running,
@@ -353,11 +336,9 @@ class Monitor:
         )
 
     def _request(self, request: RequestCount) -> RequestState:
-        return RequestState(name=request.name, made=request.made, expected=self.expected(request))
-
-    def expected(self, request: RequestCount) -> float:
-        """Guess the tokens that are still to come; see `Responses`."""
-        return self._responses.expected(request)
+        return RequestState(
+            name=request.name, made=request.made, expected=self.responses.expected(request)
+        )
 
 
 KEPT = 64
@@ -388,8 +369,10 @@ class MeasuredRates:
         """requests decoded together, seconds of a decoding step"""
         self._batches: deque[tuple[float, float]] = deque(maxlen=KEPT)
         """tokens of a rank, times one over the ranks of its model; seconds of a mini-batch"""
-        self._changes: deque[float] = deque(maxlen=KEPT)
-        self._moves: deque[float] = deque(maxlen=KEPT)
+        self.changes: deque[float] = deque(maxlen=KEPT)
+        """seconds that changes of the actor's strategy took"""
+        self.moves: deque[float] = deque(maxlen=KEPT)
+        """seconds that instances took to stop"""
 
     def decoded(self, responses: Iterable[EndedCount]) -> None:
         """Note responses that an instance has finished."""
@@ -402,14 +385,6 @@ class MeasuredRates:
         if tokens:
             together = strategy.world_size // strategy.dp
             self._batches.append((tokens / together, seconds))
-
-    def changed(self, seconds: float) -> None:
-        """Note how long a change of the actor's strategy took."""
-        self._changes.append(seconds)
-
-    def moved(self, seconds: float) -> None:
-        """Note how long instances took to stop."""
-        self._moves.append(seconds)
 
     def rates(self) -> Rates:
         """Return what is known by now."""
@@ -426,8 +401,8 @@ class MeasuredRates:
             sequence_seconds=sequence,
             train_seconds=token,
             mini_batch_seconds=batch,
-            rescale_seconds=known.rescale_seconds or _mean(self._changes),
-            move_seconds=known.move_seconds or _mean(self._moves),
+            rescale_seconds=known.rescale_seconds or _mean(self.changes),
+            move_seconds=known.move_seconds or _mean(self.moves),
         )
 
 

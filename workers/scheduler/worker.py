@@ -158,7 +158,7 @@ class SchedulerWorker(Worker):
         actor = control.actor
         if control.is_open and actor.collects and self._arrived_at != actor.boundary:
             return control.monitor.has_next(actor)
-        return control.monitor.finished(actor.boundary.iteration) >= samples
+        return control.monitor.responses.finished(actor.boundary.iteration) >= samples
 
     def _next_phase(self, ready: ActorReady) -> Phase:
         if ready.boundary.done == ready.mini_batches:
@@ -182,7 +182,7 @@ class SchedulerWorker(Worker):
             return
         phase = self._next_phase(ready)
         if phase == "begin":
-            control.monitor.begin(ready.boundary.iteration)
+            control.monitor.responses.begin(ready.boundary.iteration)
         changes.summary.decisions += control.asks
         self._phase, control.asks = phase, False
         with self.span("decide", iteration=ready.boundary.iteration, phase=phase):

@@ -24,15 +24,13 @@ from functools import cached_property
 
 from rlinf_async.parallel import Strategy
 from rlinf_async.scheduling.policies.simple import (
-    all_serve,
+    IterationPolicy,
     at_least_home,
-    go_home,
     grow_to,
     has_work,
     larger_strategies,
     lend,
     release,
-    spread,
     take_back,
     take_most,
 )
@@ -283,8 +281,8 @@ LEAST_GAIN = 0.02
 """share of the time that is left; a smaller gain is not worth a change"""
 
 
-class Greedy:
-    """Chooses, of the layouts that can be had now, the one with which the iteration ends first.
+class Greedy(IterationPolicy):
+    """Of the layouts that can be had now, the one with which the iteration ends first.
 
     Where rates are not known yet, it moves nothing, but that the actor takes its devices again once
     all is generated.
@@ -296,31 +294,25 @@ class Greedy:
     and grows.
     """
 
-    def decide(self, state: ClusterState, /) -> ScalingDecision:
-        """Return what changes now."""
-        nothing = ScalingDecision(iteration=state.iteration)
-        if state.phase == "end":
-            return go_home(state)
-        if state.phase == "begin":
-            return spread(all_serve(_begin(state) or nothing, state), state)
+    def begin(self, state: ClusterState) -> ScalingDecision | None:
+        """Lend the actor's devices where that ends the iteration earlier."""
+        lent = lend(state) if state.rates.known else None
+        if lent is None:
+            return None
+        forecast = Forecast(state)
+        held = forecast.holding(state.actor.strategy).seconds
+        plan = forecast.best_lending(at_least_home(state))
+        return lent if plan.seconds < held * (1.0 - LEAST_GAIN) else None
+
+    def step(self, state: ClusterState) -> ScalingDecision | None:
+        """Return what changes within an iteration; None: nothing."""
         if not state.actor.holds and not state.unfinished:
-            return take_most(state) or nothing
+            return take_most(state)
         if not state.rates.known:
-            return nothing
+            return None
         if not state.actor.holds:
-            return _back(state) or nothing
-        return (_grown(state) if state.actor.ready else _freed(state)) or nothing
-
-
-def _begin(state: ClusterState) -> ScalingDecision | None:
-    """Lend the actor's devices where that ends the iteration earlier."""
-    lent = lend(state) if state.rates.known else None
-    if lent is None:
-        return None
-    forecast = Forecast(state)
-    held = forecast.holding(state.actor.strategy).seconds
-    plan = forecast.best_lending(at_least_home(state))
-    return lent if plan.seconds < held * (1.0 - LEAST_GAIN) else None
+            return _back(state)
+        return _grown(state) if state.actor.ready else _freed(state)
 
 
 def _back(state: ClusterState) -> ScalingDecision | None:

@@ -4,6 +4,7 @@ taking back, growing the actor."""
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 
 import msgspec
@@ -298,11 +299,32 @@ def has_work(state: ClusterState) -> bool:
     return actor.left > 0 and (actor.arrived is None or actor.arrived >= size)
 
 
+class IterationPolicy(ABC):
+    """A policy by which everybody goes home at the end of an iteration."""
+
+    def decide(self, state: ClusterState, /) -> ScalingDecision:
+        """Return what changes now."""
+        if state.phase == "end":
+            return go_home(state)
+        nothing = ScalingDecision(iteration=state.iteration)
+        if state.phase == "begin":
+            return spread(all_serve(self.begin(state) or nothing, state), state)
+        return self.step(state) or nothing
+
+    def begin(self, state: ClusterState) -> ScalingDecision | None:
+        """Return what changes as an iteration begins: rollout borrows the actor's devices."""
+        return lend(state)
+
+    @abstractmethod
+    def step(self, state: ClusterState) -> ScalingDecision | None:
+        """Return what changes within an iteration; None: nothing."""
+
+
 LENT_UNTIL = 0.5
 """share of an iteration's samples that is generated on the actor's devices, too"""
 
 
-class Tail:
+class Tail(IterationPolicy):
     """The built-in policy of an on-policy step whose lengths have a long tail.
 
     ::
@@ -315,23 +337,18 @@ class Tail:
         an iteration ends            everybody goes home
     """
 
-    def decide(self, state: ClusterState, /) -> ScalingDecision:
-        """Return what changes now."""
-        nothing = ScalingDecision(iteration=state.iteration)
-        if state.phase == "end":
-            return go_home(state)
-        if state.phase == "begin":
-            return spread(all_serve(lend(state) or nothing, state), state)
+    def step(self, state: ClusterState) -> ScalingDecision | None:
+        """Return what changes within an iteration; None: nothing."""
         if not state.actor.holds:
             due = state.finished >= LENT_UNTIL * state.samples or not state.unfinished
-            return (take_back(state) if due else None) or nothing
+            return take_back(state) if due else None
         if not state.actor.ready or not has_work(state):
-            return nothing
+            return None
         kept = [one.number for one in keep_order(state)[: instances_needed(state)]]
-        return grow(state, kept, f"{state.unfinished} samples are left to generate") or nothing
+        return grow(state, kept, f"{state.unfinished} samples are left to generate")
 
 
-class Turns:
+class Turns(IterationPolicy):
     """Generation and training take turns on all devices, as where both are collocated.
 
     ::
@@ -344,20 +361,15 @@ class Turns:
     and the others have to beat.
     """
 
-    def decide(self, state: ClusterState, /) -> ScalingDecision:
-        """Return what changes now."""
-        nothing = ScalingDecision(iteration=state.iteration)
-        if state.phase == "end":
-            return go_home(state)
-        if state.phase == "begin":
-            return spread(all_serve(lend(state) or nothing, state), state)
+    def step(self, state: ClusterState) -> ScalingDecision | None:
+        """Return what changes within an iteration; None: nothing."""
         if state.unfinished:
-            return nothing
+            return None
         if not state.actor.holds:
-            return take_most(state) or nothing
+            return take_most(state)
         if not state.actor.ready or not state.actor.left:
-            return nothing
-        return grow(state, (), "everything is generated") or nothing
+            return None
+        return grow(state, (), "everything is generated")
 
 
 class Static:

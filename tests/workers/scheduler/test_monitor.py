@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 from rlinf_async.messages.language import RequestCount
-from rlinf_async.parallel import Strategy
-from rlinf_async.workers.scheduler.messages import (
-    EndedCount,
-    Topology,
-)
-from rlinf_async.workers.scheduler.monitor import UNKNOWN_TOKENS, Monitor
+from rlinf_async.workers.scheduler.messages import EndedCount
+from rlinf_async.workers.scheduler.monitor import UNKNOWN_TOKENS, Responses
 
-TOPOLOGY = Topology(
-    instances=((0,), (1,)),
-    actor=(2,),
-    home=Strategy(),
-    strategies=(Strategy(),),
-    samples=8,
-    group=4,
-)
+SAMPLES, GROUP = 8, 4
 
 
 def asked(group: int, made: int = 0, most: int = 1000) -> RequestCount:
@@ -32,12 +21,12 @@ def ended(iteration: int, group: int, *lengths: int) -> list[EndedCount]:
 
 
 def test_in_the_first_iteration_the_mean_is_expected_of_its_own_group_where_it_is_known() -> None:
-    seen = Monitor(TOPOLOGY)
+    seen = Responses(SAMPLES, GROUP)
     assert seen.expected(asked(0)) == UNKNOWN_TOKENS
-    seen.note_ended(ended(0, 0, 10, 30))
+    seen.note(ended(0, 0, 10, 30))
     assert seen.expected(asked(0)) == 20.0
     assert seen.expected(asked(1)) == 20.0
-    seen.note_ended(ended(0, 1, 80))
+    seen.note(ended(0, 1, 80))
     assert seen.expected(asked(1)) == 80.0
     assert seen.expected(asked(1, made=60)) == 30.0  # half as many again
     assert seen.expected(asked(1, most=50)) == 50.0
@@ -46,12 +35,12 @@ def test_in_the_first_iteration_the_mean_is_expected_of_its_own_group_where_it_i
 def test_later_the_lengths_of_earlier_iterations_are_but_groups_still_differ_while_they_wait() -> (
     None
 ):
-    seen = Monitor(TOPOLOGY)
-    seen.note_ended(ended(0, 0, 10, 30, 100, 100))
+    seen = Responses(SAMPLES, GROUP)
+    seen.note(ended(0, 0, 10, 30, 100, 100))
     seen.begin(1)
     assert seen.expected(asked(2)) == 60.0
     assert seen.expected(asked(2, made=30)) == 70.0  # of those above 30, less the 30
-    seen.note_ended(ended(1, 2, 10, 12))
+    seen.note(ended(1, 2, 10, 12))
     assert seen.expected(asked(2)) == 11.0
     assert seen.expected(asked(3)) == 60.0
     assert seen.expected(asked(2, made=30)) == 70.0

@@ -25,9 +25,9 @@ def test_costs_are_fitted_to_what_was_measured() -> None:
     for tokens in (1000, 3000):
         measured.trained(tokens, 0.5 + tokens / 2 * 1e-3, Strategy(dp=2, tp=2))
     measured.trained(0, 5.0, Strategy(dp=2, tp=2))  # it was idle
-    measured.changed(3.0)
-    measured.changed(5.0)
-    measured.moved(2.0)
+    measured.changes.append(3.0)
+    measured.changes.append(5.0)
+    measured.moves.append(2.0)
     rates = measured.rates()
     assert rates.known
     assert rates.decode_seconds == pytest.approx(0.01)
