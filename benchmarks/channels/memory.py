@@ -59,8 +59,8 @@ class Consumer(ra.Worker):
 
 async def measured(cluster: ra.Cluster, size: str) -> dict[str, float]:
     """The resident memory, second by second, and how much it grew."""
-    producer = (await cluster.launch(Producer, name=f"Producer {size}"))[0]
-    consumer = (await cluster.launch(Consumer, name=f"Consumer {size}"))[0]
+    [producer] = await cluster.launch(Producer, name=f"Producer {size}")
+    [consumer] = await cluster.launch(Consumer, name=f"Consumer {size}")
     pids = [os.getpid(), *(cluster.pid(one.name) or 0 for one in (producer, consumer))]
     elements = SIZES[size]
 

@@ -106,7 +106,7 @@ async def items(cluster: ra.Cluster) -> Measured:
 
 async def apart(cluster: ra.Cluster) -> WorkerRef[Side]:
     """A worker on a core of its own, and this process on another."""
-    side = (await cluster.launch(Side))[0]
+    [side] = await cluster.launch(Side)
     await side.call(Side.on_first_core)
     kit.own_core(1)
     return side

@@ -14,7 +14,7 @@ begins again in the next life, with the channel ends that it holds meanwhile.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
@@ -393,6 +393,10 @@ class WorkerGroup(Generic[W_co]):
         if not 0 <= rank < len(self):
             raise IndexError(f"{self.name} has ranks 0 to {len(self) - 1}, not {rank}")
         return WorkerRef(self, rank)
+
+    def __iter__(self) -> Iterator[WorkerRef[W_co]]:
+        """The ranks one by one: ``[single] = await cluster.launch(Policy)``."""
+        return (self[rank] for rank in range(len(self)))
 
     @property
     def restarts(self) -> int:

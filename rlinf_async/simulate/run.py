@@ -400,9 +400,7 @@ class SimulatedRun:
     async def launch(self) -> None:
         """Start all workers; everybody is at home."""
         config, site, launch = self._config, self.site, self._cluster.launch
-        self.scheduler = (
-            await self._cluster.launch(SimulatedScheduler, site, self._report, name="scheduler")
-        )[0]
+        [self.scheduler] = await launch(SimulatedScheduler, site, self._report, name="scheduler")
         self.rollout = await launch(
             SimulatedRollout,
             site,
@@ -429,12 +427,10 @@ class SimulatedRun:
         )
         home = config.hardware.actor_devices
         await self.actor.call(SimulatedActor.init_trainer_resharding, home)
-        self.scorer = (
-            await self._cluster.launch(SimulatedScorer, site, config.env, name="reward")
-        )[0]
-        self.inference = (
-            await self._cluster.launch(SimulatedInference, site, config.inference, name="inference")
-        )[0]
+        [self.scorer] = await launch(Scorer, site, config.env, name="reward")
+        [self.inference] = await launch(
+            SimulatedInference, site, config.inference, name="inference"
+        )
 
     async def train(self, on_step: OnStep) -> None:
         """Run all iterations."""
