@@ -30,7 +30,7 @@ from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.workers.base import Worker, make
 from rlinf_async.workers.env import EnvConfig, EvaluatedEpisode
 from rlinf_async.workers.env.worker import EnvReport, EnvWorker, EvaluationPlan
-from rlinf_async.workers.rollout import RolloutConfig, RolloutWorker
+from rlinf_async.workers.rollout.policy import RolloutConfig, RolloutWorker
 
 
 class _Between(msgspec.Struct):

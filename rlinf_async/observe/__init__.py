@@ -8,50 +8,6 @@
     progress        the live view                       pictures        timeline, learning curve
     summary         the result of the run               video           the policy in its env
 
-Light names are here; what draws is imported from its own module, because workers trace and never
-draw: ``from rlinf_async.observe.pictures import draw_timeline``.
+Workers trace and never draw: names are imported from their own modules, so that nothing that draws
+comes with them.
 """
-
-from rlinf_async.observe.files import MetricsError, ObserveError, RunFolderError, VideoError
-from rlinf_async.observe.metrics import MetricsSink, MetricsWriter
-from rlinf_async.observe.run_folder import RunFolder
-from rlinf_async.observe.summary import (
-    EmbodiedSummary,
-    LanguageSummary,
-    Staleness,
-    Summary,
-    last_line,
-    read_summary,
-    write_summary,
-)
-from rlinf_async.observe.trace import (
-    WAIT,
-    Span,
-    SpanRecorder,
-    is_waiting,
-    read_perfetto,
-    write_perfetto,
-)
-
-__all__ = [
-    "WAIT",
-    "EmbodiedSummary",
-    "LanguageSummary",
-    "MetricsError",
-    "MetricsSink",
-    "MetricsWriter",
-    "ObserveError",
-    "RunFolder",
-    "RunFolderError",
-    "Span",
-    "SpanRecorder",
-    "Staleness",
-    "Summary",
-    "VideoError",
-    "is_waiting",
-    "last_line",
-    "read_perfetto",
-    "read_summary",
-    "write_perfetto",
-    "write_summary",
-]

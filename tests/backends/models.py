@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from rlinf_async.messages.weights import WeightUpdate
-from rlinf_async.weights import pack
+from rlinf_async.weights.pack import pack
 
 VOCABULARY = 256
 END = 1

@@ -11,7 +11,7 @@ from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.backends.policies.mlp import ArrayGaussian, MlpGaussianPolicy
 from rlinf_async.backends.policies.serving import PolicyServer
 from rlinf_async.messages.embodied import Floats
-from rlinf_async.weights import pack
+from rlinf_async.weights.pack import pack
 
 CPU = torch.device("cpu")
 

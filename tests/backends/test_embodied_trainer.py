@@ -24,8 +24,8 @@ from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.backends.policies.serving import PolicyServer
 from rlinf_async.config.registry import UnknownName
 from rlinf_async.messages.embodied import Trajectory
-from rlinf_async.messages.weights import WeightUpdate
-from rlinf_async.weights import WeightsError, unpack
+from rlinf_async.messages.weights import WeightsError, WeightUpdate
+from rlinf_async.weights.pack import unpack
 from tests.backends.fsdp_helpers import POLICY, in_processes, save_result
 
 CONFIG = EmbodiedTrainerConfig(

@@ -12,7 +12,7 @@ import torch
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 from rlinf_async.backends.language import FAMILIES, REFUSED, UnsupportedModel, check_family
 from rlinf_async.backends.transformers.tensors import ModelTensors, model_without_memory
-from rlinf_async.weights import unpack
+from rlinf_async.weights.pack import unpack
 from tests.backends.families import TIED, TINY, TOLERANCE, published_difference, tiny
 from tests.backends.language.kit import trainer_config
 from tests.docs.pages import ROOT

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from rlinf_async.cli import runs
-from rlinf_async.observe import RunFolder
 from rlinf_async.observe.progress import ProgressState, WorkerView
+from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.run_lock import Driver
 from rlinf_async.observe.status import RunResult, RunState, Status, write_status
 from tests.cli.conftest import CommandLine

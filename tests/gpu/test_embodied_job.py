@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlinf_async.backends.fsdp.embodied import EmbodiedTrainer
-from rlinf_async.weights import unpack
+from rlinf_async.weights.pack import unpack
 from tests.backends import test_embodied_trainer as numbers
 from tests.backends.vision_language import kit as vision_language
 from tests.gpu.kit import DEVICE, assert_near

@@ -14,7 +14,7 @@ from rlinf_async.algorithms.config import LanguageLossConfig
 from rlinf_async.backends.base import OptimizerConfig
 from rlinf_async.backends.fsdp.language.trainer import CriticTrainer, PolicyTrainer
 from rlinf_async.messages.language import TrainingSample
-from rlinf_async.weights import unpack
+from rlinf_async.weights.pack import unpack
 from tests.backends.language.kit import (
     QWEN3,
     UNTIED,

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from rlinf_async.config import registry as registry_module
-from rlinf_async.observe import MetricsError, MetricsWriter, RunFolderError
 from rlinf_async.observe import metrics as metrics_module
-from rlinf_async.observe.metrics import read_columns
+from rlinf_async.observe.files import MetricsError, RunFolderError
+from rlinf_async.observe.metrics import MetricsWriter, read_columns
 from tests.observe.test_files import full_disk_after
 from tests.observe.test_tensorboard import shown
 

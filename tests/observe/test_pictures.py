@@ -10,8 +10,10 @@ import pytest
 from matplotlib.colors import to_rgb
 from numpy.typing import NDArray
 
-from rlinf_async.observe import MetricsWriter, RunFolderError, Span
+from rlinf_async.observe.files import RunFolderError
+from rlinf_async.observe.metrics import MetricsWriter
 from rlinf_async.observe.pictures import COLOURS, draw_learning_curve, draw_timeline
+from rlinf_async.observe.trace import Span
 
 SECOND = 10**9
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rlinf_async.observe import RunFolder, RunFolderError
+from rlinf_async.observe.files import RunFolderError
+from rlinf_async.observe.run_folder import RunFolder
 from tests.observe.holding import holding
 from tests.observe.test_files import full_disk_after
 

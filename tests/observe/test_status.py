@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rlinf_async.observe import RunFolder, RunFolderError
+from rlinf_async.observe.files import RunFolderError
 from rlinf_async.observe.progress import ProgressState
-from rlinf_async.observe.run_folder import newest_run
-from rlinf_async.observe.run_lock import Driver, LockHolder, LockState, look_at_lock
+from rlinf_async.observe.run_folder import RunFolder, newest_run
+from rlinf_async.observe.run_lock import Driver, Holder, LockState, look_at_lock
 from rlinf_async.observe.status import RunResult, Status, look_at_run, state_of, write_status
 from tests.observe.holding import holding
 from tests.observe.test_files import full_disk_after

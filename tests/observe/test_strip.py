@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from rlinf_async.observe import VideoError
+from rlinf_async.observe.files import VideoError
 from rlinf_async.observe.video import GAP, HEIGHT, Strip
 
 

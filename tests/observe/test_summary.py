@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rlinf_async.observe import (
+from rlinf_async.observe.files import RunFolderError
+from rlinf_async.observe.run_folder import RunFolder
+from rlinf_async.observe.summary import (
     EmbodiedSummary,
     LanguageSummary,
-    RunFolder,
-    RunFolderError,
     Staleness,
     last_line,
     read_summary,

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rlinf_async.observe import MetricsWriter, RunFolderError
+from rlinf_async.observe.files import RunFolderError
+from rlinf_async.observe.metrics import MetricsWriter
 
 
 def write(folder: Path, steps: range, value: float, *, resume_at: int | None = None) -> None:

@@ -15,15 +15,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf_async.observe import (
-    RunFolderError,
+from rlinf_async.observe.files import RunFolderError
+from rlinf_async.observe.trace import (
     Span,
     SpanRecorder,
+    by_worker,
     is_waiting,
     read_perfetto,
     write_perfetto,
 )
-from rlinf_async.observe.trace import by_worker
 
 
 def events(path: Path, phase: str) -> list[dict[str, Any]]:

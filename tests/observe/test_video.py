@@ -14,7 +14,7 @@ import pytest
 from imageio_ffmpeg import get_ffmpeg_exe  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
-from rlinf_async.observe import VideoError
+from rlinf_async.observe.files import VideoError
 from rlinf_async.observe.video import VideoReport, choose_headless_renderer, record_video
 
 RECORD_FETCH = """

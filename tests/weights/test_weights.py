@@ -8,17 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from rlinf_async.messages.weights import TensorSlot, WeightBucket, WeightUpdate
-from rlinf_async.weights import (
+from rlinf_async.messages.weights import (
+    TensorSlot,
+    WeightBucket,
     WeightsDamaged,
     WeightsError,
     WeightsMismatch,
-    load,
-    pack,
-    unpack,
-    verify,
+    WeightUpdate,
 )
-from rlinf_async.weights.pack import update_checksum
+from rlinf_async.weights.pack import load, pack, unpack, update_checksum, verify
 
 DTYPES = [
     torch.float32,

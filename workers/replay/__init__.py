@@ -5,8 +5,3 @@
     worker.py   the worker: takes trajectories, answers requests for batches; settings
     store.py    trajectories -> transitions of up to n steps, in memory or in memory-mapped files
 """
-
-from rlinf_async.workers.replay.store import ReplayError
-from rlinf_async.workers.replay.worker import ReplayConfig, ReplayReport, ReplayWorker
-
-__all__ = ["ReplayConfig", "ReplayError", "ReplayReport", "ReplayWorker"]

@@ -47,7 +47,7 @@ from rlinf_async.messages.embodied import Floats, Trajectory, stage_key
 from rlinf_async.messages.spaces import ObservationSpec, numbers_of
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.parallel import Strategy, check_batch
-from rlinf_async.weights import pack
+from rlinf_async.weights.pack import pack
 
 
 def clone(

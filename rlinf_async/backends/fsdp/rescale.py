@@ -33,9 +33,14 @@ from rlinf_async.backends.fsdp.sharding import (
     storages_of,
 )
 from rlinf_async.backends.fsdp.state import MOMENTS, Shards, moment_shards, reshard, set_moments
-from rlinf_async.backends.rescale import Change, TransferGroup, rescale_together
-from rlinf_async.backends.rescale.rescale import collect_unless_freed, trim_heap
-from rlinf_async.backends.reshard import ExchangeReport
+from rlinf_async.backends.rescale.rescale import (
+    Change,
+    TransferGroup,
+    collect_unless_freed,
+    rescale_together,
+    trim_heap,
+)
+from rlinf_async.backends.reshard import Report
 from rlinf_async.backends.reshard.executor import DEFAULT_BUCKET_BYTES
 from rlinf_async.parallel import FSDP2, Replicated, Strategy, StrategyError
 

@@ -47,7 +47,7 @@ from rlinf_async.backends.sac_config import SacLossConfig, SacTrainerConfig
 from rlinf_async.messages.embodied import ReplayBatch
 from rlinf_async.messages.spaces import ObservationArray
 from rlinf_async.messages.weights import WeightUpdate
-from rlinf_async.weights import pack
+from rlinf_async.weights.pack import pack
 
 METRICS = ("critic_loss", "policy_loss", "entropy", "entropy_coefficient", "value")
 

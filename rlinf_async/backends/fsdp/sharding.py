@@ -41,15 +41,8 @@ from rlinf_async.backends.fsdp.state import (
     shard,
     sharded_like,
 )
-from rlinf_async.backends.rescale import TransferGroup
-from rlinf_async.backends.rescale.rescale import Storages, new_group
-from rlinf_async.backends.reshard import (
-    BufferState,
-    ExchangeReport,
-    Reservations,
-    allocate,
-    reshard,
-)
+from rlinf_async.backends.rescale.rescale import Storages, TransferGroup, new_group
+from rlinf_async.backends.reshard import Report, Reservations, State, allocate, reshard
 from rlinf_async.parallel import (
     FSDP2,
     GlobalTensor,

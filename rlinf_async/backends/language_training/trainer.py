@@ -54,7 +54,7 @@ from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import TrainingSample
 from rlinf_async.messages.weights import Allocate, WeightUpdate
 from rlinf_async.parallel import Strategy
-from rlinf_async.weights import pack
+from rlinf_async.weights.pack import pack
 
 
 class ModelManager(HoldsWeights, Rank, Protocol):

@@ -36,8 +36,13 @@ from rlinf_async.backends.checkpoint.collectives import (
     broadcast_bytes,
     wait_for_all,
 )
-from rlinf_async.messages.weights import Allocate, TensorSlot, WeightBucket, WeightUpdate
-from rlinf_async.weights import WeightsError, pack
+from rlinf_async.messages.weights import (
+    Allocate,
+    TensorSlot,
+    WeightBucket,
+    WeightsError,
+    WeightUpdate,
+)
 from rlinf_async.weights.behind import Place, map_place, places_of, this_host
 from rlinf_async.weights.pack import (
     GLANCE,
@@ -45,6 +50,7 @@ from rlinf_async.weights.pack import (
     data_checksum,
     elements_of,
     grouped,
+    pack,
     slots_of,
     update_checksum,
 )

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout, default_pg_timeout
 
 from rlinf_async.backends.megatron.cpu import of_megatron
-from rlinf_async.backends.rescale import TransferGroup
+from rlinf_async.backends.rescale.rescale import TransferGroup
 from rlinf_async.parallel import Strategy
 
 AFTER_A_FAILURE = timedelta(seconds=0.1)

@@ -16,7 +16,7 @@ from rlinf_async.backends.policies.recurrent import MEMORY, RecurrentPolicy
 from rlinf_async.messages.embodied import Floats, Ints
 from rlinf_async.messages.spaces import STATE, ObservationArray
 from rlinf_async.messages.weights import WeightUpdate
-from rlinf_async.weights import load
+from rlinf_async.weights.pack import load
 
 
 class PolicyServer:

@@ -31,8 +31,7 @@ from rlinf_async.backends.transformers.sampling import NOTHING, Rules, draw, kep
 from rlinf_async.backends.transformers.tensors import ModelTensors, load_weights
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Generated, Kept, Request, Tokens
-from rlinf_async.messages.weights import WeightUpdate
-from rlinf_async.weights import refuse_older
+from rlinf_async.messages.weights import WeightUpdate, refuse_older
 
 GROWTH = 64
 """positions added when the cache grows, at least; else half as many as it has"""

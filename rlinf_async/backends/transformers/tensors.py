@@ -29,8 +29,8 @@ from rlinf_async.backends.transformers import sampling as attention
 from rlinf_async.backends.transformers.config import TransformersEngineConfig
 from rlinf_async.backends.transformers.folder import ModelFolder
 from rlinf_async.messages.weights import WeightUpdate
-from rlinf_async.weights import check_fit as compare
-from rlinf_async.weights import unpack, verify
+from rlinf_async.weights.pack import check_fit as compare
+from rlinf_async.weights.pack import unpack, verify
 
 
 class Slice(NamedTuple):

@@ -39,8 +39,8 @@ from rlinf_async.backends.vllm.library import (
 from rlinf_async.backends.vllm.shared import Known, Sharing
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Generated, Request, Tokens
-from rlinf_async.messages.weights import WeightUpdate
-from rlinf_async.weights import refuse_older, verify
+from rlinf_async.messages.weights import WeightUpdate, refuse_older
+from rlinf_async.weights.pack import verify
 
 R = TypeVar("R")
 

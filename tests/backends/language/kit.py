@@ -16,7 +16,7 @@ from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 from rlinf_async.backends.language import MicroBatch
 from rlinf_async.backends.language_training.config import LanguageModelConfig
 from rlinf_async.messages.language import TrainingSample
-from rlinf_async.weights import unpack
+from rlinf_async.weights.pack import unpack
 
 VOCABULARY = 61
 

@@ -26,7 +26,7 @@ from rlinf_async.backends.language_training.supervised import Example, fit_super
 from rlinf_async.backends.parts import language_trainers
 from rlinf_async.config.registry import UnknownName, load_entry_point
 from rlinf_async.messages.language import TrainingSample
-from rlinf_async.weights import WeightsError
+from rlinf_async.messages.weights import WeightsError
 from tests.backends.language.kit import (
     QWEN3,
     UNTIED,

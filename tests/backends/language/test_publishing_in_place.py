@@ -20,7 +20,7 @@ from rlinf_async.backends.language_training.weights import NotPublished
 from rlinf_async.channels.wire import shared_bytes
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.parallel import Strategy
-from rlinf_async.weights import pack, verify
+from rlinf_async.weights.pack import pack, verify
 from tests.backends.fsdp_helpers import in_processes, save_result
 from tests.backends.language.kit import QWEN3, UNTIED, micro_batches, samples, trainer_config
 

@@ -12,7 +12,7 @@ import torch
 from rlinf_async.algorithms.config import LanguageAdvantageConfig, LanguageLossConfig
 from rlinf_async.backends.base import TrainingDiverged
 from rlinf_async.backends.fsdp.language.trainer import CriticTrainer, PolicyTrainer
-from rlinf_async.weights import unpack
+from rlinf_async.weights.pack import unpack
 from tests.backends.fsdp_helpers import in_processes, load_result, save_result
 from tests.backends.language.kit import QWEN3, UNTIED, micro_batches, samples, trainer_config
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 
 from rlinf_async.backends.base import OptimizerConfig, SchedulerConfig
-from rlinf_async.weights import unpack
+from rlinf_async.weights.pack import unpack
 from tests.backends.fsdp_helpers import in_processes, save_result
 from tests.backends.language.kit import QWEN3, UNTIED, trainer_config
 from tests.backends.megatron.rescaling import config, step

@@ -18,10 +18,10 @@ from rlinf_async.backends.base import OptimizerConfig, SchedulerConfig
 from rlinf_async.backends.language_training.config import LanguageModelConfig
 from rlinf_async.backends.megatron.config import MegatronConfig, MegatronTrainerConfig
 from rlinf_async.backends.megatron.weights import kept_of
-from rlinf_async.backends.rescale import RescaleError
+from rlinf_async.backends.rescale.transaction import RescaleError
 from rlinf_async.backends.reshard import PeerLost
 from rlinf_async.parallel import Strategy
-from rlinf_async.weights import unpack
+from rlinf_async.weights.pack import unpack
 from tests.backends.fsdp_helpers import in_processes, save_result
 from tests.backends.language.kit import QWEN3, UNTIED, micro_batches, samples
 from tests.backends.rescale.breaking import STAGES, break_it, nothing_to_mend

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlinf_async.backends.checkpoint.folders import CheckpointError
 from rlinf_async.backends.language import OPTIMIZER, PARTS, WEIGHTS
-from rlinf_async.weights import unpack
+from rlinf_async.weights.pack import unpack
 from tests.backends.fsdp_helpers import in_processes, save_result
 from tests.backends.language.kit import samples
 from tests.backends.megatron.rescaling import config, step

@@ -11,7 +11,7 @@ import torch
 
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.parallel import Strategy
-from rlinf_async.weights import pack
+from rlinf_async.weights.pack import pack
 from tests.backends.fsdp_helpers import in_processes, save_result
 from tests.backends.language.test_publishing_in_place import assert_same, ordinary, soiled
 from tests.backends.megatron.rescaling import BUCKET, LIMIT, config, one_step

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlinf_async.backends.rescale import RescaleError
+from rlinf_async.backends.rescale.transaction import RescaleError
 from rlinf_async.parallel import Strategy, StrategyError
 from tests.backends.fsdp_helpers import in_processes, save_result
 from tests.backends.language.kit import samples

@@ -16,7 +16,7 @@ from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 from rlinf_async.backends.language_training.config import LanguageModelConfig
 from rlinf_async.backends.megatron.config import MegatronConfig, MegatronTrainerConfig
 from rlinf_async.parallel import StrategyError
-from rlinf_async.weights import unpack
+from rlinf_async.weights.pack import unpack
 from tests.backends.fsdp_helpers import in_processes, save_result
 from tests.backends.language import kit as language
 from tests.backends.language.kit import micro_batches, samples, trainer_config

@@ -23,7 +23,7 @@ from torch import Tensor
 from rlinf_async.algorithms.config import LanguageAdvantageConfig
 from rlinf_async.backends.base import OptimizerConfig
 from rlinf_async.parallel import Strategy
-from rlinf_async.weights import unpack
+from rlinf_async.weights.pack import unpack
 from tests.backends.checkpoint.damage import read
 from tests.backends.fsdp_helpers import in_processes, save_result
 from tests.backends.language.kit import micro_batches, samples

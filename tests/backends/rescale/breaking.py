@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from rlinf_async.backends.rescale import Rescale
+from rlinf_async.backends.rescale.rescale import Rescale
 from rlinf_async.backends.reshard import buckets
 
 LIMIT = 60.0

@@ -17,8 +17,14 @@ import torch
 import torch.distributed as dist
 
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
-from rlinf_async.backends.rescale import Rescale, RescaleError, RescaleUndecided, transaction
-from rlinf_async.backends.rescale.transaction import StageResult, Transaction
+from rlinf_async.backends.rescale import transaction
+from rlinf_async.backends.rescale.rescale import Rescale
+from rlinf_async.backends.rescale.transaction import (
+    RescaleError,
+    RescaleUndecided,
+    StageResult,
+    Transaction,
+)
 from rlinf_async.backends.reshard import PeerLost, buckets
 from rlinf_async.parallel import Strategy
 from tests.backends.fsdp_helpers import exit_codes, in_processes, save_result

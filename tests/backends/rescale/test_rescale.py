@@ -17,9 +17,9 @@ from rlinf_async.backends.fsdp.embodied import EmbodiedTrainer
 from rlinf_async.backends.fsdp.language.trainer import CriticTrainer, PolicyTrainer
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.fsdp.rescale import rescale
-from rlinf_async.backends.rescale import RescaleError
+from rlinf_async.backends.rescale.transaction import RescaleError
 from rlinf_async.parallel import Strategy
-from rlinf_async.weights import unpack
+from rlinf_async.weights.pack import unpack
 from tests.backends.fsdp_helpers import config as policy_config
 from tests.backends.fsdp_helpers import in_processes, save_result, set_up
 from tests.backends.rescale.kit import (

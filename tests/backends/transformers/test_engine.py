@@ -18,7 +18,7 @@ from rlinf_async.backends.language import EngineDied, PromptTooLong
 from rlinf_async.backends.transformers.config import TransformersEngineConfig
 from rlinf_async.backends.transformers.engine import TransformersEngine
 from rlinf_async.backends.transformers.folder import ModelFolderError
-from rlinf_async.weights import WeightsDamaged, WeightsMismatch
+from rlinf_async.messages.weights import WeightsDamaged, WeightsMismatch
 from tests.backends.engine_protocol import (
     carries_a_cancelled_load_to_its_end,
     refuses_older_weights,

@@ -23,8 +23,8 @@ from rlinf_async.backends.vllm.engine import VllmEngine
 from rlinf_async.backends.vllm.library import start_llm
 from rlinf_async.channels.wire import shared_bytes
 from rlinf_async.messages.language import Generated, Request
-from rlinf_async.messages.weights import WeightUpdate
-from rlinf_async.weights import WeightsDamaged, WeightsMismatch, pack, unpack, verify
+from rlinf_async.messages.weights import WeightsDamaged, WeightsMismatch, WeightUpdate
+from rlinf_async.weights.pack import pack, unpack, verify
 from tests.backends.checkpoint.kit import PROMPT, RESPONSE
 from tests.backends.engine_protocol import (
     carries_a_cancelled_load_to_its_end,

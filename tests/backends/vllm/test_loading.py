@@ -19,7 +19,7 @@ from rlinf_async.backends.transformers.folder import ModelFolderError, open_fold
 from rlinf_async.backends.vllm.config import VllmEngineConfig
 from rlinf_async.backends.vllm.library import _set_environment, start_llm, starting_alone
 from rlinf_async.backends.vllm.loading import Unknown, shards
-from rlinf_async.weights import pack, unpack
+from rlinf_async.weights.pack import pack, unpack
 from tests.backends.models import make_model, publish, qwen3, save_folder
 
 pytestmark = [  # of what vLLM imports

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from rlinf_async.backends.vllm.shared import Memory, Sharing
 from rlinf_async.channels.wire import shared_bytes
 from rlinf_async.messages.weights import WeightUpdate
-from rlinf_async.weights import pack, unpack, verify
+from rlinf_async.weights.pack import pack, unpack, verify
 from tests.architecture.sources import ROOT
 from tests.backends.models import make_model, publish, qwen3
 from tests.backends.vllm.kit import shared_memory

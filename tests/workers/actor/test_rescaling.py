@@ -45,7 +45,7 @@ class BrokenOnce(FSDPActor):
     """Its first move to 3 ranks fails on rank 1."""
 
     def make_trainer(self) -> LanguageTrainer:
-        from rlinf_async.backends.rescale import Rescale
+        from rlinf_async.backends.rescale.rescale import Rescale
 
         whole = Rescale.move
 

@@ -37,7 +37,7 @@ class Failing(FSDPActor):
         await super().make_ready()
 
     def make_trainer(self) -> LanguageTrainer:
-        from rlinf_async.backends.rescale import Rescale
+        from rlinf_async.backends.rescale.rescale import Rescale
 
         whole = Rescale.decide
 

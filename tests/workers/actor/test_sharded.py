@@ -10,7 +10,7 @@ import torch.distributed.tensor  # assert_close does so at its first use: not in
 from torch import Tensor
 
 import rlinf_async as ra
-from rlinf_async.weights import unpack
+from rlinf_async.weights.pack import unpack
 from rlinf_async.workers.actor import EmbodiedFSDPActor
 from tests.backends.rescale.kit import TRAJECTORIES, embodied_config, trajectory
 from tests.workers.actor.toy import Channels, Plan

@@ -29,7 +29,7 @@ from rlinf_async.workers.env import (
     EnvWorker,
     RolloutGone,
 )
-from rlinf_async.workers.rollout import RolloutReport
+from rlinf_async.workers.rollout.policy import RolloutReport
 from tests.workers.env.toy import (
     Channels,
     Gated,

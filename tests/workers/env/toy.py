@@ -23,7 +23,7 @@ from rlinf_async.messages.embodied import (
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.workers.env import EnvConfig
 from rlinf_async.workers.host import Pace
-from rlinf_async.workers.rollout import RolloutWorker
+from rlinf_async.workers.rollout.policy import RolloutWorker
 
 MAKE = "tests.workers.env.toy:make"
 

@@ -9,14 +9,15 @@ import pytest
 
 from rlinf_async.messages.embodied import Trajectory
 from rlinf_async.messages.spaces import continuous, flat_spec
-from rlinf_async.workers.replay import ReplayConfig, ReplayError
 from rlinf_async.workers.replay.store import (
     Priorities,
+    ReplayError,
     ReplayStore,
     SumTree,
     columns_of,
     transitions_of,
 )
+from rlinf_async.workers.replay.worker import ReplayConfig
 
 COLUMNS = columns_of(flat_spec(1), continuous(1))
 

@@ -24,7 +24,7 @@ from rlinf_async.channels import LatestSender
 from rlinf_async.channels.wire import shared_bytes
 from rlinf_async.messages.language import Sample
 from rlinf_async.messages.weights import WeightUpdate
-from rlinf_async.weights import pack, unpack
+from rlinf_async.weights.pack import pack, unpack
 from rlinf_async.workers.rollout.language import LanguageRolloutWorker
 from tests.backends.models import log_probs, make_model, publish, qwen3, save_folder
 from tests.backends.requests import request

@@ -15,7 +15,7 @@ from rlinf_async.backends.base import PolicyAnswer, PolicyBackend, PolicyOutputE
 from rlinf_async.messages.embodied import Actions, Floats, Observations, stage_key
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.testing import explore, nothing_left_waiting, wait_all_blocked
-from rlinf_async.workers.rollout import RolloutConfig, RolloutReport, WeightsEnded
+from rlinf_async.workers.rollout.policy import RolloutConfig, RolloutReport, WeightsEnded
 from tests.workers.env.toy import Channels, ToyPolicy, ToyRollout, toy_action, toy_value, weights
 
 
@@ -288,7 +288,7 @@ async def test_a_damaged_update_is_an_error_and_never_loaded(
     damage: Callable[[WeightUpdate], WeightUpdate], said: str
 ) -> None:
     from rlinf_async.backends.policies.config import PolicyConfig
-    from rlinf_async.workers.rollout import RolloutWorker
+    from rlinf_async.workers.rollout.policy import RolloutWorker
 
     config = PolicyConfig(observation_size=2, action_size=1)
     async with ra.Cluster.local() as cluster:
@@ -306,7 +306,7 @@ async def test_a_damaged_update_is_an_error_and_never_loaded(
 
 async def test_ranks_and_lives_draw_different_actions() -> None:
     from rlinf_async.backends.policies.config import PolicyConfig
-    from rlinf_async.workers.rollout import RolloutWorker
+    from rlinf_async.workers.rollout.policy import RolloutWorker
 
     config = PolicyConfig(observation_size=2, action_size=1)
     async with ra.Cluster.local() as cluster:
@@ -333,7 +333,7 @@ def _packed(config: Any, version: int) -> WeightUpdate:
     import torch
 
     from rlinf_async.backends.policies.mlp import MlpGaussianPolicy
-    from rlinf_async.weights import pack
+    from rlinf_async.weights.pack import pack
 
     torch.manual_seed(0)
     return pack(MlpGaussianPolicy(config).state_dict(), version)

@@ -20,7 +20,7 @@ import rlinf_async as ra
 from rlinf_async.backends.toy.config import ToyEngineConfig
 from rlinf_async.messages.language import LanguageTrainReport, SampleGroup
 from rlinf_async.messages.weights import WeightUpdate
-from rlinf_async.weights import unpack
+from rlinf_async.weights.pack import unpack
 from rlinf_async.workers.actor import FSDPActor
 from tests.backends.language.kit import VOCABULARY, trainer_config
 from tests.workers.actor.language.kit import OPTIMIZER

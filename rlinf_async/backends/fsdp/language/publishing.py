@@ -24,8 +24,8 @@ from rlinf_async.backends.fsdp.sharding import finish_copies, moved
 from rlinf_async.backends.fsdp.state import first_row, full_model_state, local_shard
 from rlinf_async.backends.language_training.weights import OwnParts, PlacedPart
 from rlinf_async.backends.transformers.tensors import Slice
-from rlinf_async.messages.weights import WeightUpdate
-from rlinf_async.weights import WeightsMismatch, check_fit, unpack, verify
+from rlinf_async.messages.weights import WeightsMismatch, WeightUpdate
+from rlinf_async.weights.pack import check_fit, unpack, verify
 
 PREFIX = "language."
 CPU = torch.device("cpu")

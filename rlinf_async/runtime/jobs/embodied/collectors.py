@@ -32,7 +32,7 @@ from rlinf_async.runtime.jobs.placement import PlacementPlan
 from rlinf_async.runtime.supervise import Restart
 from rlinf_async.workers.collocated import CollocatedEnvWorker
 from rlinf_async.workers.env import EnvReport, EnvWorker, EvaluatedEpisode, EvaluationPlan
-from rlinf_async.workers.rollout import RolloutReport, RolloutWorker
+from rlinf_async.workers.rollout.policy import RolloutReport, RolloutWorker
 
 
 class EmbodiedChannels:

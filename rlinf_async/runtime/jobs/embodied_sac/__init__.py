@@ -9,8 +9,3 @@
 Settings, tickets, collectors, evaluation and reports are those of
 `rlinf_async.runtime.jobs.embodied`.
 """
-
-from rlinf_async.runtime.jobs.embodied_sac.config import SacConfig, SacTrainingConfig
-from rlinf_async.runtime.jobs.embodied_sac.job import EmbodiedSAC
-
-__all__ = ["EmbodiedSAC", "SacConfig", "SacTrainingConfig"]

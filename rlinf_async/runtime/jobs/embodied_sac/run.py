@@ -48,8 +48,7 @@ from rlinf_async.runtime.jobs.placement import PlacementPlan
 from rlinf_async.runtime.jobs.view import LiveView
 from rlinf_async.runtime.supervise import Never, Restart
 from rlinf_async.workers.actor import GradientPlan, SacActor
-from rlinf_async.workers.replay import ReplayWorker
-from rlinf_async.workers.replay.worker import STATE, ReplayPlan, read_state
+from rlinf_async.workers.replay.worker import STATE, ReplayPlan, ReplayWorker, read_state
 
 REPLAY = "replay"
 """name of the store's folder, in a checkpoint and in the run folder"""

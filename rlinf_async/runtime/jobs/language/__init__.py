@@ -13,8 +13,3 @@
     model.py        the model's folder, before the run and after it
     schedulable.py, scheduling.py    devices that change their roles
 """
-
-from rlinf_async.runtime.jobs.language.config import LanguageConfig
-from rlinf_async.runtime.jobs.language.job import LanguageRL
-
-__all__ = ["LanguageConfig", "LanguageRL"]

@@ -18,7 +18,7 @@ from rlinf_async.messages.language import SampleGroup, TrainingSample
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.runtime.ray.training import RolloutData, TrainArgs
 from rlinf_async.runtime.ray.training.worker import GroupActor
-from rlinf_async.weights import unpack
+from rlinf_async.weights.pack import unpack
 from rlinf_async.workers.base import WorkerContext, WorkerInfo, make
 from tests.jobs.language.checkpoints import save_checkpoint
 from tests.runtime.ray.training.kit import args, batch, columns

@@ -14,7 +14,7 @@ from rlinf_async.backends.fsdp.language.config import LanguageTrainerConfig
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 from rlinf_async.backends.language import LanguageTrainer, MicroBatch
 from rlinf_async.messages.language import LanguageTrainReport
-from rlinf_async.weights import unpack
+from rlinf_async.weights.pack import unpack
 from rlinf_async.workers.actor import FSDPActor, LanguageBatches
 from tests.workers.actor.language.kit import CONFIG, GROUP, Channels, groups
 

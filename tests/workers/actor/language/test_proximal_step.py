@@ -16,7 +16,7 @@ import rlinf_async as ra
 from rlinf_async.algorithms.config import LanguageLossConfig
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 from rlinf_async.messages.language import SampleGroup, TrainingSample
-from rlinf_async.weights import unpack
+from rlinf_async.weights.pack import unpack
 from rlinf_async.workers.actor import FSDPActor
 from tests.backends.language.kit import trainer_config
 from tests.workers.actor.language.kit import BATCHES, OPTIMIZER, Channels, groups

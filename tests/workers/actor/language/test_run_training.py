@@ -28,7 +28,7 @@ from rlinf_async.messages.language import (
     TrainingSample,
 )
 from rlinf_async.messages.weights import WeightUpdate
-from rlinf_async.weights import unpack
+from rlinf_async.weights.pack import unpack
 from rlinf_async.workers.actor import FSDPActor, LanguageBatches
 from tests.backends.language.kit import assert_close, trainer_config
 from tests.workers.actor.language.kit import BATCHES, CONFIG, KEEPING, Channels, as_sample, groups

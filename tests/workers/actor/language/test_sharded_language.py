@@ -13,7 +13,7 @@ from torch import Tensor
 import rlinf_async as ra
 from rlinf_async.algorithms.config import LanguageAdvantageConfig, LanguageLossConfig
 from rlinf_async.messages.embodied import Floats
-from rlinf_async.weights import unpack
+from rlinf_async.weights.pack import unpack
 from rlinf_async.workers.actor import FSDPActor
 from tests.backends.language.kit import trainer_config
 from tests.workers.actor.language.kit import (
