@@ -40,7 +40,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -93,7 +93,46 @@ class BatchedEnv(Protocol):
     def close(self) -> None: ...
 
 
-class BatchedStage(ForeignEnv):
+EnvT = TypeVar("EnvT", BatchedEnv, "AsyncEnv")
+
+
+class SimulatorOfMany(ForeignEnv, Generic[EnvT]):
+    """A simulator of ``E`` environments, whose episodes are counted here."""
+
+    def __init__(
+        self,
+        env: EnvT,
+        writer: ObservationWriter,
+        actions: ActionReader,
+        autoreset: Autoreset,
+        *,
+        label: str,
+        seed: int,
+        call: Call,
+    ) -> None:
+        super().__init__(f"simulator {label}", seed, call)
+        self.env = env
+        self._writer, self._actions, self._autoreset = writer, actions, autoreset
+        self._returns = np.zeros(env.num_envs)
+        self._lengths = np.zeros(env.num_envs, np.int64)
+
+    def _episode(self, env: int, place: int, info: Mapping[str, Any]) -> Episode:
+        """End the episode of an environment, of which ``info`` tells in this place."""
+        last = info.get("final_info", info) if self._autoreset == "same_step" else info
+        ended = Episode(float(self._returns[env]), int(self._lengths[env]), success_at(last, place))
+        self._returns[env], self._lengths[env] = 0.0, 0
+        return ended
+
+    def _last_observations(self, places: Sequence[int], info: Mapping[str, Any]) -> Seen:
+        """Return what ``info`` shows of the ends of episodes; raises `ValueError` where nothing."""
+        name = last_name(info)
+        rows = self._writer.spec.empty(len(places))
+        for row, place in enumerate(places):
+            self._writer.write(at(info[name], place), rows[row])
+        return rows
+
+
+class BatchedStage(SimulatorOfMany[BatchedEnv]):
     """``E`` environments of one simulator; an `EnvStage`."""
 
     rows: Ints | None = None
@@ -111,16 +150,11 @@ class BatchedStage(ForeignEnv):
         call: Call = NOT_NOTED,
     ) -> None:
         """``call`` is where its calls are noted."""
-        super().__init__(f"simulator {label}", seed, call)
-        self.env = env
-        self._writer, self._actions, self._autoreset = writer, actions, autoreset
-        count = env.num_envs
-        self.observation: ObservationArray = writer.spec.empty(count)
+        super().__init__(env, writer, actions, autoreset, label=label, seed=seed, call=call)
+        self.observation: Seen = writer.spec.empty(env.num_envs)
         """``[E, D]``: present observations; a step makes a new array, the old stays as it is"""
         self._fresh = True
-        self._ended = np.zeros(count, np.bool_)
-        self._returns = np.zeros(count)
-        self._lengths = np.zeros(count, np.int64)
+        self._ended = np.zeros(env.num_envs, np.bool_)
 
     @property
     def needs_reset(self) -> bool:
@@ -202,31 +236,14 @@ class BatchedStage(ForeignEnv):
         if self._autoreset != "same_step":
             last: ObservationArray = shown[cut]
             return last
-        name = last_name(info)
-        rows = self._writer.spec.empty(int(cut.sum()))
-        for place, index in enumerate(np.flatnonzero(cut)):
-            self._writer.write(at(info[name], int(index)), rows[place])
-        return rows
+        return self._last_observations(np.flatnonzero(cut).tolist(), info)
 
     def _episodes(
         self, reward: Floats, ended: Bools, valid: Bools | None, info: Mapping[str, Any]
     ) -> list[Episode]:
         self._returns += reward if valid is None else np.where(valid, reward, 0.0)
         self._lengths += 1 if valid is None else valid
-        if not ended.any():
-            return []
-        last = info.get("final_info", info) if self._autoreset == "same_step" else info
-        done = [
-            Episode(
-                float(self._returns[index]),
-                int(self._lengths[index]),
-                success_at(last, int(index)),
-            )
-            for index in np.flatnonzero(ended)
-        ]
-        self._returns[ended] = 0.0
-        self._lengths[ended] = 0
-        return done
+        return [self._episode(env, env, info) for env in np.flatnonzero(ended).tolist()]
 
     def _check(self, observation: ObservationArray, what: int) -> None:
         numbers = numbers_of(observation)
@@ -494,7 +511,7 @@ class _Received(NamedTuple):
     batch: tuple[Any, Any, Any, Any, dict[str, Any]]
 
 
-class SimulatorEnvs(ForeignEnv):
+class Simulated(SimulatorOfMany[AsyncEnv]):
     """`AsyncEnvs` of one simulator."""
 
     def __init__(
@@ -510,16 +527,11 @@ class SimulatorEnvs(ForeignEnv):
     ) -> None:
         """``calls`` are where those of ``recv`` are noted, and all others."""
         self._receiving, call = calls
-        super().__init__(f"simulator {label}", seed, call)
-        self._env, self._writer, self._actions = env, writer, actions
-        self._autoreset = autoreset
-        count = env.num_envs
-        self._beginning = np.zeros(count, np.bool_)
+        super().__init__(env, writer, actions, autoreset, label=label, seed=seed, call=call)
+        self._beginning = np.zeros(env.num_envs, np.bool_)
         """whether what comes next only begins an episode"""
-        self._asked = np.zeros(count, np.bool_)
+        self._asked = np.zeros(env.num_envs, np.bool_)
         """whether that was a step, and no reset"""
-        self._returns = np.zeros(count)
-        self._lengths = np.zeros(count, np.int64)
         self._under_way = threading.Semaphore(0)
         self._came: queue.SimpleQueue[_Received | BaseException] = queue.SimpleQueue()
         self._closing = False
@@ -530,15 +542,15 @@ class SimulatorEnvs(ForeignEnv):
         """Begin an episode in every environment; the simulator was seeded when it was made."""
         self._beginning[:], self._asked[:] = True, False
         with self.during(ASYNC_RESET):
-            self._env.async_reset()
-        self._under_way.release(self._env.num_envs)
+            self.env.async_reset()
+        self._under_way.release(self.env.num_envs)
 
     def send(self, answer: Choice, rows: Ints) -> None:
         """Begin a step in these environments."""
         self._asked[rows] = True
         actions = batch_of(self._actions.read(answer, len(rows)))
         with self.during(SEND):
-            self._env.send(actions, rows)
+            self.env.send(actions, rows)
         self._under_way.release(len(rows))
 
     def receive(self, timeout: float | None) -> list[Ready]:
@@ -561,7 +573,7 @@ class SimulatorEnvs(ForeignEnv):
         self._under_way.release()
         self._thread.join()
         with self.during(CLOSE):
-            self._env.close()
+            self.env.close()
 
     def _receive_all(self) -> None:
         while True:
@@ -571,7 +583,7 @@ class SimulatorEnvs(ForeignEnv):
             resets = self._autoreset == "same_step" or bool(self._beginning.any())
             self._receiving.begin(RECV_AND_RESET if resets else RECV, self.seed, self.steps)
             try:
-                batch = self._env.recv()
+                batch = self.env.recv()
                 rows = array_of(batch[4]["env_id"]).astype(np.int64)
             except BaseException as error:  # raised where it is asked for
                 self._came.put(error)
@@ -630,13 +642,12 @@ class SimulatorEnvs(ForeignEnv):
         cut = bool(truncated) and not terminated
         episode, final = None, None
         if terminated or truncated:
-            last = info.get("final_info", info) if self._autoreset == "same_step" else info
-            episode = Episode(
-                float(self._returns[env]), int(self._lengths[env]), success_at(last, place)
-            )
-            final = self._final(place, shown, info) if cut else None
+            episode = self._episode(env, place, info)
+            if cut and self._autoreset == "next_step":
+                final = shown[place]
+            elif cut:
+                final = self._last_observations([place], info)[0]
             self._beginning[env] = self._autoreset == "next_step"
-            self._returns[env], self._lengths[env] = 0.0, 0
         return Ready(
             env=env,
             ready_at=ready_at,
@@ -647,14 +658,6 @@ class SimulatorEnvs(ForeignEnv):
             final_observation=final,
             episode=episode,
         )
-
-    def _final(self, place: int, shown: Any, info: Mapping[str, Any]) -> Any:
-        if self._autoreset == "next_step":
-            return shown[place]
-        name = last_name(info)
-        row = self._writer.spec.empty(1)
-        self._writer.write(at(info[name], place), row[0])
-        return row[0]
 
     def _check(self, row: Any, env: int) -> None:
         numbers = numbers_of(row)

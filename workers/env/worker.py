@@ -61,7 +61,7 @@ from rlinf_async.workers.env.evaluation import (
     after_answer,
     after_step,
 )
-from rlinf_async.workers.env.many import AsyncEnvs, AsyncStage, BatchedStage
+from rlinf_async.workers.env.many import AsyncEnvs, AsyncStage, BatchedStage, Simulated
 from rlinf_async.workers.env.record import Record
 from rlinf_async.workers.env.spaces import ActionReader, ObservationWriter
 from rlinf_async.workers.env.stage import EnvStage, Slot, Stage, StageOutcome
@@ -103,10 +103,7 @@ class Environments:
         if config.simulator == "pool":
             return self._pool(number)
         if config.many_in_a_call:
-            seed = self._seed(number, 0)
-            if config.asynchronous:
-                return self._async_simulator(count, label, seed)
-            return self._simulator(count, label, seed)
+            return self._simulator(count, label, self._seed(number, 0))
         slots = [self._slot(number, index) for index in range(count)]
         return Stage(
             slots,
@@ -122,10 +119,7 @@ class Environments:
             count = min(len(episodes), self.config.envs_per_stage)
             label = f"{self.config.name}[evaluation]"
             own = episode_seed(seed, self._rank)
-            if self.config.simulator == "async":
-                lock_step = self._async_simulator(count, label, own, Readiness(count))
-                return BatchedEvaluation(lock_step, episodes)
-            return BatchedEvaluation(self._simulator(count, label, own), episodes)
+            return BatchedEvaluation(self._simulator(count, label, own, lock_step=True), episodes)
         while len(self._evaluation_slots) < min(len(episodes), self.config.envs):
             self._add_evaluation_slot()
         slots = self._evaluation_slots[: len(episodes)]
@@ -141,38 +135,27 @@ class Environments:
         self._reader = ActionReader(action, self.config.name, self.config.actions)
         self._max_episode_steps = spec.max_episode_steps if spec else None
 
-    def _simulator(self, count: int, label: str, seed: int) -> BatchedStage:
-        from rlinf_async.workers.env.make_batched import autoreset_of, make_batched
+    def _simulator(
+        self, count: int, label: str, seed: int, *, lock_step: bool = False
+    ) -> BatchedStage | AsyncStage:
+        """Make a simulator of many environments; ``lock_step``: none is answered before others."""
+        from rlinf_async.workers.env.make_batched import autoreset_of, make_async, make_batched
 
-        call = place_for(f"simulator {label}", self.config.limits)
+        config = self.config
+        by_itself = config.simulator == "async" or (config.asynchronous and not lock_step)
+        call = place_for(f"simulator {label}", config.limits)
         with making(call):
-            env = make_batched(self.config, count, seed)
+            env: Any = (make_async if by_itself else make_batched)(config, count, seed)
             self._look_at(
                 env.single_observation_space, env.single_action_space, getattr(env, "spec", None)
             )
-            mode = autoreset_of(self.config, env)
-        return BatchedStage(
-            env, self._writer, self._reader, mode, label=label, seed=seed, call=call
-        )
-
-    def _async_simulator(
-        self, count: int, label: str, seed: int, readiness: Readiness | None = None
-    ) -> AsyncStage:
-        from rlinf_async.workers.env.make_batched import autoreset_of, make_async
-        from rlinf_async.workers.env.many import SimulatorEnvs
-
-        limits = self.config.limits
-        calls = place_for(f"simulator {label}", limits), place_for(f"simulator {label}", limits)
-        with making(calls[0]):
-            env = make_async(self.config, count, seed)
-            self._look_at(
-                env.single_observation_space, env.single_action_space, getattr(env, "spec", None)
-            )
-            mode = autoreset_of(self.config, env)
-        envs = SimulatorEnvs(
-            env, self._writer, self._reader, mode, label=label, seed=seed, calls=calls
-        )
-        return self._answered_when_ready(envs, count, readiness)
+            mode = autoreset_of(config, env)
+        spaces = self._writer, self._reader
+        if not by_itself:
+            return BatchedStage(env, *spaces, mode, label=label, seed=seed, call=call)
+        calls = call, place_for(f"simulator {label}", config.limits)
+        envs = Simulated(env, *spaces, mode, label=label, seed=seed, calls=calls)
+        return self._answered_when_ready(envs, count, Readiness(count) if lock_step else None)
 
     def _pool(self, number: int) -> AsyncStage:
         from rlinf_async.workers.env.pool import EnvPool
