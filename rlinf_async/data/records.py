@@ -41,7 +41,6 @@ import xxhash
 from rlinf_async.config import needed
 from rlinf_async.config.registry import nearest, raised
 from rlinf_async.data.config import DataConfig, DataError
-from rlinf_async.rewards.reasoning import open_task, reference_of
 
 PLAIN_DIGITS: Final = 100
 """zeros that a decimal may need to be written without an exponent"""
@@ -487,12 +486,17 @@ class TaskRecords:
         size: int,
     ) -> None:
         """Raises `ConfigError` for an unknown task, and for options that a task does not have."""
+        from rlinf_async.rewards import reasoning  # needs reasoning-gym
+
+        self._reference_of = reasoning.reference_of
         self._size = size
         self._seed = seed
         self._each = -(-size // len(names))
         self._options = {name: dict(options.get(name, {})) for name in names}
         self._names = list(names)
-        self._tasks = [open_task(name, self._options[name], seed, self._each) for name in names]
+        self._tasks = [
+            reasoning.open_task(name, self._options[name], seed, self._each) for name in names
+        ]
         count = min(_IN_FINGERPRINT * len(names), size)
         about = [names, self._options, seed, size]
         about += [self[index]["prompt"] for index in range(count)]
@@ -516,7 +520,7 @@ class TaskRecords:
             **entry["metadata"],
             "prompt": entry["question"],
             "answer": entry["answer"],
-            REFERENCE_COLUMN: reference_of(entry, name, options, self._seed, self._each, at),
+            REFERENCE_COLUMN: self._reference_of(entry, name, options, self._seed, self._each, at),
         }
 
     def where(self, index: int) -> str:

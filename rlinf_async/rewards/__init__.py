@@ -20,7 +20,6 @@ A verifier of your own is a function of one `Answer`, sync or async, named by it
 
 from rlinf_async.messages.language import Scored
 from rlinf_async.rewards.judging import (
-    VERIFIERS,
     Answer,
     Reject,
     UnknownVerifier,
@@ -31,7 +30,6 @@ from rlinf_async.rewards.judging import (
 from rlinf_async.rewards.pool import ScoringPool
 
 __all__ = [
-    "VERIFIERS",
     "Answer",
     "Reject",
     "Scored",

@@ -6,9 +6,7 @@
     raises Reject                        -> Rejected
     anything else                        -> Failed, with what was wrong; never a silent 0
 
-A name with a colon in it is the import path of a user's function. An entry of `VERIFIERS` is a
-function that returns the verifier: importing sympy for ``math`` takes a second, and is done only
-where ``math`` is used.
+A name with a colon in it is the import path of a user's function.
 """
 
 from __future__ import annotations
@@ -140,19 +138,17 @@ def _cut(text: str, limit: int = MAX_TEXT) -> str:
 
 UnknownVerifier = UnknownName
 
-VERIFIERS: Registry[Callable[[], Verifier]] = Registry(
-    "built-in verifier",
-    built_in=(
-        "rlinf_async.rewards.matching",
-        "rlinf_async.rewards.mathematics",
-        "rlinf_async.rewards.reasoning",
-    ),
-)
+BUILT_IN: Final = {
+    "exact": "rlinf_async.rewards.matching:exact",
+    "math": "rlinf_async.rewards.mathematics:equal",
+    "numeric": "rlinf_async.rewards.matching:numeric",
+    "reasoning_gym": "rlinf_async.rewards.reasoning:score",
+}
+"""import paths by name: the library of a verifier is imported where that is used"""
 
 verifiers: Registry[Verifier] = Registry(
-    "verifier of your own", group="rlinf_async.verifiers", called_with=("answer",)
+    "verifier", entries=BUILT_IN, group="rlinf_async.verifiers", called_with=("answer",)
 )
-"""verifiers by name"""
 register_verifier = verifiers.register
 
 INLINE: Final = frozenset({"exact", "numeric"})
@@ -167,9 +163,4 @@ def load_verifier(name: str, path: tuple[str, ...] = ("verifier",)) -> Verifier:
         ConfigError: an import path that leads to no function of one argument, an `Answer`.
         MissingExtra: a library that it needs is not installed.
     """
-    if name in VERIFIERS:
-        return VERIFIERS[name]()
-    try:
-        return verifiers.load(name, path)
-    except UnknownName as error:
-        raise UnknownName("verifier", name, sorted([*VERIFIERS.names(), *error.known])) from None
+    return verifiers.load(name, path)

@@ -16,7 +16,7 @@ import unicodedata
 from fractions import Fraction
 from typing import Final, NamedTuple
 
-from rlinf_async.rewards.judging import VERIFIERS, Answer, Reject, Verifier
+from rlinf_async.rewards.judging import Answer, Reject
 
 WINDOW: Final = 600
 """characters before the last digits that are looked at; a number that is longer is not read"""
@@ -295,20 +295,8 @@ def _decimal(digits: str) -> Fraction | None:
     return Fraction(f"{whole or 0}.{rest or 0}")
 
 
-@VERIFIERS.register("exact")
-def load_exact() -> Verifier:
-    """1 where the answer is the reference, white space at either end aside; else 0."""
-    return exact
-
-
-@VERIFIERS.register("numeric")
-def load_numeric() -> Verifier:
-    """1 where the last number of the answer is exactly that of the reference; else 0."""
-    return numeric
-
-
 def exact(answer: Answer) -> float:
-    """Whether the answer is the reference."""
+    """Return 1 where the answer is the reference, white space at either end aside; else 0."""
     return float(answer.text.strip() == answer.reference.strip())
 
 

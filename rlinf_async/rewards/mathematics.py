@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
-from functools import partial
 from typing import Any, Final
 
 from rlinf_async.config import needed
-from rlinf_async.rewards.judging import VERIFIERS, Answer, Reject, Verifier
+from rlinf_async.rewards.judging import Answer, Reject
 from rlinf_async.rewards.matching import Number, last_number, with_plain_signs
 
 DECIMALS: Final = 12
@@ -20,29 +19,22 @@ _RELATION: Final = re.compile(r"[<>!]|[\u2260\u2264\u2265]|\\(?:[gln]eq?|[gl]t)(
 _MARKS: Final = ("$", "\\boxed", "\\(", "\\[")
 
 
-@VERIFIERS.register("math")
-def load_math() -> Verifier:
-    """1 where the last box of the answer, or else its last expression, equals the reference; else
-    0."""
-    library = needed("math_verify", extra="llm", needed_for="verifier 'math'")
-    for module in (
-        "grader",
-        "parser",
-        "utils",
-    ):  # they warn that no time limit is set: the process has one
-        logging.getLogger(f"math_verify.{module}").setLevel(logging.ERROR)
-    return partial(equal, library)
+library = needed("math_verify", extra="llm", needed_for="verifier 'math'")
+for module in ("grader", "parser", "utils"):
+    # They warn that no time limit is set: the scoring process has one.
+    logging.getLogger(f"math_verify.{module}").setLevel(logging.ERROR)
 
 
-def equal(library: Any, answer: Answer) -> float:
-    """Compare exactly where both are plain numbers, else with math-verify.
+def equal(answer: Answer) -> float:
+    """Return 1 where the last box of the answer, or else its last expression, equals the reference;
+    else 0. Exactly where both are plain numbers, else by math-verify.
 
     Its own time limits are signals: the process has its own.
     """
     reference = with_plain_signs(answer.reference)
     marked = any(sign in reference for sign in _MARKS)
-    wanted = [] if marked else _parse(library, f"${reference}$")
-    wanted = wanted or _parse(library, reference)
+    wanted = [] if marked else _parse(f"${reference}$")
+    wanted = wanted or _parse(reference)
     if not wanted:
         raise Reject(f"the reference {answer.reference[:80]!r} cannot be read as mathematics")
     text, boxed = _last_expression(with_plain_signs(answer.text))
@@ -52,7 +44,7 @@ def equal(library: Any, answer: Answer) -> float:
     if number is not None and right is not None:
         cut = answer.finish == "length" and not boxed and not number.end
         return float(number.agrees(right) and not cut)
-    found = _parse(library, f"${text}$" if boxed else text)
+    found = _parse(f"${text}$" if boxed else text)
     unclear = number is None and not boxed and not _marked(text)
     if unclear and found and last_number(found[-1]):
         return 0.0  # math-verify takes the 5 out of "4 or 5", the 4 out of "4 pi"
@@ -109,7 +101,7 @@ def _ordered(parsed: list[Any]) -> bool:
     return bool(parsed) and type(parsed[0]).__name__ in ("Interval", "Tuple")
 
 
-def _parse(library: Any, text: str) -> list[Any]:
+def _parse(text: str) -> list[Any]:
     """What math-verify reads; nothing where it would drop what stands beside a number."""
     parsed: list[Any] = library.parse(text, parsing_timeout=None)
     plain = text.strip("$ ")

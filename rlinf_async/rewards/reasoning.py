@@ -17,7 +17,7 @@ import msgspec
 
 from rlinf_async.config import ConfigError, needed
 from rlinf_async.config.registry import nearest
-from rlinf_async.rewards.judging import VERIFIERS, Answer, Reject, Verifier
+from rlinf_async.rewards.judging import Answer, Reject
 
 
 class TaskReference(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,15 +34,9 @@ class TaskReference(msgspec.Struct, frozen=True, kw_only=True):
     """entry as a Python literal; empty where it is not one and has to be generated again"""
 
 
-@VERIFIERS.register("reasoning_gym")
-def load_reasoning_gym() -> Verifier:
-    """Score of the text in the last ``<answer>`` tags, or of the whole answer without such tags."""
-    imported("reasoning_gym")
-    return score
-
-
 def score(answer: Answer) -> float:
-    """The score that the task gives the answer."""
+    """Return the task's score of the text in the last ``<answer>`` tags, or of the whole answer
+    without such tags."""
     try:
         about = msgspec.json.decode(answer.reference, type=TaskReference)
     except msgspec.DecodeError as error:
@@ -123,3 +117,6 @@ def imported(module: str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)
         return needed(module, extra="llm", needed_for="reasoning-gym")
+
+
+imported("reasoning_gym")  # who loads the verifier hears at once that it is not installed

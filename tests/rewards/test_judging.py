@@ -12,8 +12,9 @@ import pytest
 
 from rlinf_async.config import ConfigError
 from rlinf_async.messages.language import Failed, Outcome, Rejected, Scored
-from rlinf_async.rewards import VERIFIERS, Answer, UnknownVerifier, load_verifier
+from rlinf_async.rewards import Answer, UnknownVerifier, load_verifier
 from rlinf_async.rewards.judging import judge, outcome_of
+from rlinf_async.rewards.judging import verifiers as registry
 from tests.rewards import verifiers
 
 ANSWER = Answer(prompt="1+1=", text="2", reference="2")
@@ -93,7 +94,7 @@ def test_a_long_error_is_cut() -> None:
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(UnknownVerifier, match=r"'exat'; did you mean 'exact'\? \(known: 'exact'"):
         load_verifier("exat")
-    assert VERIFIERS.names() == ["exact", "math", "numeric", "reasoning_gym"]
+    assert registry.names() == ["exact", "math", "numeric", "reasoning_gym"]
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,8 @@ from rlinf_async.config import ConfigError, MissingExtra
 from rlinf_async.data import DataError, Prompts, PromptsTooLong, load_tokenizer
 from rlinf_async.messages.language import Rejected
 from rlinf_async.parallel.splits import nearest_divisors
-from rlinf_async.rewards import ScoringPool, UnknownVerifier, load_verifier
-from rlinf_async.rewards.judging import INLINE, VERIFIERS, Answer, judge
-from rlinf_async.rewards.judging import verifiers as own_verifiers
+from rlinf_async.rewards import ScoringPool, load_verifier
+from rlinf_async.rewards.judging import BUILT_IN, INLINE, Answer, judge, verifiers
 from rlinf_async.runtime.jobs.language.backends import has_weights
 from rlinf_async.runtime.jobs.language.config import ActorConfig, LanguageConfig
 from rlinf_async.runtime.jobs.language.model import check_weights
@@ -404,8 +403,8 @@ def open_prompts(config: LanguageConfig, model: Path) -> Prompts:
             path=("data",),
         )
     for name in prompts.verifiers:
-        _check_verifier(name, ("data", "verifier"))
-        if name in VERIFIERS:
+        verifiers.check(name, ("data", "verifier"), apart=True)
+        if name in BUILT_IN:
             _check_references(name, prompts.references(name))
     return prompts
 
@@ -443,9 +442,9 @@ def check_verifiers(config: LanguageConfig) -> None:
             path=("reward", "environment"),
         )
     if config.data.verifier:
-        _check_verifier(config.data.verifier, ("data", "verifier"))
+        verifiers.check(config.data.verifier, ("data", "verifier"), apart=True)
     for name in config.reward.preload:
-        _check_verifier(name, ("reward", "preload"))
+        verifiers.check(name, ("reward", "preload"), apart=True)
 
 
 def check_scoring(config: LanguageConfig, verifiers: Sequence[str]) -> None:
@@ -476,15 +475,6 @@ def check_scoring(config: LanguageConfig, verifiers: Sequence[str]) -> None:
             f"and the variables of reward.environment: {error.problem}",
             path=("data", "verifier"),
         ) from error
-
-
-def _check_verifier(name: str, where: tuple[str, ...]) -> None:
-    try:
-        load_verifier(name, where)
-    except UnknownVerifier as error:
-        raise ConfigError(str(error), path=where) from error
-    if name not in VERIFIERS:  # scoring processes load it, with any backend
-        own_verifiers.check(name, where, apart=True)
 
 
 def check_engine(config: LanguageConfig, model: Path, device: str) -> None:
