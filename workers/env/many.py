@@ -111,7 +111,7 @@ class SimulatorOfMany(ForeignEnv, Generic[EnvT]):
         call: Call,
     ) -> None:
         super().__init__(f"simulator {label}", seed, call)
-        self.env = env
+        self.env: EnvT = env
         self._writer, self._actions, self._autoreset = writer, actions, autoreset
         self._returns = np.zeros(env.num_envs)
         self._lengths = np.zeros(env.num_envs, np.int64)
