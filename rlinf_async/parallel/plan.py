@@ -48,6 +48,7 @@ from rlinf_async.parallel.regions import (
     assign,
     common,
     disjoint,
+    distinct,
     flat_tensors,
     flattened,
     ordered_by,
@@ -478,7 +479,7 @@ def _rounds(plan: Plan, bucket_bytes: int) -> Ints:
     if not len(away):
         return when
     moves = _Moves(plan.from_rank, plan.to_rank, plan.bytes)
-    least = min(len(np.unique(moves.from_rank[away])), len(np.unique(moves.to_rank[away])))
+    least = min(len(distinct(moves.from_rank[away])), len(distinct(moves.to_rank[away])))
     before = np.concatenate([[0], np.cumsum(moves.amount[away])])
     waiting, at, now = away[:0], 0, 0
     while at < len(away) or len(waiting):

@@ -37,6 +37,18 @@ def spread(counts: Ints) -> tuple[Ints, Ints]:
     return owner, np.arange(len(owner)) - first[owner]
 
 
+def rows_of(table: Ints, rows: Ints) -> Ints:
+    """Return some rows of a table ``[n, D]`` (indexing takes four times as long)."""
+    found: Ints = np.take(table, rows, axis=0, mode="clip")
+    return found
+
+
+def distinct(values: Ints) -> Ints:
+    """Return the values in order, each once (faster than `np.unique` on millions)."""
+    ordered = np.sort(values, kind="stable")
+    return ordered[np.diff(ordered, prepend=-1) > 0]
+
+
 def ordered_by(keys: Sequence[Ints]) -> Ints:
     """Return the order of rows by several columns of non-negative numbers, the first decides first;
     rows that are equal in all stay as they are.
@@ -62,7 +74,7 @@ class Boxes(NamedTuple):
 
     def take(self, rows: Ints) -> Boxes:
         """Return some of the rows."""
-        return Boxes(self.tensor[rows], self.start[rows], self.size[rows])
+        return Boxes(self.tensor[rows], rows_of(self.start, rows), rows_of(self.size, rows))
 
     @property
     def volume(self) -> Ints:
@@ -147,7 +159,7 @@ def overlaps(old: Boxes, new: Boxes, tensors: int) -> tuple[Ints, Ints]:
     np.maximum.at(extent, new.tensor, new_start + new_size)
     base = np.cumsum(extent) - extent
     old_start, new_start = old_start + base[old.tensor], new_start + base[new.tensor]
-    points = np.unique(np.stack([old_start, old_start + old_size], axis=1).ravel())
+    points = distinct(np.stack([old_start, old_start + old_size], axis=1).ravel())
     first_old = np.searchsorted(points, old_start)
     slots_old = np.searchsorted(points, old_start + old_size) - first_old
     owner, number = spread(slots_old)
@@ -185,8 +197,8 @@ def _elsewhere_apart(old: Boxes, new: Boxes, a: Ints, b: Ints, along: Ints) -> F
 
 def common(old: Boxes, new: Boxes, a: Ints, b: Ints) -> tuple[Ints, Ints]:
     """Return start and size of what pairs of boxes share."""
-    start = np.maximum(old.start[a], new.start[b])
-    stop = np.minimum((old.start + old.size)[a], (new.start + new.size)[b])
+    start = np.maximum(rows_of(old.start, a), rows_of(new.start, b))
+    stop = np.minimum(rows_of(old.start + old.size, a), rows_of(new.start + new.size, b))
     return start, stop - start
 
 
@@ -201,7 +213,7 @@ def _busiest_dimension(old: Boxes, new: Boxes, tensors: int) -> Ints:
         for dim in range(dims):
             if start[:, dim].any():
                 width = int(start[:, dim].max()) + 1
-                found = np.unique(tensor * width + start[:, dim])
+                found = distinct(tensor * width + start[:, dim])
                 slots[dim] += np.bincount(found // width, minlength=tensors)
     busiest: Ints = np.argmax(slots, axis=0)
     return busiest
@@ -491,7 +503,7 @@ def disjoint(regions: Regions, pieces: Pieces, tensors: int) -> Regions:
     a, _ = overlapping(regions.boxes, tensors)
     if len(a) == 0:
         return regions
-    cut = np.unique(regions.boxes.tensor[a])
+    cut = distinct(regions.boxes.tensor[a])
     affected = np.isin(regions.boxes.tensor, cut)
     boxes, origin = regions.boxes, np.arange(len(regions.boxes.tensor))
     for dim in range(boxes.start.shape[1]):
@@ -539,7 +551,7 @@ def _cut_along(boxes: Boxes, origin: Ints, affected: Flags, dim: int) -> tuple[B
     start, stop = boxes.start[:, dim], boxes.start[:, dim] + boxes.size[:, dim]
     width = int(stop.max(initial=0)) + 1
     line = boxes.tensor * width
-    points = np.unique(np.concatenate([line + start, line + stop]))
+    points = distinct(np.concatenate([line + start, line + stop]))
     first = np.searchsorted(points, line + start)
     count = np.where(affected, np.searchsorted(points, line + stop) - first, 1)
     owner, number = spread(count)
