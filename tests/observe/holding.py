@@ -10,7 +10,7 @@ from pathlib import Path
 
 HOLD = """
 import sys
-from rlinf_async.observe import RunFolder
+from rlinf_async.observe.run_folder import RunFolder
 with RunFolder.create(sys.argv[1], config_text="held"):
     print("held", flush=True)
     sys.stdin.read()

@@ -25,7 +25,7 @@ from tests.observe.test_tensorboard import shown
 
 WRITE_FOR_EVER = """
 import itertools, sys
-from rlinf_async.observe import MetricsWriter
+from rlinf_async.observe.metrics import MetricsWriter
 writer = MetricsWriter(sys.argv[1], resume_at=int(sys.argv[2]), sinks=[])
 for step in itertools.count(int(sys.argv[2]) + 1):
     writer.write(step, {"return": step * 0.5})

@@ -161,7 +161,7 @@ def test_a_trace_reads_back_as_the_spans_it_was_written_from(
 def test_spans_of_two_processes_are_merged_by_the_clock_they_share(tmp_path: Path) -> None:
     """The other process records between two spans of this one, and stands between them."""
     program = (
-        "import sys, msgspec; from rlinf_async.observe import SpanRecorder\n"
+        "import sys, msgspec; from rlinf_async.observe.trace import SpanRecorder\n"
         "recorder = SpanRecorder('other')\n"
         "with recorder.span('step'): pass\n"
         "sys.stdout.buffer.write(msgspec.json.encode(recorder.take()))\n"

@@ -22,7 +22,7 @@ from tests.backends.vllm.kit import shared_memory
 READ = """
 import sys
 from rlinf_async.backends.vllm.shared import Memory
-from rlinf_async.weights import verify
+from rlinf_async.weights.pack import verify
 update, unchanged = Memory().open(sys.stdin.buffer.read())
 verify(update)
 print(update.version, update.checksum, sorted(unchanged))
