@@ -8,9 +8,10 @@ from rich.console import Console
 from rich.table import Table
 
 from rlinf_async.cli.failures import FAILED, OK
-from rlinf_async.runtime.jobs.embodied.choosing import Fit, asked, asked_all
-from rlinf_async.workers.env import EnvConfig, known
-from rlinf_async.workers.env.known import Simulator
+from rlinf_async.runtime.jobs.embodied.choosing import MadeEnv, asked, asked_all
+from rlinf_async.workers.env import EnvConfig
+from rlinf_async.workers.env import simulators as known
+from rlinf_async.workers.env.simulators import Simulator
 
 
 @click.command(short_help="List simulators, their environments, and the policies that fit.")
@@ -105,7 +106,9 @@ def _json(
     return msgspec.json.format(msgspec.json.encode(rows)).decode()
 
 
-def _table(simulators: tuple[Simulator, ...], made: dict[str, list[tuple[EnvConfig, Fit]]]) -> None:
+def _table(
+    simulators: tuple[Simulator, ...], made: dict[str, list[tuple[EnvConfig, MadeEnv]]]
+) -> None:
     table = Table("simulator", "version", "env", "shows", "takes", "policy")
     missing = [one for one in simulators if one.name not in made]
     for one in simulators:

@@ -27,7 +27,7 @@ from rlinf_async.observe.status import RunState, look_at_run
 from rlinf_async.runtime.signals import RunSignals
 
 if TYPE_CHECKING:  # environments are loaded by `evaluate` alone
-    from rlinf_async.runtime.jobs.embodied.playing import Trained
+    from rlinf_async.runtime.jobs.embodied.playing import TrainedPolicy
     from rlinf_async.workers.env import EvaluatedEpisode
 
 

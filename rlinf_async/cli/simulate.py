@@ -14,7 +14,7 @@ from rich.table import Table
 from rlinf_async.cli.train import split_tokens
 from rlinf_async.config import ConfigError, Document, UsageError, to_toml
 from rlinf_async.scheduling import load_policy
-from rlinf_async.simulate import Record, SimulationConfig, bounds, on_devices
+from rlinf_async.simulate import SimulationConfig, SimulationRecord, bounds, on_devices
 from rlinf_async.simulate import calibrate as calibration
 from rlinf_async.simulate import run as runs
 
@@ -79,7 +79,7 @@ def simulate(
             "iterations one by one, so it needs 0"
         )
     if sweep:
-        return _sweep(config, policies, json_file)
+        return _compare_candidates(config, policies, json_file)
     records = _run([runs.with_policy(config, one) for one in policies])
     _table(records, _limits(config, records[0], at_best=oracle) if knows_all else {})
     if oracle:
@@ -120,7 +120,7 @@ def _policies(text: str) -> list[str]:
     return names
 
 
-def _run(configs: Sequence[SimulationConfig]) -> list[Record]:
+def _run(configs: Sequence[SimulationConfig]) -> list[SimulationRecord]:
     records = []
     console = Console(stderr=True)
     with Progress(console=console, transient=True) as progress:
@@ -161,7 +161,7 @@ def _causes(records: Sequence[SimulationRecord]) -> None:
     Console(width=150).print(table)
 
 
-def _table(records: Sequence[Record], limits: Mapping[str, float]) -> None:
+def _table(records: Sequence[SimulationRecord], limits: Mapping[str, float]) -> None:
     table = Table()
     names = ["policy", "samples/device-h", "gain", "step s", "rollout idle", "actor idle"]
     names += ["lag", "device-h", "cost", "decisions", "took s"]

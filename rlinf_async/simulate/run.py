@@ -427,7 +427,7 @@ class SimulatedRun:
         )
         home = config.hardware.actor_devices
         await self.actor.call(SimulatedActor.init_trainer_resharding, home)
-        [self.scorer] = await launch(Scorer, site, config.env, name="reward")
+        [self.scorer] = await launch(SimulatedScorer, site, config.env, name="reward")
         [self.inference] = await launch(
             SimulatedInference, site, config.inference, name="inference"
         )

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf_async.observe.trace import Piece, Span, busy, foreground
+from rlinf_async.observe.trace import ForegroundPeriod, Span, busy, foreground
 
 
 def test_an_inner_span_covers_the_outer_one_while_it_lasts() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from rlinf_async.observe.trace import Counter, Rates, Span, read_perfetto, write_perfetto
+from rlinf_async.observe.trace import Counter, CountRates, Span, read_perfetto, write_perfetto
 from tests.observe.test_trace import events
 
 

@@ -12,7 +12,7 @@ import pytest
 from rlinf_async.observe.files import RunFolderError
 from rlinf_async.observe.progress import ProgressState
 from rlinf_async.observe.run_folder import RunFolder, newest_run
-from rlinf_async.observe.run_lock import Driver, Holder, LockState, look_at_lock
+from rlinf_async.observe.run_lock import Driver, LockHolder, LockState, look_at_lock
 from rlinf_async.observe.status import RunResult, Status, look_at_run, state_of, write_status
 from tests.observe.holding import holding
 from tests.observe.test_files import full_disk_after

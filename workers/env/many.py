@@ -123,7 +123,9 @@ class SimulatorOfMany(ForeignEnv, Generic[EnvT]):
         self._returns[env], self._lengths[env] = 0.0, 0
         return ended
 
-    def _last_observations(self, places: Sequence[int], info: Mapping[str, Any]) -> Seen:
+    def _last_observations(
+        self, places: Sequence[int], info: Mapping[str, Any]
+    ) -> ObservationArray:
         """Return what ``info`` shows of the ends of episodes; raises `ValueError` where nothing."""
         name = last_name(info)
         rows = self._writer.spec.empty(len(places))
@@ -151,7 +153,7 @@ class BatchedStage(SimulatorOfMany[BatchedEnv]):
     ) -> None:
         """``call`` is where its calls are noted."""
         super().__init__(env, writer, actions, autoreset, label=label, seed=seed, call=call)
-        self.observation: Seen = writer.spec.empty(env.num_envs)
+        self.observation: ObservationArray = writer.spec.empty(env.num_envs)
         """``[E, D]``: present observations; a step makes a new array, the old stays as it is"""
         self._fresh = True
         self._ended = np.zeros(env.num_envs, np.bool_)
@@ -511,7 +513,7 @@ class _Received(NamedTuple):
     batch: tuple[Any, Any, Any, Any, dict[str, Any]]
 
 
-class Simulated(SimulatorOfMany[AsyncEnv]):
+class SimulatorEnvs(SimulatorOfMany[AsyncEnv]):
     """`AsyncEnvs` of one simulator."""
 
     def __init__(

@@ -61,7 +61,7 @@ from rlinf_async.workers.env.evaluation import (
     after_answer,
     after_step,
 )
-from rlinf_async.workers.env.many import AsyncEnvs, AsyncStage, BatchedStage, Simulated
+from rlinf_async.workers.env.many import AsyncEnvs, AsyncStage, BatchedStage, SimulatorEnvs
 from rlinf_async.workers.env.record import Record
 from rlinf_async.workers.env.spaces import ActionReader, ObservationWriter
 from rlinf_async.workers.env.stage import EnvStage, Slot, Stage, StageOutcome
@@ -154,7 +154,7 @@ class Environments:
         if not by_itself:
             return BatchedStage(env, *spaces, mode, label=label, seed=seed, call=call)
         calls = call, place_for(f"simulator {label}", config.limits)
-        envs = Simulated(env, *spaces, mode, label=label, seed=seed, calls=calls)
+        envs = SimulatorEnvs(env, *spaces, mode, label=label, seed=seed, calls=calls)
         return self._answered_when_ready(envs, count, Readiness(count) if lock_step else None)
 
     def _pool(self, number: int) -> AsyncStage:

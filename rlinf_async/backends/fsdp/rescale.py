@@ -40,7 +40,7 @@ from rlinf_async.backends.rescale.rescale import (
     rescale_together,
     trim_heap,
 )
-from rlinf_async.backends.reshard import Report
+from rlinf_async.backends.reshard import ExchangeReport
 from rlinf_async.backends.reshard.executor import DEFAULT_BUCKET_BYTES
 from rlinf_async.parallel import FSDP2, Replicated, Strategy, StrategyError
 

@@ -42,7 +42,13 @@ from rlinf_async.backends.fsdp.state import (
     sharded_like,
 )
 from rlinf_async.backends.rescale.rescale import Storages, TransferGroup, new_group
-from rlinf_async.backends.reshard import Report, Reservations, State, allocate, reshard
+from rlinf_async.backends.reshard import (
+    BufferState,
+    ExchangeReport,
+    Reservations,
+    allocate,
+    reshard,
+)
 from rlinf_async.parallel import (
     FSDP2,
     GlobalTensor,

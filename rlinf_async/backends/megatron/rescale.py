@@ -41,10 +41,10 @@ from rlinf_async.backends.megatron.shards import (
     take_apart,
     unchanged,
 )
-from rlinf_async.backends.megatron.weights import MOMENTS, Held, zero_padding
+from rlinf_async.backends.megatron.weights import MOMENTS, HeldParameter, zero_padding
 from rlinf_async.backends.rescale.rescale import Change, TransferGroup, rescale_together, trim_heap
 from rlinf_async.backends.rescale.transaction import RescaleError
-from rlinf_async.backends.reshard import Report, State, allocate, reshard
+from rlinf_async.backends.reshard import BufferState, ExchangeReport, allocate, reshard
 from rlinf_async.backends.reshard.executor import DEFAULT_BUCKET_BYTES
 from rlinf_async.parallel import Layout, Plan, Replicated, Strategy, StrategyError, plan
 from rlinf_async.parallel.splits import nearest

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rlinf_async.backends.vllm.shared import Memory
 from rlinf_async.parallel import Buffer, ParallelError, Strategy, layout
-from rlinf_async.parallel.decoders import Decoder, vllm
+from rlinf_async.parallel.decoders import DecoderSizes, vllm
 from rlinf_async.weights.pack import unpack
 
 
