@@ -20,7 +20,7 @@ from rlinf_async.config.load import Overrides
 from rlinf_async.observe.run_folder import MARKER, foreign_entries
 from rlinf_async.runtime.jobs import InspectingJob, Job, PlacingJob
 from rlinf_async.runtime.jobs.checkpoints import resuming_from
-from rlinf_async.runtime.jobs.placement import Plan
+from rlinf_async.runtime.jobs.placement import PlacementPlan
 from rlinf_async.runtime.launching import stated_devices
 from rlinf_async.workers.base import Device
 
@@ -109,7 +109,7 @@ def check(session: Session, show: bool, devices: str | None, tokens: tuple[str, 
     click.echo(f"{file}: ok")
 
 
-def _print_plan(plan: Plan) -> None:
+def _print_plan(plan: PlacementPlan) -> None:
     """A table of the workers, and the accelerators that none of them has."""
     table = Table("role", "rank", "host", "device", "memory")
     for row in plan.rows():

@@ -165,7 +165,7 @@ class Monitor:
         self._taken = 0
         """requests that are with any instance, by the reports on the newest orders"""
         self._sequence = 0
-        """of these orders"""
+        """sequence of the newest orders on which an instance has reported"""
         self.responses = Responses(topology.samples, topology.group, lengths)
         self._refused: tuple[int, list[Strategy]] = (-1, [])
 
