@@ -43,7 +43,7 @@ from rlinf_async.messages.weights import (
     WeightsError,
     WeightUpdate,
 )
-from rlinf_async.weights.behind import Place, map_place, places_of, this_host
+from rlinf_async.weights.memory_files import FilePlace, map_place, places_of, this_host
 from rlinf_async.weights.pack import (
     GLANCE,
     buckets_by_slots,
@@ -192,13 +192,13 @@ def _shared(
     member: Rank, outlines: Sequence[_Outline], memories: Sequence[Memory | None] | None
 ) -> list[Memory | None]:
     """Return the memory of rank 0, on every rank; None where this rank cannot map it."""
-    places: list[Place | None] | None = None
+    places: list[FilePlace | None] | None = None
     if member.rank == 0 and memories is not None:
         there = [one for one in memories if one is not None]
         found = iter(places_of(there))
         places = [None if one is None else next(found) for one in memories]
     content = broadcast_bytes(member, msgspec.msgpack.encode(places))
-    places = msgspec.msgpack.decode(content, type=list[Place | None] | None)
+    places = msgspec.msgpack.decode(content, type=list[FilePlace | None] | None)
     if places is None:
         raise NotPublished("rank 0 has no memory to publish weights from; see that rank's error")
     if member.rank == 0 and memories is not None:
@@ -209,7 +209,7 @@ def _shared(
     return [_mapped(place, one.size) for place, one in zip(places, outlines, strict=True)]
 
 
-def _mapped(place: Place | None, size: int) -> Memory | None:
+def _mapped(place: FilePlace | None, size: int) -> Memory | None:
     try:
         return None if place is None else map_place(place, size)
     except (OSError, ValueError):

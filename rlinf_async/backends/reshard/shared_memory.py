@@ -29,7 +29,7 @@ from rlinf_async.backends.reshard import buckets
 from rlinf_async.backends.reshard.buckets import DtypeOf
 from rlinf_async.backends.reshard.signals import DONE, PLACE, Inboxes, PeerLost, Signals
 from rlinf_async.parallel import BufferRun
-from rlinf_async.weights.behind import this_host
+from rlinf_async.weights.memory_files import this_host
 
 Runs = Mapping[int, Sequence[BufferRun]]
 """runs by peer"""

@@ -36,7 +36,7 @@ from rlinf_async.backends.vllm.library import (
     make_sampling,
     start_llm,
 )
-from rlinf_async.backends.vllm.shared import Known, Sharing
+from rlinf_async.backends.vllm.shared import Known, UpdateSharing
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Generated, Request, Tokens
 from rlinf_async.messages.weights import WeightUpdate, refuse_older
@@ -226,7 +226,7 @@ class VllmEngine:
             llm.engine_core.resources.ctx.destroy(linger=0)
             llm.shutdown = _nothing  # its destructor calls it again, when modules may be gone
 
-    async def _take(self, sharing: Sharing) -> None:
+    async def _take(self, sharing: UpdateSharing) -> None:
         """Load while the engine is paused, or only set the version if nothing changed.
 
         A failure in between ends the engine: it never serves a half-loaded model.
@@ -316,13 +316,13 @@ def _nothing() -> None:
     """Do nothing."""
 
 
-def _share(update: WeightUpdate, known: Known) -> Sharing:
+def _share(update: WeightUpdate, known: Known) -> UpdateSharing:
     """Put the update into shared memory, and verify the buckets that the engine may read there.
 
     If any bucket has changed, these are all buckets: the engine builds parameters from changed and
     unchanged tensors together. If none has, none is read.
     """
-    sharing = Sharing(update, known)
+    sharing = UpdateSharing(update, known)
     nothing_changed = len(sharing.unchanged) == len(update.buckets)
     try:
         verify(sharing.update, but=sharing.unchanged if nothing_changed else ())

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlinf_async.messages.weights import TensorSlot, WeightBucket, WeightUpdate
-from rlinf_async.weights.behind import Place, places_of
+from rlinf_async.weights.memory_files import FilePlace, places_of
 
 ALIGNMENT: Final = 64
 """bytes; of each bucket"""
@@ -47,7 +47,7 @@ class SharedUpdate(msgspec.Struct, frozen=True):
     checksum: int
 
 
-class Sharing:
+class UpdateSharing:
     """Keeps an update in shared memory while the block runs.
 
     ``header`` says where it is; ``update`` is the same update, as views of that memory.
@@ -94,7 +94,7 @@ class Sharing:
 
     def _copy(
         self, apart: list[int], buckets: list[WeightBucket]
-    ) -> list[tuple[int, Place, NDArray[np.uint8]]]:
+    ) -> list[tuple[int, FilePlace, NDArray[np.uint8]]]:
         """Copy these buckets into shared memory."""
         if not apart:
             return []
@@ -110,7 +110,7 @@ class Sharing:
         for index, start in zip(apart, starts, strict=True):
             data = whole[start : start + len(buckets[index].data)]
             data[:] = buckets[index].data
-            made.append((index, Place(path, start), data))
+            made.append((index, FilePlace(path, start), data))
         return made
 
     def __enter__(self) -> Self:

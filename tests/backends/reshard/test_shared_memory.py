@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from rlinf_async.backends.reshard import PeerLost, shared_memory
 from rlinf_async.backends.reshard.signals import Inboxes
-from rlinf_async.weights.behind import this_host
+from rlinf_async.weights.memory_files import this_host
 from tests.backends.reshard.test_executor import in_ranks
 
 IMPATIENT = timedelta(seconds=2)

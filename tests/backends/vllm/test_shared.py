@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from rlinf_async.backends.vllm.shared import Memory, Sharing
+from rlinf_async.backends.vllm.shared import Memory, UpdateSharing
 from rlinf_async.channels.wire import shared_bytes
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.weights.pack import pack, unpack, verify
@@ -38,7 +38,7 @@ def in_shared_memory(update: WeightUpdate) -> WeightUpdate:
 def test_another_process_maps_the_same_bytes(came_shared: bool) -> None:
     update = publish(make_model(qwen3()), 5)
     given = in_shared_memory(update) if came_shared else update
-    with Sharing(given) as sharing:
+    with UpdateSharing(given) as sharing:
         assert bool(shared_memory()) != came_shared
         code = [sys.executable, "-c", READ]
         run = subprocess.run(code, cwd=ROOT, capture_output=True, input=sharing.header, check=False)
@@ -50,7 +50,7 @@ def test_another_process_maps_the_same_bytes(came_shared: bool) -> None:
 
 
 def test_nothing_is_left_when_the_block_ends_and_views_outlive_it() -> None:
-    with Sharing(publish(make_model(qwen3()), 5)) as sharing:
+    with UpdateSharing(publish(make_model(qwen3()), 5)) as sharing:
         assert shared_memory()
         memory = Memory()
         seen, _ = memory.open(sharing.header)
@@ -62,7 +62,7 @@ def test_nothing_is_left_when_the_block_ends_and_views_outlive_it() -> None:
 
 
 def test_whoever_writes_to_what_it_mapped_writes_to_a_copy_of_its_own() -> None:
-    with Sharing(publish(make_model(qwen3()), 5)) as sharing:
+    with UpdateSharing(publish(make_model(qwen3()), 5)) as sharing:
         seen, _ = Memory().open(sharing.header)
         seen.buckets[0].data[:] = 0
         verify(sharing.update)
@@ -71,12 +71,12 @@ def test_whoever_writes_to_what_it_mapped_writes_to_a_copy_of_its_own() -> None:
 def test_memory_stays_mapped_only_while_updates_lie_in_it() -> None:
     memory = Memory()
     first = in_shared_memory(publish(make_model(qwen3()), 5))
-    with Sharing(first) as sharing:
+    with UpdateSharing(first) as sharing:
         memory.open(sharing.header)
         mapped = dict(memory._mapped)
         memory.open(sharing.header)
         assert memory._mapped == mapped
-    with Sharing(publish(make_model(qwen3()), 6)) as sharing:
+    with UpdateSharing(publish(make_model(qwen3()), 6)) as sharing:
         memory.open(sharing.header)
         assert not memory._mapped.keys() & mapped.keys()
 
@@ -87,7 +87,9 @@ def test_buckets_that_the_engine_has_are_said_to_be_unchanged() -> None:
     changed = {name: tensor.clone() for name, tensor in state.items()}
     changed["model.norm.weight"] += 1
     second = pack(changed, 6, bucket_bytes=20_000)
-    with Sharing(second, {bucket.slots: bucket.checksum for bucket in first.buckets}) as sharing:
+    with UpdateSharing(
+        second, {bucket.slots: bucket.checksum for bucket in first.buckets}
+    ) as sharing:
         _, loaded = Memory().open(sharing.header)
         assert "model.norm.weight" not in loaded
         assert "model.embed_tokens.weight" in loaded

@@ -1,4 +1,4 @@
-"""The file behind an array: through it, another process can map the same memory.
+"""Files that hold arrays in shared memory: through them, another process can map the same memory.
 
 Weights that came through shared memory lie in a file without a name (a ``memfd``) that this process
 has mapped and open. Whoever knows its number and the place in it can map it too; no byte is copied.
@@ -22,7 +22,7 @@ MAPPED: Final = re.compile(
 """fields of a line of ``/proc/self/maps``: start, end, offset, device (major, minor), inode"""
 
 
-class Place(NamedTuple):
+class FilePlace(NamedTuple):
     """The place of an array's bytes in a file."""
 
     path: str
@@ -31,7 +31,7 @@ class Place(NamedTuple):
     """bytes from the start of the file"""
 
 
-def places_of(arrays: Sequence[NDArray[Any]]) -> list[Place | None]:
+def places_of(arrays: Sequence[NDArray[Any]]) -> list[FilePlace | None]:
     """Return where contiguous arrays lie; None for one that lies in no file that is open here."""
     try:
         with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:
@@ -45,7 +45,7 @@ def places_of(arrays: Sequence[NDArray[Any]]) -> list[Place | None]:
     return [_place(array, mapped, numbers) for array in arrays]
 
 
-def map_place(place: Place, size: int) -> NDArray[np.uint8]:
+def map_place(place: FilePlace, size: int) -> NDArray[np.uint8]:
     """Map ``size`` bytes of another process of `this_host`; what is written here, it sees.
 
     Raises:
@@ -76,14 +76,14 @@ def this_host() -> int:
 
 def _place(
     array: NDArray[Any], mapped: list[list[int]], numbers: dict[tuple[int, int], int]
-) -> Place | None:
+) -> FilePlace | None:
     address = array.ctypes.data
     for start, end, offset, major, minor, inode in mapped:
         if start <= address and address + array.nbytes <= end and array.flags.c_contiguous:
             number = numbers.get((os.makedev(major, minor), inode))
             if number is None:
                 return None
-            return Place(f"/proc/{os.getpid()}/fd/{number}", offset + address - start)
+            return FilePlace(f"/proc/{os.getpid()}/fd/{number}", offset + address - start)
     return None
 
 
