@@ -121,7 +121,8 @@ class Latest(Generic[T]):
             self._failure = said, error if isinstance(error, BaseException) else None
             self._wake()
 
-    def statistics(self) -> LatestStatistics:
+    async def statistics(self) -> LatestStatistics:
+        """What it has seen so far."""
         return LatestStatistics(
             name=self.name,
             version=self.version,

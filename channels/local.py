@@ -185,12 +185,13 @@ class Channel(Generic[T]):
         """Items that failed in every lease that took them, with the last error."""
         return self.queue.dead_letters
 
-    def statistics(self) -> Statistics:
+    async def statistics(self) -> Statistics:
         """What the channel has seen so far."""
         return statistics_of(self.queue)
 
-    def state(self, *, key: Key | None = None) -> KeyState:
+    async def state(self, *, key: Key | None = None) -> KeyState:
         """How full this key is now: depth, room, weight."""
+        check_key_and_weight(self.name, key, 1)
         return state_of(self.queue, key)
 
     def waits(self) -> list[Wait]:
@@ -206,7 +207,7 @@ class Channel(Generic[T]):
         self.queue.fail(error)
 
     def __repr__(self) -> str:
-        seen = self.statistics()
+        seen = statistics_of(self.queue)
         return f"<Channel {self.name!r} depth={seen.depth}/{seen.capacity}>"
 
 

@@ -10,7 +10,7 @@ import abc
 from types import UnionType
 from typing import Any, Final, Generic, NamedTuple, Self, TypeVar, Unpack
 
-from rlinf_async.channels.ends import Receiver, Sender
+from rlinf_async.channels.ends import Key, Receiver, Sender
 from rlinf_async.channels.errors import (
     ChannelError,
     HomeLost,
@@ -21,9 +21,9 @@ from rlinf_async.channels.errors import (
 )
 from rlinf_async.channels.items import channel_rule
 from rlinf_async.channels.local import Channel, LocalReceiver, LocalSender
-from rlinf_async.channels.queue import Queue, statistics_of, waits_of
-from rlinf_async.channels.statistics import Statistics, current_party
-from rlinf_async.channels.untyped import Encoded, type_name
+from rlinf_async.channels.queue import Queue, state_of, statistics_of, waits_of
+from rlinf_async.channels.statistics import KeyState, Statistics, current_party
+from rlinf_async.channels.untyped import Encoded, check_key_and_weight, type_name
 from rlinf_async.channels.wire.codec import ItemCodec
 from rlinf_async.channels.wire.direct import host_id
 from rlinf_async.channels.wire.owner_deliveries import NOTHING, LentEnd, OpenEnd
@@ -36,6 +36,7 @@ from rlinf_async.channels.wire.protocol import (
     Created,
     EndRef,
     Home,
+    HomedKey,
     Look,
     Open,
     Seen,
@@ -132,8 +133,7 @@ class HomeMaker:
 
 
 class RemoteChannel(Generic[T]):
-    """A channel whose queue lives with another process; as `Channel`, but that what is asked of the
-    queue has to be awaited. Made by `HomeMaker.create`."""
+    """A channel whose queue lives with another process. Made by `HomeMaker.create`."""
 
     def __init__(self, wire: Wire, item_type: Any) -> None:
         self._wire = wire
@@ -156,6 +156,14 @@ class RemoteChannel(Generic[T]):
             "home.look", Look(), reply=Seen, control=True
         )
         return next(one.statistics for one in found.channels if one.queue == self.queue)
+
+    async def state(self, *, key: Key | None = None) -> KeyState:
+        """How full this key is now: depth, room, weight. Raises `HomeLost`."""
+        check_key_and_weight(self.name, key, 1)
+        found, _ = await self._wire.connection.request(
+            "home.state", HomedKey(self.queue, key), reply=KeyState, control=True
+        )
+        return found
 
     def close(self) -> None:
         """End the channel: nothing can be put any more; what is queued can still be taken."""
@@ -240,6 +248,7 @@ class HomedQueues:
         router.add("home.adopt", Adopt, self._adopt)
         router.add_sync("home.end", ChannelEnded, self._end)
         router.add_sync("home.look", Look, self._look)
+        router.add_sync("home.state", HomedKey, self._state)
 
     def add(self, channel: Channel[Any], maker: Connection) -> int:
         """Let this process be the maker of a channel that lives here; the number of its queue."""
@@ -323,6 +332,10 @@ class HomedQueues:
                 ]
             )
         )
+
+    def _state(self, request: Request[HomedKey]) -> None:
+        channel = self._made_by(request.connection, request.meta.queue)
+        request.reply(state_of(channel.queue, request.meta.key))
 
     # ---- inside
 

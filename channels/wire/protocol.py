@@ -384,6 +384,13 @@ class Look(msgspec.Struct, array_like=True, frozen=True):
     """maker -> home: what is seen of the queues that I have made?"""
 
 
+class HomedKey(msgspec.Struct, array_like=True, frozen=True):
+    """maker -> home: how full is this key of the queue? The answer is a `KeyState`."""
+
+    queue: int
+    key: Key | None = None
+
+
 class ChannelSeen(msgspec.Struct, frozen=True):
     """One of them."""
 

@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
-from rlinf_async.channels import Channel, Receiver, Sender, Statistics
+from rlinf_async.channels import Channel, Key, KeyState, Receiver, Sender, Statistics
 from rlinf_async.channels.wire import (
     AdoptedEnd,
     ChannelClient,
@@ -38,8 +38,7 @@ T = TypeVar("T")
 class HomedChannel(Generic[T]):
     """A channel whose queue lives with a worker. Made by `Cluster.channel_at`.
 
-    ``sender`` and ``receiver`` are used as those of a `Channel`. What the queue is asked has to be
-    awaited.
+    It is used as a `Channel` is.
     """
 
     def __init__(self, inner: Channel[T] | RemoteChannel[T], home: str) -> None:
@@ -67,9 +66,11 @@ class HomedChannel(Generic[T]):
 
     async def statistics(self) -> Statistics:
         """Return what the channel has seen so far. Raises `HomeLost`."""
-        if isinstance(self._inner, Channel):
-            return self._inner.statistics()
         return await self._inner.statistics()
+
+    async def state(self, *, key: Key | None = None) -> KeyState:
+        """How full this key is now: depth, room, weight. Raises `HomeLost`."""
+        return await self._inner.state(key=key)
 
     def close(self) -> None:
         """End the channel: nothing can be put any more; what is queued can still be taken."""

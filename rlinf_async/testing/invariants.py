@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, Generic, TypeVar
 
-from rlinf_async.channels.statistics import Wait, render
+from rlinf_async.channels.local import Channel
+from rlinf_async.channels.queue import statistics_of
+from rlinf_async.channels.statistics import render
 from rlinf_async.testing.virtual_loop import InvariantBroken, describe_tasks, unfinished
 
 T = TypeVar("T")
@@ -132,42 +134,11 @@ class Bounds:
         _raise_if_any(f"the channel holds at most {self.capacity} items", self._findings)
 
 
-class HasStatistics(Protocol):
-    """The counts of a channel that must be zero at the end."""
-
-    @property
-    def name(self) -> str:
-        """The channel's name."""
-        ...
-
-    @property
-    def depth(self) -> int:
-        """Items queued."""
-        ...
-
-    @property
-    def leases_out(self) -> int:
-        """Items leased and neither acknowledged nor put back."""
-        ...
-
-
-class Inspectable(Protocol):
-    """Part of a channel that `nothing_left_waiting` looks at."""
-
-    def statistics(self) -> HasStatistics:
-        """The channel's counts."""
-        ...
-
-    def waits(self) -> Sequence[Wait]:
-        """Return who waits on the channel."""
-        ...
-
-
-def nothing_left_waiting(*channels: Inspectable) -> None:
+def nothing_left_waiting(*channels: Channel[Any]) -> None:
     """Raise `InvariantBroken` if a channel still has items, leases or waiting parties."""
     findings: list[str] = []
     for channel in channels:
-        counts = channel.statistics()
+        counts = statistics_of(channel.queue)
         if counts.depth:
             findings.append(f"channel {counts.name!r} still holds {counts.depth} items")
         if counts.leases_out:

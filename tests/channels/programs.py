@@ -10,6 +10,7 @@ from typing import Any
 
 from rlinf_async.channels import Channel, EndOfChannel, Key, current_party
 from rlinf_async.channels.key_queue import KeyQueue
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.testing import InvariantBroken, VirtualLoop, wait_all_blocked
 
 KEYS: tuple[Key | None, ...] = (None, "env", 7)
@@ -123,7 +124,7 @@ class Program:
             wanted = (0, 1) if task.done() and task.cancelled() else (1,)
             if places[item] not in wanted:
                 raise InvariantBroken(f"item {item} is in {places[item]} places, not {wanted}")
-        seen, dead = self.channel.statistics(), len(self.channel.dead_letters)
+        seen, dead = statistics_of(self.channel.queue), len(self.channel.dead_letters)
         taken = sum(map(len, self.received.values())) + seen.leases_out + dead
         if (seen.puts, seen.gets) != (places.total(), taken):
             raise InvariantBroken(f"{seen} counts other than {places.total()} puts, {taken} gets")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rlinf_async.channels import Channel, ChannelFull, NoReceivers
+from rlinf_async.channels.queue import statistics_of
 from tests.channels.transport import Transport
 
 
@@ -19,10 +20,10 @@ async def test_a_put_waits_while_the_channel_is_full(transport: Transport) -> No
     third = asyncio.create_task(sender.put(2))
     await transport.settle()
     assert not third.done()
-    assert channel.statistics().depth == 2
+    assert statistics_of(channel.queue).depth == 2
     assert await receiver.get() == 0
     await third
-    assert channel.statistics().depth == 2
+    assert statistics_of(channel.queue).depth == 2
 
 
 async def test_each_key_has_the_whole_capacity(transport: Transport) -> None:
@@ -48,10 +49,10 @@ async def test_weight_bounds_a_channel_too(transport: Transport) -> None:
     one = asyncio.create_task(sender.put("one", weight=1))
     await transport.settle()
     assert not one.done()
-    assert channel.statistics().weight == 10
+    assert statistics_of(channel.queue).weight == 10
     assert await receiver.get() == "six"
     await one
-    assert channel.statistics().weight == 5
+    assert statistics_of(channel.queue).weight == 5
 
 
 async def test_an_item_over_the_whole_weight_is_let_in_alone(transport: Transport) -> None:
@@ -74,7 +75,7 @@ async def test_room_for_many_lets_many_waiting_puts_in(transport: Transport) -> 
     await transport.settle()
     assert await receiver.get() == 0
     await asyncio.gather(*tasks)
-    assert channel.statistics().depth == 4
+    assert statistics_of(channel.queue).depth == 4
 
 
 @pytest.mark.parametrize("weight", [0, -1])
@@ -83,7 +84,7 @@ async def test_an_item_without_weight_is_refused(transport: Transport, weight: i
     sender, _ = await transport.ends(channel)
     with pytest.raises(ValueError, match=rf"'numbers'.*at least 1, got weight={weight}"):
         await sender.put(1, weight=weight)
-    assert channel.statistics().puts == 0
+    assert statistics_of(channel.queue).puts == 0
 
 
 def test_a_put_without_waiting_raises_when_there_is_no_room() -> None:
@@ -116,7 +117,7 @@ def test_a_limit_below_one_is_refused_by_name(limit: str) -> None:
 
 def test_the_default_capacity_is_bounded() -> None:
     channel = Channel(int, name="numbers")
-    for number in range(channel.statistics().capacity):
+    for number in range(statistics_of(channel.queue).capacity):
         channel.sender.put_nowait(number)
     with pytest.raises(ChannelFull):
         channel.sender.put_nowait(-1)

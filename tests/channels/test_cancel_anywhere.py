@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import pytest
 
 from rlinf_async.channels import Channel, Receiver
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.testing import nothing_left_waiting
 from tests.channels.transport import Transport
 
@@ -42,7 +43,7 @@ async def test_a_get_takes_its_item_or_leaves_it(transport: Transport, turns: in
     await putting
     assert got == 1 or await receiver.get() == 1
     await transport.settle()
-    assert (channel.statistics().gets, channel.statistics().depth) == (1, 0)
+    assert (statistics_of(channel.queue).gets, statistics_of(channel.queue).depth) == (1, 0)
     nothing_left_waiting(channel)
 
 
@@ -75,7 +76,7 @@ async def test_a_put_leaves_its_item_once_or_not_at_all(transport: Transport, tu
     rest = [number async for number in receiver]
     assert rest in ([1], [])
     await transport.settle()
-    assert channel.statistics().puts == 1 + len(rest)
+    assert statistics_of(channel.queue).puts == 1 + len(rest)
     nothing_left_waiting(channel)
 
 
@@ -93,8 +94,8 @@ async def test_a_lease_consumes_its_item_or_puts_it_back(transport: Transport, t
     await cancel_after(turns, consume(receiver))
     await putting
     await transport.settle()
-    assert channel.statistics().leases_out == 0
-    assert channel.statistics().depth == 1 - len(consumed)
+    assert statistics_of(channel.queue).leases_out == 0
+    assert statistics_of(channel.queue).depth == 1 - len(consumed)
     if not consumed:
         await consume(receiver)
     assert consumed == [1]

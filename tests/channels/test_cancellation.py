@@ -8,6 +8,7 @@ from typing import TypeVar
 import pytest
 
 from rlinf_async.channels import Channel, ChannelEmpty, EndOfChannel
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.testing import nothing_left_waiting
 from tests.channels.transport import Transport
 
@@ -41,7 +42,7 @@ async def test_a_get_cancelled_after_it_was_handed_its_item_gives_it_back(
     await cancelled(waiting)
     await sender.put(2)
     assert [await receiver.get(), await receiver.get()] == [1, 2]
-    assert channel.statistics().gets == 2
+    assert statistics_of(channel.queue).gets == 2
 
 
 async def test_a_batch_cancelled_after_it_was_handed_its_items_gives_them_back(
@@ -80,7 +81,7 @@ async def test_a_put_cancelled_while_it_waits_leaves_no_item(transport: Transpor
     await transport.settle()
     await cancelled(waiting)
     await transport.settle()
-    assert channel.statistics().puts == 1
+    assert statistics_of(channel.queue).puts == 1
     assert await receiver.get() == 0
     await sender.put(2)
     assert await receiver.get() == 2
@@ -95,8 +96,8 @@ async def test_a_put_cancelled_after_it_was_let_in_leaves_no_item(transport: Tra
     assert channel.receiver.get_nowait() == 0  # here, at the queue: the putter cannot have run
     await cancelled(waiting)
     await transport.settle()
-    assert channel.statistics().puts == 1
-    assert channel.statistics().depth == 0
+    assert statistics_of(channel.queue).puts == 1
+    assert statistics_of(channel.queue).depth == 0
     await sender.put(2)
     assert await receiver.get() == 2
 
@@ -128,7 +129,7 @@ async def test_a_cancelled_put_and_a_cancelled_get_are_not_counted(transport: Tr
         await cancelled(task)
     assert await receiver.get() == 0
     await transport.settle()
-    seen = channel.statistics()
+    seen = statistics_of(channel.queue)
     assert (seen.puts, seen.gets, seen.waiting_putters, seen.waiting_getters) == (1, 1, 0, 0)
     nothing_left_waiting(channel)
 
@@ -155,7 +156,7 @@ async def test_a_lease_cancelled_while_it_waits_holds_nothing(transport: Transpo
     await sender.put(1)
     await cancelled(waiting)
     assert await receiver.get() == 1
-    assert channel.statistics().leases_out == 0
+    assert statistics_of(channel.queue).leases_out == 0
 
 
 async def test_a_lease_cancelled_inside_puts_its_items_back_in_order(
@@ -172,7 +173,7 @@ async def test_a_lease_cancelled_inside_puts_its_items_back_in_order(
 
     holding = asyncio.create_task(hold())
     await transport.settle()
-    assert channel.statistics().leases_out == 2
+    assert statistics_of(channel.queue).leases_out == 2
     await cancelled(holding)
     assert [await receiver.get() for _ in range(4)] == [0, 1, 2, 3]
 
@@ -207,7 +208,7 @@ async def test_get_nowait_takes_what_a_cancelled_batch_had_collected() -> None:
     getting.cancel()  # its task has not run yet
     assert [channel.receiver.get_nowait() for _ in range(2)] == [0, 1]
     await asyncio.wait([getting])
-    assert channel.statistics().gets == 2
+    assert statistics_of(channel.queue).gets == 2
     nothing_left_waiting(channel)
 
 

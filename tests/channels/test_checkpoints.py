@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from rlinf_async.channels import Channel
+from rlinf_async.channels.queue import statistics_of
 from tests.channels.transport import Transport
 
 
@@ -57,7 +58,7 @@ async def test_a_put_or_get_that_is_cancelled_at_its_checkpoint_does_nothing() -
     putting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await putting
-    assert channel.statistics().depth == 127
+    assert statistics_of(channel.queue).depth == 127
     for number in range(127):
         assert channel.receiver.get_nowait() == number
     channel.sender.put_nowait(128)

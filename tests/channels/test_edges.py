@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlinf_async.channels import Channel, current_party
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.channels.statistics import MAX_EDGES, OTHER_PARTIES, Edge, Edges
 from rlinf_async.channels.untyped import Encoded
 from rlinf_async.channels.wire import traffic_of
@@ -25,7 +26,7 @@ async def test_items_and_bytes_are_counted_on_their_way_in_and_out() -> None:
         current_party.set("Actor[0].train")
         await receiver.get_batch(weight=2)
         await receiver.get()
-        seen = channel.statistics()
+        seen = statistics_of(channel.queue)
         assert [(edge.end, edge.party, edge.items) for edge in seen.edges] == [
             ("sender", "w", 3),
             ("receiver", "Actor[0].train", 3),
@@ -41,7 +42,7 @@ async def test_copies_and_what_needed_none_are_counted_by_producer() -> None:
         for _ in range(4):
             await sender.put(np.zeros(LARGE, np.uint8))
             await receiver.get()
-        [edge] = [edge for edge in channel.statistics().edges if edge.end == "sender"]
+        [edge] = [edge for edge in statistics_of(channel.queue).edges if edge.end == "sender"]
         assert edge.shared + edge.copied == edge.items == 4
         assert edge.shared >= 2
         assert edge.nbytes > 4 * LARGE
@@ -71,7 +72,7 @@ async def test_what_stays_in_the_owners_process_has_no_edge() -> None:
     channel = Channel(int, name="numbers")
     await channel.sender.put(1)
     await channel.receiver.get()
-    assert channel.statistics().edges == ()
+    assert statistics_of(channel.queue).edges == ()
 
 
 def test_only_so_many_edges_are_told_apart() -> None:
@@ -105,7 +106,7 @@ async def test_puts_into_lent_room_are_counted_and_those_that_had_to_ask() -> No
             assert await receiver.get() == number
             await putting
         await sender.flush()
-        seen = channel.statistics()
+        seen = statistics_of(channel.queue)
         put, taken = seen.edges
         assert put.items == taken.items == 200
         assert put.credit_waits == seen.credit_waits

@@ -15,6 +15,7 @@ from rlinf_async.channels import (
     EndOfChannel,
     NoReceivers,
 )
+from rlinf_async.channels.queue import statistics_of
 from tests.channels.transport import Transport
 
 
@@ -149,7 +150,7 @@ async def test_closing_a_sender_wakes_its_own_waiting_put(transport: Transport) 
     assert await receiver.get() == 0
     await other.put(2)
     assert await receiver.get() == 2
-    assert channel.statistics().puts == 2
+    assert statistics_of(channel.queue).puts == 2
     other.close()
 
 
@@ -271,11 +272,13 @@ def test_everything_that_a_channel_raises_is_a_channel_error() -> None:
 
 async def test_ends_are_counted_from_their_first_use() -> None:
     channel = Channel(int, name="numbers")
-    assert (channel.statistics().senders, channel.statistics().receivers) == (0, 0)
+    assert (statistics_of(channel.queue).senders, statistics_of(channel.queue).receivers) == (0, 0)
     await channel.sender.put(1)
     with channel.receiver as receiver, receiver.clone():
-        assert (channel.statistics().senders, channel.statistics().receivers) == (1, 2)
-    assert (channel.statistics().senders, channel.statistics().receivers) == (1, 0)
+        seen = statistics_of(channel.queue)
+        assert (seen.senders, seen.receivers) == (1, 2)
+    seen = statistics_of(channel.queue)
+    assert (seen.senders, seen.receivers) == (1, 0)
 
 
 async def test_an_end_names_its_channel_and_type(transport: Transport) -> None:

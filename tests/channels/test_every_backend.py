@@ -387,7 +387,7 @@ async def polled(ends: LatestEnds) -> object:
             await ends.sender.publish(item(ends.latest.version + 1))
         await ends.settle()
         found.append((await poll(ends), ends.receiver.version))
-    waits = ends.latest.waits(), ends.latest.statistics().waiting
+    waits = ends.latest.waits(), (await ends.latest.statistics()).waiting
     ends.sender.close()
     with pytest.raises(EndOfChannel):
         await poll(ends)

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from rlinf_async.channels import Channel, WrongItemType
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.channels.untyped import runtime_classes
 from tests.channels.transport import Transport
 
@@ -94,7 +95,7 @@ def test_an_item_of_another_type_is_refused_by_name(item_type: Any, item: Any, s
     with pytest.raises(WrongItemType, match="channel 'messages' carries ") as refused:
         channel.sender.put_nowait(item)
     assert said in str(refused.value)
-    assert channel.statistics().puts == 0
+    assert statistics_of(channel.queue).puts == 0
 
 
 async def test_a_waiting_put_is_checked_too(transport: Transport) -> None:

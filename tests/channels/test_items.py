@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from rlinf_async.channels import Channel, Latest, Sender, WrongItemType
+from rlinf_async.channels.queue import statistics_of
 from tests.channels.transport import Transport
 
 
@@ -189,7 +190,7 @@ async def test_what_would_arrive_as_something_else_is_refused_by_put_everywhere(
     with pytest.raises(WrongItemType, match=said) as refused:
         await sender.put(item)
     assert "channel 'items' carries" in str(refused.value)
-    assert channel.statistics().puts == 0
+    assert statistics_of(channel.queue).puts == 0
     with pytest.raises(WrongItemType, match=said):
         channel.sender.put_nowait(item)
     publisher, _ = await transport.latest_ends(Latest[Any](item_type, name="newest"))

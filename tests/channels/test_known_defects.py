@@ -10,6 +10,7 @@ import asyncio
 import pytest
 
 from rlinf_async.channels import Channel, ChannelFailed, ChannelFull
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.testing import VirtualLoop, run_on
 from tests.channels.transport import Transport
 
@@ -137,7 +138,7 @@ async def test_9_a_full_channel_drops_nothing(transport: Transport) -> None:
 
     producing = asyncio.create_task(produce())
     await transport.settle()
-    assert channel.statistics().depth == 2
+    assert statistics_of(channel.queue).depth == 2
     assert [number async for number in receiver] == list(range(50))
     await producing
 
@@ -161,8 +162,8 @@ def test_9_an_idle_channel_takes_no_time_of_the_loop() -> None:
 
 def test_9_no_channel_is_unbounded_by_default() -> None:
     channel = Channel(int, name="numbers")
-    assert 1 <= channel.statistics().capacity <= 1_000
-    for number in range(channel.statistics().capacity):
+    assert 1 <= statistics_of(channel.queue).capacity <= 1_000
+    for number in range(statistics_of(channel.queue).capacity):
         channel.sender.put_nowait(number)
     with pytest.raises(ChannelFull):
         channel.sender.put_nowait(-1)

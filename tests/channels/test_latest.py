@@ -63,7 +63,7 @@ async def test_values_that_nobody_saw_are_counted(transport: Transport) -> None:
         await sender.publish(value)
     assert await receiver.get() == 3
     await sender.publish(4)
-    seen = latest.statistics()
+    seen = await latest.statistics()
     assert (seen.name, seen.version, seen.superseded, seen.waiting) == ("weights", 4, 2, 0)
 
 
@@ -124,12 +124,12 @@ async def test_a_cancelled_get_is_forgotten(transport: Transport) -> None:
     sender, receiver = await transport.latest_ends(latest)
     waiting = asyncio.create_task(receiver.get())
     await transport.settle()
-    assert latest.statistics().waiting == 1
+    assert (await latest.statistics()).waiting == 1
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
     await transport.settle()
-    assert latest.statistics().waiting == 0
+    assert (await latest.statistics()).waiting == 0
     await sender.publish(1)
     assert await receiver.get() == 1
 

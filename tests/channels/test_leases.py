@@ -19,6 +19,7 @@ from rlinf_async.channels import (
     WrongItemType,
 )
 from rlinf_async.channels.key_queue import Outcome
+from rlinf_async.channels.queue import statistics_of
 from tests.channels.transport import Transport
 
 
@@ -54,9 +55,9 @@ async def test_leaving_a_lease_normally_consumes_its_items(transport: Transport)
         assert list(batch) == [0, 1]
         assert (len(batch), batch[0], batch[-1], list(batch[:1])) == (2, 0, 1, [0])
         assert list(batch.deliveries) == [1, 1]
-        assert channel.statistics().leases_out == 2
+        assert statistics_of(channel.queue).leases_out == 2
     await transport.settle()
-    assert channel.statistics().leases_out == 0
+    assert statistics_of(channel.queue).leases_out == 0
     assert await receiver.get() == 2
 
 
@@ -71,7 +72,7 @@ async def test_an_exception_puts_the_items_back_at_the_head_in_order(
         assert list(batch) == [0, 1, 2, 3, 4]
         assert list(batch.deliveries) == [2, 2, 2, 1, 1]
     await transport.settle()
-    assert channel.statistics().redelivered == 3
+    assert statistics_of(channel.queue).redelivered == 3
 
 
 async def test_two_leases_returned_in_the_other_order_still_come_in_order(
@@ -125,9 +126,9 @@ async def test_leases_nest(transport: Transport) -> None:
             pass
         async with receiver.lease() as inner:
             assert (list(outer), list(inner)) == ([0], [1])
-            assert channel.statistics().leases_out == 2
+            assert statistics_of(channel.queue).leases_out == 2
     assert await receiver.get() == 2
-    assert channel.statistics().leases_out == 0
+    assert statistics_of(channel.queue).leases_out == 0
 
 
 async def test_returned_items_reach_whoever_waits(transport: Transport) -> None:
@@ -152,7 +153,7 @@ async def test_items_that_fail_too_often_become_dead_letters(transport: Transpor
     [letter] = channel.dead_letters
     assert (letter.item, letter.deliveries) == (0, 2)
     assert letter.error == "Crash: the worker broke"
-    assert channel.statistics().dead_letters == 1
+    assert statistics_of(channel.queue).dead_letters == 1
 
 
 async def test_a_cancelled_lease_counts_as_a_delivery(transport: Transport) -> None:
@@ -192,7 +193,7 @@ async def test_returned_items_may_exceed_the_capacity_and_then_puts_wait(
         await sender.put(2)
         await sender.put(3)
     await transport.settle()
-    assert channel.statistics().depth == 4
+    assert statistics_of(channel.queue).depth == 4
     waiting = asyncio.create_task(sender.put(4))
     got = [await receiver.get(), await receiver.get()]
     await transport.settle()
@@ -225,7 +226,7 @@ async def test_an_error_inside_a_lease_that_was_taken_back_is_the_one_that_is_ra
     channel.sender.put_nowait(0)
     with pytest.raises(Crash, match="the first cause"):
         await hold_while_it_is_taken_back(channel, Crash("the first cause"))
-    assert channel.statistics().redelivered == 1
+    assert statistics_of(channel.queue).redelivered == 1
 
 
 async def test_a_replaced_item_goes_back_as_its_replacement_to_its_place(
@@ -239,7 +240,7 @@ async def test_a_replaced_item_goes_back_as_its_replacement_to_its_place(
         batch.replace(2, 102)
         assert list(batch) == [0, 1, 2]
     await transport.settle()
-    seen = channel.statistics()
+    seen = statistics_of(channel.queue)
     assert (seen.leases_out, seen.depth, seen.dead_letters, seen.redelivered) == (0, 3, 0, 0)
     async with receiver.lease(weight=3) as batch:
         assert list(batch) == [100, 102, 3]
@@ -283,4 +284,4 @@ async def test_a_replacement_reaches_a_channel_whose_senders_have_closed(
                 if batch[0] < 3:
                     batch.replace(0, batch[0] + 1)
     await transport.settle()
-    assert channel.statistics().gets == 1
+    assert statistics_of(channel.queue).gets == 1

@@ -9,6 +9,7 @@ from typing import TypeVar
 import pytest
 
 from rlinf_async.channels import Channel, EndOfChannel, Receiver, current_party
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.testing import wait_all_blocked
 from tests.channels.transport import Transport
 
@@ -134,7 +135,7 @@ async def test_holders_that_wait_for_one_another_at_the_end_are_let_go(
     sender.close()
     assert sorted(await asyncio.gather(*workers)) == [0, 1, 2]
     await transport.settle()
-    assert channel.statistics().leases_out == 0
+    assert statistics_of(channel.queue).leases_out == 0
 
 
 async def test_a_batch_that_collects_at_the_end_waits_for_a_lease(transport: Transport) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from rlinf_async.channels import Channel, Receiver
+from rlinf_async.channels.queue import statistics_of
 from tests.channels.transport import Transport
 
 
@@ -129,7 +130,7 @@ async def test_items_keep_their_order_when_credit_is_spent_while_a_put_waits() -
     queue.reserve(1, 0)
     waiting = asyncio.create_task(channel.sender.put("c"))
     await asyncio.sleep(0)
-    assert channel.statistics().waiting_putters == 1
+    assert statistics_of(channel.queue).waiting_putters == 1
     queue.reserve(-1, 0)
     queue.put_on_credit(["b"], 1)
     assert await channel.receiver.get() == "a"

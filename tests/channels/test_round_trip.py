@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from rlinf_async.channels import Channel, Latest, WrongItemType
+from rlinf_async.channels.queue import statistics_of
 from tests.channels.transport import Transport
 
 
@@ -102,7 +103,7 @@ async def test_an_item_that_would_change_on_its_way_is_refused_by_put(
     sender, _ = await transport.ends(channel)
     with pytest.raises(WrongItemType, match=rf"'holders' carries Holder: {why}|Holder: {why}"):
         await sender.put(item)
-    assert channel.statistics().puts == 0
+    assert statistics_of(channel.queue).puts == 0
 
 
 async def test_items_that_arrive_as_they_are_pass(transport: Transport) -> None:

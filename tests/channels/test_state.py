@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 
 from rlinf_async.channels import Channel
+from rlinf_async.channels.queue import statistics_of
 from tests.channels.transport import Transport
 
 
 async def test_every_end_says_how_full_a_key_is(transport: Transport) -> None:
     channel = Channel(int, name="numbers", capacity=3, max_weight=10)
     sender, receiver = await transport.ends(channel)
-    for end in (sender, receiver):
+    for end in (sender, receiver, channel):
         state = await end.state(key="env")
         assert (state.depth, state.weight, state.room, state.room_weight) == (0, 0, 3, 10)
         assert state.empty
@@ -19,14 +20,16 @@ async def test_every_end_says_how_full_a_key_is(transport: Transport) -> None:
     await sender.put(1, key="env", weight=4)
     await sender.put(2, key="env", weight=6)
     await sender.flush()
-    for end in (sender, receiver):
+    for end in (sender, receiver, channel):
         state = await end.state(key="env")
         assert (state.depth, state.weight, state.room, state.room_weight) == (2, 10, 1, 0)
         assert state.full  # by weight
         assert not state.empty
         assert (await end.state()).empty
     assert await receiver.get(key="env") == 1
-    assert channel.state(key="env").depth == 1
+    for end in (sender, receiver, channel):
+        assert (await end.state(key="env")).depth == 1
+        assert (await end.statistics()).depth == 1
 
 
 async def test_the_number_of_items_alone_can_make_a_key_full(transport: Transport) -> None:
@@ -62,8 +65,8 @@ async def test_what_a_waiting_batch_has_collected_is_counted_apart(transport: Tr
     for end in (sender, receiver):
         state = await end.state()
         assert (state.depth, state.collected, state.room) == (0, 4, 2)
-    assert (channel.statistics().depth, channel.statistics().collected) == (0, 4)
+    assert (statistics_of(channel.queue).depth, statistics_of(channel.queue).collected) == (0, 4)
     getting.cancel()
     await asyncio.wait([getting])
     await transport.settle()
-    assert (channel.statistics().depth, channel.statistics().collected) == (4, 0)
+    assert (statistics_of(channel.queue).depth, statistics_of(channel.queue).collected) == (4, 0)

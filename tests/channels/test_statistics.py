@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rlinf_async.channels import Channel, Statistics, current_party
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.testing import run
 from tests.channels.transport import Transport
 
@@ -34,7 +35,7 @@ async def waiting_puts_and_gets() -> Statistics:
     await asyncio.sleep(5)
     await channel.sender.put(3, weight=4)
     await channel.sender.put(4, key="env", weight=6)
-    return channel.statistics()
+    return statistics_of(channel.queue)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -82,7 +83,7 @@ async def waits_that_ended_badly() -> Statistics:
     await asyncio.sleep(2)
     channel.fail("broken")
     await asyncio.gather(*doomed, return_exceptions=True)
-    return channel.statistics()
+    return statistics_of(channel.queue)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -108,7 +109,7 @@ async def test_leases_are_counted_in_items(transport: Transport) -> None:
 
 async def fail_inside_a_lease(channel: Channel[int], lease: Any) -> None:
     async with lease:
-        assert channel.statistics().leases_out == 3
+        assert statistics_of(channel.queue).leases_out == 3
         raise RuntimeError("broken")
 
 
@@ -123,14 +124,14 @@ async def test_both_ends_give_the_channels_statistics(transport: Transport) -> N
 
 def test_a_channel_made_before_its_loop_counts_its_age_from_its_first_end() -> None:
     channel = Channel(int, name="numbers")
-    assert channel.statistics().seconds == 0
-    assert channel.statistics().rate == 0
+    assert statistics_of(channel.queue).seconds == 0
+    assert statistics_of(channel.queue).rate == 0
 
     async def main() -> float:
         await asyncio.sleep(5)
         current_party.set("main")
         channel.sender.put_nowait(1)
         await asyncio.sleep(2)
-        return channel.statistics().seconds
+        return statistics_of(channel.queue).seconds
 
     assert run(main()) == 2.0

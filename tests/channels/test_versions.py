@@ -7,6 +7,7 @@ import pytest
 
 from rlinf_async.channels import Channel, Fresh, TooStale
 from rlinf_async.channels.ends import oldest_version
+from rlinf_async.channels.queue import statistics_of
 from tests.channels.transport import Transport
 
 
@@ -32,7 +33,7 @@ async def test_an_item_past_the_lag_is_too_stale_and_counted(transport: Transpor
     fresh = await receiver.get_within_lag(current=7, max_lag=0, key="env")
     assert fresh == Fresh(Sample(7), lag=0)
     await transport.settle()
-    assert channel.statistics().stale == 1
+    assert statistics_of(channel.queue).stale == 1
 
 
 async def test_the_oldest_part_of_an_item_counts(transport: Transport) -> None:

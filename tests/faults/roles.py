@@ -23,6 +23,7 @@ from rlinf_async.channels import (
     Statistics,
     WireError,
 )
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.channels.wire import (
     ChannelClient,
     ChannelServer,
@@ -129,7 +130,7 @@ async def own(control: socket.socket, plan: Plan, folder: str) -> None:
                 while True:
                     drained.append((await rest.get()).number)
         dead = [letter.item.number for letter in channel.dead_letters]
-        closed = Closed(channel.statistics(), drained, dead, lost)
+        closed = Closed(statistics_of(channel.queue), drained, dead, lost)
         await loop.sock_sendall(control, _line(closed))
 
 

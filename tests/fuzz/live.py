@@ -17,6 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from rlinf_async.channels import Channel, Latest
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.channels.wire import ChannelClient, ChannelServer, Connection, Router, protocol
 from rlinf_async.channels.wire.frames import LAST_TYPE, pack_header
 from rlinf_async.channels.wire.session.endpoint import Server, connect, serve
@@ -90,13 +91,13 @@ class Live:
             await self._say(self._frames(Pieces(data), ends))
             await self._serve_honest()
             await self._left.wait()
-        left = queue.statistics()
+        left = statistics_of(queue.queue)
         if left.leases_out or left.waiting_getters or left.waiting_putters:
             raise Broken(f"who left still holds something: {left}")
         for number in ends:
             self.channels.release(number)
         if queue.queue.senders or queue.queue.receivers:
-            raise Broken(f"who left still has ends open: {queue.statistics()}")
+            raise Broken(f"who left still has ends open: {statistics_of(queue.queue)}")
         for one in (queue, newest):
             self.channels.withdraw(one)
 

@@ -15,6 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 from rlinf_async.channels import Channel
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.channels.wire import Connection, Router, connect
 from rlinf_async.channels.wire.session.endpoint import Timeouts
 from tests.channels.wire.harness import PATIENCE, SECRET, Wired, until, wired
@@ -78,7 +79,7 @@ async def small_talk(far: Far, count: int = 3) -> None:
         group.create_task(put())
         got = group.create_task(get())
     assert got.result() == list(range(count))
-    seen = channel.statistics()
+    seen = statistics_of(channel.queue)
     assert (seen.puts, seen.leases_out, seen.depth, seen.redelivered) == (count, 0, 0, 1)
 
 
@@ -106,7 +107,7 @@ async def arrays_both_ways(far: Far, count: int) -> None:
         group.create_task(put())
         got = group.create_task(get())
     assert got.result() == list(range(count))
-    assert (channel.statistics().puts, channel.statistics().gets) == (count, count)
+    assert (statistics_of(channel.queue).puts, statistics_of(channel.queue).gets) == (count, count)
 
 
 async def said(tcp: bool) -> tuple[dict[Way, int], dict[Way, int]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlinf_async.channels import Channel, ChannelFailed, ConnectionLost, HandshakeFailed, Receiver
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.channels.wire import Router, connect
 from rlinf_async.channels.wire.session.link import Handshake, Terms
 from rlinf_async.testing import wait_all_blocked
@@ -61,7 +62,7 @@ async def test_what_is_asked_while_it_is_cut_waits_and_is_done_once() -> None:
         await cut(one)
         putting = [asyncio.create_task(sender.put(number)) for number in range(5)]
         await wait_all_blocked()
-        assert channel.statistics().puts == 0
+        assert statistics_of(channel.queue).puts == 0
         one.net.refuse = False
         await asyncio.gather(*putting)
         assert await channel.receiver.get_batch(weight=5) == list(range(5))
@@ -75,7 +76,7 @@ async def test_what_is_cancelled_while_it_is_cut_leaves_no_trace() -> None:
         sender = one.owner.sender(channel, one.connection)
         receiver = one.owner.receiver(channel, one.connection)
         getting = asyncio.create_task(receiver.get())
-        await until(lambda: channel.statistics().waiting_getters)
+        await until(lambda: statistics_of(channel.queue).waiting_getters)
         await cut(one)
         putting = asyncio.create_task(sender.put(1))
         await wait_all_blocked()
@@ -86,7 +87,7 @@ async def test_what_is_cancelled_while_it_is_cut_leaves_no_trace() -> None:
         await until(lambda: not one.connection.reconnecting)
         await sender.put(2)
         assert await receiver.get() == 2
-        assert channel.statistics().depth == 0
+        assert statistics_of(channel.queue).depth == 0
 
 
 async def test_a_lease_is_held_across_a_cut() -> None:
@@ -98,9 +99,9 @@ async def test_a_lease_is_held_across_a_cut() -> None:
             await cut(one)
             assert [*batch] == [7]
             one.net.refuse = False
-        await until(lambda: not channel.statistics().leases_out)
-        assert channel.statistics().redelivered == 0
-        assert channel.statistics().depth == 0
+        await until(lambda: not statistics_of(channel.queue).leases_out)
+        assert statistics_of(channel.queue).redelivered == 0
+        assert statistics_of(channel.queue).depth == 0
 
 
 async def test_past_its_patience_each_side_gives_up_and_leases_go_back() -> None:
@@ -113,7 +114,8 @@ async def test_past_its_patience_each_side_gives_up_and_leases_go_back() -> None
         name, reason = await one.owner.lost.get()
         assert name == "worker"
         assert reason.endswith("; it was not resumed within 0.2 s")
-        assert (channel.statistics().depth, channel.statistics().leases_out) == (1, 0)
+        seen = statistics_of(channel.queue)
+        assert (seen.depth, seen.leases_out) == (1, 0)
 
 
 async def test_the_shorter_patience_of_both_sides_counts() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 import rlinf_async as ra
 from rlinf_async.channels import MalformedFrame
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.channels.untyped import Encoded
 from rlinf_async.runtime import Restart
 from rlinf_async.runtime.child import ArgumentsCodec
@@ -258,7 +259,7 @@ async def test_a_wrong_call_is_refused(case: str) -> None:
         with pytest.raises(ra.BuildError, match=message):
             group.call(method, *arguments(graph))
         assert not group.calls
-        assert graph.numbers.statistics().receivers == 0
+        assert statistics_of(graph.numbers.queue).receivers == 0
 
 
 FITTING: dict[str, tuple[Callable[..., Any], Callable[[Graph], Any]]] = {

@@ -10,6 +10,7 @@ import pytest
 
 import rlinf_async as ra
 from rlinf_async.channels import ChannelClosed
+from rlinf_async.channels.queue import statistics_of
 from tests.runtime.kit import Doubler, NewCluster, Number, Reading, Teller, Waiter
 
 
@@ -68,14 +69,14 @@ async def test_the_last_producer_to_return_ends_the_channel(new_cluster: NewClus
         doublers = await cluster.launch(Doubler, count=2)
         running = doublers.call(Doubler.run, numbers.receiver, doubled.sender)
         feeding = cluster.channel(Number, name="unused")
-        assert feeding.statistics().senders == 0
+        assert statistics_of(feeding.queue).senders == 0
         with numbers.sender as sender:
             for value in range(4):
                 await sender.put(Number(value))
         got = sorted([number.value async for number in doubled.receiver])
         assert got == [0, 2, 4, 6]
         assert sum(await running) == 4
-        assert numbers.statistics().receivers == doubled.statistics().senders == 0
+        assert statistics_of(numbers.queue).receivers == statistics_of(doubled.queue).senders == 0
 
 
 async def test_one_call_ends_while_another_goes_on(new_cluster: NewCluster) -> None:
@@ -136,7 +137,7 @@ async def test_a_failed_clone_leaves_no_end_open(new_cluster: NewCluster) -> Non
         doubled.close()
         with pytest.raises(ChannelClosed, match="'doubled' was closed"):
             doublers.call(Doubler.run, numbers.receiver, doubled.sender)
-        assert numbers.statistics().receivers == 0
+        assert statistics_of(numbers.queue).receivers == 0
 
 
 async def test_two_clusters_live_side_by_side(new_cluster: NewCluster) -> None:

@@ -12,6 +12,7 @@ import signal
 import pytest
 
 import rlinf_async as ra
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.testing import explore, no_tasks_left, wait_all_blocked
 from tests.channels.wire.harness import PATIENCE
 from tests.runtime.kit import Doubler, NewCluster, Number, Waiter, connection_to, kill, waiting
@@ -120,7 +121,7 @@ def test_cancelled_after_any_number_of_steps_nothing_waits(steps: int) -> None:
         assert task.cancelled() or task.exception() is None
         for channel in channels:
             assert channel.waits() == []
-            assert channel.statistics().leases_out == 0
+            assert statistics_of(channel.queue).leases_out == 0
         no_tasks_left()
 
     explore(main, seeds=range(40))
@@ -178,7 +179,7 @@ def test_a_call_cancelled_before_it_began_ends(steps: int) -> None:
             with pytest.raises(asyncio.CancelledError):
                 await running
             assert numbers.waits() == []
-            assert numbers.statistics().receivers == 0
+            assert statistics_of(numbers.queue).receivers == 0
 
     explore(main, seeds=range(40))
 
@@ -259,8 +260,8 @@ async def test_what_a_cancelled_call_had_put_is_in_its_channel(
                 count = await streamer.call(Streamer.counted)
                 assert [await receiver.get() for _ in range(seen, count)] == [*range(seen, count)]
                 seen = count
-                assert numbers.statistics().depth == 0
-        assert numbers.statistics().refused == 0
+                assert statistics_of(numbers.queue).depth == 0
+        assert statistics_of(numbers.queue).refused == 0
 
 
 class Deaf(ra.Worker):

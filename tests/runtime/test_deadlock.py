@@ -27,6 +27,7 @@ from rlinf_async import testing
 from rlinf_async.channels import BatchResizingIterator, Channel
 from rlinf_async.channels.batching import BlockingBatches, PullCancelled
 from rlinf_async.channels.batching.driving import for_thread
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.channels.statistics import ComputeThread, current_thread
 from rlinf_async.channels.wire.frames import movement
 from rlinf_async.runtime import deadlock
@@ -533,7 +534,7 @@ async def _thread_that_pulls(channel: Channel[Number]) -> Undo:
 
     thread = threading.Thread(target=pull)
     thread.start()
-    while not channel.statistics().waiting_getters > 1:  # noqa: ASYNC110 - another thread does it
+    while not statistics_of(channel.queue).waiting_getters > 1:  # noqa: ASYNC110 - another thread does it
         await asyncio.sleep(0)
     return _each(view.close, thread.join)
 

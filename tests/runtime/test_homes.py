@@ -99,6 +99,22 @@ async def test_items_go_from_one_worker_to_another_wherever_the_queue_lives(
             assert (seen.senders, seen.receivers) == (0, 0)
 
 
+async def test_how_full_a_key_is_can_be_asked_of_a_channel_with_a_worker(
+    new_cluster: NewCluster,
+) -> None:
+    async with new_cluster() as cluster:
+        home = (await cluster.launch(Counter, name="home"))[0]
+        numbers = await cluster.channel_at(home, Number, name="numbers", capacity=7)
+        with numbers.sender as sender:
+            await sender.put(Number(1), key="env", weight=3)
+            await sender.flush()
+            state = await numbers.state(key="env")
+            assert (state.depth, state.weight, state.room) == (1, 3, 6)
+            assert (await numbers.state()).room == 7
+            with pytest.raises(TypeError, match="a key is a str or an int"):
+                await numbers.state(key=1.5)  # type: ignore[arg-type]
+
+
 async def test_arrays_go_by_shared_memory_and_the_driver_has_ends_too(
     new_cluster: NewCluster, setting: tuple[str, str]
 ) -> None:

@@ -11,6 +11,7 @@ import signal
 import pytest
 
 import rlinf_async as ra
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.runtime import Restart
 from rlinf_async.runtime.supervise import WorkerSpec
 from rlinf_async.testing import ExactlyOnce, explore, wait_all_blocked
@@ -41,7 +42,7 @@ async def test_items_leased_by_a_killed_worker_are_delivered_again_once(
         assert await holds.receiver.get() == 2
         assert await holds.receiver.get() == 41
         await running
-        seen = numbers.statistics()
+        seen = statistics_of(numbers.queue)
         assert (seen.depth, seen.leases_out, seen.redelivered) == (0, 0, 2)
         assert waiters.restarts == 2
 
@@ -135,10 +136,10 @@ async def doubled_despite_deaths(backend: MortalBackend, kills: int) -> int:
                     once.received(number.value)
                 seen.add(number.value)
         await running
-        assert numbers.statistics().leases_out == 0
+        assert statistics_of(numbers.queue).leases_out == 0
         assert doublers.restarts == kills
     once.check()
-    return numbers.statistics().redelivered
+    return statistics_of(numbers.queue).redelivered
 
 
 def test_no_item_is_lost_whenever_a_worker_dies() -> None:

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from rlinf_async.channels import Channel
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.testing import (
     Bounds,
     ExactlyOnce,
@@ -29,7 +30,7 @@ def test_a_dataflow_that_keeps_its_promises_passes_every_check_on_every_seed() -
                 number = await numbers.receiver.get(key=key)
                 once.received(number)
                 order.received(number)
-                bounds.saw(numbers.statistics().depth)
+                bounds.saw(statistics_of(numbers.queue).depth)
 
         async with asyncio.TaskGroup() as group:
             for key in (0, 1):

@@ -19,6 +19,7 @@ from typing import Final, NamedTuple, Self
 
 from rlinf_async import deadlines
 from rlinf_async.channels import Channel, Statistics
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.channels.statistics import Edge, Wait
 from rlinf_async.channels.wire import Traffic
 from rlinf_async.observe.files import ObserveError
@@ -81,7 +82,7 @@ class ChannelRates:
             return
         self._looked = now
         every = [one for one in self._cluster.channels.values() if isinstance(one, Channel)]
-        seen = [one.statistics() for one in every]
+        seen = [statistics_of(one.queue) for one in every]
         self.channels = [self._channel(one, now) for one in seen]
         self.edges = [self._edge(one.name, edge, now) for one in seen for edge in one.edges]
         for traffic in self._cluster.traffic():

@@ -17,6 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from rlinf_async.channels import Channel, ChannelError, TooStale, current_party
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.testing import run, wait_all_blocked
 from tests.channels.model.items import VERSIONS, make_item, number_in, replacement, times_replaced
 from tests.channels.model.party import LAG, Spoilt
@@ -282,7 +283,7 @@ class _Comparison:
                     yield f"replaced {doing.replaced} times, not {doing.model.replaced}"
                 if doing.gate is not None and doing.deliveries != doing.model.deliveries:
                     yield f"deliveries {doing.deliveries}, not {doing.model.deliveries}"
-        seen = self.channel.statistics()
+        seen = statistics_of(self.channel.queue)
         for name, wanted_count in self._counts().items():
             if getattr(seen, name) != wanted_count:
                 yield f"{name} is {getattr(seen, name)}, not {wanted_count}"

@@ -17,6 +17,7 @@ from rlinf_async.channels import (
     EndOfChannel,
     current_party,
 )
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.channels.statistics import render
 from tests.channels.model.history import OWNER, REST, Clock, History, Journal
 from tests.channels.model.history import Event as Done
@@ -103,7 +104,7 @@ class Stage:
                 event.do == "fail" and event.outcome == "ok" for event in self.history.events
             )
             await self.medium.holds(lambda: not left_over(self.channel, failed=failed))
-        self.history.statistics = self.channel.statistics()
+        self.history.statistics = statistics_of(self.channel.queue)
         self.history.dead = [*self.channel.dead_letters]
 
     async def _look(self, when: str) -> None:
@@ -155,7 +156,7 @@ class Stage:
             for event in self.history.events
             if not event.finished and not event.died
         )
-        seen = self.channel.statistics()
+        seen = statistics_of(self.channel.queue)
         return (
             f"{left} tasks wait for ever: {doing or 'not in an operation'}\n"
             f"depth={seen.depth} leases_out={seen.leases_out} senders={seen.senders}\n"
@@ -173,7 +174,7 @@ ZERO = (
 def left_over(channel: Channel[Any], *, failed: bool = False) -> list[str]:
     """The counts that must be zero when all is over, and are not. A failed channel keeps what was
     queued in it."""
-    seen = channel.statistics()
+    seen = statistics_of(channel.queue)
     kept = ("depth", "weight", "keys") if failed else ()
     return [
         f"{name}={value}" for name in ZERO if name not in kept and (value := getattr(seen, name))

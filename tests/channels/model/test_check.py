@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from rlinf_async.channels import Channel, DeadLetter
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.testing import run as run_virtually
 from rlinf_async.testing import wait_all_blocked
 from tests.channels.model.check import check
@@ -245,6 +246,6 @@ def test_a_lost_payload_sends_the_items_beside_it_back(lost: int) -> None:
         ],
         killed=[1],
     )  # fmt: skip
-    statistics = Channel(int, name="items").statistics()
+    statistics = statistics_of(Channel(int, name="items").queue)
     history.statistics = msgspec.structs.replace(statistics, lost=lost)
     assert bool(out_of_order(history)) == (not lost)

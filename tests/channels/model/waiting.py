@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from typing import Any
 
 from rlinf_async.channels import Channel, Key
+from rlinf_async.channels.queue import statistics_of
 from tests.channels.model.history import Event, History
 from tests.channels.model.items import number_in
 from tests.channels.model.program import SENDING, TAKING, Program, name_of, party_of
@@ -59,7 +60,7 @@ def _helped_by_others(channel: Channel[Any], waiting: list[Event]) -> list[str]:
 
 def _ended(channel: Channel[Any], history: History, waiting: list[Event]) -> list[str]:
     """Nobody waits for items when every sender has closed and nobody holds a lease."""
-    seen = channel.statistics()
+    seen = statistics_of(channel.queue)
     sent = any(task.side == "send" for task in history.program.tasks)
     takes = sum(event.do in TAKING for event in waiting)
     if seen.senders or seen.leases_out or not sent or not takes:

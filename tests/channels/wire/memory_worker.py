@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlinf_async.channels import Channel, Receiver, Sender
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.channels.wire import (
     ChannelClient,
     ChannelServer,
@@ -80,7 +81,7 @@ async def own() -> None:
                 print(server.path, ref, sep="\n", flush=True)
             seen = 0
             while True:
-                statistics = channel.statistics()
+                statistics = statistics_of(channel.queue)
                 if statistics.gets - seen >= 10 and statistics.shared:
                     seen = statistics.gets
                     print(seen, flush=True)

@@ -24,6 +24,7 @@ from rlinf_async.channels import (
     Sender,
 )
 from rlinf_async.channels.key_queue import KeyQueue
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.channels.statistics import find_cycle
 from rlinf_async.channels.wire import ChannelClient, Connection, Encoded, protocol
 from rlinf_async.channels.wire import sending as credit
@@ -70,10 +71,10 @@ async def test_lent_room_counts_so_the_capacity_is_never_exceeded() -> None:
         putting = asyncio.create_task(put_all(sender, range(100)))
         for number in range(100):
             await wait_all_blocked()
-            assert channel.statistics().depth + channel.queue.credit <= 8
+            assert statistics_of(channel.queue).depth + channel.queue.credit <= 8
             assert await channel.receiver.get() == number
         await putting
-        assert channel.statistics().credit_waits > 0
+        assert statistics_of(channel.queue).credit_waits > 0
 
 
 async def test_at_most_half_of_the_free_room_is_lent() -> None:
@@ -81,7 +82,7 @@ async def test_at_most_half_of_the_free_room_is_lent() -> None:
     async with remote_pair(channel) as (sender, _):
         await put_all(sender, range(2))
         await until(lambda: channel.queue.credit)
-        assert channel.statistics().credit == (64 - 2) // 2
+        assert statistics_of(channel.queue).credit == (64 - 2) // 2
 
 
 async def test_a_wait_for_lent_room_names_who_has_it_and_is_no_deadlock() -> None:
@@ -103,12 +104,12 @@ async def test_lent_room_is_asked_back_when_another_putter_waits_for_it() -> Non
     channel = Channel(int, name="numbers", capacity=8)
     async with remote_pair(channel) as (sender, _):
         await with_credit(sender, channel)
-        lent = channel.statistics().credit
+        lent = statistics_of(channel.queue).credit
         assert lent == lent_here(sender) > 0
         local = channel.sender
         await put_all(local, range(8))  # the whole capacity: the last of them wait for what is lent
-        assert channel.statistics().depth == 8
-        assert (channel.statistics().credit, lent_here(sender)) == (0, 0)
+        assert statistics_of(channel.queue).depth == 8
+        assert (statistics_of(channel.queue).credit, lent_here(sender)) == (0, 0)
 
 
 async def test_a_put_without_waiting_is_told_full_and_asks_lent_room_back() -> None:
@@ -177,7 +178,7 @@ async def test_all_senders_of_one_key_share_what_is_lent() -> None:
         assert lent_here(second) == lent - 6
         connection.close()
         await connection.wait_closed()
-        assert channel.statistics().puts == 8
+        assert statistics_of(channel.queue).puts == 8
 
 
 async def test_many_tasks_on_one_sender_keep_their_order_and_lose_nothing() -> None:
@@ -199,9 +200,9 @@ async def test_lent_room_stays_while_nobody_else_wants_it() -> None:
     channel = Channel(int, name="numbers")
     async with remote_pair(channel) as (sender, _):
         await with_credit(sender, channel, key="env")
-        lent = channel.statistics().credit
+        lent = statistics_of(channel.queue).credit
         await asyncio.sleep(1.5)
-        assert channel.statistics().credit == lent == lent_here(sender, "env") > 0
+        assert statistics_of(channel.queue).credit == lent == lent_here(sender, "env") > 0
         putting = sender.put(2, key="env")
         with pytest.raises(StopIteration):  # the first put after a pause does not ask either
             putting.send(None)
@@ -217,7 +218,7 @@ async def test_a_key_is_forgotten_when_its_room_is_asked_back() -> None:
             assert await channel.receiver.get(key="env") == number
         await putting
         await until(lambda: not channel.queue.keys)
-        assert channel.statistics().credit == 0
+        assert statistics_of(channel.queue).credit == 0
 
 
 async def test_more_keys_than_are_remembered_lose_no_room() -> None:
@@ -229,7 +230,7 @@ async def test_more_keys_than_are_remembered_lose_no_room() -> None:
         await sender.flush()
         end: Any = sender
         held = sum(one.items for one in end._transfers.accounts.registered.values())
-        assert channel.statistics().credit == held
+        assert statistics_of(channel.queue).credit == held
         assert len(end._transfers.accounts.registered) <= credit.MAX_ACCOUNTS
 
 
@@ -286,7 +287,7 @@ async def test_an_item_refused_because_the_channel_closed_is_raised_at_the_next_
         with pytest.raises(ChannelClosed, match="'numbers' was closed") as caught:
             await sender.put(2)
         assert "1 items of this sender were under way" in caught.value.__notes__[0]
-        assert channel.statistics().refused == 1
+        assert statistics_of(channel.queue).refused == 1
         with pytest.raises(ChannelClosed):
             await sender.put(3)
 
@@ -310,7 +311,9 @@ async def test_an_item_refused_because_nobody_receives_is_raised_by_flush() -> N
         await with_credit(sender, channel)
         channel.receiver.close()
         receiver.close()
-        await until(lambda: channel.queue.no_receivers_left or not channel.statistics().receivers)
+        await until(
+            lambda: channel.queue.no_receivers_left or not statistics_of(channel.queue).receivers
+        )
         await sender.put(1)
         with pytest.raises(NoReceivers):
             await sender.flush()
@@ -333,7 +336,7 @@ async def test_the_end_of_a_call_is_no_failure_where_its_consumers_left_items() 
         with pytest.raises(ChannelClosed):
             await call.flush()
         await call.flush()
-        assert [channel.statistics().refused for channel in (numbers, closed)] == [1, 1]
+        assert [statistics_of(channel.queue).refused for channel in (numbers, closed)] == [1, 1]
         connection.close()
         await connection.wait_closed()
 
@@ -366,13 +369,13 @@ async def test_a_sender_is_told_once_that_nobody_receives() -> None:
     async with remote_pair(channel) as (sender, receiver):
         await with_credit(sender, channel)
         channel.receiver.close()
-        await until(lambda: channel.statistics().receivers == 1)
+        await until(lambda: statistics_of(channel.queue).receivers == 1)
         await put_all(sender, range(5))
         channel.queue.remove_receiver(next(iter(channel.queue.receivers)))
         with pytest.raises(NoReceivers):
             await sender._ask(sender._account, Encoded(b"\x01"), 1)  # type: ignore[attr-defined]
         await sender.flush()
-        assert channel.statistics().refused == 5
+        assert statistics_of(channel.queue).refused == 5
         receiver.close()
 
 
@@ -400,7 +403,7 @@ async def test_flush_returns_when_every_item_is_in_the_channel() -> None:
         await with_credit(sender, channel)
         await put_all(sender, range(20))
         await sender.flush()
-        assert channel.statistics().depth == 20
+        assert statistics_of(channel.queue).depth == 20
         local = channel.sender
         await local.flush()
 
@@ -419,7 +422,7 @@ async def test_a_lease_is_settled_after_the_items_that_were_put_inside(
 
         def watch(queue: KeyQueue, *settled: Any) -> None:
             if queue.channel.name == "tasks":
-                depths.append(results.statistics().depth)
+                depths.append(statistics_of(results.queue).depth)
             settle(queue, *settled)
 
         monkeypatch.setattr(KeyQueue, "settle", watch)
@@ -450,7 +453,7 @@ async def test_closing_a_connection_waits_until_its_items_are_confirmed() -> Non
         connection.close()
         assert not connection.closed
         await connection.wait_closed()
-        assert channel.statistics().depth == 20
+        assert statistics_of(channel.queue).depth == 20
 
 
 async def test_a_cut_connection_reports_what_was_not_confirmed() -> None:
@@ -473,9 +476,9 @@ async def test_what_a_lost_process_was_lent_is_free_again() -> None:
         connection = await owner.join()
         sender = owner.sender(channel, connection)
         await with_credit(sender, channel)
-        assert channel.statistics().credit
+        assert statistics_of(channel.queue).credit
         await cut(connection, owner)
-        assert channel.statistics().credit == 0
+        assert statistics_of(channel.queue).credit == 0
         for number in range(8):
             channel.sender.put_nowait(number)
 
@@ -502,7 +505,7 @@ async def test_a_process_that_promises_more_than_it_was_lent_is_cut_off() -> Non
         connection.notify("channel.transfer", transfer, Encoded(bytes(60)))
         _, reason = await owner.lost.get()
         assert "60 items of weight 0 came for channel 'numbers'" in reason
-        assert channel.statistics().depth == 0
+        assert statistics_of(channel.queue).depth == 0
 
 
 def run_worker(owner: Wired, ref: Any, what: str) -> subprocess.Popen[bytes]:
@@ -522,7 +525,7 @@ async def test_a_process_that_ends_without_closing_loses_nothing_in_silence() ->
         await owner.lost.get()
         _, said = await asyncio.to_thread(process.communicate)
         assert process.returncode == 0
-        depth = channel.statistics().depth
+        depth = statistics_of(channel.queue).depth
         assert depth == 500 or b"before owner has confirmed" in said
 
 
@@ -530,12 +533,12 @@ async def test_a_killed_producer_leaves_a_beginning_of_what_it_put() -> None:
     channel = Channel(int, name="numbers", capacity=4096)
     async with wired() as owner:
         process = run_worker(owner, owner.channels.end_ref(channel.sender, "w"), "1000000")
-        await until(lambda: channel.statistics().depth > 1000)
+        await until(lambda: statistics_of(channel.queue).depth > 1000)
         os.kill(process.pid, signal.SIGKILL)
         await owner.lost.get()
         await asyncio.to_thread(process.communicate)
-        depth = channel.statistics().depth
-        assert channel.statistics().credit == 0
+        depth = statistics_of(channel.queue).depth
+        assert statistics_of(channel.queue).credit == 0
         assert await channel.receiver.get_batch(weight=depth) == list(range(depth))
 
 

@@ -17,6 +17,7 @@ from rlinf_async.channels import (
     NoReceivers,
     Sender,
 )
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.channels.wire import Connection
 from rlinf_async.channels.wire import sending as credit
 from rlinf_async.channels.wire.sending import Transfers
@@ -65,10 +66,10 @@ async def test_room_that_was_not_used_goes_back_for_good_from_a_channel_that_is_
         await until(lambda: channel.queue.credit == 0)
         await wait_all_blocked()
         assert (channel.queue.credit, lent_here(sender)) == (0, 0)
-        depth = channel.statistics().depth
+        depth = statistics_of(channel.queue).depth
         await put_all(sender, range(3))
         await sender.flush()
-        assert channel.statistics().depth == depth + 3
+        assert statistics_of(channel.queue).depth == depth + 3
 
 
 @pytest.mark.parametrize("loop_kind", ["asyncio"])  # on another two messages do not cross

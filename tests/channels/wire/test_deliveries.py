@@ -15,6 +15,7 @@ from rlinf_async.channels import (
     EndOfChannel,
     Receiver,
 )
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.channels.wire import Encoded, owner_deliveries, protocol, receiving
 from rlinf_async.channels.wire.frames import FrameType, pack_small
 from tests.channels.wire.harness import Wired, settle, until, wired
@@ -32,7 +33,7 @@ async def prefetched(owner: Wired, channel: Channel[int], count: int = 20) -> tu
     for number in range(3):
         assert await receiver.get() == number
     await settle()
-    assert channel.statistics().prefetched > 0
+    assert statistics_of(channel.queue).prefetched > 0
     return connection, receiver, 3
 
 
@@ -58,7 +59,7 @@ async def test_a_batch_that_is_cancelled_before_it_was_sent_still_says_what_was_
         assert await rest_of(receiver) == list(range(count, 20))
         connection.close()
         await connection.wait_closed()
-        assert channel.statistics().unconfirmed == 0
+        assert statistics_of(channel.queue).unconfirmed == 0
 
 
 async def test_what_was_taken_is_said_before_a_close_though_the_get_that_said_it_is_cancelled() -> (
@@ -96,14 +97,14 @@ async def test_a_lost_process_with_very_many_waiting_gets_gives_back_what_they_h
         gets = [asyncio.ensure_future(receiver.get_batch(weight=10))]
         await until(lambda: channel.waits())
         gets += [asyncio.ensure_future(receiver.get_batch(weight=1)) for _ in range(2000)]
-        await until(lambda: channel.statistics().waiting_getters == 2001)
+        await until(lambda: statistics_of(channel.queue).waiting_getters == 2001)
         for number in range(3):
             channel.sender.put_nowait(number)
         [there] = owner.server.connections
         there.abort("a test")
         found = await asyncio.gather(*gets, return_exceptions=True)
         assert all(isinstance(one, ConnectionLost) for one in found)
-        assert channel.statistics().depth == 3
+        assert statistics_of(channel.queue).depth == 3
         assert await channel.receiver.get_batch(weight=3) == [0, 1, 2]
 
 
@@ -148,7 +149,7 @@ async def test_a_process_that_stands_still_with_a_batch_asked_for_holds_up_only_
     channel = Channel(int, name="numbers")
     async with wired() as owner:
         connection, receiver, count = await prefetched(owner, channel)
-        ahead = channel.statistics().prefetched
+        ahead = statistics_of(channel.queue).prefetched
         links = receiving.ReceiverLinks.of(connection)
         monkeypatch.setattr(links, "return_items", lambda *_: None)  # it does not answer a recall
         batch = asyncio.ensure_future(receiver.get_batch(weight=1))
@@ -169,13 +170,13 @@ async def test_waits_that_end_with_the_channel_are_counted_and_leave_no_keys() -
         receiver = owner.receiver(channel, connection)
         sender = channel.sender.open()
         gets = [asyncio.ensure_future(receiver.get(key=key)) for key in range(50)]
-        await until(lambda: channel.statistics().waiting_getters == 50)
+        await until(lambda: statistics_of(channel.queue).waiting_getters == 50)
         before = asyncio.get_running_loop().time()
         await until(lambda: asyncio.get_running_loop().time() > before)
         sender.close()
         found = await asyncio.gather(*gets, return_exceptions=True)
         assert all(isinstance(one, EndOfChannel) for one in found)
-        seen = channel.statistics()
+        seen = statistics_of(channel.queue)
         assert seen.get_waits == 50
         assert seen.get_wait_seconds > 0
         assert channel.queue.keys == {}
@@ -214,12 +215,12 @@ async def test_items_for_another_channel_than_their_senders_end_the_connection()
         credited: Any = owner.sender(other, connection)
         for number in range(2):
             await credited.put(number)
-        await until(lambda: other.statistics().credit)
+        await until(lambda: statistics_of(other.queue).credit)
         run = protocol.Run(credited._wire.queue, sender._number, None, 1, 1)
         connection.notify("channel.transfer", protocol.Transfer([run], [1]), Encoded(b"\x01"))
         _, reason = await owner.lost.get()
         assert "not their sender's" in reason
-        assert other.statistics().depth == 2
+        assert statistics_of(other.queue).depth == 2
 
 
 async def test_credit_that_is_recalled_and_not_returned_is_recalled_again() -> None:
@@ -229,7 +230,7 @@ async def test_credit_that_is_recalled_and_not_returned_is_recalled_again() -> N
         sender: Any = owner.sender(channel, connection)
         for number in range(2):
             await sender.put(number)
-        await until(lambda: channel.statistics().credit)
+        await until(lambda: statistics_of(channel.queue).credit)
         accounts = sender._transfers.accounts
         credit, answers = protocol.Credit(sender._wire.queue, None, 0, None), [1]
         give_back = accounts._return
@@ -245,6 +246,6 @@ async def test_credit_that_is_recalled_and_not_returned_is_recalled_again() -> N
         accounts._return = nothing_at_first
         for number in range(6):  # the last of them wait for what is credit
             await channel.sender.put(number)
-        assert channel.statistics().depth == 8
+        assert statistics_of(channel.queue).depth == 8
         connection.close()
         await connection.wait_closed()

@@ -20,6 +20,7 @@ from rlinf_async.channels import (
     EndOfChannel,
     Receiver,
 )
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.channels.untyped import Encoded
 from rlinf_async.channels.wire import Direct, Router, connect
 from rlinf_async.channels.wire.pool import Pool
@@ -45,7 +46,7 @@ async def fill(producer: Party, channel: Channel[Item], count: int) -> None:
     for number in range(count):
         await sender.put(item(number))
     await sender.flush()
-    assert channel.statistics().depth == count
+    assert statistics_of(channel.queue).depth == count
 
 
 async def spoil(receiver: Receiver[Item]) -> None:
@@ -83,7 +84,7 @@ async def test_the_arrays_do_not_pass_the_owner(capacity: int) -> None:
         assert fetched >= 40  # more where prefetched ones went back for a batch
         assert passed == 0
         await until(lambda: not producer.kept)
-        seen = channel.statistics()
+        seen = statistics_of(channel.queue)
         assert (seen.direct, seen.loaded, seen.lost, seen.copied) == (40, 0, 0, 0)
         put_edge, *taken = seen.edges
         assert (put_edge.items, put_edge.direct) == (40, 40)
@@ -103,7 +104,7 @@ async def test_small_items_and_what_is_too_much_go_through_the_owner() -> None:
         assert producer.kept == 2 * SIZE
         assert (await receiver.get()).number == 7
         assert [(await receiver.get()).check() for _ in range(3)] == [0, 1, 2]
-        assert channel.statistics().direct == 2
+        assert statistics_of(channel.queue).direct == 2
 
 
 async def test_what_the_producer_does_to_its_array_afterwards_is_not_seen() -> None:
@@ -141,7 +142,7 @@ async def test_the_owner_of_the_channel_fetches_what_it_takes_itself() -> None:
         receiver = channel.receiver
         with pytest.raises(ChannelEmpty, match="still on its way from its producer"):
             receiver.get_nowait()
-        await until(lambda: channel.statistics().loaded)
+        await until(lambda: statistics_of(channel.queue).loaded)
         assert receiver.get_nowait().check() == 0
         assert (await receiver.get()).check() == 1
         assert [each.check() for each in await receiver.get_batch(weight=3)] == [2, 3, 4]
@@ -149,7 +150,7 @@ async def test_the_owner_of_the_channel_fetches_what_it_takes_itself() -> None:
         async with receiver.lease(weight=2) as batch:
             assert [each.check() for each in batch] == [5, 6]
             assert batch.deliveries == [2, 2]
-        assert channel.statistics().loaded >= 7
+        assert statistics_of(channel.queue).loaded >= 7
         await until(lambda: producer.kept <= SIZE)
 
 
@@ -196,7 +197,7 @@ async def test_who_cannot_reach_the_producer_gets_them_through_the_owner() -> No
             5,
         ]
         assert consumer.got == (0, 4)
-        assert channel.statistics().loaded == 6
+        assert statistics_of(channel.queue).loaded == 6
         await until(lambda: not producer.kept)
 
 
@@ -223,7 +224,7 @@ async def test_a_producer_that_ends_in_order_gives_what_it_keeps_to_the_owner() 
         await producer.leave()
         assert producer.kept == 0
         assert [(await receiver.get()).check() for _ in range(4)] == [1, 2, 3, 4]
-        seen = channel.statistics()
+        seen = statistics_of(channel.queue)
         assert seen.loaded >= 4
         assert seen.lost == 0
 
@@ -242,12 +243,12 @@ async def test_what_dies_with_its_producer_is_counted_and_whoever_gets_is_given_
         await sender.flush()
         with caplog.at_level(logging.ERROR):
             await dying.die()
-            await until(lambda: channel.statistics().lost)
+            await until(lambda: statistics_of(channel.queue).lost)
         assert "channel 'items': 3 items are lost, since dying was lost before any" in caplog.text
-        seen = channel.statistics()
+        seen = statistics_of(channel.queue)
         assert (seen.depth, seen.lost, seen.puts, seen.gets) == (1, 3, 4, 0)
         assert (await consumer.receiver(channel).get()).check() == 9
-        assert channel.statistics().gets == 1
+        assert statistics_of(channel.queue).gets == 1
 
 
 async def test_a_batch_that_is_being_collected_goes_on_without_what_died() -> None:
@@ -258,9 +259,9 @@ async def test_a_batch_that_is_being_collected_goes_on_without_what_died() -> No
         )  # fmt: skip
         await fill(dying, channel, 2)
         getting = asyncio.create_task(consumer.receiver(channel).get_batch(weight=3))
-        await until(lambda: channel.statistics().waiting_getters)
+        await until(lambda: statistics_of(channel.queue).waiting_getters)
         await dying.die()
-        await until(lambda: channel.statistics().lost == 2)
+        await until(lambda: statistics_of(channel.queue).lost == 2)
         await fill_more(living, channel, 3)
         assert [each.check() for each in await getting] == [0, 1, 2]
 
@@ -298,7 +299,7 @@ async def test_an_item_that_was_taken_but_not_fetched_when_its_producer_died_is_
         channel.close()
         with pytest.raises(EndOfChannel):
             await taking
-        seen = channel.statistics()
+        seen = statistics_of(channel.queue)
         assert (seen.lost, seen.gets, seen.depth, seen.leases_out) == (2, 0, 0, 0)
 
 
@@ -313,13 +314,13 @@ async def test_a_cancelled_get_leaves_the_item_where_it_was() -> None:
             await until(lambda: len(held) == 1)
             batch = asyncio.create_task(receiver.get_batch(weight=1))
             await until(lambda: len(held) == 2)
-            assert channel.statistics().depth == 0
+            assert statistics_of(channel.queue).depth == 0
             for task in (getting, batch):
                 task.cancel()
             await asyncio.wait([getting, batch])
-            await until(lambda: channel.statistics().depth == 2)
+            await until(lambda: statistics_of(channel.queue).depth == 2)
         assert [(await receiver.get()).check() for _ in range(2)] == [0, 1]
-        seen = channel.statistics()
+        seen = statistics_of(channel.queue)
         assert (seen.gets, seen.unconfirmed, seen.lost) == (2, 0, 0)
 
 
@@ -330,7 +331,7 @@ async def test_a_put_that_is_cancelled_or_refused_keeps_nothing() -> None:
         await fill(producer, channel, 1)
         sender = producer.sender(channel)
         putting = asyncio.create_task(sender.put(item(1)))
-        await until(lambda: channel.statistics().waiting_putters)
+        await until(lambda: statistics_of(channel.queue).waiting_putters)
         assert producer.kept == 2 * SIZE
         putting.cancel()
         await asyncio.wait([putting])
@@ -341,7 +342,7 @@ async def test_a_put_that_is_cancelled_or_refused_keeps_nothing() -> None:
         await asyncio.wait([early])
         await until(lambda: producer.kept == SIZE)
         refused = asyncio.create_task(sender.put(item(3)))
-        await until(lambda: channel.statistics().waiting_putters)
+        await until(lambda: statistics_of(channel.queue).waiting_putters)
         channel.close()
         with pytest.raises(ChannelClosed):
             await refused
@@ -377,7 +378,7 @@ async def test_large_arrays_are_copied_a_piece_for_each_turn_of_the_loop(
         await asyncio.wait([putting])
         assert putting.cancelled()
         assert producer.kept == 0
-        assert channel.statistics().depth == 0
+        assert statistics_of(channel.queue).depth == 0
 
 
 async def test_a_fetch_that_outlives_its_direct_connects_to_nobody() -> None:
@@ -416,7 +417,7 @@ async def test_a_cut_in_the_middle_of_a_fetch_costs_nothing() -> None:
                 assert (await getting).check() == number
             assert len(net.passed) > 5
             assert consumer.got == (30, 0)
-        seen = channel.statistics()
+        seen = statistics_of(channel.queue)
         assert (seen.gets, seen.loaded, seen.lost, seen.unconfirmed) == (30, 0, 0, 0)
 
 
@@ -472,14 +473,14 @@ async def test_a_producer_that_announces_other_arrays_than_it_has_is_found_out()
         assert producer.direct is not None
         producer.direct._retained[1] = [bytearray(5)]
         assert (await consumer.receiver(channel).get()).check() == 1
-        assert channel.statistics().lost == 1
+        assert statistics_of(channel.queue).lost == 1
         producer.direct._retained[1] = [bytearray(SIZE)]  # as it was counted
 
 
 async def fail_under_a_lease(party: Party, channel: Channel[Item], dying: Party) -> None:
     """Take all that there is, while this producer dies, and give it back."""
     with contextlib.suppress(LookupError):
-        async with party.receiver(channel).lease(weight=channel.statistics().depth):
+        async with party.receiver(channel).lease(weight=statistics_of(channel.queue).depth):
             await dying.die()
             raise LookupError
 
@@ -499,7 +500,7 @@ async def test_a_batch_without_what_died_is_fetched_once() -> None:
             batch = await consumer.receiver(channel).get_batch(weight=20, at_least=10)
         assert [each.check() for each in batch] == [*range(1, 20, 2)]
         assert consumer.got[0] - before <= 20
-        assert channel.statistics().lost == 10
+        assert statistics_of(channel.queue).lost == 10
 
 
 async def test_get_nowait_passes_over_what_died() -> None:
@@ -511,7 +512,7 @@ async def test_get_nowait_passes_over_what_died() -> None:
         for number, party in enumerate((dying, dying, living)):
             await party.sender(channel).put(item(number))
         await fail_under_a_lease(consumer, channel, dying)
-        await until(lambda: channel.statistics().depth == 3)
+        await until(lambda: statistics_of(channel.queue).depth == 3)
         receiver = channel.receiver.clone()
         with contextlib.suppress(ChannelEmpty):
             receiver.get_nowait()  # begins to fetch
@@ -521,7 +522,7 @@ async def test_get_nowait_passes_over_what_died() -> None:
                 got.append(receiver.get_nowait().check())
             await asyncio.sleep(0)
         assert got == [2]
-        assert channel.statistics().lost == 2
+        assert statistics_of(channel.queue).lost == 2
         receiver.close()
 
 

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from rlinf_async.channels import Channel, EndOfChannel
+from rlinf_async.channels.queue import statistics_of
 from tests.channels.wire import direct_worker
 from tests.channels.wire.harness import Wired, until, wired
 from tests.channels.wire.memory_worker import SIZE, Numbered, check
@@ -49,12 +50,12 @@ async def test_three_processes_and_no_array_passes_the_owner() -> None:
     ):
         seen = list[Any]()
         owner.server._on_disconnect = lambda connection, _: seen.append(connection)
-        await until(lambda: channel.statistics().gets == 50)
+        await until(lambda: statistics_of(channel.queue).gets == 50)
         channel.close()
         assert await consumer.wait() == 0
         producer.terminate()
         await until(lambda: len(seen) == 2)
-        statistics = channel.statistics()
+        statistics = statistics_of(channel.queue)
         assert (statistics.direct, statistics.loaded, statistics.lost) == (50, 0, 0)
         put, taken = statistics.edges
         assert (put.items, put.direct, taken.items, taken.direct) == (50, 50, 50, 50)
@@ -65,14 +66,14 @@ async def test_three_processes_and_no_array_passes_the_owner() -> None:
 async def test_a_killed_producer_takes_along_what_nobody_had_fetched_and_that_is_counted() -> None:
     channel = arrays()
     async with over_tcp() as owner, worker(owner, channel.sender, "5 and stay") as producer:
-        await until(lambda: channel.statistics().depth == 5)
+        await until(lambda: statistics_of(channel.queue).depth == 5)
         async with worker(owner, channel.sender, "1 and stay"):
-            await until(lambda: channel.statistics().depth == 6)
+            await until(lambda: statistics_of(channel.queue).depth == 6)
             producer.kill()
             async with worker(owner, channel.receiver, "all") as consumer:
                 channel.close()
                 assert await consumer.wait() == 0
-        statistics = channel.statistics()
+        statistics = statistics_of(channel.queue)
         assert statistics.lost == 5
         assert (statistics.puts, statistics.gets, statistics.depth) == (6, 1, 0)
 
@@ -82,7 +83,7 @@ async def test_a_producer_that_ends_in_order_leaves_nothing_behind_and_loses_not
     async with over_tcp() as owner:
         async with worker(owner, channel.sender, "5") as producer:
             assert await producer.wait() == 0
-        statistics = channel.statistics()
+        statistics = statistics_of(channel.queue)
         assert (statistics.depth, statistics.loaded, statistics.lost) == (5, 5, 0)
         found = [await channel.receiver.get() for _ in range(5)]
         for number, one in enumerate(found):
@@ -104,4 +105,4 @@ async def test_a_consumer_that_is_killed_leaves_its_items_to_the_next(when: str)
                 check(one)
             assert [one.number for one in batch] == [0, 1, 2, 3]
             assert batch.deliveries == [2, 2, 1, 1]
-        assert channel.statistics().lost == 0
+        assert statistics_of(channel.queue).lost == 0

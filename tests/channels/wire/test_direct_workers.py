@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import rlinf_async as ra
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.channels.wire.direct import DIRECT_VARIABLE
 from tests.channels.wire.memory_worker import SIZE, Numbered, check
 
@@ -40,7 +41,7 @@ async def test_large_items_go_from_worker_to_worker_where_it_is_set_so(
             sides[0].call(Side.put, items.sender), sides[1].call(Side.get, items.receiver)
         )
         assert found == [*range(ITEMS)]
-        statistics = items.statistics()
+        statistics = statistics_of(items.queue)
         assert (statistics.direct, statistics.loaded, statistics.lost) == (direct, 0, 0)
 
 

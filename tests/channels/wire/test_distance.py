@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from rlinf_async.channels import Channel, ItemTooLarge
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.channels.wire import frames as framing
 from rlinf_async.channels.wire.session import link as distance
 from tests.channels.wire.direct_kit import ELEMENTS, Item, item, world
@@ -48,7 +49,7 @@ async def test_far_puts_of_arrays_do_not_ask_and_are_not_changed_afterwards(
         for number in range(COUNT):
             values[:] = number
             await sender.put(Item(number, values))
-        asked = channel.statistics().credit_waits
+        asked = statistics_of(channel.queue).credit_waits
         await sender.flush()
         got = [(await receiver.get()).check() for _ in range(COUNT)]
         assert got == [*range(COUNT)]
@@ -65,10 +66,10 @@ async def test_far_puts_of_arrays_that_are_too_small_to_stay_do_not_ask_either(
         sender, receiver = producer.sender(channel), consumer.receiver(channel)
         for number in range(COUNT):
             await sender.put(item(number))
-        asked = channel.statistics().credit_waits
+        asked = statistics_of(channel.queue).credit_waits
         assert [(await receiver.get()).check() for _ in range(COUNT)] == [*range(COUNT)]
         assert asked < COUNT // 4
-        assert channel.statistics().direct == 0
+        assert statistics_of(channel.queue).direct == 0
 
 
 class Titled(msgspec.Struct):

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from rlinf_async.channels import Channel, ConnectionLost, NoReceivers
 from rlinf_async.channels import untyped as encoded
 from rlinf_async.channels.key_queue import Entry
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.channels.wire import (
     ChannelServer,
     Connection,
@@ -81,7 +82,7 @@ async def test_a_large_item_is_put_into_lent_room_at_once_and_may_change_afterwa
             putting.send(None)
         mine.values[:] = -1
         check(await channel.receiver.get(), 2)
-        seen = channel.statistics()
+        seen = statistics_of(channel.queue)
         assert seen.shared == seen.puts == 3
         assert seen.edges[0].items == 3
 
@@ -110,7 +111,7 @@ async def test_large_items_never_exceed_the_capacity() -> None:
         putting = asyncio.create_task(put_all())
         for number in range(40):
             await wait_all_blocked()
-            assert channel.statistics().depth + channel.queue.credit <= 8
+            assert statistics_of(channel.queue).depth + channel.queue.credit <= 8
             check(await channel.receiver.get(), number)
         await putting
 
@@ -144,7 +145,7 @@ async def test_who_put_a_large_item_that_nobody_could_take_is_told_and_its_memor
         await sender.put(item(2))  # it cannot know yet
         with pytest.raises(NoReceivers):
             await sender.flush()
-        assert channel.statistics().refused == 1
+        assert statistics_of(channel.queue).refused == 1
         await until(lambda: connection.memory.lent == 0)
 
 
@@ -166,7 +167,7 @@ async def test_where_memory_is_not_shared_large_items_are_asked_for() -> None:
         await sender.put(item(2))
         assert sender._account.puts == asked + 1
         check(await channel.receiver.get(), 2)
-        assert channel.statistics().copied == 1
+        assert statistics_of(channel.queue).copied == 1
 
 
 @pytest.mark.parametrize("sizes", [[1, 1], [2]])
@@ -180,7 +181,7 @@ async def test_arrays_that_would_fill_the_owners_memory_unasked_end_the_connecti
         body = Encoded(bytes(sum(sizes)), [beside])
         connection.notify("channel.transfer", protocol.Transfer([run], sizes), body)
         await connection.wait_closed()
-        assert channel.statistics().depth == 0
+        assert statistics_of(channel.queue).depth == 0
         assert "arrays came unasked" in caplog.text
 
 
@@ -308,7 +309,7 @@ async def test_the_arrays_of_a_lease_are_copied_a_piece_for_each_turn_of_the_loo
     async with lending() as (_, _, channel, sender):
         for number in range(5):
             await sender.put(item(number))
-        await until(lambda: channel.statistics().depth == 5)
+        await until(lambda: statistics_of(channel.queue).depth == 5)
         monkeypatch.setattr(encoded, "PIECE_BYTES", 4 * SIZE // 10)
         turns = Turns()
         async with channel.receiver.lease(weight=5) as leased:
@@ -322,7 +323,7 @@ async def test_a_lease_that_is_cancelled_while_its_arrays_are_copied_goes_back(
 ) -> None:
     async with lending() as (_, _, channel, sender):
         await sender.put(item(1))
-        await until(lambda: channel.statistics().depth)
+        await until(lambda: statistics_of(channel.queue).depth)
         monkeypatch.setattr(encoded, "PIECE_BYTES", 1000)
 
         async def work() -> None:
@@ -330,10 +331,10 @@ async def test_a_lease_that_is_cancelled_while_its_arrays_are_copied_goes_back(
                 raise AssertionError("it was cancelled before")
 
         working = asyncio.create_task(work())
-        await until(lambda: channel.statistics().leases_out)
+        await until(lambda: statistics_of(channel.queue).leases_out)
         working.cancel()
         await asyncio.wait([working])
         assert working.cancelled()
-        seen = channel.statistics()
+        seen = statistics_of(channel.queue)
         assert (seen.depth, seen.leases_out, seen.redelivered) == (1, 0, 0)
         check(await channel.receiver.get(), 1)

@@ -9,6 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from rlinf_async.channels import Channel, MalformedFrame
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.channels.wire import Encoded, owner_deliveries
 from rlinf_async.channels.wire.codec import Decoder, Encoder, ItemCodec
 from tests.channels.wire.harness import remote_pair, settle, wired
@@ -84,7 +85,7 @@ async def test_items_of_the_owner_go_as_one_list_and_those_of_others_by_themselv
         assert max(sent) > (8, False)
         assert all(done for _, done in sent)
         await settle()
-        seen = channel.statistics()
+        seen = statistics_of(channel.queue)
         assert (seen.gets, seen.prefetched, seen.depth) == (40, 0, 0)
         assert sum(edge.items for edge in seen.edges) == 40
         sent.clear()
@@ -102,7 +103,7 @@ async def test_what_a_batch_recalls_of_a_list_comes_to_it_in_order() -> None:
             channel.sender.put_nowait(number)
         assert [await receiver.get() for _ in range(5)] == list(range(5))
         await settle()
-        assert channel.statistics().prefetched
+        assert statistics_of(channel.queue).prefetched
         assert await receiver.get_batch(weight=20) == list(range(5, 25))
         assert [await receiver.get() for _ in range(15)] == list(range(25, 40))
 
@@ -126,7 +127,7 @@ async def test_an_item_of_a_list_that_its_receiver_declares_otherwise_is_buried_
         assert found == [0, 1, 2, 3, "wrong", 5, 6]
         await settle()
         assert [letter.item for letter in channel.dead_letters] == ["four"]
-        seen = channel.statistics()
+        seen = statistics_of(channel.queue)
         assert (seen.gets, seen.depth, seen.prefetched) == (7, 0, 0)
         connection.close()
         await connection.wait_closed()

@@ -24,6 +24,7 @@ from rlinf_async.channels import (
     Receiver,
     WrongItemType,
 )
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.channels.wire import (
     Connection,
     Encoded,
@@ -169,7 +170,7 @@ async def test_a_get_whose_delivery_breaks_is_told_and_the_items_stay(
             with pytest.raises(RemoteError, match="LookupError: broken"):
                 await waiting
         assert await receiver.get() == 1
-        assert channel.statistics().gets == 1
+        assert statistics_of(channel.queue).gets == 1
 
 
 async def test_a_message_of_a_subclass_is_refused_before_it_loses_fields() -> None:
@@ -263,7 +264,7 @@ async def test_a_clone_cannot_take_the_number_of_another(caplog: pytest.LogCaptu
             clone = protocol.Clone(sender._number, number, "w")
             sender._wire.connection.notify("channel.clone", clone)
         await sender.put(1)
-        assert channel.statistics().senders == 2
+        assert statistics_of(channel.queue).senders == 2
         assert caplog.text.count("it is not free") == 2
 
 
@@ -276,11 +277,11 @@ async def test_what_is_taken_by_a_notice_goes_back_and_nothing_waits(lease: bool
         for item in (1, 2):
             receiver._wire.connection.notify("channel.get", get)
             await receiver.statistics()  # asked later, so that was heard
-            assert channel.statistics().waiting_getters == 0
+            assert statistics_of(channel.queue).waiting_getters == 0
             await channel.sender.put(item)
             receiver._wire.connection.notify("channel.get", get)
             await receiver.statistics()
-            assert channel.statistics().leases_out == 0
+            assert statistics_of(channel.queue).leases_out == 0
         assert [await receiver.get(), await receiver.get()] == [1, 2]
 
 
@@ -358,8 +359,8 @@ async def test_a_callback_that_raises_keeps_no_lease_from_going_back(
         await receiver._take(1, None, None)
         connection.abort("a test")
         await until(lambda: seen)
-        assert channel.statistics().leases_out == 0
-        assert channel.statistics().depth == 1
+        assert statistics_of(channel.queue).leases_out == 0
+        assert statistics_of(channel.queue).depth == 1
     assert "LookupError: a callback" in caplog.text
 
 
@@ -422,7 +423,7 @@ async def test_a_withdrawn_channel_closes_the_ends_of_other_processes() -> None:
         ]
         for withdraw in withdrawals * 2:
             withdraw()
-        assert channel.statistics().senders == 0
+        assert statistics_of(channel.queue).senders == 0
         assert not owner.channels._newest
         assert not owner.channels._published
         clone.close()
@@ -440,7 +441,7 @@ async def test_a_peer_cannot_fill_memory_with_puts_that_wait_for_room(
         putting = [asyncio.ensure_future(sender.put(bytes(30_000))) for _ in range(10)]
         refused = [one for one in putting if await is_refused(one)]
         assert 5 <= len(refused) <= 7
-        seen = channel.statistics()
+        seen = statistics_of(channel.queue)
         assert seen.waiting_putters + seen.depth + len(refused) == 10
         for _ in range(10 - len(refused)):
             assert len(await channel.receiver.get()) == 30_000

@@ -27,6 +27,7 @@ from rlinf_async.channels import (
     WrongItemType,
     current_party,
 )
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.channels.wire import (
     ChannelClient,
     Connection,
@@ -94,7 +95,7 @@ async def test_a_wrong_item_is_refused_before_it_is_sent() -> None:
         bad: Any = np.array([object()])
         with pytest.raises(WrongItemType, match=r"'samples' .*: Sample\.values: .*Python objects"):
             await sender.put(Sample(1, bad))
-        assert channel.statistics().puts == 0
+        assert statistics_of(channel.queue).puts == 0
 
 
 async def test_an_item_that_lies_about_its_type_is_buried_and_the_rest_stays() -> None:
@@ -139,7 +140,7 @@ async def test_an_item_that_cannot_be_read_is_buried_and_its_neighbours_stay() -
         async with receiver.lease(weight=2) as taken:
             assert list(taken) == [1, 3]
             assert taken.deliveries == [1, 1]
-        await until(lambda: not channel.statistics().leases_out)
+        await until(lambda: not statistics_of(channel.queue).leases_out)
         assert len(channel.dead_letters) == 2
         assert "Expected `int`, got `str`" in channel.dead_letters[0].error
 
@@ -171,7 +172,7 @@ async def test_a_batch_that_is_too_large_stays_in_the_channel(
         with pytest.raises(ItemTooLarge, match=r"'blobs'.*smaller batch"):
             async with receiver.lease(weight=2):
                 pytest.fail("it was handed out")
-        assert channel.statistics().leases_out == 0
+        assert statistics_of(channel.queue).leases_out == 0
         assert len(await receiver.get()) == 200_000
 
 
@@ -240,7 +241,7 @@ async def test_a_lost_connection_gives_its_leases_back_in_order_with_their_count
             async with after.lease(weight=5) as batch:
                 assert [*batch] == [0, 1, 2, 3, 4]
                 assert batch.deliveries == [2, 2, 2, 2, 1]
-        assert channel.statistics().redelivered == 4
+        assert statistics_of(channel.queue).redelivered == 4
 
 
 async def test_a_lease_whose_connection_was_lost_cannot_be_acknowledged() -> None:
@@ -263,7 +264,7 @@ async def test_whoever_left_a_lease_knows_that_its_items_are_consumed() -> None:
         async with receiver.lease():
             pass
         await cut(connection, owner)
-        assert channel.statistics().redelivered == 0
+        assert statistics_of(channel.queue).redelivered == 0
 
 
 async def test_a_connection_lost_before_the_acknowledgement_arrived_is_reported() -> None:
@@ -295,7 +296,7 @@ async def test_a_cancelled_acknowledgement_holds(turns: int) -> None:
         leaving.cancel()
         await asyncio.gather(leaving, return_exceptions=True)
         assert await receiver.get() == 1
-        assert channel.statistics().leases_out == int(turns == 0)  # never begun
+        assert statistics_of(channel.queue).leases_out == int(turns == 0)  # never begun
 
 
 async def test_a_lease_that_is_not_held_cannot_be_acknowledged() -> None:
@@ -321,7 +322,7 @@ async def test_a_lost_connection_abandons_its_waits() -> None:
         assert isinstance(outcomes[0], ConnectionLost)
         assert isinstance(outcomes[2], ConnectionLost)
         assert channel.waits() == empty.waits() == []
-        assert channel.statistics().depth == 1
+        assert statistics_of(channel.queue).depth == 1
         await empty.sender.put(5)
         assert await empty.receiver.get() == 5
 
@@ -336,12 +337,12 @@ async def test_items_on_their_way_to_a_lost_connection_go_back_to_the_head() -> 
         for letter in b"abc":
             await channel.sender.put(bytes([letter]) * 2_000_000)
         getting = [asyncio.create_task(receiver.get()) for _ in range(2)]
-        await until(lambda: channel.statistics().gets == 2)
+        await until(lambda: statistics_of(channel.queue).gets == 2)
         await cut(connection, owner)
         await asyncio.gather(*getting, return_exceptions=True)
         local = channel.receiver
         assert [(await local.get())[:1] for _ in range(3)] == [b"a", b"b", b"c"]
-        assert channel.statistics().unconfirmed == 2
+        assert statistics_of(channel.queue).unconfirmed == 2
 
 
 async def test_ends_that_the_runtime_opened_outlive_the_connection_until_released() -> None:
@@ -353,7 +354,7 @@ async def test_ends_that_the_runtime_opened_outlive_the_connection_until_release
         first.abort("a test")
         await until(lambda: len(owner.server.connections) == 1)
         await owner_put(second, ref, 2)
-        assert channel.statistics().senders == 1
+        assert statistics_of(channel.queue).senders == 1
         owner.channels.release(ref.number)
         owner.channels.release(ref.number)
         assert await channel.receiver.get_batch(weight=9) == [1, 2]
@@ -376,9 +377,9 @@ async def test_clones_of_a_lost_connection_are_closed() -> None:
         clone = sender.clone("helper")
         sender.close()
         await clone.put(1)
-        assert channel.statistics().senders == 1
+        assert statistics_of(channel.queue).senders == 1
         await cut(connection, owner)
-        assert channel.statistics().senders == 0
+        assert statistics_of(channel.queue).senders == 0
         assert await channel.receiver.get() == 1
         with pytest.raises(EndOfChannel):
             await channel.receiver.get()

@@ -25,6 +25,7 @@ from rlinf_async.channels import (
     Receiver,
     Sender,
 )
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.channels.wire import owner_deliveries, receiving
 from rlinf_async.testing import nothing_left_waiting, wait_all_blocked
 from tests.channels.wire.harness import PATIENCE, Wired, anything_fits, remote_pair, until, wired
@@ -43,7 +44,7 @@ async def ahead(
                 await filler.put(number)
         assert [await receiver.get() for _ in range(3)] == [0, 1, 2]
         await settled()
-        assert channel.statistics().prefetched > 0
+        assert statistics_of(channel.queue).prefetched > 0
         yield sender, receiver
 
 
@@ -62,7 +63,7 @@ async def test_items_come_ahead_and_are_taken_in_order_without_a_turn() -> None:
         assert caught.value.value == 3
         assert [await receiver.get() for _ in range(36)] == list(range(4, 40))
         await settled()
-        seen = channel.statistics()
+        seen = statistics_of(channel.queue)
         assert (seen.gets, seen.depth, seen.prefetched) == (40, 0, 0)
         nothing_left_waiting(channel)
 
@@ -77,7 +78,7 @@ async def test_a_receiver_that_gets_once_in_a_while_is_sent_nothing_ahead(
             await sender.put(number)
         for number in range(20):
             assert await receiver.get() == number
-            assert channel.statistics().prefetched == 0
+            assert statistics_of(channel.queue).prefetched == 0
 
 
 async def test_a_quick_receiver_is_sent_items_ahead_however_long_it_waits_for_answers(
@@ -98,7 +99,7 @@ async def test_a_quick_receiver_is_sent_items_ahead_however_long_it_waits_for_an
         for number in (2, 3):
             channel.sender.put_nowait(number)
         assert await receiver.get() == 2
-        assert channel.statistics().prefetched == 1
+        assert statistics_of(channel.queue).prefetched == 1
 
 
 async def test_whoever_waits_is_sent_an_item_at_once_and_not_a_turn_later() -> None:
@@ -107,7 +108,7 @@ async def test_whoever_waits_is_sent_an_item_at_once_and_not_a_turn_later() -> N
         getting = asyncio.create_task(receiver.get())
         await settled()
         channel.sender.put_nowait(1)
-        seen = channel.statistics()
+        seen = statistics_of(channel.queue)
         assert (seen.gets, seen.depth, [edge.items for edge in seen.edges]) == (1, 0, [1])
         assert await getting == 1
 
@@ -154,7 +155,7 @@ async def test_what_answers_an_item_and_the_next_get_go_in_one_write(
 async def test_what_came_ahead_counts_to_depth_and_capacity() -> None:
     channel = Channel(int, name="numbers", capacity=40)
     async with ahead(channel) as (_, receiver):
-        assert channel.statistics().depth == 37
+        assert statistics_of(channel.queue).depth == 37
         local = channel.sender
         for number in range(40, 43):
             local.put_nowait(number)
@@ -163,7 +164,7 @@ async def test_what_came_ahead_counts_to_depth_and_capacity() -> None:
         assert not full.done()
         assert await receiver.get() == 3
         await full
-        assert channel.statistics().depth == 40
+        assert statistics_of(channel.queue).depth == 40
         assert [await receiver.get() for _ in range(40)] == list(range(4, 44))
 
 
@@ -174,9 +175,9 @@ async def test_what_came_ahead_goes_back_when_another_receiver_waits(
     channel = Channel(int, name="numbers")
     async with ahead(channel) as (_, receiver):
         assert await channel.receiver.get() == 3  # the oldest that nobody has taken
-        assert channel.statistics().prefetched == 0
+        assert statistics_of(channel.queue).prefetched == 0
         assert [await receiver.get() for _ in range(5)] == [4, 5, 6, 7, 8]
-        assert channel.statistics().prefetched == 0  # the key has two readers now
+        assert statistics_of(channel.queue).prefetched == 0  # the key has two readers now
 
 
 async def test_who_finds_nothing_without_waiting_asks_for_what_went_ahead() -> None:
@@ -233,7 +234,7 @@ async def test_closing_a_receiver_gives_back_what_came_ahead() -> None:
     async with ahead(channel) as (_, receiver):
         receiver.close()
         await settled()
-        assert channel.statistics().prefetched == 0
+        assert statistics_of(channel.queue).prefetched == 0
         assert await channel.receiver.get_batch(weight=37) == list(range(3, 40))
 
 
@@ -246,12 +247,12 @@ async def test_a_lost_process_gives_back_what_came_ahead_in_order() -> None:
             channel.sender.put_nowait(number)
         got = [await receiver.get() for _ in range(5)]
         await settled()
-        assert channel.statistics().prefetched > 0
+        assert statistics_of(channel.queue).prefetched > 0
         connection.abort("a test")
         await until(lambda: not owner.server.connections)
         with pytest.raises(ConnectionLost):
             await receiver.get()
-        seen = channel.statistics()
+        seen = statistics_of(channel.queue)
         assert (seen.prefetched, seen.depth, seen.gets) == (0, 35, 5)
         assert got == [0, 1, 2, 3, 4]
         assert await channel.receiver.get_batch(weight=35) == list(range(5, 40))
@@ -298,7 +299,7 @@ async def test_an_item_that_came_ahead_and_cannot_be_read_is_buried_alone() -> N
         assert [await receiver.get() for _ in range(2)] == [5, 6]
         await settled()
         assert len(channel.dead_letters) == 1
-        assert channel.statistics().depth == 0
+        assert statistics_of(channel.queue).depth == 0
 
 
 async def test_a_large_item_is_not_sent_ahead() -> None:
@@ -308,7 +309,7 @@ async def test_a_large_item_is_not_sent_ahead() -> None:
             channel.sender.put_nowait(np.full(10_000, float(number)))
         for number in range(6):
             assert (await receiver.get())[0] == number
-            assert channel.statistics().prefetched == 0
+            assert statistics_of(channel.queue).prefetched == 0
 
 
 async def test_keys_have_windows_of_their_own_and_are_forgotten() -> None:
@@ -350,9 +351,9 @@ async def test_what_a_receiver_without_keys_has_ahead_is_found_after_many_keys(
             await channel.sender.put(number)
         got = [await receiver.get() for _ in range(3)]
         await settled()
-        assert channel.statistics().prefetched > 0
+        assert statistics_of(channel.queue).prefetched > 0
         got.append(await asyncio.wait_for(channel.receiver.get(), PATIENCE))
-        assert channel.statistics().prefetched == 0
+        assert statistics_of(channel.queue).prefetched == 0
         got += [await receiver.get() for _ in range(5)]
         await settled()
         connection.abort("a test")
@@ -450,14 +451,14 @@ async def test_a_process_that_stands_still_with_items_ahead_holds_up_nobody_else
             channel.sender.put_nowait(number)
         assert [await receiver.get() for _ in range(3)] == [0, 1, 2]
         await settled()
-        ahead = channel.statistics().prefetched
+        ahead = statistics_of(channel.queue).prefetched
         assert ahead > 0
         transport = connection.transport
         assert transport is not None
         transport.pause_reading()  # it stands still: the recall is not heard
         assert await channel.receiver.get() == 3 + ahead  # what is behind them
         transport.resume_reading()
-        await until(lambda: not channel.statistics().prefetched)
+        await until(lambda: not statistics_of(channel.queue).prefetched)
         assert await channel.receiver.get() == 3  # they are back, as after a failed lease
         assert [await receiver.get() for _ in range(3)] == [4, 5, 6]
         connection.close()
@@ -563,7 +564,7 @@ async def test_every_item_is_taken_once_whatever_is_cancelled_leased_or_given_ba
             await asyncio.gather(*(party.produce(at, 150) for at in (0, 1000)))
             ends.close()
         assert sorted(chain(*party.taken.values())) == [*range(150), *range(1000, 1150)]
-        seen = party.channel.statistics()
+        seen = statistics_of(party.channel.queue)
         assert (seen.prefetched, seen.depth, seen.leases_out) == (0, 0, 0)
         assert seen.puts == seen.gets == 300
         nothing_left_waiting(party.channel)

@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager
 import msgspec
 
 from rlinf_async.channels import Channel
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.channels.wire import EndRef
 from rlinf_async.channels.wire.session.streams import Heartbeat
 from rlinf_async.deadlines import Patience
@@ -92,7 +93,7 @@ async def test_a_stopped_holder_is_noticed_by_its_heartbeat() -> None:
     async with wired() as owner:
         ref = owner.channels.end_ref(channel.receiver, "w")
         async with worker(owner, ref, "stop holding"):
-            await until(lambda: channel.statistics().leases_out)
+            await until(lambda: statistics_of(channel.queue).leases_out)
             [connection] = owner.server.connections  # to start, it may take its time
             monitor = connection.monitor
             monitor._heartbeat = Heartbeat.of(0.4)

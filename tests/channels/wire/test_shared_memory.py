@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from rlinf_async.channels import Channel, Latest, Receiver, Sender
 from rlinf_async.channels.errors import ConnectionLost, MalformedFrame
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.channels.untyped import Encoded
 from rlinf_async.channels.wire import Connection
 from rlinf_async.channels.wire.frames import LATER
@@ -135,7 +136,7 @@ async def test_the_second_large_array_crosses_without_the_socket() -> None:
         assert connection.memory.sent_shared == use.sent_shared + 1
         assert connection.memory.received_shared == use.received_shared + 1
         assert connection.memory.refused == ""
-        seen = channel.statistics()
+        seen = statistics_of(channel.queue)
         assert seen.copied == 0
         assert seen.shared == seen.puts == 2
 
@@ -149,7 +150,7 @@ async def test_small_arrays_never_do() -> None:
             await sender.put(Item(np.zeros(2000, np.float32)))
         use = connection.memory
         assert (use.sent_shared, use.sent_copied) == (0, 0)
-        seen = channel.statistics()
+        seen = statistics_of(channel.queue)
         assert (seen.shared, seen.copied) == (0, 0)
 
 
@@ -253,9 +254,9 @@ async def test_an_array_outlives_its_connection_unchanged() -> None:
 async def test_an_answer_that_nobody_took_is_released() -> None:
     async with edge() as (owner, connection, channel, sender, receiver):
         getting = asyncio.create_task(receiver.get())
-        await until(lambda: channel.statistics().waiting_getters)
+        await until(lambda: statistics_of(channel.queue).waiting_getters)
         putting = asyncio.create_task(sender.put(item(3)))
-        await until(lambda: channel.statistics().gets)  # the answer is on its way
+        await until(lambda: statistics_of(channel.queue).gets)  # the answer is on its way
         getting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await getting
@@ -286,7 +287,7 @@ async def test_no_memory_means_the_socket_and_is_counted(monkeypatch: pytest.Mon
             assert ((await receiver.get()).values == value).all()
         use = connection.memory
         assert (use.sent_shared, use.sent_copied, use.received_copied) == (0, 3, 3)
-        assert channel.statistics().copied == 3
+        assert statistics_of(channel.queue).copied == 3
 
 
 async def test_where_the_system_has_no_memory_the_socket_is_used_and_it_is_said(
@@ -436,7 +437,7 @@ async def test_a_put_that_is_cancelled_in_the_middle_of_its_copy_leaves_nothing(
             del whole
             await sender.put(Item(np.ones(LARGE, np.float32)))
             assert (channel.receiver.get_nowait().values == 1).all()
-            assert channel.statistics().puts == 1
+            assert statistics_of(channel.queue).puts == 1
 
 
 async def test_a_large_array_arrives_whole_though_its_connection_closes_in_the_middle(

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from rlinf_async.channels import Channel
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.channels.wire import EndRef
 from tests.channels.wire import memory_worker
 from tests.channels.wire.harness import Wired, until, wired
@@ -54,14 +55,14 @@ async def test_who_only_forwards_never_touches_the_elements() -> None:
         sending = owner.channels.end_ref(channel.sender, "w")
         taking = owner.channels.end_ref(channel.receiver, "w")
         async with worker(owner, sending), worker(owner, taking) as consumer:
-            await until(lambda: channel.statistics().shared > 100)
+            await until(lambda: statistics_of(channel.queue).shared > 100)
             (to_consumer,) = [one for one in owner.server.connections if one.peer == "receiver"]
             await until(lambda: to_consumer.memory.sent_shared > 50)
             # What was sent before the consumer had opened the producer's memory was copied.
             copied = {where: size for where, size in looked_at().items() if where not in others}
             assert copied
-            gets = channel.statistics().gets
-            await until(lambda: channel.statistics().gets > gets + 50)
+            gets = statistics_of(channel.queue).gets
+            await until(lambda: statistics_of(channel.queue).gets > gets + 50)
             assert {where: looked_at()[where] for where in copied} == copied
             assert consumer.returncode is None
 
@@ -73,10 +74,10 @@ async def test_items_of_a_killed_producer_arrive_from_its_memory() -> None:
         async with worker(owner, ref) as process:
             for _ in range(20):
                 check(await channel.receiver.get())
-            await until(lambda: channel.statistics().depth == 4)
+            await until(lambda: statistics_of(channel.queue).depth == 4)
             process.kill()
             await owner.lost.get()
-        assert channel.statistics().shared >= 20
+        assert statistics_of(channel.queue).shared >= 20
         for one in await channel.receiver.get_batch(weight=4):
             check(one)
 
@@ -90,9 +91,9 @@ async def test_a_consumer_killed_at_any_time_loses_and_spoils_nothing(seed: int)
         taking = owner.channels.end_ref(channel.receiver, "w")
         async with worker(owner, sending):
             for _ in range(2):
-                gets = channel.statistics().gets + chance.randrange(1, 60)
+                gets = statistics_of(channel.queue).gets + chance.randrange(1, 60)
                 async with worker(owner, taking) as process:
-                    await until(lambda: channel.statistics().gets >= gets)  # noqa: B023
+                    await until(lambda: statistics_of(channel.queue).gets >= gets)  # noqa: B023
                     process.kill()
                     await owner.lost.get()
             for _ in range(20):

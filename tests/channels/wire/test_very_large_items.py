@@ -15,6 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 from rlinf_async.channels import Channel, ItemTooLarge, MalformedFrame
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.channels.wire import Encoded
 from rlinf_async.channels.wire import arrays as reserved
 from rlinf_async.channels.wire import frames as framing
@@ -154,7 +155,7 @@ async def test_an_item_over_the_limit_is_buried_and_the_next_one_is_delivered(
         assert "ItemTooLarge" in dead.error
         with pytest.raises(ItemTooLarge):  # who puts it from elsewhere is told at once
             await sender.put(Item(3, np.zeros(400_000, np.uint8)))
-        assert channel.statistics().depth == 0
+        assert statistics_of(channel.queue).depth == 0
 
 
 async def test_one_of_a_batch_that_is_over_the_limit_is_buried_and_the_others_go_back(

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.messages.language import (
     Generated,
     Kept,
@@ -36,7 +37,7 @@ async def test_a_sample_whose_arrays_are_still_with_its_producer_is_left_to_the_
             await sender.put(item(number))
             await sender.flush()
         assert [each.check() for each in _items(channel)] == [0, 2]
-        assert channel.statistics().depth == 3
+        assert statistics_of(channel.queue).depth == 3
 
 
 def generated(kept: Kept | None) -> Generated:

@@ -16,6 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from rlinf_async.channels import Channel, Statistics
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.cli import main
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.config import HostConfig
@@ -105,7 +106,7 @@ def drive(record: Path, arguments: Sequence[str]) -> int:
     finally:
         channels = [one for cluster in clusters for one in cluster.channels.values()]
         carried: dict[str, Statistics] = {
-            one.name: one.statistics() for one in channels if isinstance(one, Channel)
+            one.name: statistics_of(one.queue) for one in channels if isinstance(one, Channel)
         }
         record.write_bytes(msgspec.json.encode(carried))
 

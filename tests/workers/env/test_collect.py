@@ -13,6 +13,7 @@ import pytest
 
 import rlinf_async as ra
 from rlinf_async.channels import Receiver, Sender
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.messages.embodied import (
     Actions,
     Collect,
@@ -307,7 +308,7 @@ def test_a_worker_that_is_cancelled_anywhere_loses_no_ticket() -> None:
                 for _ in range(6):
                     collecting = start(worker, channels)
                     for _ in range(200):
-                        if collecting.done() or channels.tickets.statistics().leases_out:
+                        if collecting.done() or statistics_of(channels.tickets.queue).leases_out:
                             break
                         await asyncio.sleep(0)
                     for _ in range(chance.randrange(60)):
@@ -321,7 +322,7 @@ def test_a_worker_that_is_cancelled_anywhere_loses_no_ticket() -> None:
             found = {(one.iteration, one.stage) for one in collected}
             assert found == {(n, stage) for n in range(4) for stage in range(2)}
             assert all(one.reward.shape == (3, 1) for one in collected)
-            redelivered.append(channels.tickets.statistics().redelivered)
+            redelivered.append(statistics_of(channels.tickets.queue).redelivered)
             nothing_left_waiting(channels.tickets)
 
     explore(body, seeds=range(100))
@@ -351,7 +352,7 @@ def test_rollout_workers_that_are_cancelled_anywhere_change_no_trajectory() -> N
                     await serving.finished(within=9)
                 serving = serve(rollout, channels)
                 await collecting
-                redelivered.append(channels.observations.statistics().redelivered)
+                redelivered.append(statistics_of(channels.observations.queue).redelivered)
             await serving
             collected = channels.collected()
             for stage in range(2):

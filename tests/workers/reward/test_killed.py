@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import rlinf_async as ra
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.messages.language import Outcome, Scored
 from rlinf_async.workers.reward import RewardConfig, RewardWorker
 from tests.jobs.processes import processes, until
@@ -45,5 +46,5 @@ async def test_a_killed_reward_worker_loses_no_sample_and_leaves_no_process(
         channels.samples.close()
         await running
         assert rewards.restarts == 1
-        seen = channels.samples.statistics()
+        seen = statistics_of(channels.samples.queue)
         assert (seen.depth, seen.leases_out) == (0, 0)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import rlinf_async as ra
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.messages.language import Failed, Outcome, Rejected, Sample, Scored
 from rlinf_async.rewards import Answer
 from rlinf_async.rewards.pool import Scorer
@@ -138,7 +139,7 @@ async def test_a_cancelled_run_gives_its_samples_back_and_ends_its_processes(
             await running
         pid = int(await asyncio.to_thread(said.read_text))
         assert not [one for one in processes() if one.pid == pid]
-        seen = channels.samples.statistics()
+        seen = statistics_of(channels.samples.queue)
         assert (seen.depth, seen.leases_out) == (2, 0)
 
 

@@ -13,6 +13,7 @@ import pytest
 import rlinf_async as ra
 from rlinf_async.backends.language import EngineDied
 from rlinf_async.backends.toy.engine import ToyEngine, token_log_probs
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.messages.language import Generated, Request
 from rlinf_async.testing import explore, run
 from rlinf_async.workers.rollout.language import LanguageRolloutConfig
@@ -71,7 +72,7 @@ def test_an_engine_that_dies_within_a_load_is_built_again_with_the_newest_weight
             channels.requests.close()
             [report] = await serving
             assert (report.samples, report.engine_restarts, report.version) == (8, 3, 3)
-            while channels.taken.statistics().depth:
+            while statistics_of(channels.taken.queue).depth:
                 told.append(await channels.taken.receiver.get())
             versions = [one.version for one in told]
             assert versions == sorted(versions)
@@ -101,7 +102,7 @@ def test_an_engine_that_dies_too_often_ends_the_run_and_the_requests_are_still_t
                     await serving
                 await killing
                 assert isinstance(got.value.__cause__, EngineDied)
-                assert channels.requests.statistics().depth == 4
+                assert statistics_of(channels.requests.queue).depth == 4
 
     run(body())
 
@@ -181,7 +182,7 @@ def test_whoever_takes_a_dead_workers_requests_answers_them() -> None:
                 second = channels.serve(rollout, [1])
                 for sample in (await channels.collect(10)).values():
                     right(sample, SLOW)
-                redelivered.append(channels.requests.statistics().redelivered)
+                redelivered.append(statistics_of(channels.requests.queue).redelivered)
                 channels.requests.close()
                 await second
 

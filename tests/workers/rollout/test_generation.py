@@ -13,6 +13,7 @@ import rlinf_async as ra
 from rlinf_async.backends.language import GenerationEngine, PromptTooLong
 from rlinf_async.backends.toy.config import ToyEngineConfig
 from rlinf_async.backends.toy.engine import response_length
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.testing import explore, nothing_left_waiting, run, wait_all_blocked
 from rlinf_async.workers.rollout.language import LanguageRolloutConfig
 from rlinf_async.workers.rollout.policy import WeightsEnded
@@ -74,10 +75,10 @@ def test_a_few_requests_are_asked_for_at_a_time_and_no_more_are_taken_than_there
             serving = channels.serve(rollout)
             await channels.weights.sender.publish(update(0))
             await wait_all_blocked()
-            assert channels.requests.statistics().waiting_getters == asking
+            assert statistics_of(channels.requests.queue).waiting_getters == asking
             await channels.ask(*(request(index) for index in range(10)))
             await wait_all_blocked()
-            assert channels.requests.statistics().depth == left
+            assert statistics_of(channels.requests.queue).depth == left
             channels.requests.close()
             found = [await channels.samples.receiver.get() for _ in range(10)]
             assert len({one.request.name for one in found}) == 10
@@ -144,7 +145,7 @@ def test_one_request_more_is_held_for_every_sixteen_slots(
             serving = channels.serve(rollout)
             await channels.ask(*(request(index) for index in range(50)))
             await wait_all_blocked()  # without weights none is answered
-            assert channels.requests.statistics().depth == 50 - held
+            assert statistics_of(channels.requests.queue).depth == 50 - held
             await channels.weights.sender.publish(update(0))
             channels.requests.close()
             [report] = await serving
@@ -161,7 +162,7 @@ def test_a_request_waits_for_the_weights_that_it_asks_for() -> None:
             serving = channels.serve(rollout)
             await channels.ask(request(0), request(1, min_version=2))
             await wait_all_blocked()
-            assert channels.samples.statistics().depth == 0
+            assert statistics_of(channels.samples.queue).depth == 0
             await channels.weights.sender.publish(update(0))
             first = await channels.collect(1)
             right(first["0/0"], SLOW)

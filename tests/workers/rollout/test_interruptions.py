@@ -11,6 +11,7 @@ import rlinf_async as ra
 from rlinf_async.backends.language import GenerationEngine
 from rlinf_async.backends.toy.config import ToyEngineConfig
 from rlinf_async.backends.toy.engine import ToyEngine
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.messages.language import Request
 from rlinf_async.testing import explore, nothing_left_waiting
 from tests.backends.requests import request
@@ -29,10 +30,10 @@ def test_interrupted_requests_go_on_elsewhere_after_the_tokens_they_have() -> No
                 await asyncio.sleep(5.5)
                 returned = await rollout[0].call(Rollout.interrupt)
                 assert returned == 4  # the other two wait in the channel
-                assert channels.requests.statistics().depth == 6
+                assert statistics_of(channels.requests.queue).depth == 6
                 await channels.weights.sender.publish(update(1))
                 await asyncio.sleep(100)
-                assert channels.samples.statistics().depth == 0  # it takes none meanwhile
+                assert statistics_of(channels.samples.queue).depth == 0  # it takes none meanwhile
                 second = channels.serve(rollout, [1])
                 samples = await channels.collect(6)
                 for sample in samples.values():
@@ -128,11 +129,11 @@ def test_some_requests_are_interrupted_by_name_or_by_share_and_the_others_go_on(
             names = [one.name for one in first.requests]
             assert await rollout[0].call(Rollout.interrupt, [names[1], "no request"]) == 1
             assert await rollout[0].call(Rollout.interrupt, share=0.5) == 2
-            assert channels.requests.statistics().depth == 3
+            assert statistics_of(channels.requests.queue).depth == 3
             left = await rollout[0].call(Rollout.progress)
             assert len(left.requests) == 1
             await channels.collect(1)  # it takes none meanwhile
-            assert channels.requests.statistics().depth == 3
+            assert statistics_of(channels.requests.queue).depth == 3
             await rollout[0].call(Rollout.resume)
             for sample in (await channels.collect(3)).values():
                 right(sample, SLOW)
@@ -233,10 +234,10 @@ def test_offloading_finishes_what_is_here_and_takes_nothing_until_resume() -> No
             await channels.ask(*(request(index) for index in range(6)))
             await asyncio.sleep(0.5)
             await rollout[0].call(Rollout.stop)
-            assert channels.samples.statistics().depth == 4
+            assert statistics_of(channels.samples.queue).depth == 4
             await channels.weights.sender.publish(update(1))
             await asyncio.sleep(100)
-            assert channels.samples.statistics().depth == 4
+            assert statistics_of(channels.samples.queue).depth == 4
             assert await rollout[0].call(Rollout.version) == 0
             await rollout[0].call(Rollout.resume)
             await channels.collect(6)

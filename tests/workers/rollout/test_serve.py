@@ -12,6 +12,7 @@ import pytest
 
 import rlinf_async as ra
 from rlinf_async.backends.base import PolicyAnswer, PolicyBackend, PolicyOutputError
+from rlinf_async.channels.queue import statistics_of
 from rlinf_async.messages.embodied import Actions, Floats, Observations, stage_key
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.testing import explore, nothing_left_waiting, wait_all_blocked
@@ -127,11 +128,11 @@ def test_a_question_that_needs_newer_weights_holds_up_no_other() -> None:
             await ask(channels, question(1, sequence=2))
             right(question(1, sequence=2), await answer(channels, 1), 0)
             await wait_all_blocked()
-            assert channels.actions.statistics().depth == 0
+            assert statistics_of(channels.actions.queue).depth == 0
             await channels.weights.sender.publish(weights(1))
             right(late[1], await answer(channels, 0, 1), 1)
             await wait_all_blocked()
-            assert channels.actions.statistics().depth == 0
+            assert statistics_of(channels.actions.queue).depth == 0
             await channels.weights.sender.publish(weights(3))
             right(late[0], await answer(channels, 0, 0), 3)
             channels.observations.close()
@@ -185,7 +186,7 @@ def test_whoever_takes_a_question_over_answers_it() -> None:
                     got = await answer(channels, one.env_rank, one.stage)
                     right(one, got, got.version)
                     assert got.version >= one.min_version
-                redelivered.append(channels.observations.statistics().redelivered)
+                redelivered.append(statistics_of(channels.observations.queue).redelivered)
                 channels.observations.close()
             await second
 
@@ -197,7 +198,7 @@ async def _some_turns(turns: int, channels: Channels) -> None:
     """Let the others run for a few turns of the loop, but at least until one took a question."""
     for _ in range(200):
         turns -= 1
-        if turns < 0 and channels.observations.statistics().receivers > 1:
+        if turns < 0 and statistics_of(channels.observations.queue).receivers > 1:
             return
         await asyncio.sleep(0)
 
