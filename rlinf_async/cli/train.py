@@ -110,7 +110,7 @@ def check(session: Session, show: bool, devices: str | None, tokens: tuple[str, 
 
 
 def _print_plan(plan: PlacementPlan) -> None:
-    """A table of the workers, and the accelerators that none of them has."""
+    """Print a table of the workers, and the accelerators that none of them has."""
     table = Table("role", "rank", "host", "device", "memory")
     for row in plan.rows():
         count = plan.count(row.role)

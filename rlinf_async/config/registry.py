@@ -265,7 +265,7 @@ class Registry(Generic[T]):
         self._described_by = described_by
         self._entries: dict[str, T] = {}
         self.named: Callable[[str], T] = functools.cache(self.load)
-        """as `load`, and remembers what it has found: for what is asked at every step"""
+        """finds a part by name as `load` does, and remembers it: for what is asked at every step"""
         self._by_kind[kind] = self
 
     def register(self, name: str) -> Callable[[T], T]:

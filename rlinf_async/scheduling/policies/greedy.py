@@ -282,7 +282,8 @@ LEAST_GAIN = 0.02
 
 
 class Greedy(IterationPolicy):
-    """Of the layouts that can be had now, the one with which the iteration ends first.
+    """Chooses, of the layouts that can be had now, the one with which the iteration ends
+    first.
 
     Where rates are not known yet, it moves nothing, but that the actor takes its devices again once
     all is generated.
