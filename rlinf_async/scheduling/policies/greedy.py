@@ -282,8 +282,7 @@ LEAST_GAIN = 0.02
 
 
 class Greedy(IterationPolicy):
-    """Chooses, of the layouts that can be had now, the one with which the iteration ends
-    first.
+    """Chooses the layout, of those that can be had now, with which the iteration ends first.
 
     Where rates are not known yet, it moves nothing, but that the actor takes its devices again once
     all is generated.
