@@ -12,6 +12,7 @@ many share what takes seconds to start. ``tests/together.py`` sees to it.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import signal
@@ -33,6 +34,11 @@ if TYPE_CHECKING:
     from xdist.scheduler.protocol import Scheduling
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, here and in children
+# What vLLM compiles costs each of its engines seconds: the engine of the rollout bench does it.
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+# Ray would start a process for each core of each host before anybody asks for one.
+os.environ.setdefault("RAY_enable_worker_prestart", "0")
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
 # A shell's background job ignores SIGINT, and so would every process that a test interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -51,6 +57,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         from tests.together import turn
 
         items.sort(key=lambda item: turn(item.nodeid))
+
+
+def pytest_sessionfinish() -> None:
+    """What the tests had left out of the collector's sight ends with the process, as ever."""
+    gc.unfreeze()
 
 
 @pytest.hookimpl(optionalhook=True)  # where pytest-xdist is not installed there is no such hook
@@ -90,6 +101,17 @@ async def _body(test: Callable[..., Any], arguments: dict[str, Any]) -> None:
                 await stack.enter_async_context(argument)
         await test(**arguments)
     no_tasks_left()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _only_what_is_new_is_collected() -> None:
+    """The collector leaves out what is there already.
+
+    Libraries and thousands of tests are millions of objects. Many tests have the garbage collected,
+    some of them under many schedules, and each model that is made has the collector come by itself.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -104,7 +104,7 @@ def test_eager_tasks_run_up_to_their_first_wait_at_once() -> None:
 
 def test_the_tests_of_a_file_run_in_one_process() -> None:
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-n", "2"]
-    grouped = ["--dist", "loadgroup", "--no-loadscope-reorder", "tests/algorithms"]
+    grouped = ["--dist", "loadgroup", "--no-loadscope-reorder", "tests/config"]
     done = subprocess.run(
         [*command, *grouped], cwd=ROOT, capture_output=True, text=True, check=False
     )

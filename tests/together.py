@@ -15,27 +15,38 @@ TOGETHER = ("backends/vllm", "gpu", "runtime/ray/training")
 
 LONGEST = (
     "examples/test_examples",
+    "runtime/ray/training",
+    "runtime/ray/test_cluster",
     "backends/vllm",
-    "bench/test_reshard_bench",
-    "jobs/embodied/test_killed_workers",
-    "bench/test_overlap_bench",
+    "jobs/on_hosts/test_on_hosts",
+    "backends/megatron/test_trainer",
     "jobs/embodied/test_killed_driver",
-    "jobs/embodied/test_gone_wrong",
-    "jobs/language/test_checkpoint_folders",
-    "workers/rollout/test_language_engines",
+    "bench/test_reshard_bench",
     "jobs/language/test_killed_engine",
-    "docs/test_documentation",
-    "bench/test_rollout_bench",
     "bench/test_channels_bench",
-    "backends/rescale/test_faults",
-    "jobs/language/test_killed_workers",
     "jobs/language/test_killed_driver",
+    "jobs/language/test_scheduled",
+    "jobs/test_on_ray",
+    "bench/test_calibrate_bench",
+    "backends/megatron/test_walks",
+    "backends/megatron/test_stages",
+    "runtime/ray/test_training_placement",
+    "bench/test_overlap_bench",
+    "workers/rollout/test_language_engines",
+    "docs/test_documentation",
+    "net/test_cuts",
+    "backends/rescale/test_faults",
+    "jobs/language/test_checkpoint_folders",
+    "jobs/embodied_sac/test_runs",
+    "bench/test_rollout_bench",
+    "jobs/embodied/test_killed_workers",
+    "jobs/embodied/test_gone_wrong",
+    "jobs/language/test_killed_workers",
     "backends/language/test_publishing_in_place",
-    "backends/checkpoint/test_killed",
     "net/test_two_hosts",
 )
-"""What begins first, because it takes from half a minute to some: what begins last is short, and no
-process is left to work alone."""
+"""What begins first, because it takes from ten seconds to minutes: what begins last is short, and
+no process is left to work alone."""
 
 
 class FilesTogether(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types

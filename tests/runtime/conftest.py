@@ -77,19 +77,6 @@ def nothing_left_behind() -> Iterator[None]:
     assert open_files() <= files
 
 
-@pytest.fixture(autouse=True, scope="module")
-def only_what_is_new_is_collected() -> Iterator[None]:
-    """The collector leaves out what is there already.
-
-    Tests of other folders have imported half a million objects, and here every second test has the
-    garbage collected, some of them under many schedules.
-    """
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture(autouse=True)
 def four_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host with four devices."""

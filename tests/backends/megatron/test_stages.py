@@ -23,7 +23,7 @@ STRATEGIES = {
     "pp2dp2 interleaved": Strategy(pp=2, dp=2, virtual_stages=2),
     "tp2pp2 interleaved": Strategy(tp=2, pp=2, virtual_stages=2),
 }
-STEPS = 20
+STEPS = 6
 
 
 def compute_and_train(rank: int, world_size: int, folder: Path, kind: str, tied: bool) -> None:
