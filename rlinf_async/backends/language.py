@@ -497,16 +497,12 @@ class VersionCounter(ABC):
     """Counts versions."""
 
     def __init__(self) -> None:
-        self._version = 0
-
-    @property
-    def version(self) -> int:
-        """Number of iterations that were trained, or the version that `load` took."""
-        return self._version
+        self.version = 0
+        """number of iterations that were trained, or the version that `load` took"""
 
     def end_iteration(self) -> None:
         """Count the version up."""
-        self._version += 1
+        self.version += 1
 
     def skip_iteration(self) -> None:
         """Count an iteration that other ranks train."""
@@ -539,30 +535,26 @@ class VersionTrainer(VersionCounter):
     def __init__(self, world_size: int, rank: int, *, tp: int = 1) -> None:
         super().__init__()
         self._launched, self._rank = world_size, rank
-        self._strategy = Strategy(dp=world_size, tp=tp)
+        self.strategy = Strategy(dp=world_size, tp=tp)
+        """strategy that is in force"""
 
     @abstractmethod
     def take_rescale(self) -> float:
         """Take the time of a change of the strategy, which has been made; return its seconds."""
 
     @property
-    def strategy(self) -> Strategy:
-        """The strategy that is in force."""
-        return self._strategy
-
-    @property
     def trains(self) -> bool:
         """Whether this rank trains under the strategy that is in force."""
-        return self._rank < self._strategy.dp
+        return self._rank < self.strategy.dp
 
     @property
     def data_rank(self) -> DataRank:
         """Every rank that trains has samples of its own."""
-        return DataRank(self._rank, self._strategy.dp, is_io=self.trains)
+        return DataRank(self._rank, self.strategy.dp, is_io=self.trains)
 
     def check_strategy(self, strategy: Strategy) -> None:
         """Raise `StrategyError` unless it is data parallel over copies that were launched."""
-        tp = self._strategy.tp
+        tp = self.strategy.tp
         if strategy.world_size != strategy.dp * tp:
             raise StrategyError([f"{strategy.sizes}: tp must be {tp}, pp and cp must be 1"])
         if strategy.dp > self._launched:
@@ -575,7 +567,7 @@ class VersionTrainer(VersionCounter):
         self.check_strategy(strategy)
         if objection:
             raise StrategyError([objection])
-        old, self._strategy = self._strategy, strategy
+        old, self.strategy = self.strategy, strategy
         return RescaleReport(
             old_strategy=old,
             new_strategy=strategy,
@@ -608,12 +600,12 @@ class VersionTrainer(VersionCounter):
 
     def load(self, update: WeightUpdate) -> None:
         """Take the version of these weights."""
-        self._version = update.version
+        self.version = update.version
 
     def save_pretrained(self, folder: Path) -> None:
         """Write the version."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / self.file).write_bytes(msgspec.json.encode({"version": self._version}))
+        (folder / self.file).write_bytes(msgspec.json.encode({"version": self.version}))
 
     def save_checkpoint(self, path: Path, extra: Mapping[str, object] | None = None) -> None:
         """Write the version, from rank 0; it replaces a checkpoint that was there."""
@@ -632,5 +624,5 @@ class VersionTrainer(VersionCounter):
 
     def load_checkpoint(self, path: Path) -> list[dict[str, object]]:
         """Take the version that was written."""
-        self._version = msgspec.json.decode((path / self.file).read_bytes())["version"]
+        self.version = msgspec.json.decode((path / self.file).read_bytes())["version"]
         return [{}]

@@ -375,14 +375,10 @@ class AsyncStage:
         self.observation: ObservationArray = spec.empty(count)
         """``[E, D]``: present observations; rows change in place as environments get ready"""
         self._fresh = True
-        self._in_flight = 0
+        self.in_flight = 0
+        """number of environments that have a step under way"""
         self._shown_at = -math.inf
         """when the last outcome was returned"""
-
-    @property
-    def in_flight(self) -> int:
-        """Number of environments that have a step under way."""
-        return self._in_flight
 
     @property
     def needs_reset(self) -> bool:
@@ -419,7 +415,7 @@ class AsyncStage:
             if math.isfinite(self._shown_at):
                 self._readiness.answered(self._clock() - self._shown_at)
             self._envs.send(self._actions.checked(answer, len(sent)), sent)
-            self._in_flight += len(sent)
+            self.in_flight += len(sent)
         ready = sorted(self._gather(), key=lambda one: one.env)
         self._shown_at = self._clock()
         return self._outcome(ready)
@@ -430,19 +426,19 @@ class AsyncStage:
 
     def _begin(self, seeds: Sequence[int] | None) -> None:
         self._envs.begin(seeds)
-        self._in_flight = len(self.observation)
+        self.in_flight = len(self.observation)
         self._settle()
         self._fresh = False
 
     def _settle(self) -> None:
-        while self._in_flight:
+        while self.in_flight:
             self._receive(None)
 
     def _gather(self) -> list[Ready]:
         """Return the environments that are answered together."""
         ready: list[Ready] = []
-        while self._in_flight:
-            until = self._readiness.wait_until([one.ready_at for one in ready], self._in_flight)
+        while self.in_flight:
+            until = self._readiness.wait_until([one.ready_at for one in ready], self.in_flight)
             left = until - self._clock()
             # One that is ready is taken, also where nobody would wait for it.
             came = self._receive(None if left == math.inf else max(left, 0.0))
@@ -453,7 +449,7 @@ class AsyncStage:
 
     def _receive(self, timeout: float | None) -> list[Ready]:
         came = self._envs.receive(timeout)
-        self._in_flight -= len(came)
+        self.in_flight -= len(came)
         for one in came:
             self.observation[one.env] = one.observation
         return came

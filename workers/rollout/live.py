@@ -53,29 +53,22 @@ class LiveEngine:
             asyncio.Lock()
         )  # held while weights are loaded, or the engine is replaced or offloaded
         self._moving = asyncio.Lock()  # held while it is offloaded or onloaded
-        self._started = self._offloaded = False
+        self.started = False
+        """whether the engine was started"""
+        self.offloaded = False
+        """whether the engine holds no memory of a device"""
         self.restarts = 0
         """engines that died and were replaced"""
-
-    @property
-    def started(self) -> bool:
-        """Whether the engine was started."""
-        return self._started
-
-    @property
-    def offloaded(self) -> bool:
-        """Whether the engine holds no memory of a device."""
-        return self._offloaded
 
     async def start(self) -> None:
         """Start the engine."""
         await self.engine.start()
-        self._started = True
+        self.started = True
 
     async def start_later(self) -> None:
         """Have the first `onload` start the engine: others may hold its devices until then."""
         await self._changing.acquire()
-        self._offloaded = True
+        self.offloaded = True
 
     async def generate(self, request: Request) -> Generated | None:
         """Generate under weights that are recent enough for the request; None if it was interrupted
@@ -148,7 +141,7 @@ class LiveEngine:
     async def offload(self) -> None:
         """Give the device's memory back, if it was not; no weights are loaded until `onload`."""
         async with self._moving:
-            if self._offloaded:
+            if self.offloaded:
                 return
             await self._changing.acquire()
             try:
@@ -156,20 +149,20 @@ class LiveEngine:
             except BaseException:
                 self._changing.release()
                 raise
-            self._offloaded = True
+            self.offloaded = True
 
     async def onload(self) -> None:
         """Take the memory again, if it was given back, and the weights if the engine dropped
         them; start the engine, if it was not."""
         async with self._moving:
-            if not self._offloaded:
+            if not self.offloaded:
                 return
             try:
                 await self._take_memory()
                 if self.engine.version < 0:
                     await self._load_newest(self.engine)
             finally:
-                self._offloaded = False
+                self.offloaded = False
                 self._changing.release()
                 self.weights.wake()
 
@@ -181,7 +174,7 @@ class LiveEngine:
             self._count_restart()
 
     async def _take_memory(self) -> None:
-        if not self._started:
+        if not self.started:
             return await self.start()
         try:
             await self.engine.onload()
@@ -226,7 +219,7 @@ class LiveEngine:
             raise death
         log.warning("the engine died (%s) and is built again", death)
         await dead.close()
-        self.engine, self._started = self._build(), False
+        self.engine, self.started = self._build(), False
 
     def _count_restart(self) -> None:
         self._restarts_left -= 1

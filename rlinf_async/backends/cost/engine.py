@@ -46,6 +46,7 @@ class CostRow:
         """position at which it joined; -1 while it waits"""
         self.end = math.inf
         self.version = -1
+        """version of the weights; -1 before the first load"""
         """version of the weights when the request joined"""
         self.answer: asyncio.Future[Generated] = asyncio.get_running_loop().create_future()
 
@@ -80,7 +81,7 @@ class CostEngine:
         self._spent: dict[str, float] = {}
         self._stalled = ""
         """reason of the last stall"""
-        self._version = -1
+        self.version = -1
         # What responses are slices of: to broadcast for each takes ten times as long.
         longest = config.lengths.longest
         self._tokens = np.broadcast_to(TOKEN, longest)
@@ -100,11 +101,6 @@ class CostEngine:
         """position from which each version made the tokens"""
 
     # -- GenerationEngine ---------------------------------------------------------------------
-
-    @property
-    def version(self) -> int:
-        """The version of the weights; -1 before the first load."""
-        return self._version
 
     @property
     def max_concurrent(self) -> int:
@@ -171,12 +167,12 @@ class CostEngine:
     async def load(self, update: WeightUpdate) -> int:
         """Take the version of the update; nothing runs meanwhile."""
         self._check_alive()
-        refuse_older(update.version, self._version)
+        refuse_older(update.version, self.version)
         self._advance()
         self.stall(self.config.load_seconds, "loading")
         await asyncio.sleep(self.config.load_seconds * self.slowness)
         self._check_alive()
-        self._version = update.version
+        self.version = update.version
         self._newest = np.broadcast_to(np.int32(update.version), self.config.lengths.longest)
         self._versions.append((self._position, update.version))
         return update.checksum
@@ -305,7 +301,7 @@ class CostEngine:
             if row.answer.done():
                 continue
             prompt = len(row.request.prompt.token_ids) + row.brought
-            row.began, row.version = self._position, self._version
+            row.began, row.version = self._position, self.version
             row.end = self._position + (row.length - row.brought)
             self._running[row.request.name] = row
             heapq.heappush(self._ends, (row.end, self._arrived, row))
@@ -364,7 +360,7 @@ class CostEngine:
     ) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
         """Return the version ``[made]`` that made each token."""
         partial = row.request.partial
-        if partial is None and row.version == self._version:
+        if partial is None and row.version == self.version:
             return self._newest[:made]
         versions = np.empty(made, np.int32)
         brought = min(row.brought, made)

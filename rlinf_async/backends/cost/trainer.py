@@ -90,7 +90,7 @@ class CostTrainer(VersionTrainer):
     def micro_batch(self, samples: Sequence[TrainingSample]) -> None:
         """Take the time of a forward and backward pass."""
         config, tokens = self.config, sum(one.tokens for one in samples)
-        seconds = tokens * config.token_seconds / self._strategy.tp
+        seconds = tokens * config.token_seconds / self.strategy.tp
         seconds += len(samples) * config.sample_seconds
         if config.beside_generation > 1.0 and self._beside():
             seconds *= config.beside_generation
@@ -110,7 +110,7 @@ class CostTrainer(VersionTrainer):
         """Return the version without any weights."""
         if self.trains:
             self._take("publishing", self.config.publish_seconds)
-        return WeightUpdate(self._version, (), self._version)
+        return WeightUpdate(self.version, (), self.version)
 
     def offload(self, *, keep_weights: bool = False) -> None:
         """Take the time of it."""

@@ -163,17 +163,13 @@ class EmbodiedTrainer:
         self._generator = torch.Generator().manual_seed(config.seed + rank)
         self._running_returns: dict[str, _RunningReturns] = {}
         """returns of the continuing episodes, by stage"""
-        self._version = 0
+        self.version = 0
+        """number of iterations that were trained"""
         self.ppo = self._share(world_size)
         """how a batch is used at the present number of ranks: the minibatches of all ranks together
         are as large as those of all launched ones"""
         advantage_functions.named(config.advantage.name)  # an unknown one is told now
         loss_functions.named(config.ppo.loss.name)
-
-    @property
-    def version(self) -> int:
-        """Number of iterations that were trained."""
-        return self._version
 
     @property
     def _policy(self) -> Policy[Any]:
@@ -198,7 +194,7 @@ class EmbodiedTrainer:
         metrics = ppo_epochs(self.manager, batch, sizes, self._generator)
         metrics |= _value_fit(batch)
         self._update_normalizers(ordered)
-        self._version += 1
+        self.version += 1
         return metrics
 
     def clone(self) -> Mapping[str, float]:
@@ -231,7 +227,7 @@ class EmbodiedTrainer:
 
     def skip_iteration(self) -> None:
         """Count an iteration that the active ranks train, on an idle one."""
-        self._version += 1
+        self.version += 1
 
     def rescale(
         self, strategy: Strategy, *, timeout: float, bucket_bytes: int, objection: str = ""
@@ -241,7 +237,7 @@ class EmbodiedTrainer:
         Raises `StrategyError` for a size that does not divide the minibatches.
         """
         self.check_strategy(strategy)
-        extra = _RescaleExtra(self._version, self._running_returns)
+        extra = _RescaleExtra(self.version, self._running_returns)
         report = rescale(
             self.manager,
             strategy,
@@ -251,7 +247,7 @@ class EmbodiedTrainer:
             objection=objection,
         )
         extras = [msgspec.msgpack.decode(one, type=_RescaleExtra) for one in report.extras]
-        self._version = extras[0].version
+        self.version = extras[0].version
         self.ppo = self._share(strategy.dp)
         oldest_first = sorted(
             (running.version, key, running)
@@ -266,7 +262,7 @@ class EmbodiedTrainer:
     def publish(self) -> WeightUpdate:
         """Return weights and normalisers of the present version; empty buckets but on rank 0."""
         state = self.manager.get_model_state_dict()
-        return pack(state, self._version, self.config.bucket_bytes)
+        return pack(state, self.version, self.config.bucket_bytes)
 
     def save_checkpoint(self, path: Path) -> None:
         """Write a checkpoint folder, atomically."""
@@ -277,7 +273,7 @@ class EmbodiedTrainer:
         return self.manager.begin_checkpoint(path, self._extra())
 
     def _extra(self) -> dict[str, object]:
-        return {"version": self._version, "shuffle": self._generator.get_state()}
+        return {"version": self.version, "shuffle": self._generator.get_state()}
 
     def load_checkpoint(self, path: Path) -> None:
         """Continue where the checkpoint was written, under any world size.
@@ -285,7 +281,7 @@ class EmbodiedTrainer:
         Environments begin new episodes then, so running returns begin at 0 too.
         """
         extras = self.manager.load_checkpoint(path)
-        self._version = extras[0]["version"]
+        self.version = extras[0]["version"]
         self._generator.set_state(extras[self.manager.rank % len(extras)]["shuffle"].clone())
         self._running_returns.clear()
 
@@ -315,7 +311,7 @@ class EmbodiedTrainer:
         gamma = self.config.advantage.gamma
         returns, running = discounted_returns(one.reward, ended, before, gamma)
         self._running_returns[key] = _RunningReturns(
-            one.incarnation, running.tolist(), self._version
+            one.incarnation, running.tolist(), self.version
         )
         return returns if one.valid is None else returns[one.valid]
 

@@ -239,14 +239,10 @@ class SacTrainer:
         self._generator = torch.Generator(self.manager.device).manual_seed(config.seed)
         self._action_size = policy.action_size
         self._images = [image.name for image in policy.sees.of_kind("image")]
-        self._version = 0
+        self.version = 0
+        """number of iterations that were trained"""
         self._skipped_in_a_row = 0
         self._critics, self._targets = _local(self._model.critic), _local(self._model.target)
-
-    @property
-    def version(self) -> int:
-        """Number of iterations that were trained."""
-        return self._version
 
     @property
     def _model(self) -> SacModel:
@@ -332,7 +328,7 @@ class SacTrainer:
 
     def end_iteration(self) -> None:
         """Count the version up."""
-        self._version += 1
+        self.version += 1
 
     def publish(self) -> WeightUpdate:
         """Return the policy's weights of the present version; empty buckets but on rank 0."""
@@ -343,7 +339,7 @@ class SacTrainer:
             for name, tensor in state.items()
             if name.startswith(prefix)
         }
-        return pack(policy, self._version, self.config.bucket_bytes)
+        return pack(policy, self.version, self.config.bucket_bytes)
 
     def begin_checkpoint(self, path: Path) -> Future[Path]:
         """Start writing a checkpoint folder, and return."""
@@ -354,12 +350,12 @@ class SacTrainer:
         self.manager.save_checkpoint(path, self._extra())
 
     def _extra(self) -> dict[str, object]:
-        return {"version": self._version, "noise": self._generator.get_state()}
+        return {"version": self.version, "noise": self._generator.get_state()}
 
     def load_checkpoint(self, path: Path) -> None:
         """Continue where the checkpoint was written, under any world size."""
         extra = self.manager.load_checkpoint(path)[0]
-        self._version = extra["version"]
+        self.version = extra["version"]
         self._generator.set_state(extra["noise"].clone())
 
 

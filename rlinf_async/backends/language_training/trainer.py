@@ -128,7 +128,7 @@ class LanguageModelTrainer(VersionCounter, Generic[C, M]):
     def compared_version(self) -> int | None:
         """The version that the weights are of; None between two steps of an iteration. Tokens of
         this version have the same log-probs here as in the engine."""
-        return None if self._stepped else self._version
+        return None if self._stepped else self.version
 
     @property
     def strategy(self) -> Strategy:
@@ -147,11 +147,11 @@ class LanguageModelTrainer(VersionCounter, Generic[C, M]):
             strategy,
             timeout=timeout,
             bucket_bytes=bucket_bytes,
-            extra=msgspec.msgpack.encode((self._version, self._stepped)),
+            extra=msgspec.msgpack.encode((self.version, self._stepped)),
             objection=objection,
         )
         told = msgspec.msgpack.decode(report.extras[0], type=tuple[int, bool])
-        self._version, self._stepped = told
+        self.version, self._stepped = told
         return report
 
     # ---- advantages
@@ -218,7 +218,7 @@ class LanguageModelTrainer(VersionCounter, Generic[C, M]):
         try:
             found = self._accumulate(micro_batches, loss, version)
             check_finite(found.metrics, self.manager.steps)
-            check_engine(found.metrics, self.config.engine_tolerance, self._version)
+            check_engine(found.metrics, self.config.engine_tolerance, self.version)
         except Exception:
             self.manager.zero_grad()
             raise
@@ -262,13 +262,13 @@ class LanguageModelTrainer(VersionCounter, Generic[C, M]):
 
     def _content(self, extra: Mapping[str, object] | None) -> dict[str, object]:
         """Return what a checkpoint holds beside weights and optimizer, for `load_checkpoint`."""
-        return {"version": self._version, "stepped": self._stepped, "extra": dict(extra or {})}
+        return {"version": self.version, "stepped": self._stepped, "extra": dict(extra or {})}
 
     def load_checkpoint(self, path: Path) -> list[dict[str, object]]:
         """Continue where a checkpoint was written, under any strategy and by any library; return
         its ranks' extras. Collective."""
         contents = self._load(path)
-        self._version = contents[0]["version"]
+        self.version = contents[0]["version"]
         self._stepped = contents[0].get("stepped", False)
         return [one["extra"] for one in contents]
 
@@ -387,9 +387,9 @@ class LanguagePolicyTrainer(LanguageModelTrainer[C, M]):
     def publish(self, allocate: Allocate | None = None) -> WeightUpdate:
         """Return the weights of the present version; no buckets but on rank 0. Collective."""
         if not self.manager.active:
-            return pack({}, self._version)
+            return pack({}, self.version)
         dtype: torch.dtype = getattr(torch, self.config.publish_precision)
-        version, size, before = self._version, self.config.bucket_bytes, self._published
+        version, size, before = self.version, self.config.bucket_bytes, self._published
         update, own = None, self._own_parts(dtype)
         if own is not None:
             update = publish_in_place(

@@ -115,7 +115,8 @@ class ToyEngine:
 
     def __init__(self, config: ToyEngineConfig, seed: int = 0, device: str = "cpu") -> None:
         self._config = config
-        self._version = -1
+        self.version = -1
+        """version of the weights; -1 before the first load"""
         self._waiting: list[tuple[int, int, _Row]] = []
         self._running: list[_Row] = []
         self._arrived = 0
@@ -125,11 +126,6 @@ class ToyEngine:
         """calls that wait for the end of a step"""
         self._turn = asyncio.Lock()
         self._work: asyncio.Task[None] | None = None
-
-    @property
-    def version(self) -> int:
-        """The version of the weights; -1 before the first load."""
-        return self._version
 
     @property
     def max_concurrent(self) -> int:
@@ -200,17 +196,17 @@ class ToyEngine:
         """Take the version of the update; its tensors, if any, are ignored."""
         self._check_alive()
         async with self._between_steps():
-            refuse_older(update.version, self._version)
+            refuse_older(update.version, self.version)
             await asyncio.sleep(self._config.load_seconds)
             self._check_alive()
-            self._version = update.version
+            self.version = update.version
         return update.checksum
 
     async def log_probs(self, sequences: Sequence[tuple[Tokens, Tokens]]) -> list[Floats]:
         """Return log-probs ``[R]`` under the present version for each response."""
         self._check_alive()
         return [
-            token_log_probs(response, np.full(len(response), self._version, np.int32))
+            token_log_probs(response, np.full(len(response), self.version, np.int32))
             for _, response in sequences
         ]
 
@@ -298,4 +294,4 @@ class ToyEngine:
             await asyncio.sleep(max(0.0, began + made * step - loop.time()))
         for row in self._running:
             row.made += made
-            row.versions += [self._version] * made
+            row.versions += [self.version] * made

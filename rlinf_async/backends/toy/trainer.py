@@ -62,7 +62,7 @@ class ToyTrainer(VersionTrainer):
         for batch in micro_batches:
             weights += self._weights(batch.samples)
             for one, own in zip(batch.samples, self._log_probs(batch.samples), strict=True):
-                same = one.loss_mask & (one.version == self._version)
+                same = one.loss_mask & (one.version == self.version)
                 compared += int(same.sum())
                 difference += float(np.abs(own - one.log_prob)[same].sum())
             here = sum(one.tokens for one in batch.samples)
@@ -104,7 +104,7 @@ class ToyTrainer(VersionTrainer):
     def _log_probs(
         self, samples: Sequence[TrainingSample], version: int | None = None
     ) -> list[Floats]:
-        version = self._version if version is None else version
+        version = self.version if version is None else version
         return [
             token_log_probs(
                 one.response_ids, np.full(len(one.response_ids), version, np.int32), one.kept
@@ -114,11 +114,11 @@ class ToyTrainer(VersionTrainer):
 
     def publish(self, allocate: Allocate | None = None) -> WeightUpdate:
         """Return one bucket of ``weight_bytes`` bytes."""
-        data = np.full(self.config.weight_bytes, self._version % 256, np.uint8)
+        data = np.full(self.config.weight_bytes, self.version % 256, np.uint8)
         slot = TensorSlot("weights", "uint8", (len(data),), 0)
         bucket = WeightBucket((slot,), data, xxhash.xxh3_64_intdigest(data.data))
-        headers = msgspec.msgpack.encode((self._version, [(bucket.slots, bucket.checksum)]))
-        return WeightUpdate(self._version, (bucket,), xxhash.xxh3_64_intdigest(headers))
+        headers = msgspec.msgpack.encode((self.version, [(bucket.slots, bucket.checksum)]))
+        return WeightUpdate(self.version, (bucket,), xxhash.xxh3_64_intdigest(headers))
 
     def offload(self, *, keep_weights: bool = False) -> None:
         """Take the time of it."""

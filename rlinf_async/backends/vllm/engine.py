@@ -64,18 +64,14 @@ class VllmEngine:
         self._folder: ModelFolder | None = None
         self._tensors: ModelTensors | None = None
         self._llm: Any = None
-        self._version = -1
+        self.version = -1
+        """version of the weights that make new tokens; -1 before the first load"""
         self._known: Known = {}
         self._running: dict[str, Request] = {}
         self._asked = 0
         self._changing = asyncio.Lock()
         self._shielded = ShieldedTasks()
         self._failure: str | None = None
-
-    @property
-    def version(self) -> int:
-        """The version of the weights that make new tokens; -1 before the first load."""
-        return self._version
 
     @property
     def max_concurrent(self) -> int:
@@ -176,7 +172,7 @@ class VllmEngine:
         check_fit(update, self._tensors)
         async with self._changing:
             self._check_alive()
-            refuse_older(update.version, self._version)
+            refuse_older(update.version, self.version)
             sharing = await asyncio.to_thread(_share, update, self._known)
             with sharing:
                 await self._take(sharing)
@@ -257,7 +253,7 @@ class VllmEngine:
 
     async def _set_version(self, version: int) -> None:
         await self._await_engine(self._llm.update_weight_version(str(version)))
-        self._version = version
+        self.version = version
 
     async def _log_probs(self, prompt: Tokens, response: Tokens) -> Floats:
         tokens: list[int] = [*prompt.tolist(), *response.tolist()]

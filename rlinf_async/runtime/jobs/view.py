@@ -65,15 +65,11 @@ class ChannelRates:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._rates = CountRates()
-        self._counters: deque[Counter] = deque(maxlen=COUNTERS_KEPT)
+        self.counters: deque[Counter] = deque(maxlen=COUNTERS_KEPT)
+        """values of all looks, for the trace"""
         self._looked = 0
         self.channels: Sequence[ChannelView] = ()
         self.edges: Sequence[EdgeView] = ()
-
-    @property
-    def counters(self) -> Sequence[Counter]:
-        """Values of all looks, for the trace."""
-        return self._counters
 
     def look(self) -> None:
         """Take the counts, if the last look was long enough ago."""
@@ -132,7 +128,7 @@ class ChannelRates:
         self._keep(f"connection {traffic.peer}", now, {**rates, "unsent": float(traffic.unsent)})
 
     def _keep(self, track: str, now: int, values: dict[str, float]) -> None:
-        self._counters.append(Counter(track, now, values))
+        self.counters.append(Counter(track, now, values))
 
 
 class Headline(NamedTuple):

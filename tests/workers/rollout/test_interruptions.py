@@ -183,7 +183,7 @@ class Stalled(ToyEngine):
         behind = [row for row in self._running if row.made < self.MADE]
         for row in behind:
             row.made += 1
-            row.versions.append(self._version)
+            row.versions.append(self.version)
         if not behind:
             await self._changed.wait()
 

@@ -232,7 +232,7 @@ class PolicyTrainer(
         """Take published weights and their version; for a rank on its own."""
         self.manager.settle_checkpoint()
         load_hugging_face_state(self.manager, update)
-        self._version, self._stepped = update.version, False
+        self.version, self._stepped = update.version, False
 
 
 class CriticTrainer(FSDPLanguageTrainer, Critic[LanguageTrainerConfig, FSDPModelManager]):

@@ -210,7 +210,7 @@ class Learners:
             from rlinf_async.workers.scheduler import ScheduledActor
 
             actor = ScheduledActor
-        self._actors: WorkerGroup[LanguageActor] = await self._cluster.launch(
+        self.actors: WorkerGroup[LanguageActor] = await self._cluster.launch(
             actor,
             actor_config(config, self._model, self._device("actor")),
             batches(config),
@@ -243,11 +243,6 @@ class Learners:
             **self._plan.options("critic", environment_of(config, self._plan, "critic")),
         )
 
-    @property
-    def actors(self) -> WorkerGroup[LanguageActor]:
-        """The launched actors."""
-        return self._actors
-
     def _collective(self) -> str | None:
         """torch.distributed's backend between the actors."""
         if not self._config.actor.part.collective:
@@ -268,7 +263,7 @@ class Learners:
         """
         in_turns = self._in_turns
         if in_turns:
-            await self._actors.call(LanguageActor.offload)
+            await self.actors.call(LanguageActor.offload)
         learning = self._start_critics()
         critics: Sequence[LanguageTrainReport] = ()
         if in_turns and learning is not None:
@@ -277,7 +272,7 @@ class Learners:
         method = LanguageActor.run_training_pipeline if pipelined else LanguageActor.run_training
         if iteration < self._config.critic.warmup_iterations:
             method = LanguageActor.skip_training
-        actors = await self._actors.call(method, self._channels.to_train.receiver)
+        actors = await self.actors.call(method, self._channels.to_train.receiver)
         if learning is not None and not in_turns:
             critics = await learning
         return Trained(actors, critics)
@@ -292,26 +287,26 @@ class Learners:
 
     async def publish(self) -> int:
         """Publish the actors' weights; the version."""
-        versions = await self._actors.call(
+        versions = await self.actors.call(
             LanguageActor.sync_model_to_rollout, self._channels.weights.sender
         )
         return versions[0]
 
     async def offload(self) -> None:
         """Give the devices' memory back."""
-        await self._actors.call(LanguageActor.offload)
+        await self.actors.call(LanguageActor.offload)
         if self._config.has_critic:
             await self._critics.call(LanguageCritic.offload)
 
     async def begin_save(self, path: Path) -> None:
         """Start writing a checkpoint; training may go on."""
-        await self._actors.call(LanguageActor.begin_checkpoint, str(path))
+        await self.actors.call(LanguageActor.begin_checkpoint, str(path))
         if self._config.has_critic:
             await self._critics.call(LanguageCritic.begin_checkpoint, str(sibling(path)))
 
     async def saved(self, path: Path) -> None:
         """Wait until the checkpoint that was begun is complete."""
-        await self._actors.call(LanguageActor.checkpoint_written)
+        await self.actors.call(LanguageActor.checkpoint_written)
         if self._config.has_critic:
             await self._critics.call(LanguageCritic.checkpoint_written)
             # In its own place only now: the actor's folder is put together before it has a name.
@@ -319,7 +314,7 @@ class Learners:
 
     async def export(self, path: Path) -> None:
         """Write the model as a Hugging Face folder, without its tokenizer."""
-        await self._actors.call(LanguageActor.save_pretrained, str(path))
+        await self.actors.call(LanguageActor.save_pretrained, str(path))
 
     async def compare(
         self, sequences: list[tuple[Tokens, Tokens]], log_probs: list[Floats]
@@ -329,7 +324,7 @@ class Learners:
         Raises:
             WeightsDisagree: it is more than the configuration allows.
         """
-        found = await self._actors.call_on(
+        found = await self.actors.call_on(
             range(self._config.actors),  # those that train between two iterations
             LanguageActor.check_weight_update_equal,
             sequences,
