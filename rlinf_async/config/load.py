@@ -8,6 +8,7 @@ here, and sets a switch to true.
 
 from __future__ import annotations
 
+import copy
 import os
 import pathlib
 import re
@@ -32,7 +33,7 @@ def apply_overrides(document: Table, overrides: Overrides, type_: Any) -> Table:
 
     Raises `ConfigError` for a path that the type does not have or a text that does not fit it.
     """
-    result: Table = _copy(document)
+    result = copy.deepcopy(document)
     for name, text in overrides.items():
         path = path_of(name)
         try:
@@ -133,12 +134,6 @@ def _toml(text: str) -> object | None:
     except tomllib.TOMLDecodeError:
         return None
     return document["value"] if len(document) == 1 else None
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _copy(item) for key, item in value.items()}
-    return [_copy(item) for item in value] if isinstance(value, list) else value
 
 
 def command_line(*paths: Path) -> str:

@@ -69,6 +69,7 @@ class CostEngine:
 
     def __init__(self, config: CostEngineConfig, seed: int = 0, device: str = "cpu") -> None:
         self.config = config
+        self.max_concurrent = config.slots
         self.width = 1.0
         """devices over those at home"""
         self.slowness = 1.0
@@ -101,11 +102,6 @@ class CostEngine:
         """position from which each version made the tokens"""
 
     # -- GenerationEngine ---------------------------------------------------------------------
-
-    @property
-    def max_concurrent(self) -> int:
-        """The slots."""
-        return self.config.slots
 
     def decode(self, token_ids: Tokens) -> str:
         """Return nothing: tokens have no meaning here."""

@@ -115,6 +115,7 @@ class ToyEngine:
 
     def __init__(self, config: ToyEngineConfig, seed: int = 0, device: str = "cpu") -> None:
         self._config = config
+        self.max_concurrent = config.slots
         self.version = -1
         """version of the weights; -1 before the first load"""
         self._waiting: list[tuple[int, int, _Row]] = []
@@ -126,11 +127,6 @@ class ToyEngine:
         """calls that wait for the end of a step"""
         self._turn = asyncio.Lock()
         self._work: asyncio.Task[None] | None = None
-
-    @property
-    def max_concurrent(self) -> int:
-        """The configured ``slots``."""
-        return self._config.slots
 
     def decode(self, token_ids: Tokens) -> str:
         """Return a letter for each token."""

@@ -54,6 +54,7 @@ class TransformersEngine:
         self, config: TransformersEngineConfig, seed: int = 0, device: str = "cpu"
     ) -> None:
         self._config = config
+        self.max_concurrent = config.max_concurrent
         self._seed = seed
         self._device = device
         self._folder: ModelFolder | None = None
@@ -73,11 +74,6 @@ class TransformersEngine:
     def version(self) -> int:
         """The version of the weights that make new tokens; -1 before the first load."""
         return -1 if self._decoder is None else self._decoder.version
-
-    @property
-    def max_concurrent(self) -> int:
-        """The configured number of sequences decoded together."""
-        return self._config.max_concurrent
 
     def decode(self, token_ids: Tokens) -> str:
         """Return the text of these tokens, special ones left out."""

@@ -59,6 +59,7 @@ class VllmEngine:
 
     def __init__(self, config: VllmEngineConfig, seed: int = 0, device: str = "cpu") -> None:
         self._config = config
+        self.max_concurrent = config.max_concurrent
         self._seed = seed
         self._device = device
         self._folder: ModelFolder | None = None
@@ -72,11 +73,6 @@ class VllmEngine:
         self._changing = asyncio.Lock()
         self._shielded = ShieldedTasks()
         self._failure: str | None = None
-
-    @property
-    def max_concurrent(self) -> int:
-        """The configured number of sequences decoded together."""
-        return self._config.max_concurrent
 
     @property
     def process_ids(self) -> list[int]:
