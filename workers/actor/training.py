@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
@@ -52,39 +52,6 @@ class AppliedStrategy(msgspec.Struct, frozen=True, kw_only=True):
     received_bytes: int
 
 
-class RankSharing(Protocol):
-    """The way in which the ranks of a worker share an iteration."""
-
-    @property
-    def launched_ranks(self) -> int:
-        """Ranks of all workers of the group."""
-        ...
-
-    def rescalable(self) -> Rescalable:
-        """Return the trainer; raises `StrategyError` where its backend cannot change its ranks."""
-        ...
-
-    def parallel(self) -> Strategy:
-        """Return the strategy of the trainer."""
-        ...
-
-    def check_share(self, dp: int) -> None:
-        """Raise `ValueError` or `StrategyError` unless ``dp`` data ranks can share an iteration."""
-        ...
-
-    def take_share(self, dp: int) -> None:
-        """Use the batch sizes of one of ``dp`` data ranks from the next iteration on."""
-        ...
-
-    async def make_ready(self) -> None:
-        """Do what this rank has to do before it changes."""
-        ...
-
-    def objection(self) -> str:
-        """Return why this rank cannot change now; empty where it can."""
-        ...
-
-
 class StrategyChanges:
     """The strategies that one worker was asked for, and what came of them.
 
@@ -105,8 +72,8 @@ class StrategyChanges:
     the calls reach them at different times.
     """
 
-    def __init__(self, worker: Worker, sharing: RankSharing) -> None:
-        self._worker, self._sharing = worker, sharing
+    def __init__(self, worker: TrainingWorker[Any]) -> None:
+        self._worker = worker
         self._strategy: Strategy | None = None
         """strategy in force; None until the first change: the trainer's own"""
         self._prepared = False
@@ -130,23 +97,23 @@ class StrategyChanges:
     @property
     def active_ranks(self) -> int:
         """Number of ranks that train."""
-        return self._strategy.world_size if self._strategy else self._sharing.launched_ranks
+        return self._strategy.world_size if self._strategy else self._worker.launched_ranks
 
     @property
     def strategy(self) -> Strategy:
         """The strategy that is in force."""
-        return self._strategy or self._sharing.parallel()
+        return self._strategy or self._worker.parallel()
 
     async def prepare(self, first: int, timeout: float, bucket_bytes: int) -> list[int]:
         """See `TrainingWorker.init_trainer_resharding`."""
-        self._sharing.rescalable()
+        self._worker.rescalable()
         if self._training or len(self._outcomes) < len(self._asked):
             fault = "trains or changes its ranks: init_trainer_resharding() must wait"
             raise StrategyError([f"{self._worker.name} {fault}"])
         self._timeout, self._bucket_bytes = timeout, bucket_bytes
         present = self.strategy
         part = present.world_size // present.dp  # ranks of one model
-        sizes = [_with_dp(present, dp) for dp in range(1, self._sharing.launched_ranks // part + 1)]
+        sizes = [_with_dp(present, dp) for dp in range(1, self._worker.launched_ranks // part + 1)]
         valid = [one.dp for one in sizes if self._fits(one)]
         if not valid:
             self._check_fits(sizes[-1])
@@ -279,7 +246,7 @@ class StrategyChanges:
         objection = await self._objection()
         with self._worker.span("rescale", tp=strategy.tp, pp=strategy.pp, dp=strategy.dp):
             report = await self._worker.compute(
-                self._sharing.rescalable().rescale,
+                self._worker.rescalable().rescale,
                 strategy,
                 timeout=self._timeout,
                 bucket_bytes=self._bucket_bytes,
@@ -287,7 +254,7 @@ class StrategyChanges:
             )
         self._strategy = report.new_strategy
         if report.active:
-            self._sharing.take_share(strategy.dp)
+            self._worker.take_share(strategy.dp)
         return AppliedStrategy(
             strategy=report.new_strategy,
             old_strategy=report.old_strategy,
@@ -304,13 +271,13 @@ class StrategyChanges:
         than it does.
         """
         try:
-            await self._sharing.make_ready()
+            await self._worker.make_ready()
         except Exception as error:  # part of the error of the attempt
             if self._worker.world_size == 1:
                 raise
             self._worker.log.warning("this rank is not ready to change", exc_info=True)
             return f"it could not be made ready: {type(error).__name__}: {error}"
-        return self._sharing.objection()
+        return self._worker.objection()
 
     def _check_known(self) -> None:
         if self._unknown is not None:
@@ -326,11 +293,11 @@ class StrategyChanges:
 
     def _check_fits(self, strategy: Strategy) -> None:
         """Raise `StrategyError` or `ValueError` for what model, ranks or batches do not fit."""
-        self._sharing.rescalable().check_strategy(strategy)
-        launched = self._sharing.launched_ranks
+        self._worker.rescalable().check_strategy(strategy)
+        launched = self._worker.launched_ranks
         if strategy.world_size > launched:
             raise StrategyError([f"{strategy.sizes}: only {launched} ranks were launched"])
-        self._sharing.check_share(strategy.dp)
+        self._worker.check_share(strategy.dp)
 
     def _fits(self, strategy: Strategy) -> bool:
         try:
@@ -370,7 +337,7 @@ class TrainingWorker(Worker, ABC, Generic[TrainerT]):
         self._backend_name = backend or self.backend
         self._resume = resume
         self._checkpoint = PendingCheckpoint(self)
-        self._changes = StrategyChanges(self, self)
+        self._changes = StrategyChanges(self)
 
     @classmethod
     def slow_imports(cls, arguments: Mapping[str, Any]) -> Sequence[str]:

@@ -254,14 +254,6 @@ class EnvStage(Protocol):
         ...
 
 
-class GroupedStage(EnvStage, Protocol):
-    """A stage that can begin its episodes in groups."""
-
-    def begin_groups(self, seeds: Sequence[int]) -> None:
-        """Begin an episode in every environment, from one seed for each group."""
-        ...
-
-
 class Stage:
     """``E`` environments; ``observation`` is an array for theirs, not filled."""
 

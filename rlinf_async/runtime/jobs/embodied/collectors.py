@@ -18,8 +18,8 @@ policy itself, it takes the weights.
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Protocol
 
 from rlinf_async.channels import Channel, Latest
 from rlinf_async.messages.embodied import Actions, Collect, Observations, Trajectory
@@ -73,32 +73,8 @@ class EmbodiedChannels:
             self.actions: Channel[Actions] = cluster.channel(Actions, name="actions", capacity=2)
 
 
-class Collectors(Protocol):
+class Collectors(ABC):
     """The workers that turn tickets into trajectories."""
-
-    async def launch(self) -> None:
-        """Start the workers."""
-        ...
-
-    def serving(self) -> AbstractContextManager[object]:
-        """The ends that stay open until the evaluation is done."""
-        ...
-
-    def collect(self) -> GroupCall[list[EnvReport]]:
-        """Collect one iteration for each ticket, until the tickets end."""
-        ...
-
-    async def evaluate(self, plan: EvaluationPlan) -> list[EvaluatedEpisode]:
-        """Run the plan's episodes. Each also goes into the channel ``evaluated`` when it ends."""
-        ...
-
-    async def finish(self) -> None:
-        """Wait for the workers that still serve, once the weights have ended."""
-        ...
-
-
-class SeparateCollectors:
-    """Env workers and rollout workers, each in a process of its own: they overlap."""
 
     def __init__(
         self,
@@ -109,6 +85,29 @@ class SeparateCollectors:
     ) -> None:
         self._cluster, self._config, self._channels = cluster, config, channels
         self._plan = plan
+
+    @abstractmethod
+    async def launch(self) -> None:
+        """Start the workers."""
+
+    def serving(self) -> AbstractContextManager[object]:
+        """The ends that stay open until the evaluation is done."""
+        return nullcontext()
+
+    @abstractmethod
+    def collect(self) -> GroupCall[list[EnvReport]]:
+        """Collect one iteration for each ticket, until the tickets end."""
+
+    @abstractmethod
+    async def evaluate(self, plan: EvaluationPlan) -> list[EvaluatedEpisode]:
+        """Run the plan's episodes. Each also goes into the channel ``evaluated`` when it ends."""
+
+    async def finish(self) -> None:  # noqa: B027
+        """Wait for the workers that still serve, once the weights have ended."""
+
+
+class SeparateCollectors(Collectors):
+    """Env workers and rollout workers, each in a process of its own: they overlap."""
 
     async def launch(self) -> None:
         config, counts = self._config, self._config.cluster
@@ -169,18 +168,8 @@ class SeparateCollectors:
         await self._serving
 
 
-class CollocatedCollectors:
+class CollocatedCollectors(Collectors):
     """Each env worker runs the policy itself: for environments whose steps are short."""
-
-    def __init__(
-        self,
-        cluster: Cluster,
-        config: EnvironmentSettings,
-        channels: EmbodiedChannels,
-        plan: PlacementPlan,
-    ) -> None:
-        self._cluster, self._config, self._channels = cluster, config, channels
-        self._plan = plan
 
     async def launch(self) -> None:
         config, counts = self._config, self._config.cluster
@@ -195,9 +184,6 @@ class CollocatedCollectors:
             restart=Restart(max=counts.max_restarts),
             **self._plan.options("env", counts.environment),
         )
-
-    def serving(self) -> AbstractContextManager[object]:
-        return nullcontext()
 
     def collect(self) -> GroupCall[list[EnvReport]]:
         return self._envs.call(
@@ -215,9 +201,6 @@ class CollocatedCollectors:
             self._channels.evaluated.sender,
         )
         return [episode for share in shares for episode in share]
-
-    async def finish(self) -> None:
-        """No call is running: each has been awaited."""
 
 
 def make_collectors(

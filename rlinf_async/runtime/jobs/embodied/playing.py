@@ -19,7 +19,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rlinf_async.backends.base import PolicyBackend, RecurrentPolicyBackend
+from rlinf_async.backends.base import (
+    OffPolicyTrainer,
+    PolicyBackend,
+    RecurrentPolicyBackend,
+    TrainerBackend,
+)
 from rlinf_async.config import ConfigError, UsageError
 from rlinf_async.config.registry import check_arguments, load_entry_point, raised
 from rlinf_async.data.demonstrations import (
@@ -31,7 +36,6 @@ from rlinf_async.data.demonstrations import (
 )
 from rlinf_async.messages.embodied import Floats, Ints, success_of
 from rlinf_async.messages.spaces import ObservationArray
-from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.observe.files import RunFolderError, VideoError
 from rlinf_async.observe.video import VideoReport, record_video
 from rlinf_async.runtime.apart import apart
@@ -313,11 +317,8 @@ def _record_episode(
 T = TypeVar("T")
 
 
-class Checkpointed(Protocol):
-    """A trainer, as far as it is needed to read a checkpoint."""
-
-    def load_checkpoint(self, path: Path) -> object: ...
-    def publish(self) -> WeightUpdate: ...
+TrainerMaker = Callable[[], TrainerBackend | OffPolicyTrainer]
+"""makes what reads a checkpoint, in this process"""
 
 
 class TrainedPolicy(NamedTuple):
@@ -325,7 +326,7 @@ class TrainedPolicy(NamedTuple):
     to another process, as ``functools.partial`` of a function can be, and a lambda cannot."""
 
     config: EnvironmentSettings
-    make_trainer: Callable[[], Checkpointed]
+    make_trainer: TrainerMaker
 
 
 @runtime_checkable
@@ -428,7 +429,9 @@ def _film_run(trained: TrainedPolicy, checkpoint: Path, path: Path) -> VideoRepo
 
 
 def trained_policy(
-    config: EnvironmentSettings, make_trainer: Callable[[], Checkpointed], checkpoint: Path
+    config: EnvironmentSettings,
+    make_trainer: TrainerMaker,
+    checkpoint: Path,
 ) -> PolicyBackend:
     """The policy of a checkpoint, which is a folder."""
     from rlinf_async.backends.parts import DEFAULT_POLICY_BACKEND, policy_backends
