@@ -45,8 +45,8 @@ class Latest(Generic[T]):
         self.version = 0
         self.superseded = 0
         # set where other processes have ends
-        self.decode: Callable[[Encoded], Any] | None = None
-        self.encode: Callable[[Any], Encoded] | None = None
+        self._decode: Callable[[Encoded], Any] | None = None
+        self._encode: Callable[[Any], Encoded] | None = None
         self.form = Form()
         self._rule = channel_rule(item_type, name)
         self._value: Any = None
@@ -63,7 +63,7 @@ class Latest(Generic[T]):
         self._check()
         if self._closed:
             raise ChannelClosed(f"channel {self.name!r} was closed: nothing can be published")
-        arrived = self.decode is not None and isinstance(value, Encoded)
+        arrived = self._decode is not None and isinstance(value, Encoded)
         if not arrived:
             self._rule.check(value)
         self.superseded += not self._seen
@@ -104,8 +104,8 @@ class Latest(Generic[T]):
             MalformedFrame: it is not of the channel's type.
         """
         value: Any = found
-        if isinstance(found, Encoded) and self.decode is not None:
-            value = self.decode(found)
+        if isinstance(found, Encoded) and self._decode is not None:
+            value = self._decode(found)
         here: T = value
         return here
 

@@ -24,12 +24,12 @@ from rlinf_async.channels.wire import (
     ChannelClient,
     ChannelServer,
     EndRef,
-    Request,
     Router,
     connect,
     load_secret,
     serve,
 )
+from rlinf_async.channels.wire.session.connection import Request
 from tests.net.hosts import OWNER
 
 PORTS = {"ours": 7000, "echo": 7001, "items": 7002, "stream": 7003}

@@ -28,12 +28,12 @@ from rlinf_async.channels.wire import (
     Connection,
     Direct,
     EndRef,
-    Request,
     Router,
     connect,
     serve,
 )
 from rlinf_async.channels.wire.direct import Use
+from rlinf_async.channels.wire.session.connection import Request
 from tests.net.hosts import OWNER
 
 WAYS = ("through", "past")

@@ -237,10 +237,10 @@ class Published:
                 codec = ItemCodec(channel.item_type)
                 channel.encode, channel.encode_list = codec.encode, codec.encode_list
                 channel.decode, channel.form = codec.decode, codec.form
-        elif channel.decode is None:
+        elif channel._decode is None:
             codec = ItemCodec(channel.item_type)
-            channel.encode, channel.form = codec.encode, codec.form
-            channel.decode = codec.decode_copy  # once for each receiver
+            channel._encode, channel.form = codec.encode, codec.form
+            channel._decode = codec.decode_copy  # once for each receiver
         number = next(self._numbers)
         self._published[id(channel)] = number, channel
         return number
@@ -415,8 +415,8 @@ class ChannelServer(Published):
             return value
         known = self._newest.get(latest)
         if known is None or known[0] != version:
-            assert latest.encode is not None  # it is published
-            known = self._newest[latest] = version, latest.encode(value)
+            assert latest._encode is not None  # it is published
+            known = self._newest[latest] = version, latest._encode(value)
         return known[1]
 
 

@@ -39,25 +39,14 @@ from urllib.parse import quote
 import msgspec
 
 from rlinf_async.channels import ChannelError, ItemTooLarge, MalformedFrame, WireError
-from rlinf_async.channels.wire import (
-    ChannelServer,
-    Connection,
-    Decoder,
-    Direct,
-    Encoded,
-    Encoder,
-    EndRef,
-    Home,
-    Homes,
-    Request,
-    Router,
-    connect,
-    encode,
-)
-from rlinf_async.channels.wire.codec import DecodeEnd
+from rlinf_async.channels.untyped import Encoded
+from rlinf_async.channels.wire import ChannelServer, Connection, Direct, EndRef, Router, connect
+from rlinf_async.channels.wire.adopting import Homes
+from rlinf_async.channels.wire.codec import DecodeEnd, Decoder, Encoder, encode
 from rlinf_async.channels.wire.frames import DATA, movement
-from rlinf_async.channels.wire.protocol import Nothing
+from rlinf_async.channels.wire.protocol import Home, Nothing
 from rlinf_async.channels.wire.remote_latest import RemoteEnd
+from rlinf_async.channels.wire.session.connection import Request
 from rlinf_async.channels.wire.session.requests import head_of
 from rlinf_async.observe.trace import Span, SpanRecorder
 from rlinf_async.processes import signal_at_end_of_parent

@@ -24,7 +24,9 @@ from typing import Any, Self, TypeVar
 
 from rlinf_async.channels import Channel, Latest, Statistics
 from rlinf_async.channels.statistics import Wait, mark_cut_off, render
-from rlinf_async.channels.wire import ChannelSeen, HomeMaker, Traffic
+from rlinf_async.channels.wire.homes import HomeMaker
+from rlinf_async.channels.wire.protocol import ChannelSeen
+from rlinf_async.channels.wire.session.connection import Traffic
 from rlinf_async.observe.trace import Span
 from rlinf_async.runtime.calls import FirstCause, GroupCall, WorkerGroup, WorkerRef
 from rlinf_async.runtime.deadlock import DeadlockWatch

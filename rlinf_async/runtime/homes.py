@@ -16,20 +16,18 @@ from typing import Any, Generic, TypeVar
 
 from rlinf_async.channels import Channel, Key, KeyState, Receiver, Sender, Statistics
 from rlinf_async.channels.wire import (
-    AdoptedEnd,
     ChannelClient,
     Connection,
     Direct,
     EndRef,
-    Home,
-    HomedQueues,
-    Homes,
-    RemoteChannel,
     Router,
     Server,
     serve,
 )
+from rlinf_async.channels.wire.adopting import AdoptedEnd, Homes
 from rlinf_async.channels.wire.direct import host_id
+from rlinf_async.channels.wire.homes import HomedQueues, RemoteChannel
+from rlinf_async.channels.wire.protocol import Home
 from rlinf_async.channels.wire.session.endpoint import TcpAddress, parse
 
 T = TypeVar("T")

@@ -32,20 +32,11 @@ import msgspec
 
 from rlinf_async import deadlines
 from rlinf_async.channels import Channel, ConnectionLost, Latest, MalformedFrame, WireError
-from rlinf_async.channels.wire import (
-    ChannelServer,
-    Connection,
-    Home,
-    HomeMaker,
-    Router,
-    Server,
-    Traffic,
-    serve,
-    traffic_of,
-)
+from rlinf_async.channels.wire import ChannelServer, Connection, Router, Server, serve
 from rlinf_async.channels.wire.frames import CONTROL, Message
-from rlinf_async.channels.wire.protocol import Nothing
-from rlinf_async.channels.wire.session.connection import Closed
+from rlinf_async.channels.wire.homes import HomeMaker
+from rlinf_async.channels.wire.protocol import Home, Nothing
+from rlinf_async.channels.wire.session.connection import Closed, Traffic, traffic_of
 from rlinf_async.channels.wire.session.endpoint import Opened
 from rlinf_async.channels.wire.session.requests import UNREADABLE, head_of
 from rlinf_async.channels.wire.session.tls import HOW, load_secret

@@ -31,7 +31,8 @@ from uuid import uuid4
 import msgspec
 
 from rlinf_async.channels import Channel, Latest
-from rlinf_async.channels.wire import HomeMaker, Traffic
+from rlinf_async.channels.wire.homes import HomeMaker
+from rlinf_async.channels.wire.session.connection import Traffic
 from rlinf_async.observe.trace import Span
 from rlinf_async.runtime.wakers import WorkFuture, internal, result_of
 from rlinf_async.workers.base import BuildError, Device, Worker, WorkerDied, WorkerInfo

@@ -11,7 +11,7 @@ from rlinf_async.channels import Channel, current_party
 from rlinf_async.channels.queue import statistics_of
 from rlinf_async.channels.statistics import MAX_EDGES, OTHER_PARTIES, Edge, Edges
 from rlinf_async.channels.untyped import Encoded
-from rlinf_async.channels.wire import traffic_of
+from rlinf_async.channels.wire.session.connection import traffic_of
 from tests.channels.wire.harness import remote_pair, until, wired
 
 LARGE = 100_000

@@ -25,9 +25,8 @@ from rlinf_async.channels import (
     Receiver,
     Sender,
 )
-from rlinf_async.channels.wire import HomeMaker
 from rlinf_async.channels.wire.direct import host_id
-from rlinf_async.channels.wire.homes import HomedQueues
+from rlinf_async.channels.wire.homes import HomedQueues, HomeMaker
 from rlinf_async.channels.wire.protocol import Home
 from rlinf_async.channels.wire.session.connection import Router
 from rlinf_async.channels.wire.session.endpoint import serve

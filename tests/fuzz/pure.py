@@ -17,8 +17,9 @@ import torch
 from numpy.typing import NDArray
 
 from rlinf_async.channels import HandshakeFailed, MalformedFrame, WrongItemType
-from rlinf_async.channels.wire import Decoder, Encoded, encode, protocol
-from rlinf_async.channels.wire.codec import split
+from rlinf_async.channels.untyped import Encoded
+from rlinf_async.channels.wire import protocol
+from rlinf_async.channels.wire.codec import Decoder, encode, split
 from rlinf_async.channels.wire.frames import HEADER, MAX_FRAME_BYTES, MessageReader
 from rlinf_async.channels.wire.protocol import Announce, decode_notice
 from rlinf_async.channels.wire.session.link import MAX_MESSAGE, Handshake

@@ -15,7 +15,9 @@ import msgspec
 import numpy as np
 import torch
 
-from rlinf_async.channels.wire import Encoded, encode, protocol
+from rlinf_async.channels.untyped import Encoded
+from rlinf_async.channels.wire import protocol
+from rlinf_async.channels.wire.codec import encode
 from rlinf_async.channels.wire.frames import DATA, LAST_TYPE, Flag, FrameType, outgoing
 from rlinf_async.channels.wire.protocol import Announce, NotOpened, Opened, Place, Released, Retired
 from rlinf_async.channels.wire.server import ChannelServer

@@ -21,7 +21,7 @@ from rlinf_async import deadlines
 from rlinf_async.channels import Channel, Statistics
 from rlinf_async.channels.queue import statistics_of
 from rlinf_async.channels.statistics import Edge, Wait
-from rlinf_async.channels.wire import Traffic
+from rlinf_async.channels.wire.session.connection import Traffic
 from rlinf_async.observe.files import ObserveError
 from rlinf_async.observe.progress import (
     ChannelView,

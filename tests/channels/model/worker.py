@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from rlinf_async.channels.wire import ChannelClient, Direct, EndRef, Homes, Router, connect
+from rlinf_async.channels.wire import ChannelClient, Direct, EndRef, Router, connect
+from rlinf_async.channels.wire.adopting import Homes
 from rlinf_async.channels.wire.direct import Use
 from rlinf_async.channels.wire.session import link as distance
 from tests.channels.model.items import item_type

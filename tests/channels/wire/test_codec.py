@@ -23,15 +23,9 @@ from rlinf_async.channels import (
     Sender,
     WrongItemType,
 )
-from rlinf_async.channels.wire import (
-    Decoder,
-    Encoded,
-    Encoder,
-    EndRef,
-    arrays,
-    encode,
-)
-from rlinf_async.channels.wire.codec import ARRAY, END, join, split
+from rlinf_async.channels.untyped import Encoded
+from rlinf_async.channels.wire import EndRef, arrays
+from rlinf_async.channels.wire.codec import ARRAY, END, Decoder, Encoder, encode, join, split
 
 T = TypeVar("T")
 DTYPES = [

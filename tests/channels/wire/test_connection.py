@@ -18,18 +18,13 @@ from rlinf_async.channels import (
     LeaseLost,
     MalformedFrame,
 )
-from rlinf_async.channels.wire import (
-    Connection,
-    Encoded,
-    RemoteError,
-    Request,
-    Router,
-    connect,
-    serve,
-)
+from rlinf_async.channels.untyped import Encoded
+from rlinf_async.channels.wire import Connection, Router, connect, serve
 from rlinf_async.channels.wire.frames import CHUNK_BYTES, FrameType, pack_small
 from rlinf_async.channels.wire.pool import Pool
 from rlinf_async.channels.wire.protocol import Nothing
+from rlinf_async.channels.wire.session.connection import Request
+from rlinf_async.channels.wire.session.requests import RemoteError
 from rlinf_async.testing import wait_all_blocked
 from tests.channels.wire.harness import PATIENCE, SECRET, until
 

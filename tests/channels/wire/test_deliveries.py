@@ -16,7 +16,8 @@ from rlinf_async.channels import (
     Receiver,
 )
 from rlinf_async.channels.queue import statistics_of
-from rlinf_async.channels.wire import Encoded, owner_deliveries, protocol, receiving
+from rlinf_async.channels.untyped import Encoded
+from rlinf_async.channels.wire import owner_deliveries, protocol, receiving
 from rlinf_async.channels.wire.frames import FrameType, pack_small
 from tests.channels.wire.harness import Wired, settle, until, wired
 

@@ -17,15 +17,10 @@ from rlinf_async.channels import Channel, ConnectionLost, NoReceivers
 from rlinf_async.channels import untyped as encoded
 from rlinf_async.channels.key_queue import Entry
 from rlinf_async.channels.queue import statistics_of
-from rlinf_async.channels.wire import (
-    ChannelServer,
-    Connection,
-    Encoded,
-    Router,
-    encode,
-    protocol,
-)
+from rlinf_async.channels.untyped import Encoded
+from rlinf_async.channels.wire import ChannelServer, Connection, Router, protocol
 from rlinf_async.channels.wire import owner_deliveries as ready
+from rlinf_async.channels.wire.codec import encode
 from rlinf_async.channels.wire.owner_credit import FAR_ARRAYS_BYTES
 from rlinf_async.testing import wait_all_blocked
 from tests.channels.wire.harness import Turns, Wired, anything_fits, until, wired

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from rlinf_async.channels import Channel, MalformedFrame
 from rlinf_async.channels.queue import statistics_of
-from rlinf_async.channels.wire import Encoded, owner_deliveries
+from rlinf_async.channels.untyped import Encoded
+from rlinf_async.channels.wire import owner_deliveries
 from rlinf_async.channels.wire.codec import Decoder, Encoder, ItemCodec
 from tests.channels.wire.harness import remote_pair, settle, wired
 

@@ -25,18 +25,14 @@ from rlinf_async.channels import (
     WrongItemType,
 )
 from rlinf_async.channels.queue import statistics_of
-from rlinf_async.channels.wire import (
-    Connection,
-    Encoded,
-    RemoteError,
-    RemoteReceiver,
-    RemoteSender,
-    Request,
-    Router,
-    protocol,
-)
+from rlinf_async.channels.untyped import Encoded
+from rlinf_async.channels.wire import Connection, Router, protocol
+from rlinf_async.channels.wire.receiving import RemoteReceiver
+from rlinf_async.channels.wire.sending import RemoteSender
 from rlinf_async.channels.wire.session import link as hangup
+from rlinf_async.channels.wire.session.connection import Request
 from rlinf_async.channels.wire.session.link import Handshake
+from rlinf_async.channels.wire.session.requests import RemoteError
 from rlinf_async.testing import wait_all_blocked
 from rlinf_async.workers.base import WorkerError
 from tests.channels.wire.harness import (

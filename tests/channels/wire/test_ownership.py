@@ -28,13 +28,9 @@ from rlinf_async.channels import (
     current_party,
 )
 from rlinf_async.channels.queue import statistics_of
-from rlinf_async.channels.wire import (
-    ChannelClient,
-    Connection,
-    Encoded,
-    EndRef,
-    encode,
-)
+from rlinf_async.channels.untyped import Encoded
+from rlinf_async.channels.wire import ChannelClient, Connection, EndRef
+from rlinf_async.channels.wire.codec import encode
 from rlinf_async.testing import wait_all_blocked
 from tests.channels.wire.harness import (
     PATIENCE,

@@ -10,7 +10,8 @@ import pytest
 from numpy.typing import NDArray
 
 from rlinf_async.channels import Channel
-from rlinf_async.channels.wire import encode, shared_bytes
+from rlinf_async.channels.wire import shared_bytes
+from rlinf_async.channels.wire.codec import encode
 from rlinf_async.channels.wire.slab import View, view_of
 from tests.channels.wire.harness import wired
 

@@ -14,15 +14,8 @@ import pytest
 
 from rlinf_async.channels import Channel, HandshakeFailed, WireError
 from rlinf_async.channels.untyped import Encoded
-from rlinf_async.channels.wire import (
-    ChannelClient,
-    ChannelServer,
-    Direct,
-    RemoteSender,
-    Router,
-    connect,
-    serve,
-)
+from rlinf_async.channels.wire import ChannelClient, ChannelServer, Direct, Router, connect, serve
+from rlinf_async.channels.wire.sending import RemoteSender
 from rlinf_async.channels.wire.session.tls import client_context, make_certificate
 from tests.channels.wire.harness import SECRET, until
 

@@ -42,8 +42,8 @@ import numpy as np
 
 from rlinf_async.channels import Channel, EndOfChannel, Receiver, Sender
 from rlinf_async.channels.remote_payload import remote_payload_of
-from rlinf_async.channels.untyped import copy_of
-from rlinf_async.channels.wire import Decoder, Encoded, encode
+from rlinf_async.channels.untyped import Encoded, copy_of
+from rlinf_async.channels.wire.codec import Decoder, encode
 from rlinf_async.config import UsageError
 from rlinf_async.data import DataError, Prompts
 from rlinf_async.messages.language import (

@@ -38,14 +38,13 @@ from rlinf_async.channels.wire import (
     ChannelServer,
     Connection,
     EndRef,
-    Request,
     Router,
     Server,
     connect,
     serve,
 )
 from rlinf_async.channels.wire.server import Local
-from rlinf_async.channels.wire.session.connection import Closed
+from rlinf_async.channels.wire.session.connection import Closed, Request
 from rlinf_async.messages.language import SampleGroup
 from rlinf_async.parallel import DataRank
 from rlinf_async.runtime.ray.session import own_address
