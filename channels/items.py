@@ -41,8 +41,7 @@ from typing import (
 import msgspec
 from msgspec import inspect as types
 
-from rlinf_async.channels.errors import MalformedFrame, WrongItemType
-from rlinf_async.channels.untyped import (
+from rlinf_async.channels.encoded import (
     Encoded,
     Form,
     LookedAt,
@@ -52,6 +51,7 @@ from rlinf_async.channels.untyped import (
     runtime_classes,
     type_name,
 )
+from rlinf_async.channels.errors import MalformedFrame, WrongItemType
 
 
 def decodes_alike(item_type: Any) -> bool:

@@ -48,16 +48,16 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 import msgspec
 
 from rlinf_async.channels import errors
-from rlinf_async.channels.errors import ChannelError, MalformedFrame, error_text
-from rlinf_async.channels.items import channel_rule
-from rlinf_async.channels.remote_payload import RemotePayload, remote_payload_of
-from rlinf_async.channels.statistics import DeadLetter, Edges, current_party
-from rlinf_async.channels.untyped import (
+from rlinf_async.channels.encoded import (
     Encoded,
     EncodeList,
     Form,
     check_key_and_weight,
 )
+from rlinf_async.channels.errors import ChannelError, MalformedFrame, error_text
+from rlinf_async.channels.items import channel_rule
+from rlinf_async.channels.remote_payload import RemotePayload, remote_payload_of
+from rlinf_async.channels.statistics import DeadLetter, Edges, current_party
 
 if TYPE_CHECKING:
     from rlinf_async.channels.ends import Key

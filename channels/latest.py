@@ -14,11 +14,11 @@ from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 
+from rlinf_async.channels.encoded import Encoded, Form
 from rlinf_async.channels.ends import LatestReceiver, LatestSender, Named
 from rlinf_async.channels.errors import ChannelClosed, ChannelFailed, EndOfChannel
 from rlinf_async.channels.items import channel_rule
 from rlinf_async.channels.statistics import Wait, WaitFuture, current_party
-from rlinf_async.channels.untyped import Encoded, Form
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

@@ -12,6 +12,7 @@ from itertools import islice
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
 
+from rlinf_async.channels.encoded import ONE, check_key_and_weight, copies_of
 from rlinf_async.channels.ends import (
     NO_REPLACEMENTS,
     Key,
@@ -49,7 +50,6 @@ from rlinf_async.channels.statistics import (
     WaitFuture,
     current_party,
 )
-from rlinf_async.channels.untyped import ONE, check_key_and_weight, copies_of
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

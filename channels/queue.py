@@ -15,12 +15,12 @@ from itertools import chain, count, islice
 from typing import Any, Final, Literal
 
 from rlinf_async.channels import errors
+from rlinf_async.channels.encoded import check_key_and_weight
 from rlinf_async.channels.ends import Key
 from rlinf_async.channels.errors import ChannelEmpty, ChannelError, ChannelFailed, error_text
 from rlinf_async.channels.key_queue import ChannelState, Delivery, KeyQueue, WaitingPut
 from rlinf_async.channels.remote_payload import is_lost
 from rlinf_async.channels.statistics import KeyState, Statistics, Wait
-from rlinf_async.channels.untyped import check_key_and_weight
 
 log = logging.getLogger(__name__)
 LOOKED_AT: Final = 16

@@ -12,8 +12,8 @@ import logging
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, cast
 
+from rlinf_async.channels.encoded import Buffer, Encoded
 from rlinf_async.channels.errors import ChannelError
-from rlinf_async.channels.untyped import Buffer, Encoded
 
 log = logging.getLogger(__name__)
 Fetch = Callable[[], Coroutine[Any, Any, Sequence[Buffer]]]

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
-from rlinf_async.channels.untyped import Encoded
+from rlinf_async.channels.encoded import Encoded
 
 MAX_EDGES: Final = 1024
 """Edges of one channel that are told apart, in each direction; the others share the last."""

@@ -15,10 +15,10 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import msgspec
 
 from rlinf_async.channels import LatestReceiver, LatestSender, Receiver, Sender
+from rlinf_async.channels.encoded import members, runtime_classes, type_name
 from rlinf_async.channels.ends import End
 from rlinf_async.channels.errors import WrongItemType
 from rlinf_async.channels.items import ItemRule, decodes_alike, value_rule
-from rlinf_async.channels.untyped import members, runtime_classes, type_name
 from rlinf_async.workers.base import BuildError, Worker
 
 END_KINDS: tuple[type, ...] = (Sender, Receiver, LatestSender, LatestReceiver)

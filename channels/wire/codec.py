@@ -41,9 +41,7 @@ from typing import Any, Final, get_args, get_origin
 
 import msgspec
 
-from rlinf_async.channels.ends import LatestReceiver, LatestSender, Receiver, Sender
-from rlinf_async.channels.errors import MalformedFrame, WrongItemType, fit, text_of
-from rlinf_async.channels.untyped import (
+from rlinf_async.channels.encoded import (
     Encoded,
     EncodeList,
     Form,
@@ -54,6 +52,8 @@ from rlinf_async.channels.untyped import (
     runtime_classes,
     type_name,
 )
+from rlinf_async.channels.ends import LatestReceiver, LatestSender, Receiver, Sender
+from rlinf_async.channels.errors import MalformedFrame, WrongItemType, fit, text_of
 from rlinf_async.channels.wire import arrays
 from rlinf_async.channels.wire.arrays import is_reserved
 from rlinf_async.channels.wire.frames import MAX_BUFFERS

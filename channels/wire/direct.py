@@ -30,10 +30,10 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, Unpack
 from weakref import WeakSet, WeakValueDictionary
 
+from rlinf_async.channels.encoded import Buffer, Encoded
 from rlinf_async.channels.errors import ChannelError, ConnectionLost, MalformedFrame, WireError
 from rlinf_async.channels.queue import Queue
 from rlinf_async.channels.remote_payload import PayloadLost, RemotePayload, remote_payload_of
-from rlinf_async.channels.untyped import Buffer, Encoded
 from rlinf_async.channels.wire.pool import process_pool
 from rlinf_async.channels.wire.protocol import (
     MAX_ARRAYS,

@@ -37,8 +37,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.errors import ItemTooLarge, MalformedFrame
-from rlinf_async.channels.untyped import Encoded
 from rlinf_async.channels.wire.arrays import (
     MAPPED_BYTES,
     RECYCLED_BYTES,

@@ -10,6 +10,7 @@ import abc
 from types import UnionType
 from typing import Any, Final, Generic, NamedTuple, Self, TypeVar, Unpack
 
+from rlinf_async.channels.encoded import Encoded, check_key_and_weight, type_name
 from rlinf_async.channels.ends import Key, Receiver, Sender
 from rlinf_async.channels.errors import (
     ChannelError,
@@ -23,7 +24,6 @@ from rlinf_async.channels.items import channel_rule
 from rlinf_async.channels.local import Channel, LocalReceiver, LocalSender
 from rlinf_async.channels.queue import Queue, state_of, statistics_of, waits_of
 from rlinf_async.channels.statistics import KeyState, Statistics, current_party
-from rlinf_async.channels.untyped import Encoded, check_key_and_weight, type_name
 from rlinf_async.channels.wire.codec import ItemCodec
 from rlinf_async.channels.wire.direct import host_id
 from rlinf_async.channels.wire.owner_deliveries import NOTHING, LentEnd, OpenEnd

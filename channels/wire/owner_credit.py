@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
+from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.ends import Key
 from rlinf_async.channels.errors import ChannelError, MalformedFrame
 from rlinf_async.channels.key_queue import Entry, KeyQueue, WaitingPut
 from rlinf_async.channels.queue import Queue
 from rlinf_async.channels.remote_payload import remote_payload_of
-from rlinf_async.channels.untyped import Encoded
 from rlinf_async.channels.wire.direct import Producer, take_retained
 from rlinf_async.channels.wire.frames import SHARE_BYTES
 from rlinf_async.channels.wire.owner_deliveries import NOTHING, OpenEnd

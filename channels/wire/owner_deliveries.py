@@ -29,6 +29,7 @@ from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any, Final
 
+from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.ends import Key, checked_least
 from rlinf_async.channels.errors import (
     ChannelError,
@@ -49,7 +50,6 @@ from rlinf_async.channels.latest import Latest
 from rlinf_async.channels.local import LocalReceiver, LocalSender
 from rlinf_async.channels.queue import Queue
 from rlinf_async.channels.remote_payload import is_lost, remote_payload_of
-from rlinf_async.channels.untyped import Encoded
 from rlinf_async.channels.wire import frames as framing
 from rlinf_async.channels.wire.codec import join, split
 from rlinf_async.channels.wire.direct import without_payloads

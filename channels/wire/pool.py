@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Final
 
-from rlinf_async.channels.untyped import PIECE_BYTES, copy_buffers
+from rlinf_async.channels.encoded import PIECE_BYTES, copy_buffers
 from rlinf_async.channels.wire.frames import Bytes
 from rlinf_async.channels.wire.slab import PAGE, Loan, Slab, make_slab, view_of
 

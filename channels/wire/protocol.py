@@ -21,10 +21,10 @@ from typing import Final, Literal
 
 import msgspec
 
+from rlinf_async.channels.encoded import Encoded, Form
 from rlinf_async.channels.ends import Key
 from rlinf_async.channels.errors import MalformedFrame
 from rlinf_async.channels.statistics import Statistics, Wait
-from rlinf_async.channels.untyped import Encoded, Form
 from rlinf_async.channels.wire.frames import MAX_MESSAGE_BYTES
 from rlinf_async.channels.wire.session.requests import Report
 

@@ -32,6 +32,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from rlinf_async.channels.encoded import Encoded, check_key_and_weight
 from rlinf_async.channels.ends import (
     NO_REPLACEMENTS,
     Key,
@@ -50,7 +51,6 @@ from rlinf_async.channels.errors import (
 from rlinf_async.channels.key_queue import Outcome
 from rlinf_async.channels.remote_payload import RemotePayload
 from rlinf_async.channels.statistics import WaitFuture, current_party
-from rlinf_async.channels.untyped import Encoded, check_key_and_weight
 from rlinf_async.channels.wire import protocol
 from rlinf_async.channels.wire.codec import DecodeList, join, split
 from rlinf_async.channels.wire.direct import attach, fetch_ahead, fetch_all

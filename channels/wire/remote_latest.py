@@ -17,6 +17,7 @@ from functools import partial
 from itertools import count
 from typing import Any, Self, TypeVar
 
+from rlinf_async.channels.encoded import Encoded, check_key_and_weight
 from rlinf_async.channels.ends import Key, LatestReceiver, LatestSender, Named, Sender
 from rlinf_async.channels.errors import (
     ChannelClosed,
@@ -27,7 +28,6 @@ from rlinf_async.channels.errors import (
 )
 from rlinf_async.channels.items import channel_rule
 from rlinf_async.channels.statistics import KeyState, Statistics, current_party
-from rlinf_async.channels.untyped import Encoded, check_key_and_weight
 from rlinf_async.channels.wire import protocol
 from rlinf_async.channels.wire.codec import ItemCodec
 from rlinf_async.channels.wire.direct import Direct

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Final, Self
 
-from rlinf_async.channels.untyped import PIECE_BYTES, Encoded
+from rlinf_async.channels.encoded import PIECE_BYTES, Encoded
 from rlinf_async.channels.wire.pool import copy_in_turns
 from rlinf_async.channels.wire.protocol import (
     Fetch,

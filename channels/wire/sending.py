@@ -35,10 +35,10 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
+from rlinf_async.channels.encoded import ONE, Encoded, check_key_and_weight
 from rlinf_async.channels.ends import Key, Sender
 from rlinf_async.channels.errors import ChannelError, Failure, channel_failed, error_text
 from rlinf_async.channels.statistics import current_party
-from rlinf_async.channels.untyped import ONE, Encoded, check_key_and_weight
 from rlinf_async.channels.wire import protocol
 from rlinf_async.channels.wire.frames import (
     CHUNK_BYTES,

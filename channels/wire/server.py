@@ -15,13 +15,13 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.ends import LatestReceiver, LatestSender, Receiver, Sender
 from rlinf_async.channels.errors import ChannelClosed, ChannelError, ConnectionLost, MalformedFrame
 from rlinf_async.channels.latest import Latest, LocalLatestReceiver, LocalLatestSender
 from rlinf_async.channels.local import Channel, LocalReceiver, LocalSender
 from rlinf_async.channels.queue import Queue, state_of, statistics_of
 from rlinf_async.channels.statistics import KeyState, Statistics
-from rlinf_async.channels.untyped import Encoded
 from rlinf_async.channels.wire import owner_deliveries, protocol
 from rlinf_async.channels.wire.codec import ItemCodec
 from rlinf_async.channels.wire.direct import Producers

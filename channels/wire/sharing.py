@@ -57,8 +57,8 @@ from typing import Any, Final
 
 import msgspec
 
+from rlinf_async.channels.encoded import PIECE_BYTES, Buffer, Encoded
 from rlinf_async.channels.errors import MalformedFrame
-from rlinf_async.channels.untyped import PIECE_BYTES, Buffer, Encoded
 from rlinf_async.channels.wire.arrays import is_reserved
 from rlinf_async.channels.wire.frames import (
     CHUNK_BYTES,

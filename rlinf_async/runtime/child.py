@@ -39,7 +39,7 @@ from urllib.parse import quote
 import msgspec
 
 from rlinf_async.channels import ChannelError, ItemTooLarge, MalformedFrame, WireError
-from rlinf_async.channels.untyped import Encoded
+from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.wire import ChannelServer, Connection, Direct, EndRef, Router, connect
 from rlinf_async.channels.wire.adopting import Homes
 from rlinf_async.channels.wire.codec import DecodeEnd, Decoder, Encoder, encode

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlinf_async.channels import Channel, current_party
+from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.queue import statistics_of
 from rlinf_async.channels.statistics import MAX_EDGES, OTHER_PARTIES, Edge, Edges
-from rlinf_async.channels.untyped import Encoded
 from rlinf_async.channels.wire.session.connection import traffic_of
 from tests.channels.wire.harness import remote_pair, until, wired
 

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from rlinf_async.channels import Channel, WrongItemType
+from rlinf_async.channels.encoded import runtime_classes
 from rlinf_async.channels.queue import statistics_of
-from rlinf_async.channels.untyped import runtime_classes
 from tests.channels.transport import Transport
 
 T = TypeVar("T")

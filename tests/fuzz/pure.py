@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from rlinf_async.channels import HandshakeFailed, MalformedFrame, WrongItemType
-from rlinf_async.channels.untyped import Encoded
+from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.wire import protocol
 from rlinf_async.channels.wire.codec import Decoder, encode, split
 from rlinf_async.channels.wire.frames import HEADER, MAX_FRAME_BYTES, MessageReader

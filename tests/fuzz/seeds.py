@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import torch
 
-from rlinf_async.channels.untyped import Encoded
+from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.wire import protocol
 from rlinf_async.channels.wire.codec import encode
 from rlinf_async.channels.wire.frames import DATA, LAST_TYPE, Flag, FrameType, outgoing

@@ -13,8 +13,8 @@ import pytest
 
 import rlinf_async as ra
 from rlinf_async.channels import MalformedFrame
+from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.queue import statistics_of
-from rlinf_async.channels.untyped import Encoded
 from rlinf_async.runtime import Restart
 from rlinf_async.runtime.child import ArgumentsCodec
 from rlinf_async.workers.methods import method_of

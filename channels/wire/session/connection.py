@@ -30,6 +30,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import msgspec
 
+from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.errors import (
     ChannelError,
     ConnectionLost,
@@ -39,7 +40,6 @@ from rlinf_async.channels.errors import (
     fit,
 )
 from rlinf_async.channels.statistics import WaitFuture
-from rlinf_async.channels.untyped import Encoded
 from rlinf_async.channels.wire.frames import (
     CONTROL,
     DATA,

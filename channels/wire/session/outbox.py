@@ -21,8 +21,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
+from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.errors import MalformedFrame
-from rlinf_async.channels.untyped import Encoded
 from rlinf_async.channels.wire.frames import (
     CHUNK_BYTES,
     CONTROL,

@@ -14,6 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 
 from rlinf_async.channels import errors
+from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.errors import (
     ChannelError,
     ConnectionLost,
@@ -21,7 +22,6 @@ from rlinf_async.channels.errors import (
     fit_bytes,
     text_of,
 )
-from rlinf_async.channels.untyped import Encoded
 from rlinf_async.channels.wire.frames import (
     DATA,
     MAX_HEAD_BYTES,

@@ -23,7 +23,7 @@ from rlinf_async.channels import (
     Sender,
     WrongItemType,
 )
-from rlinf_async.channels.untyped import Encoded
+from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.wire import EndRef, arrays
 from rlinf_async.channels.wire.codec import ARRAY, END, Decoder, Encoder, encode, join, split
 

@@ -18,7 +18,7 @@ from rlinf_async.channels import (
     LeaseLost,
     MalformedFrame,
 )
-from rlinf_async.channels.untyped import Encoded
+from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.wire import Connection, Router, connect, serve
 from rlinf_async.channels.wire.frames import CHUNK_BYTES, FrameType, pack_small
 from rlinf_async.channels.wire.pool import Pool

@@ -23,10 +23,10 @@ from rlinf_async.channels import (
     NoReceivers,
     Sender,
 )
+from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.key_queue import KeyQueue
 from rlinf_async.channels.queue import statistics_of
 from rlinf_async.channels.statistics import find_cycle
-from rlinf_async.channels.untyped import Encoded
 from rlinf_async.channels.wire import ChannelClient, Connection, protocol
 from rlinf_async.channels.wire import sending as credit
 from rlinf_async.channels.wire.sending import Transfers

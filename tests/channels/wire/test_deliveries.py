@@ -15,8 +15,8 @@ from rlinf_async.channels import (
     EndOfChannel,
     Receiver,
 )
+from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.queue import statistics_of
-from rlinf_async.channels.untyped import Encoded
 from rlinf_async.channels.wire import owner_deliveries, protocol, receiving
 from rlinf_async.channels.wire.frames import FrameType, pack_small
 from tests.channels.wire.harness import Wired, settle, until, wired

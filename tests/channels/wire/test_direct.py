@@ -20,8 +20,8 @@ from rlinf_async.channels import (
     EndOfChannel,
     Receiver,
 )
+from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.queue import statistics_of
-from rlinf_async.channels.untyped import Encoded
 from rlinf_async.channels.wire import Direct, Router, connect
 from rlinf_async.channels.wire.pool import Pool
 from rlinf_async.channels.wire.protocol import Fetch, Payload, PayloadRef
@@ -353,7 +353,7 @@ async def test_a_put_that_is_cancelled_or_refused_keeps_nothing() -> None:
 async def test_large_arrays_are_copied_a_piece_for_each_turn_of_the_loop(
     monkeypatch: pytest.MonkeyPatch, room: bool
 ) -> None:
-    for module in ("untyped", "wire.pool", "wire.retained_payloads"):
+    for module in ("encoded", "wire.pool", "wire.retained_payloads"):
         monkeypatch.setattr(f"rlinf_async.channels.{module}.PIECE_BYTES", SIZE)
     channel = items()
     async with world() as one:

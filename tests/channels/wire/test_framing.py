@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlinf_async.channels import ItemTooLarge, MalformedFrame
-from rlinf_async.channels.untyped import Encoded
+from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.wire import frames as framing
 from rlinf_async.channels.wire import frames as transfer
 from rlinf_async.channels.wire.frames import (

@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from rlinf_async.channels import Channel, ConnectionLost, NoReceivers
-from rlinf_async.channels import untyped as encoded
+from rlinf_async.channels import Channel, ConnectionLost, NoReceivers, encoded
+from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.key_queue import Entry
 from rlinf_async.channels.queue import statistics_of
-from rlinf_async.channels.untyped import Encoded
 from rlinf_async.channels.wire import ChannelServer, Connection, Router, protocol
 from rlinf_async.channels.wire import owner_deliveries as ready
 from rlinf_async.channels.wire.codec import encode

@@ -9,8 +9,8 @@ import pytest
 from numpy.typing import NDArray
 
 from rlinf_async.channels import Channel, MalformedFrame
+from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.queue import statistics_of
-from rlinf_async.channels.untyped import Encoded
 from rlinf_async.channels.wire import owner_deliveries
 from rlinf_async.channels.wire.codec import Decoder, Encoder, ItemCodec
 from tests.channels.wire.harness import remote_pair, settle, wired

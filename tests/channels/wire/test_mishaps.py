@@ -24,8 +24,8 @@ from rlinf_async.channels import (
     Receiver,
     WrongItemType,
 )
+from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.queue import statistics_of
-from rlinf_async.channels.untyped import Encoded
 from rlinf_async.channels.wire import Connection, Router, protocol
 from rlinf_async.channels.wire.receiving import RemoteReceiver
 from rlinf_async.channels.wire.sending import RemoteSender

@@ -27,8 +27,8 @@ from rlinf_async.channels import (
     WrongItemType,
     current_party,
 )
+from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.queue import statistics_of
-from rlinf_async.channels.untyped import Encoded
 from rlinf_async.channels.wire import ChannelClient, Connection, EndRef
 from rlinf_async.channels.wire.codec import encode
 from rlinf_async.testing import wait_all_blocked

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.errors import MalformedFrame
-from rlinf_async.channels.untyped import Encoded
 from rlinf_async.channels.wire.arrays import RECYCLED_BYTES, Recycled, thread_recycled
 from rlinf_async.channels.wire.frames import (
     DATA,

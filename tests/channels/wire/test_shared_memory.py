@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from rlinf_async.channels import Channel, Latest, Receiver, Sender
+from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.errors import ConnectionLost, MalformedFrame
 from rlinf_async.channels.queue import statistics_of
-from rlinf_async.channels.untyped import Encoded
 from rlinf_async.channels.wire import Connection
 from rlinf_async.channels.wire.frames import LATER
 from rlinf_async.channels.wire.pool import Pool

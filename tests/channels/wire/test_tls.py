@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from rlinf_async.channels import Channel, HandshakeFailed, WireError
-from rlinf_async.channels.untyped import Encoded
+from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.wire import ChannelClient, ChannelServer, Direct, Router, connect, serve
 from rlinf_async.channels.wire.sending import RemoteSender
 from rlinf_async.channels.wire.session.tls import client_context, make_certificate

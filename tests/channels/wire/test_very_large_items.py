@@ -15,8 +15,8 @@ import pytest
 from numpy.typing import NDArray
 
 from rlinf_async.channels import Channel, ItemTooLarge, MalformedFrame
+from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.queue import statistics_of
-from rlinf_async.channels.untyped import Encoded
 from rlinf_async.channels.wire import arrays as reserved
 from rlinf_async.channels.wire import frames as framing
 from rlinf_async.channels.wire import frames as incoming

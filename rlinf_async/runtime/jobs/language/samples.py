@@ -41,8 +41,8 @@ import msgspec
 import numpy as np
 
 from rlinf_async.channels import Channel, EndOfChannel, Receiver, Sender
+from rlinf_async.channels.encoded import Encoded, copy_of
 from rlinf_async.channels.remote_payload import remote_payload_of
-from rlinf_async.channels.untyped import Encoded, copy_of
 from rlinf_async.channels.wire.codec import Decoder, encode
 from rlinf_async.config import UsageError
 from rlinf_async.data import DataError, Prompts
