@@ -530,7 +530,8 @@ class KeyQueue:
             if self.key is not None:
                 channel.touch(sender, self)
             channel.put_waits += 1
-            self.recall_credit()
+            if self.credit_holders:
+                self.recall_credit()
             return wait
         channel.sequence = sequence = channel.sequence + 1
         entries.append(Entry(item, weight, sequence))
@@ -609,8 +610,9 @@ class KeyQueue:
             self.serve()
             if not delivery.waiting:
                 return False
-        for link in list(self.prefetching.values()):
-            link.recall(delivery.receiver)
+        if self.prefetching:
+            for link in list(self.prefetching.values()):
+                link.recall(delivery.receiver)
         if self.key is not None:
             self.channel.touch(delivery.receiver, self)
         self.channel.get_waits += 1

@@ -360,13 +360,13 @@ class LocalSender(_LocalEnd, Sender[T_contra]):
         if not channel.fits(item):
             channel.check_item(item)
         queue = self._unkeyed if key is None else channel.of_key(key)
-        entries, getters = queue.entries, queue.getters.first
+        entries = queue.entries
         if (
             weight is ONE
             and channel.accepts
             and channel.max_weight is None
             and len(entries) + queue.reserved < channel.capacity
-            and not (queue.putters or getters)
+            and not (queue.putters or queue.getters.first)
         ):  # as `KeyQueue.put`, of which this is most of the time, without a call
             channel.sequence = sequence = sequence + 1
             entries.append(Entry(item, weight, sequence))
@@ -420,33 +420,36 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
     async def get(self, *, key: Key | None = None) -> T_co:
         if not self._live:
             self.open()
-        item: T_co
         channel = self._queue
         gets = channel.gets
         if gets >= channel.get_turn:
             channel.get_turn = gets + CHECKPOINT
             await self._checkpoint()
             gets = channel.gets
-        queue = self._unkeyed if key is None else channel.known(key)
-        if queue is not None and not channel.direct:
-            entry: Entry | None
-            if (
-                queue.entries
-                and key is None
-                and channel.failure is None
-                and not (
-                    queue.putters or queue.getters.first or queue.prefetching or queue.room_wanted
-                )
-            ):  # as `KeyQueue.take`, of which this is most of the time, without a call
-                entry = queue.entries.popleft()
-                queue.weight -= entry.weight
-                channel.gets = gets + 1
-            else:
-                entry = queue.take()
-            if entry is not None:
-                item = entry.item
-                return item if channel.decode is None else self._decoded(entry)
-        [item] = await self._batch(1, 1, key)
+        queue = self._unkeyed
+        entry: Entry | None = None
+        if (
+            key is None
+            and (entries := queue.entries)
+            and channel.failure is None
+            and not (
+                channel.direct
+                or queue.putters
+                or queue.getters.first
+                or queue.prefetching
+                or queue.room_wanted
+            )
+        ):  # as `KeyQueue.take`, of which this is most of the time, without a call
+            entry = entries.popleft()
+            queue.weight -= entry.weight
+            channel.gets = gets + 1
+        elif not channel.direct and (known := channel.known(key)) and known.entries:
+            entry = known.take()
+        if entry is None:
+            delivery = await self._deliver(1, 1, key, lease=False)
+            [entry] = delivery.held()
+            delivery.queue.settle(delivery, Outcome.TAKEN)
+        item: T_co = entry.item if channel.decode is None else self._decoded(entry)
         return item
 
     def get_nowait(self, *, key: Key | None = None) -> T_co:
