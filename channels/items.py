@@ -307,7 +307,11 @@ def _attribute(name: str) -> str:
 def _field_names(cls: Any) -> tuple[str, ...] | None:
     """The fields of a class whose instances are made of them and of nothing else; None of any other
     type."""
-    if not isinstance(cls, type) or hasattr(cls, "__post_init__"):
+    if not isinstance(cls, type):
+        return None
+    if issubclass(cls, msgspec.Struct) and cls.__struct_config__.frozen:
+        return cls.__struct_fields__  # a ``__post_init__`` has checked it, and it has not changed
+    if hasattr(cls, "__post_init__"):
         return None
     if issubclass(cls, msgspec.Struct):
         return cls.__struct_fields__

@@ -4,7 +4,14 @@
 """
 
 from rlinf_async.channels.batching.driving import BlockingBatches
-from rlinf_async.channels.batching.iterator import Agree, BatchResizingIterator, Handler, alone
+from rlinf_async.channels.batching.iterator import (
+    Agree,
+    BatchResizingIterator,
+    BatchSizes,
+    Handler,
+    alone,
+    rank_share,
+)
 from rlinf_async.channels.batching.operations import (
     BatchOps,
     ColumnOps,
@@ -12,7 +19,6 @@ from rlinf_async.channels.batching.operations import (
     ListOps,
     StructOps,
 )
-from rlinf_async.channels.batching.sizes import BatchSizes, rank_share
 from rlinf_async.channels.errors import (
     BadBatch,
     BatchingError,

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from rlinf_async.algorithms.config import LossConfig
 from rlinf_async.backends.fsdp.config import FSDPConfig, PPOConfig
-from rlinf_async.backends.fsdp.fused_ppo import FlatBatch
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
-from rlinf_async.backends.fsdp.ppo import choose_gradient
+from rlinf_async.backends.fsdp.ppo import FlatBatch, choose_gradient
 from rlinf_async.backends.policies.config import PolicyConfig
 from tests.backends.ranks import forking, start_ranks
 

@@ -12,9 +12,15 @@ from hypothesis import strategies as st
 from rlinf_async.algorithms.config import LossConfig
 from rlinf_async.backends.base import OptimizerConfig, TrainingDiverged
 from rlinf_async.backends.fsdp.config import FSDPConfig, PPOConfig
-from rlinf_async.backends.fsdp.fused_ppo import FlatBatch, FusedPpo
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
-from rlinf_async.backends.fsdp.ppo import AutogradLoss, choose_gradient, ppo_epochs, standardized
+from rlinf_async.backends.fsdp.ppo import (
+    AutogradLoss,
+    FlatBatch,
+    FusedPpo,
+    choose_gradient,
+    ppo_epochs,
+    standardized,
+)
 from rlinf_async.backends.policies.config import PolicyConfig
 from tests.backends.fsdp_helpers import POLICY, samples, set_up
 

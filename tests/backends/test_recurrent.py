@@ -18,8 +18,7 @@ from rlinf_async.backends.policies.recurrent import MEMORY, STARTS, GruPolicy
 from rlinf_async.backends.policies.serving import RecurrentPolicyServer, serve_policy
 from rlinf_async.messages.embodied import Actions, Observations, Trajectory
 from rlinf_async.messages.spaces import STATE, ActionSpec, choices, continuous, flat_spec
-from rlinf_async.workers.env.evaluation import after_step
-from rlinf_async.workers.env.stage import StageOutcome
+from rlinf_async.workers.env.stage import StageOutcome, after_step
 from rlinf_async.workers.rollout.policy import answer_all
 from tests.backends.fsdp_helpers import in_processes, load_result, save_result
 

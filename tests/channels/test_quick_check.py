@@ -25,6 +25,16 @@ class Ended(msgspec.Struct):
     name: Text = Text("")
 
 
+class Percent(msgspec.Struct, frozen=True):
+    """Checked when it is made, and it does not change."""
+
+    value: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.value <= 100:
+            raise ValueError("no percentage")
+
+
 class Grade(IntEnum):
     BEST = 1
 
@@ -55,6 +65,7 @@ ANYTHING: list[Any] = [
 ]
 QUICK: list[tuple[Any, Any]] = [
     (Ended, Ended(TOKENS, "stop")),
+    (Percent, Percent(7)),
     (Ended, Ended(TOKENS, "length", 1, Text("one"))),
     (Literal["a", 1], 1),
     (list[Literal["a", "b"]], ["a", "b", "a"]),

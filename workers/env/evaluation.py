@@ -1,4 +1,4 @@
-"""Episodes of the deterministic policy, what it remembers, and how long it waits to answer.
+"""Episodes of the deterministic policy, and how long it waits to answer.
 
 An episode starts from its own seed, in whichever environment is free, and each one counts, however
 long it takes: short episodes are not favoured. The same weights give the same result if
@@ -24,10 +24,6 @@ none has waited longer than that answer took. So a step costs ``t + 2 f`` on ave
 
 (For the cost of acknowledgments in TCP such a rule is known as 2-competitive: Dooly, Goldman and
 Scott, "On-line analysis of the TCP acknowledgment delay problem", JACM 2001.)
-
-What a recurrent policy remembers of a stage's episodes travels with questions and answers. A
-rollout worker keeps nothing between two questions, so any of them can answer the next one, and
-none is missed when it dies. Invariant: an episode begins with a memory of zeros.
 """
 
 from __future__ import annotations
@@ -42,11 +38,11 @@ from typing import Final, Literal
 import msgspec
 import numpy as np
 
-from rlinf_async.messages.embodied import Bools, Choice, Floats, Ints
+from rlinf_async.messages.embodied import Choice, Floats
 from rlinf_async.messages.spaces import ObservationArray, ObservationSpec
 from rlinf_async.workers.env.config import episode_seed
 from rlinf_async.workers.env.spaces import ActionReader
-from rlinf_async.workers.env.stage import EnvStage, Episode, Slot, StageOutcome
+from rlinf_async.workers.env.stage import EnvStage, Episode, Slot, after_step
 
 log = logging.getLogger(__name__)
 
@@ -189,43 +185,6 @@ class Readiness:
         if self._count is not None:
             return math.inf if len(ready_at) < self._count else -math.inf
         return fmean(ready_at) + self._seconds if ready_at else math.inf
-
-
-def after_answer(
-    memory: Floats | None, answered: Floats | None, rows: Ints | None, envs: int
-) -> Floats | None:
-    """The memory ``[envs, H]`` of a stage, once ``rows`` of it (None: all) were answered."""
-    if answered is None or rows is None:
-        return answered
-    after = np.zeros((envs, answered.shape[1]), np.float32) if memory is None else memory.copy()
-    after[rows] = answered
-    return after
-
-
-def after_step(memory: Floats | None, outcome: StageOutcome) -> tuple[Floats | None, Floats | None]:
-    """Return the memory ``[E, H]`` before the next observations, and that ``[K, H]`` of the
-    episodes that were cut, before their last observations.
-
-    A step that only began an episode, in simulators that do so, showed the policy what is left of
-    the old one: that is forgotten, too.
-    """
-    if memory is None:
-        return None, None
-    begun = outcome.terminated | outcome.truncated
-    if outcome.valid is not None:
-        begun = begun | ~outcome.valid
-    final = None
-    if outcome.final_observation is not None:
-        final = memory[_stage_rows(outcome, outcome.truncated)]
-    if begun.any():
-        memory = memory.copy()
-        memory[_stage_rows(outcome, begun)] = 0.0
-    return memory, final
-
-
-def _stage_rows(outcome: StageOutcome, chosen: Bools) -> Bools | Ints:
-    """The chosen ones among the environments of an outcome, as an index of the stage's."""
-    return chosen if outcome.rows is None else outcome.rows[chosen]
 
 
 class BatchedEvaluation:

@@ -58,13 +58,18 @@ from rlinf_async.workers.env.evaluation import (
     EvaluatedEpisode,
     Readiness,
     SerialEvaluation,
-    after_answer,
-    after_step,
 )
 from rlinf_async.workers.env.many import AsyncEnvs, AsyncStage, BatchedStage, SimulatorEnvs
 from rlinf_async.workers.env.record import Record
 from rlinf_async.workers.env.spaces import ActionReader, ObservationWriter
-from rlinf_async.workers.env.stage import EnvStage, Slot, Stage, StageOutcome
+from rlinf_async.workers.env.stage import (
+    EnvStage,
+    Slot,
+    Stage,
+    StageOutcome,
+    after_answer,
+    after_step,
+)
 from rlinf_async.workers.foreign_calls import making, place_for
 from rlinf_async.workers.host import SHORT, Pace
 
@@ -496,7 +501,7 @@ class EnvWorker(Worker):
                 answer = await ask(seen, **self._remembered(number, rows, record))
                 record.acted(seen, answer, rows)
                 self._memories[number] = after_answer(
-                    self._memories[number], answer.memory, rows, self.config.envs_per_stage
+                    self._memories[number], answer.memory, rows, len(stage.observation)
                 )
                 action = answer.action
             outcome = await self._step(number, stage, action, rows)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlinf_async.backends.checkpoint.folders import (
     CheckpointError,
@@ -189,3 +189,19 @@ def _decode_own(content: dict[str, Any], folder: Path) -> Own:
         raise CheckpointError(
             f"{folder} lacks a part of a rank's own state ({error}): {_FOREIGN}"
         ) from error
+
+
+def broadcast_module(module: nn.Module, world_size: int) -> None:
+    """Give all ranks the parameters and buffers of rank 0."""
+    if world_size > 1:
+        for tensor in (*module.parameters(), *module.buffers()):
+            dist.broadcast(tensor.detach(), src=0)
+
+
+def require_equal(member: Rank, number: int, what: str) -> None:
+    """Raise `ValueError` on all ranks unless ``number`` is the same on each."""
+    found = [int(one) for one in all_gather(member, torch.tensor([number]))]
+    if len(set(found)) > 1:
+        raise ValueError(
+            f"{what} differs between the ranks: {found}; every rank must train the same number"
+        )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rlinf_async.backends.base import OptimizerConfig
+from rlinf_async.backends.checkpoint import collectives
 from rlinf_async.backends.checkpoint.collectives import (
     Counters,
     Own,
@@ -25,7 +26,6 @@ from rlinf_async.backends.checkpoint.collectives import (
 )
 from rlinf_async.backends.checkpoint.folders import CheckpointError, staging_folder
 from rlinf_async.backends.checkpoint.writing import CheckpointWriter, Content, ModelFiles
-from rlinf_async.backends.fsdp import ranks
 from rlinf_async.backends.fsdp.state import (
     MODEL,
     OPTIMIZER,
@@ -120,24 +120,26 @@ class SavedModel(NamedTuple):
 
 
 def begin(
-    member: ranks.Rank, writer: CheckpointWriter, path: Path, source: SavedModel
+    member: collectives.Rank, writer: CheckpointWriter, path: Path, source: SavedModel
 ) -> Future[Path]:
     """Start writing a checkpoint folder; see `FSDPModelManager.begin_checkpoint`."""
     prepare_writing(member, writer, path)
     # FSDP1 gathers its state in collectives: they stay outside of what may fail on one rank.
     state = _state(source)
-    with ranks.fail_together(member, f"copying what goes to {path}"):
+    with collectives.fail_together(member, f"copying what goes to {path}"):
         content = _content(source, state, member.rank)
         return writer.begin(path, content, member.rank, member.world_size, source.optimizer)
 
 
-def save(member: ranks.Rank, writer: CheckpointWriter, path: Path, source: SavedModel) -> None:
+def save(
+    member: collectives.Rank, writer: CheckpointWriter, path: Path, source: SavedModel
+) -> None:
     """Write a checkpoint folder; see `FSDPModelManager.save_checkpoint`."""
     begin(member, writer, path, source)
-    with ranks.fail_together(member, f"writing {path}"):
+    with collectives.fail_together(member, f"writing {path}"):
         writer.wait()
     # The last of the ranks has renamed the folder, if they all see the same disk.
-    with ranks.fail_together(member, f"finishing {path}"):
+    with collectives.fail_together(member, f"finishing {path}"):
         if member.rank == 0 and staging_folder(path).exists():
             raise CheckpointError(
                 f"{path} is not complete: not all ranks write to the same disk; give a path that "
@@ -146,7 +148,7 @@ def save(member: ranks.Rank, writer: CheckpointWriter, path: Path, source: Saved
 
 
 def load(
-    member: ranks.Rank,
+    member: collectives.Rank,
     writer: CheckpointWriter,
     path: Path,
     model: nn.Module,

@@ -25,14 +25,14 @@ from rlinf_async.algorithms.advantages import advantage_functions
 from rlinf_async.algorithms.losses import loss_functions
 from rlinf_async.backends.base import RescaleReport
 from rlinf_async.backends.building import building
-from rlinf_async.backends.fsdp import ranks
+from rlinf_async.backends.checkpoint import collectives
 from rlinf_async.backends.fsdp.config import CloningConfig, EmbodiedTrainerConfig, PPOConfig
-from rlinf_async.backends.fsdp.fused_ppo import FlatBatch
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
-from rlinf_async.backends.fsdp.ppo import ppo_epochs
+from rlinf_async.backends.fsdp.ppo import FlatBatch, ppo_epochs
 from rlinf_async.backends.fsdp.rescale import check_strategy, rescale
 from rlinf_async.backends.fsdp.rollout_batch import (
     flat_batch,
+    merged_moments,
     of_sequences,
     rows,
     side_by_side,
@@ -111,7 +111,7 @@ def _step(
         manager.backward(loss)
     manager.optimizer_step()
     total = loss.detach().clone()
-    ranks.all_reduce(manager, total)
+    collectives.all_reduce(manager, total)
     return float(total) / manager.world_size
 
 
@@ -291,14 +291,14 @@ class EmbodiedTrainer:
             if numbers is not None:
                 seen, valid = rows(numbers), valid_steps(ordered)
                 seen = seen if valid is None else seen[valid.reshape(-1)]
-                moments = ranks.merged_moments(
+                moments = merged_moments(
                     self.manager, batch_moments(torch.from_numpy(seen).to(self.manager.device))
                 )
                 self._policy.observation_normalizer.merge(moments)
         if self.config.normalize_reward:
             returns = np.concatenate([self._discounted_returns(one).ravel() for one in ordered])
             scales = batch_moments(torch.from_numpy(returns).to(self.manager.device))
-            moments = ranks.merged_moments(self.manager, scales)
+            moments = merged_moments(self.manager, scales)
             self._policy.return_normalizer.merge(moments)
 
     def _discounted_returns(self, one: Trajectory) -> Floats:

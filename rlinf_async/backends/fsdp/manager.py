@@ -31,9 +31,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from rlinf_async.backends.base import IdleRank, NotSetUp, OffloadedError, lr_factor, made_by
+from rlinf_async.backends.checkpoint import collectives
 from rlinf_async.backends.checkpoint.collectives import Counters
 from rlinf_async.backends.checkpoint.writing import CheckpointWriter, ModelFiles
-from rlinf_async.backends.fsdp import checkpoint, ranks
+from rlinf_async.backends.fsdp import checkpoint
 from rlinf_async.backends.fsdp import sharding as offload
 from rlinf_async.backends.fsdp.checkpoint import LossScaler, parameter_groups
 from rlinf_async.backends.fsdp.config import FSDPConfig, ShardingConfig
@@ -344,7 +345,7 @@ class FSDPModelManager:
         All ranks start from the weights of rank 0.
         """
         module = self.model_provider_func().to(self.device)
-        ranks.broadcast_module(module, self.world_size)
+        collectives.broadcast_module(module, self.world_size)
         self._value_names = getattr(module, "value_parameter_names", set)()
         if self.world_size > 1 and self.cfg.strategy == "fsdp2":  # their number can change
             self.shard_memory = ShardMemory(meta_copy(module), self.rank)

@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlinf_async.algorithms.advantages import AdvantageInputs, compute_advantages
+from rlinf_async.backends.checkpoint import collectives
 from rlinf_async.backends.fsdp import ppo as levels
-from rlinf_async.backends.fsdp import ranks
 from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig, PPOConfig
-from rlinf_async.backends.fsdp.fused_ppo import FlatBatch
+from rlinf_async.backends.fsdp.ppo import FlatBatch
 from rlinf_async.backends.policies.base import ObservationTensors, Policy, to_tensors
-from rlinf_async.backends.policies.moments import batch_moments
+from rlinf_async.backends.policies.moments import Moments, batch_moments, merge_moments
 from rlinf_async.backends.policies.recurrent import MEMORY, STARTS, RecurrentPolicy
 from rlinf_async.messages.embodied import Bools, Floats, Trajectory
 from rlinf_async.messages.spaces import STATE
@@ -55,7 +55,7 @@ def _inputs(ordered: Sequence[Trajectory], reward: Floats) -> AdvantageInputs:
 
 
 def flat_batch(
-    member: ranks.Rank,
+    member: collectives.Rank,
     policy: Policy[Any],
     ordered: Sequence[Trajectory],
     config: EmbodiedTrainerConfig,
@@ -94,7 +94,7 @@ def of_sequences(config: PPOConfig, steps: int) -> PPOConfig:
 
 
 def _sequence_batch(
-    member: ranks.Rank,
+    member: collectives.Rank,
     policy: RecurrentPolicy,
     ordered: Sequence[Trajectory],
     config: EmbodiedTrainerConfig,
@@ -138,7 +138,9 @@ def _starts(inputs: AdvantageInputs, valid: Bools | None) -> Floats:
     return starts
 
 
-def _memory(member: ranks.Rank, policy: RecurrentPolicy, ordered: Sequence[Trajectory]) -> Tensor:
+def _memory(
+    member: collectives.Rank, policy: RecurrentPolicy, ordered: Sequence[Trajectory]
+) -> Tensor:
     """``[N, H]`` before the first step of each sequence."""
     each = [
         np.zeros((one.reward.shape[1], policy.memory_size), np.float32)
@@ -149,7 +151,7 @@ def _memory(member: ranks.Rank, policy: RecurrentPolicy, ordered: Sequence[Traje
     return torch.from_numpy(np.concatenate(each)).to(member.device)
 
 
-def _sequences(member: ranks.Rank, array: NDArray[Any]) -> Tensor:
+def _sequences(member: collectives.Rank, array: NDArray[Any]) -> Tensor:
     """[T, N, ...] -> [N, T, ...]."""
     return torch.from_numpy(np.ascontiguousarray(array.swapaxes(0, 1))).to(member.device)
 
@@ -160,7 +162,7 @@ def rows(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def _plain(
-    member: ranks.Rank,
+    member: collectives.Rank,
     ordered: Sequence[Trajectory],
     config: EmbodiedTrainerConfig,
     reward: Floats,
@@ -187,7 +189,7 @@ def _plain(
     return batch
 
 
-def _samples(member: ranks.Rank, batch: FlatBatch, valid: Bools) -> FlatBatch:
+def _samples(member: collectives.Rank, batch: FlatBatch, valid: Bools) -> FlatBatch:
     """Return the samples among the steps ``[T, E]``, as many rows on every rank. Collective.
 
     Ranks make the same optimizer steps. One that has fewer samples than another fills up with steps
@@ -195,7 +197,7 @@ def _samples(member: ranks.Rank, batch: FlatBatch, valid: Bools) -> FlatBatch:
     """
     mask = _flat(member, valid)
     kept = mask.nonzero().squeeze(-1)
-    counts = torch.cat(ranks.all_gather(member, torch.tensor([len(kept)])))
+    counts = torch.cat(collectives.all_gather(member, torch.tensor([len(kept)])))
     most = int(counts.max())
     if most == int(counts.min()):
         return batch.take(kept)
@@ -215,7 +217,7 @@ def _samples(member: ranks.Rank, batch: FlatBatch, valid: Bools) -> FlatBatch:
 
 
 def _masked(
-    member: ranks.Rank,
+    member: collectives.Rank,
     policy: Policy[Any],
     ordered: Sequence[Trajectory],
     config: EmbodiedTrainerConfig,
@@ -281,14 +283,24 @@ def _steps(
     )
 
 
-def _flat(member: ranks.Rank, array: NDArray[Any]) -> Tensor:
+def _flat(member: collectives.Rank, array: NDArray[Any]) -> Tensor:
     return torch.from_numpy(rows(array)).to(member.device)
 
 
 def _normalized_over_ranks(
-    member: ranks.Rank, advantage: Tensor, counted: Tensor | None = None
+    member: collectives.Rank, advantage: Tensor, counted: Tensor | None = None
 ) -> Tensor:
     seen = advantage.flatten() if counted is None else advantage[counted]
-    moments = ranks.merged_moments(member, batch_moments(seen))
+    moments = merged_moments(member, batch_moments(seen))
     deviation = moments.variance.sqrt() + 1e-8
     return ((advantage - moments.mean) / deviation).to(torch.float32)
+
+
+def merged_moments(member: collectives.Rank, moments: Moments) -> Moments:
+    """Return the moments of all ranks together, equal on each to the last bit."""
+    columns = [collectives.all_gather(member, part) for part in moments]
+    parts = [Moments(*row) for row in zip(*columns, strict=True)]
+    total = parts[0]
+    for part in parts[1:]:
+        total = merge_moments(total, part)
+    return total

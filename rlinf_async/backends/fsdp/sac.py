@@ -36,7 +36,7 @@ from rlinf_async.algorithms.losses import (
 )
 from rlinf_async.backends.base import GradientStep, TrainingDiverged
 from rlinf_async.backends.building import building
-from rlinf_async.backends.fsdp import ranks
+from rlinf_async.backends.checkpoint import collectives
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.fsdp.state import local_shard
 from rlinf_async.backends.policies.base import ObservationTensors, find_policy, to_tensors
@@ -271,7 +271,9 @@ class SacTrainer:
                     f"(last norm: {norm}): lower the learning rate, or look for NaN in "
                     "observations and rewards; the last checkpoint is from before"
                 )
-        gathered = torch.stack(ranks.all_gather(manager, torch.cat([losses.metrics, losses.error])))
+        gathered = torch.stack(
+            collectives.all_gather(manager, torch.cat([losses.metrics, losses.error]))
+        )
         metrics, error = gathered[:, : len(METRICS)], gathered[:, len(METRICS) :]
         numbers = dict(zip(METRICS, metrics.mean(0).tolist(), strict=True))
         return GradientStep({**numbers, "grad_norm": norm}, error.flatten().cpu().numpy())

@@ -81,8 +81,8 @@ class Groups:
     One group serves all collectives of the active ranks. Its order is that in which they hold
     shards (`order_of`), since the mesh of a model depends on it. A second group, in the order of
     the ranks, would cost its connections (with NCCL, memory) and could break alone; of the
-    collectives, only `ranks.all_gather` depends on the order in the group, and it returns tensors
-    by rank.
+    collectives, only `all_gather` depends on the order in the group, and it returns tensors by
+    rank.
 
     Every rank makes every group, at the same place of the program, also those it is not in: torch
     counts them. They are never replaced: making one costs connections, and torch remembers the

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rlinf_async.backends.fsdp import ranks
+from rlinf_async.backends.checkpoint import collectives
 from rlinf_async.backends.fsdp import sharding as groups
 from rlinf_async.backends.fsdp.config import ShardingConfig
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
@@ -104,7 +104,7 @@ def around(rank: int, world_size: int, folder: Path) -> None:
     for size in SIZES:
         manager.go_to(size)
         if manager.active:
-            told = [int(one) for one in ranks.all_gather(manager, torch.tensor([rank]))]
+            told = [int(one) for one in collectives.all_gather(manager, torch.tensor([rank]))]
             found = differing(manager.whole(), expected)
             result["at"].append({"rows": manager.rows(), "told": told, "changed": found})
         else:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rlinf_async.algorithms.config import LanguageLossConfig
 from rlinf_async.backends.base import RescaleReport
 from rlinf_async.backends.building import building
-from rlinf_async.backends.fsdp import ranks
+from rlinf_async.backends.checkpoint import collectives
 from rlinf_async.backends.fsdp.config import FSDPError
 from rlinf_async.backends.fsdp.language.config import LanguageTrainerConfig
 from rlinf_async.backends.fsdp.language.network import (
@@ -87,12 +87,12 @@ class FSDPLanguageTrainer(LanguageModelTrainer[LanguageTrainerConfig, FSDPModelM
     def agree(self, count: int, /) -> int:
         """Return the largest count of all ranks. Collective."""
         found = torch.tensor([count], device=self.manager.device)
-        ranks.all_reduce(self.manager, found, dist.ReduceOp.MAX)
+        collectives.all_reduce(self.manager, found, dist.ReduceOp.MAX)
         return int(found)
 
     def _summed(self, numbers: Sequence[float]) -> list[float]:
         row = torch.tensor(numbers, dtype=torch.float64, device=self.manager.device)
-        ranks.all_reduce(self.manager, row)
+        collectives.all_reduce(self.manager, row)
         found: list[float] = row.tolist()
         return found
 
@@ -117,7 +117,7 @@ class FSDPLanguageTrainer(LanguageModelTrainer[LanguageTrainerConfig, FSDPModelM
             totals.add(part)
         if manager.world_size > 1:
             row = totals.row(manager.device)
-            ranks.all_reduce(manager, row)
+            collectives.all_reduce(manager, row)
             totals.take(row)
         return Accumulated(totals.metrics(), totals.units)
 

@@ -650,10 +650,10 @@ class EmbodiedRun(EnvironmentRun[EmbodiedConfig, EmbodiedProgress, EmbodiedChann
         # A restarted env worker may send a trajectory again when the actors are done already.
         with channels.trajectories.receiver, checkpointer, signals.checked_each_step():
             with channels.tickets.sender:
-                await self._issue_first(channels)
                 iterations = range(first, self.config.iterations)
                 calls = (self._train_iteration(channels, actors) for _ in iterations)
-                training = next(calls, None)
+                training = next(calls, None)  # the actors wait before there is anything to train
+                await self._issue_first(channels)
                 while training is not None:
                     report = merged(await training)
                     await self._step_boundary(channels, report, loop)
