@@ -51,6 +51,15 @@ settings.register_profile(
 settings.load_profile("tests")
 
 
+def pytest_configure() -> None:
+    """What is imported while tests are collected stays: the collector need not look at it."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """In a process of xdist: those that take longest come first."""
     if hasattr(config, "workerinput"):

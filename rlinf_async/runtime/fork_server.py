@@ -110,11 +110,13 @@ class _Forks:
         missing = [name for name in modules if name not in sys.modules]
         if not missing:
             return
+        gc.disable()  # it would look again and again at what stays: a tenth of the time
         for name in missing:
             with _silent(), contextlib.suppress(Exception, SystemExit):
                 importlib.import_module(name)
             self._asked(0)  # the ends of others do not wait for all imports
         remove_unused_torch_cache(Path(tempfile.gettempdir()))
+        gc.enable()
         gc.collect()
         gc.freeze()  # the collector would write to the memory that is shared
 

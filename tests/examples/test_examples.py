@@ -207,6 +207,7 @@ def test_the_language_model_is_warmed_up_and_trained(tmp_path: pathlib.Path, exa
     done = run(
         *("-m", "rlinf_async", "train", EXAMPLES / example, *critic),
         *("--out", tmp_path / "run", "--warm_start.steps", 20, "--training.iterations", 2),
+        *("--evaluation.samples", 40),
     )
     assert done.returncode == 1  # two iterations do not reach the target
     says_nothing_but_that_it_knows_nothing_yet(done.stderr)

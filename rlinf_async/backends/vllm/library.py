@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import gc
 import importlib
 import os
 import re
@@ -76,6 +77,8 @@ def check_llm(config: VllmEngineConfig, folder: ModelFolder, device: str) -> Non
 def _import(config: VllmEngineConfig, on_cpu: bool) -> tuple[Any, Any]:
     """``AsyncEngineArgs`` and ``AsyncLLM``, under the environment that vLLM reads."""
     _set_environment(config, on_cpu)
+    collecting = gc.isenabled()
+    gc.disable()  # it would look again and again at what stays: a quarter of the time
     try:
         return (
             importlib.import_module("vllm.engine.arg_utils").AsyncEngineArgs,
@@ -90,6 +93,9 @@ def _import(config: VllmEngineConfig, on_cpu: bool) -> tuple[Any, Any]:
             "whose installation the Makefile shows",
             name="vllm",
         ) from error
+    finally:
+        if collecting:
+            gc.enable()
 
 
 @contextmanager

@@ -271,4 +271,5 @@ def environment() -> dict[str, str]:
     left_out = ("RAY_", "PYTHONDONTWRITEBYTECODE")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
     # A token that lies in the home folder would be asked for on some hosts and not given by others.
-    return kept | {"PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"}
+    ray = {"RAY_AUTH_MODE": "disabled", "RAY_enable_worker_prestart": "0"}
+    return kept | ray | {"PYTHONPATH": str(ROOT)}
