@@ -65,7 +65,7 @@ def runtime_classes(item_type: Any) -> tuple[type, ...]:
 
 
 def dtypes_of(expected: Any) -> tuple[type, ...]:
-    """The scalar types that ``NDArray[np.float32]`` (or of a union of them) allows."""
+    """Return the scalar types that ``NDArray[np.float32]`` (or of a union of them) allows."""
     arguments = get_args(expected)
     if len(arguments) != 2 or not get_args(arguments[1]):
         return ()
@@ -119,7 +119,7 @@ def check_key_and_weight(channel: str, key: object, weight: object) -> None:
 
 Buffer = memoryview | bytearray
 PIECE_BYTES: Final = 8 * 1024**2
-"""So much is copied at a time: some milliseconds, where the system has to find memory first."""
+"""bytes that are copied at a time: some milliseconds, where the system has to find memory first"""
 
 
 class Encoded(msgspec.Struct, eq=False, gc=False):

@@ -182,7 +182,9 @@ class End(Named):
 
     @abc.abstractmethod
     def clone(self, holder: str | None = None) -> Self:
-        """Another open end of the same channel, closed on its own.
+        """Return another open end of the same channel, closed on its own. A channel's own ends
+        (``channel.sender``) can be cloned after they were closed, too. ``holder`` names who will
+        use it in reports; by default, the party that runs now.
 
         A channel's own ends (``channel.sender``) can be cloned after they were closed, too.
 
@@ -317,7 +319,7 @@ class Receiver(End, Generic[T_co]):
 
     @abc.abstractmethod
     def _consume(self, delivery: Any) -> None:
-        """As `_acknowledge`, without waiting for the channel."""
+        """Acknowledge a delivery without waiting for the channel."""
 
     @abc.abstractmethod
     def _put_back(self, delivery: Any, error: BaseException) -> None:
@@ -416,7 +418,7 @@ class LatestReceiver(Named, Generic[T_co]):
     __slots__ = ()
 
     version: int
-    """of the value last returned; 0 before the first"""
+    """version of the value last returned; 0 before the first"""
 
     @abc.abstractmethod
     async def get(self, *, newer_than: int | None = None) -> T_co:
@@ -430,7 +432,7 @@ class LatestReceiver(Named, Generic[T_co]):
 
     @abc.abstractmethod
     def clone(self) -> Self:
-        """Another receiver, which has seen what this one has."""
+        """Return another receiver, which has seen what this one has."""
 
     @abc.abstractmethod
     def get_nowait(self) -> T_co | None:

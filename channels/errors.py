@@ -1,4 +1,4 @@
-"""What can go wrong on a channel, by what the caller can do about it.
+"""Errors of channels and of batch resizing, by what the caller can do about them.
 
 ::
 
@@ -17,10 +17,6 @@
           +-- HandshakeFailed     wrong secret, or another protocol version
           +-- MalformedFrame      what arrived is not a frame of this protocol
           +-- ItemTooLarge        the encoded item is over the frame limit
-
-Errors of batch resizing.
-
-::
 
     BatchingError
      +-- BatchSizeError          the sizes do not fit one another (also a ValueError)
@@ -50,7 +46,7 @@ class EndOfChannel(ChannelError):
 
 
 class ChannelClosed(ChannelError):
-    """This end was closed and then used again."""
+    """An end was closed and then used again."""
 
 
 class NoReceivers(ChannelError):
@@ -146,7 +142,7 @@ def no_receivers(name: str) -> NoReceivers:
 # ---- errors as text
 
 MAX_TEXT: Final = 4_000
-"""characters; a longer text ends with the number of those left out"""
+"""most characters of a text; a longer one ends with the number of those left out"""
 
 
 def error_text(error: BaseException | str) -> str:

@@ -143,7 +143,7 @@ _LEAST: Final = -(2**63)
 _BEYOND: Final = 2**64
 """The whole numbers that MessagePack has: from the one to before the other."""
 _SMALL: Final = 2**30 - 1
-"""Between this and its opposite, CPython compares at once."""
+"""largest int, up to sign, that CPython compares in one step"""
 EXACT: Final = 2**53
 """Each whole number up to it is one that a float has."""
 NUMBERS: Final = "biuf"
@@ -251,7 +251,8 @@ class _Writer:
         return f"{self.named(self.of_message(kind, names, inside))}({x})"
 
     def _said_of_values(self, values: tuple[Any, ...], x: str) -> str:
-        """Those of a ``Literal``. To Python 1, 1.0 and True are equal."""
+        """Return the condition for the values of a ``Literal``. To Python 1, 1.0 and True are
+        equal."""
         by_class: dict[type, set[Any]] = {}
         for value in values:
             by_class.setdefault(type(value), set()).add(value)
@@ -305,8 +306,8 @@ def _attribute(name: str) -> str:
 
 
 def _field_names(cls: Any) -> tuple[str, ...] | None:
-    """The fields of a class whose instances are made of them and of nothing else; None of any other
-    type."""
+    """Return the fields of a class whose instances are made of them and of nothing else; None of
+    any other type."""
     if not isinstance(cls, type):
         return None
     if issubclass(cls, msgspec.Struct) and cls.__struct_config__.frozen:
@@ -510,7 +511,7 @@ def _change(sent: Any, arrived: Any, path: str) -> str:
 
 
 def _change_in_set(sent: Iterable[Any], arrived: Iterable[Any], path: str) -> str:
-    """As `_change`, of parts that have no order."""
+    """Return the change, as `_change` does, of parts that have no order."""
     found = {part: part for part in arrived}
     for part in sent:
         if part not in found:

@@ -78,7 +78,7 @@ class Entry(msgspec.Struct, eq=False, gc=False):
     deliveries: int = 0
     """how often it was handed out under a lease"""
     ready: Any = None
-    """its encoded form, where that was made before a get asked for it"""
+    """encoded form of the item, where it was made before a get asked for it"""
 
 
 class Outcome(IntEnum):
@@ -102,10 +102,10 @@ class PrefetchLink(Protocol):
         and not taken."""
 
     def close(self) -> None:
-        """Its receiver is closed: all of it goes back."""
+        """Give all of it back: the receiver is closed."""
 
     def settled(self) -> None:
-        """Nothing of it is left."""
+        """Take note that nothing of it is left."""
 
 
 class Delivery(abc.ABC):
@@ -138,13 +138,13 @@ class Delivery(abc.ABC):
         self.loop = loop = asyncio.get_running_loop()
         self.since = loop.time()
         self.entries: list[Entry | None] = []
-        """those that were settled are None"""
+        """entries of the delivery; None in place of each that was settled"""
         self.weight = 0
         self.requested = 0
-        """so many of the entries were asked for; those behind them were sent in advance"""
+        """number of entries that were asked for; those behind them were sent in advance"""
         self.unsettled = 0
         self.prefetched = 0
-        """so many of the unsettled entries were sent in advance"""
+        """number of unsettled entries that were sent in advance"""
         self.waiting = False
         """whether it is among the `Turns` of its queue"""
         self.link: PrefetchLink | None = None
@@ -156,11 +156,11 @@ class Delivery(abc.ABC):
 
     @abc.abstractmethod
     def served(self) -> None:
-        """It has its entries, and is registered as unsettled: end the wait."""
+        """End the wait: the delivery has its entries, and is registered as unsettled."""
 
     @abc.abstractmethod
     def refused(self, error: ChannelError) -> None:
-        """It will get none: end the wait with this error."""
+        """End the wait with this error: the delivery will get no entries."""
 
     def over(self) -> None:  # noqa: B027  (few have anything to do)
         """All of it is settled."""
@@ -192,15 +192,15 @@ class WaitingPut(abc.ABC):
     @property
     @abc.abstractmethod
     def cancelled(self) -> bool:
-        """As of `Delivery`."""
+        """Whether the put was cancelled, and waits no longer."""
 
     @abc.abstractmethod
     def admitted(self) -> None:
-        """Its item is in the queue: end the wait."""
+        """End the wait: the item is in the queue."""
 
     @abc.abstractmethod
     def refused(self, error: ChannelError) -> None:
-        """Its item will not be taken: end the wait with this error."""
+        """End the wait with this error: the item will not be taken."""
 
 
 class Turns:
@@ -214,7 +214,7 @@ class Turns:
         """receivers, the next to be served first"""
         self._by_receiver: dict[int, deque[Delivery]] = {}
         self.first: Delivery | None = None
-        """whose turn it is; None where none waits"""
+        """delivery whose turn it is; None where none waits"""
 
     def __iter__(self) -> Iterator[Delivery]:
         for receiver in self._order:
@@ -241,7 +241,7 @@ class Turns:
             own.append(delivery)
 
     def pop_first(self) -> None:
-        """It was served: its receiver goes last."""
+        """Take out the delivery that was served; its receiver goes last."""
         order, receiver = self._order, self._order.popleft()
         own = self._by_receiver[receiver]
         own.popleft().waiting = False
@@ -312,9 +312,9 @@ class ChannelState(abc.ABC):
         self.leases_ended = 0
         self.had_sender = False
         self.open = True
-        """not closed, not failed"""
+        """whether the channel is neither closed nor failed"""
         self.no_receivers_left = False
-        """there were receivers, and all have closed"""
+        """whether there were receivers, and all have closed"""
         self.accepts = True
         """open, with a receiver that is left or may still come"""
         self.ended = False
@@ -328,7 +328,7 @@ class ChannelState(abc.ABC):
         self.dead_letters: list[DeadLetter] = []
         self.edges = Edges()
         self.sequence = 0
-        """of the item that came in last"""
+        """sequence number of the item that came in last"""
         self.opened_at: float | None = None
         """when its first end was opened: it may be made before the loop that runs it"""
         self.channel: Callable[[], object] = lambda: None
@@ -358,8 +358,8 @@ class ChannelState(abc.ABC):
 
     @abc.abstractmethod
     def stuck_holders(self) -> set[object]:
-        """Of those who hold something and wait here, under whichever key, the ones that only wait
-        for one another."""
+        """Return, of those who hold something and wait here, under whichever key, the ones that
+        only wait for one another."""
 
     # ---- what may be asked for
 
@@ -418,7 +418,7 @@ class ChannelState(abc.ABC):
             self.dead_letter(entry, error)
 
     def count_lost(self, entries: list[Entry]) -> None:
-        """These cannot be had: their producer died with their arrays."""
+        """Count entries that cannot be had: their producer died with their arrays."""
         self.lost += len(entries)
         holders = [entry.item.buffers.holder for entry in entries]
         for holder in dict.fromkeys(holders):
@@ -447,10 +447,10 @@ class CreditHolder(Protocol):
         """A put waits for this room: ask for what is not spent."""
 
     def room_freed(self) -> None:
-        """There may be room to grant again."""
+        """Grant again, where there is room now."""
 
     def forgotten(self) -> None:
-        """It holds no credit, and its key is idle: it is not registered any more."""
+        """Take note that it is not registered any more: it holds no credit, and its key is idle."""
 
 
 class KeyQueue:
@@ -466,13 +466,13 @@ class KeyQueue:
         self.key = key
         self.entries: deque[Entry] = deque()
         self.weight = 0
-        """of the entries"""
+        """weight of the entries"""
         self.putters: deque[WaitingPut] = deque()
         self.getters = Turns()
         self.deliveries: dict[Delivery, None] = {}
         """served and not settled, oldest first"""
         self.prefetching: dict[Delivery, PrefetchLink] = {}
-        """those of them with entries that were sent in advance"""
+        """deliveries with entries that were sent in advance"""
         self.reserved = 0
         """items that count although they are not here: credit, prefetched"""
         self.reserved_weight = 0
@@ -486,7 +486,7 @@ class KeyQueue:
 
     @property
     def idle(self) -> bool:
-        """Whether it holds nothing and is not in use."""
+        """Whether the queue holds nothing and is not in use."""
         return not (
             self.entries
             or self.getters.first
@@ -558,7 +558,8 @@ class KeyQueue:
             self.retract(wait.entry)
 
     def retract(self, entry: Entry) -> None:
-        """Its put was cancelled after it went through: take it out, unless it has been taken."""
+        """Take an entry out whose put was cancelled after it went through, unless it has been
+        taken."""
         if entry in self.entries:
             self.entries.remove(entry)
             self.weight -= entry.weight
@@ -639,8 +640,8 @@ class KeyQueue:
         self.channel.get_wait_seconds += delivery.loop.time() - delivery.since
 
     def prefetch(self, delivery: Delivery, link: PrefetchLink, count: int) -> None:
-        """So many entries, the oldest, leave the queue for a receiver that has not asked for them;
-        they count as queued."""
+        """Let the ``count`` oldest entries leave the queue for a receiver that has not asked for
+        them; they count as queued."""
         weight = 0
         for _ in range(count):
             entry = self.entries.popleft()

@@ -30,7 +30,7 @@ class LatestStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     version: int
-    """of the newest value; 0 before the first"""
+    """version of the newest value; 0 before the first"""
     superseded: int
     """values that were replaced before any receiver took them"""
     waiting: int
@@ -122,7 +122,7 @@ class Latest(Generic[T]):
             self._wake()
 
     async def statistics(self) -> LatestStatistics:
-        """What it has seen so far."""
+        """Return what the channel has seen so far."""
         return LatestStatistics(
             name=self.name,
             version=self.version,

@@ -317,7 +317,7 @@ class _LocalEnd:
             self._close_later()
 
     def _close_later(self) -> None:
-        """In a turn of the loop: it may be dropped in any thread, within anything."""
+        """Close in a turn of the loop: the end may be dropped in any thread, within anything."""
         close = partial(self._remove, self._number)
         if self._loop is None:
             close()
@@ -539,7 +539,8 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
                     channel.get_turn = channel.gets + CHECKPOINT  # others had a turn
 
     def _values(self, delivery: LocalDelivery, items: list[Any]) -> list[Any]:
-        """These items of a delivery, decoded; one that cannot be is buried, the others go back."""
+        """Return the items of a delivery, decoded; one that cannot be is buried, the others go
+        back."""
         channel = self._queue
         if channel.decode is None:
             return items

@@ -24,9 +24,9 @@ from rlinf_async.channels.statistics import KeyState, Statistics, Wait
 
 log = logging.getLogger(__name__)
 LOOKED_AT: Final = 16
-"""So many keys an error names at most, of those that have items."""
+"""most keys with items that an error names"""
 MIN_TOUCHED: Final = 64
-"""With so many more than there are keys in use, those that are not are forgotten."""
+"""keys, beside twice those in use, after which a set of touched queues drops idle ones"""
 
 
 class Queue(ChannelState):
@@ -40,7 +40,7 @@ class Queue(ChannelState):
         super().__init__(item_type, name, capacity, max_weight, max_deliveries)
         self.unkeyed = KeyQueue(self, None)
         self.keys: dict[Key, KeyQueue] = {}
-        """those that are in use"""
+        """queues of the keys that are in use"""
         self._numbers = count(1)
 
     # ---- keys
@@ -80,7 +80,7 @@ class Queue(ChannelState):
             found.intersection_update(self.keys.values())
 
     def _touched(self, ends: Iterable[int]) -> list[KeyQueue]:
-        """The queues, of those in use, that these ends have waited in; and that without a key."""
+        """Return the queues in use in which these ends have waited, and that without a key."""
         found: dict[KeyQueue, None] = {}
         for end in ends:
             found |= dict.fromkeys(self.touched.get(end, ()))
@@ -196,7 +196,8 @@ class Queue(ChannelState):
         return ChannelEmpty(f"channel {self.name!r} is empty")
 
     def ended_error(self, key: Key | None) -> ChannelError:
-        """Nothing will come under this key any more; it says under which others something is."""
+        """Return the error that nothing will come under this key any more; it says under which
+        others something is."""
         looked_at = chain([self.unkeyed], islice(self.keys.values(), LOOKED_AT))
         others = (queue for queue in looked_at if queue.key != key and queue.entries)
         return errors.channel_ended(

@@ -24,7 +24,7 @@ class PayloadLost(ChannelError):
 
 
 class Missing:
-    """Stands for an array that is not here."""
+    """A stand-in for an array that is not here."""
 
     __slots__ = ("_size",)
 
@@ -56,7 +56,7 @@ class RemotePayload(Sequence[Buffer]):
         self._fetch = fetch
         self._task: asyncio.Task[None] | None = None
         self.loaded: Sequence[Buffer] | None = None
-        """they themselves, once they are here"""
+        """the arrays, once they are here"""
         self.lost = False
         """whether it is gone with its producer"""
 

@@ -59,7 +59,7 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     depth: int
     """items queued now, over all keys, without those that were `collected`"""
     weight: int
-    """their weight"""
+    """weight of the queued items"""
     collected: int = 0
     """items that a batch which still waits for more has collected so far: they take up no room"""
     keys: int
@@ -90,7 +90,7 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     copied: int = 0
     """items of other processes whose large arrays came through a socket"""
     prefetched: int = 0
-    """of the items queued, those that were sent to a receiver ahead of its next gets"""
+    """queued items that were sent to a receiver ahead of its next gets"""
     credit: int = 0
     """items that other processes may put without asking"""
     credit_waits: int = 0
@@ -100,16 +100,16 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     direct: int = 0
     """items of other processes whose large arrays stayed there, until a consumer fetches them"""
     loaded: int = 0
-    """of those, the ones that came through this process after all: for a receiver here, or one that
-    cannot reach the producer, or because the producer ended"""
+    """items past the owner that came through this process after all: for a receiver here, or one
+    that cannot reach the producer, or because the producer ended"""
     lost: int = 0
-    """of those, the ones that are lost: the producer died before they were fetched"""
+    """items past the owner that are lost: the producer died before they were fetched"""
     edges: tuple[Edge, ...] = ()
     """what went to and from other processes, by who put or took it"""
     senders: int
     receivers: int
     seconds: float
-    """since the first end was opened"""
+    """seconds since the first end was opened"""
 
     @property
     def rate(self) -> float:
@@ -128,7 +128,7 @@ class KeyState(msgspec.Struct, frozen=True, kw_only=True):
     depth: int
     """items queued, without those that were `collected`"""
     weight: int
-    """their weight"""
+    """weight of the queued items"""
     collected: int
     """items that a batch which still waits for more has collected so far: they take up no room"""
     unsettled: int = 0
@@ -136,7 +136,7 @@ class KeyState(msgspec.Struct, frozen=True, kw_only=True):
     room: int
     """items that could be put now; credit that other processes hold is not counted as room"""
     room_weight: int | None
-    """their weight; None where the channel does not bound it"""
+    """weight for which there is room; None where the channel does not bound it"""
 
     @property
     def empty(self) -> bool:
@@ -175,13 +175,13 @@ class Edges:
         return edge
 
     def put_many(self, party: str, items: int, nbytes: int) -> None:
-        """So many small items came together."""
+        """Count ``items`` small items that came together."""
         edge = self._sent.get(party) or _add(self._sent, "sender", party)
         edge.items += items
         edge.nbytes += nbytes
 
     def put_direct(self, party: str, sizes: list[int]) -> None:
-        """The large arrays of so many of them did not come with them."""
+        """Count items, by the sizes of their large arrays, which did not come with them."""
         edge = self._sent.get(party) or _add(self._sent, "sender", party)
         edge.direct += len(sizes)
         edge.nbytes += sum(sizes)
@@ -192,14 +192,15 @@ class Edges:
         edge.credit_waits += 1
 
     def take(self, party: str, items: int, nbytes: int, direct: int = 0) -> None:
-        """Items leave for another process, so many of them without their large arrays."""
+        """Count items that leave for another process, ``direct`` of them without their large
+        arrays."""
         edge = self._taken.get(party) or _add(self._taken, "receiver", party)
         edge.items += items
         edge.nbytes += nbytes
         edge.direct += direct
 
     def seen(self) -> tuple[Edge, ...]:
-        """What they are now."""
+        """Return the edges as they are now."""
         every = (*self._sent.values(), *self._taken.values())
         return tuple(msgspec.structs.replace(edge) for edge in every)
 
@@ -271,7 +272,7 @@ class Wait(msgspec.Struct, frozen=True):
     unblockers: tuple[str, ...]
     """The parties that hold the other end: only they can end this wait."""
     reconnecting: tuple[str, ...] = ()
-    """those of all these whose connection is cut now, and may be found again"""
+    """parties whose connection is cut now, and may be found again"""
     held_by: tuple[str, ...] = ()
     """the parties that hold credit, or prefetched items, which this wait could use: they were asked
     to return it, and their processes do so by themselves"""

@@ -89,7 +89,7 @@ class BatchSizes(msgspec.Struct, frozen=True, kw_only=True):
         return self.micro_batch_size or self.balance_window or self.global_batch_size
 
     def with_total(self, total_batch_size: int) -> BatchSizes:
-        """These sizes for another share of the step; raises `BatchSizeError`."""
+        """Return these sizes for another share of the step; raises `BatchSizeError`."""
         return msgspec.structs.replace(self, total_batch_size=total_batch_size)
 
     def _check_positive(self) -> None:
@@ -326,7 +326,7 @@ class Intake(Generic[B]):
         self._received = 0
         """number of handled batches"""
         self.calls = Calls()
-        """of all handlers of the iterator"""
+        """calls of all handlers of the iterator"""
         self.samples = SampleQueue(ops)
         self.empty_batches = 0
 

@@ -76,7 +76,7 @@ DecodeEnd = Callable[[EndRef, Any], AnyEnd]
 
 _ARRAY_32: Final = 0xDD
 _ARRAY_HEAD: Final = struct.Struct(">BI")
-"""of a MessagePack array of any length: its type, how many values follow"""
+"""head of a MessagePack array of any length: its type, and how many values follow"""
 _encode_plain = msgspec.msgpack.Encoder().encode
 _decode_raw = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 _decode_head = msgspec.msgpack.Decoder(arrays.Head).decode
@@ -387,7 +387,8 @@ class ItemCodec:
         self.encode: Callable[[Any], Encoded] = self._encoder.encode
         """the item as it travels; raises `WrongItemType`"""
         self.encode_list: EncodeList | None = self._encoder.encode_list
-        """as `Encoder.encode_list`; None where items are numbered, which is one by one"""
+        """encodes several items at once, as `Encoder.encode_list`; None where items are numbered,
+        one by one"""
         self.decode_list: DecodeList | None = None
         """the reverse"""
         whole = _decoder(item_type)
@@ -411,7 +412,7 @@ class ItemCodec:
             self.decode, self.decode_list = whole.decode, whole.decode_list
 
     def decode_copy(self, encoded: Encoded) -> Any:
-        """As `decode`, with arrays of its own: what is done to it does not change what arrived."""
+        """Decode with arrays of its own: what is done to the item does not change what arrived."""
         return self.decode(Encoded(encoded.data, [bytearray(part) for part in encoded.buffers]))
 
     def _encode_numbered(self, item: Any) -> Encoded:

@@ -198,8 +198,8 @@ class Pool:
         return views
 
     def begin(self, buffers: Sequence[Bytes]) -> Copying | None:
-        """As `lend`, for large buffers: the caller copies them piece by piece. The buffers must not
-        change until the copy is done."""
+        """Lend parts for large buffers, which the caller copies piece by piece. The buffers must
+        not change until the copy is done."""
         views = self.take([len(buffer) for buffer in buffers], back=False)
         return None if views is None else Copying(views, buffers, self._refuse)
 

@@ -77,7 +77,7 @@ class Peer:
         return found
 
     def lose(self, reason: str) -> None:
-        """It is gone: what it has not told of will not come."""
+        """Fail the waits for what the process has not told of: it is gone."""
         for waiting in self._awaited.values():
             if not waiting.done():
                 waiting.set_exception(ConnectionLost(f"who opened this end is gone: {reason}"))
@@ -184,8 +184,8 @@ class Published:
                 peer.credits.withdraw(withdrawn[0])
 
     def disconnected(self, connection: Connection, reason: str) -> None:
-        """This process is gone: its clones are closed, its credit is taken back, and what was
-        delivered to it. Registered as close callback."""
+        """Close the clones of a process that is gone; take back its credit, and what was delivered
+        to it. Registered as close callback."""
         peer = self.peers.pop(connection, None)
         if peer is None:
             return

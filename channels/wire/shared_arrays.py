@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 SLAB_BYTES: Final = 4 * 1024**3
-"""Of addresses: memory is taken as parts of it are used, and then kept for the next."""
+"""bytes of addresses: memory is taken as parts of it are used, and then kept for the next"""
 LIMIT_BYTES: Final = 1024**4
 
 

@@ -54,7 +54,7 @@ class UnixAddress(NamedTuple):
 
     @property
     def abstract(self) -> bool:
-        """Whether it is a name, and no file: any user of this host can connect."""
+        """Whether the address is a name, and no file: any user of this host can connect."""
         return str(self.path).startswith("@")
 
     @property
@@ -190,14 +190,14 @@ class Timeouts(TypedDict, total=False):
     """Time limits, in seconds, each with a default."""
 
     heartbeat_interval: float | None
-    """between heartbeats; by default an eighth of the limit, at most 1"""
+    """seconds between heartbeats; by default an eighth of the limit, at most 1"""
     heartbeat_limit: float
     """silence after which the peer counts as lost; 15 by default"""
     handshake_timeout: float
     """time that the other side has to prove the secret; 10 by default"""
     patience: float
-    """for which a cut connection may resume, the lower value of both sides; 0: a cut ends it. 10 by
-    default"""
+    """seconds for which a cut connection may resume, the lower value of both sides; 0: a cut ends
+    it. 10 by default"""
 
 
 class EndpointOptions(NamedTuple):
@@ -258,7 +258,7 @@ LONGEST_PAUSE: Final = 1.0
 
 
 class NotListening(ConnectionLost):
-    """Nothing listens at this address (any more): trying again is of no use."""
+    """Nothing listens at the address (any more): trying again is of no use."""
 
 
 class HandshakeCut(ConnectionLost):
@@ -445,7 +445,7 @@ log = logging.getLogger(__name__)
 LINES: Final = 5
 """Rejections that are logged one by one,"""
 SECONDS: Final = 60.0
-"""in this time; of the others only the number is."""
+"""seconds in which the first few are logged; of the others only the number is"""
 
 
 class Rejections:
@@ -531,7 +531,7 @@ class Server:
         on_reject: Rejected | None,
     ) -> None:
         self.connections: set[Connection] = set()
-        """those that were made and not lost, also those that are cut and may resume"""
+        """connections that were made and not lost, also those that are cut and may resume"""
         self._by_number: dict[bytes, Connection] = {}
         self._by_attempt: dict[bytes, Connection] = {}
         self._pending: dict[Link, None] = {}  # they have not proved the secret yet; oldest first
@@ -710,8 +710,8 @@ class Server:
 
 
 async def _bind_in_thread(address: TcpAddress) -> socket.socket:
-    """As `bind_tcp`, which looks a name up and so takes its time. Where this is cancelled, the
-    thread goes on, and what it has made is closed."""
+    """Bind a socket in a thread, since looking up a name takes its time. Where this is cancelled,
+    the thread goes on, and what it has made is closed."""
     binding = asyncio.get_running_loop().run_in_executor(None, bind_tcp, address)
     try:
         return await asyncio.shield(binding)
