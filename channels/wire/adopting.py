@@ -18,7 +18,7 @@ from rlinf_async.channels.wire.direct import Direct
 from rlinf_async.channels.wire.homes import HomedQueues, reach
 from rlinf_async.channels.wire.protocol import Adopt, Adopted, EndRef, Home
 from rlinf_async.channels.wire.receiving import RemoteReceiver
-from rlinf_async.channels.wire.remote_latest import RemoteLatestReceiver, RemoteLatestSender, Wire
+from rlinf_async.channels.wire.remote_ends import RemoteLatestReceiver, RemoteLatestSender, Wire
 from rlinf_async.channels.wire.sending import RemoteSender, Transfers
 from rlinf_async.channels.wire.session.connection import Connection
 from rlinf_async.channels.wire.session.endpoint import Timeouts

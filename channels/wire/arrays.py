@@ -268,7 +268,7 @@ _of_thread: Final = threading.local()
 
 
 def thread_recycled() -> Recycled:
-    """That of this thread, and so of its event loop."""
+    """The recycled memory of this thread, and so of its event loop."""
     found: Recycled | None = getattr(_of_thread, "recycled", None)
     if found is None:
         found = _of_thread.recycled = Recycled()

@@ -100,7 +100,7 @@ class Direct:
         """whether payloads are retained also for owners on this host"""
         self._warned = False
         self.retained_bytes = 0
-        """of the payloads that are retained"""
+        """bytes of the payloads that are retained"""
         self.fetched = 0
         """items whose arrays this process got from their producer"""
         self.passed = 0

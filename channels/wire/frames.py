@@ -406,7 +406,7 @@ class MessageReader:
         return place[: self._chunk] if self._chunk else self._header
 
     def filled(self, count: int) -> Iterator[Message]:
-        """So many bytes were read into the `space`; the message that they complete.
+        """The message that is complete now that ``count`` bytes were read into the `space`.
 
         Raises:
             MalformedFrame: the bytes are not of this protocol.
@@ -563,7 +563,7 @@ class _Incoming:
             self.filled(taken)
 
     def filled(self, count: int) -> None:
-        """So many more bytes of a part are where they belong."""
+        """Count bytes that were put where they belong."""
         self.missing -= count
         self._filled += count
         movement.count += count

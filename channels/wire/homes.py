@@ -42,7 +42,7 @@ from rlinf_async.channels.wire.protocol import (
     Seen,
 )
 from rlinf_async.channels.wire.receiving import RemoteReceiver
-from rlinf_async.channels.wire.remote_latest import (
+from rlinf_async.channels.wire.remote_ends import (
     ConfirmedNotices,
     RemoteEnd,
     Wire,
@@ -137,18 +137,12 @@ class RemoteChannel(Generic[T]):
 
     def __init__(self, wire: Wire, item_type: Any) -> None:
         self._wire = wire
+        self.name = wire.channel_name
+        self.queue = wire.queue
+        """the home's number for it"""
         self.item_type: Any = item_type
         self.sender: Sender[T] = OwnRemoteSender(wire)
         self.receiver: Receiver[T] = OwnRemoteReceiver(wire)
-
-    @property
-    def name(self) -> str:
-        return self._wire.channel_name
-
-    @property
-    def queue(self) -> int:
-        """The home's number for it."""
-        return self._wire.queue
 
     async def statistics(self) -> Statistics:
         """What the channel has seen so far. Raises `HomeLost`."""

@@ -28,7 +28,7 @@ from rlinf_async.channels.wire.session.requests import Report, report
 from rlinf_async.channels.wire.slab import is_private
 
 FAR_ARRAYS_BYTES: Final = 8 * 1024**2
-"""Of the arrays of one item that is put without asking, where they are not in shared memory."""
+"""Most bytes of arrays of an item that is put without asking and not by shared memory."""
 
 
 def cut(transfer: Transfer, body: Encoded) -> list[tuple[Run, list[Encoded], int]]:
@@ -79,14 +79,15 @@ def _check_arrays(items: int, arrays: Sequence[memoryview | bytearray]) -> None:
 MIN_CAPACITY: Final = 4
 """Smaller channels grant nothing."""
 MAX_CREDIT: Final = 65_536
-"""Items, to one process."""
+"""Most items of credit that one process has under a key."""
 CONFIRM_SECONDS: Final = 0.005
 CONFIRM_BYTES: Final = 256 * 1024
+"""Items are confirmed after this time, or after so many bytes: whichever comes first."""
 REFUSAL_BYTES: Final = 500
-"""Of each text of an error, where items are refused."""
+"""Most bytes of each text of an error, where items are refused."""
 GRANT_REFUSALS: Final = 48
 GRANT_CREDITS: Final = 64
-"""No more of them are said in one message: its head is bounded."""
+"""Most refusals and credits in one message: its head is bounded."""
 
 
 class GrantedCredit:
@@ -100,14 +101,14 @@ class GrantedCredit:
     def __init__(self, credits: Credits, number: int, channel: Queue, key: Key | None) -> None:
         self._credits = credits
         self.number = number
-        """of the channel, to the process"""
+        """the number by which the process knows the channel"""
         self.channel = channel
         self.queue = channel.of_key(key)
         self.holder = ""
         self.items = 0
         self.weight = 0
         self.low = 0
-        """with so few items left, or fewer, it wants more"""
+        """number of items left, from which down it wants more"""
         self.recalled = self.wanting = self.gone = False
         self.queue.credit_holders.append(self)
         if key is not None:
@@ -148,7 +149,7 @@ class GrantedCredit:
         return Credit(self.number, self.queue.key, items, weight)
 
     def spend(self, items: int, each: int) -> None:
-        """So many came, weighing so much each.
+        """Account for items that came, weighing ``each`` each.
 
         Raises:
             MalformedFrame: that is more than was granted.
@@ -166,7 +167,7 @@ class GrantedCredit:
         self.queue.reserve(-items, -weight)
 
     def take_back(self, items: int, weight: int) -> None:
-        """So much was not spent. What was granted since that was said stays granted."""
+        """Take credit back that was not spent; what was granted meanwhile stays granted."""
         self.items -= items
         self.weight -= weight
         self.queue.reserve(-items, -weight)
@@ -437,7 +438,7 @@ class AnsweredPut:
         return nullcontext()
 
     def lost(self, reason: str) -> None:
-        """That says nothing about what the sender wanted: the item stays."""
+        """The item stays: the loss says nothing about what the sender wanted."""
 
 
 def answer_put(request: Request[Put], end: OpenEnd) -> None:

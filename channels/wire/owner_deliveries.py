@@ -179,18 +179,19 @@ def channel_of(end: OpenEnd | LatestEnd | ChannelError) -> Queue | Latest[Any] |
 
 
 PREFETCH_BYTES: Final = framing.CHUNK_BYTES // 2
-"""Sent in advance with one answer."""
+"""Bytes of items that are sent in advance with one answer."""
 FAR_PREFETCH_BYTES: Final = 2 * 1024**2
-"""The same, where the connection is `far`."""
+"""Bytes of items that are sent in advance where the connection is `far`."""
 PREFETCH_PAYLOADS: Final = 4
-"""Of the items that are sent in advance, those whose payload is with its producer."""
+"""Most items sent in advance whose payload is with its producer."""
 MAX_PREFETCH: Final = 8192
-"""Items, with one answer."""
+"""Most items that are sent in advance with one answer."""
 PREFETCH_ITEM_BYTES: Final = 32 * 1024
 """Larger items are not prefetched."""
 ALONE_SECONDS: Final = 1.0
 """Nothing is prefetched for so long after another receiver waited for prefetched items."""
 RECALL_SECONDS: Final = 0.25
+"""Time after which others are served without what a process has not returned."""
 NOTHING: Final = Nothing()
 NO_LEFT: Final[list[PayloadRef]] = []
 ONE: Final = 1
@@ -299,7 +300,7 @@ class RemoteDelivery(Delivery):
         return True
 
     def _take_ahead(self, count: int) -> None:
-        """So many entries are sent in advance."""
+        """Note that ``count`` entries are sent in advance."""
         queue, end = self.queue, self.request.meta.end
         prefetch = self._prefetches.get((end, queue.key))
         if prefetch is None:

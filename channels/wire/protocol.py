@@ -79,7 +79,7 @@ class PayloadRef(msgspec.Struct, array_like=True, frozen=True):
     number: int
     sizes: list[int]
     token: bytes
-    """of the process that keeps them"""
+    """token of the process that keeps them"""
     host: str
     addresses: list[str]
 
@@ -103,7 +103,7 @@ class Run(msgspec.Struct, array_like=True, frozen=True):
     end: int
     key: Key | None
     weight: int
-    """of each"""
+    """weight of each item"""
     count: int
 
 
@@ -113,7 +113,7 @@ class Transfer(msgspec.Struct, array_like=True, frozen=True):
 
     runs: list[Run]
     sizes: list[int]
-    """of each item: bytes of MessagePack"""
+    """bytes of MessagePack, of each item"""
     retained: list[RetainedPayload] = []
 
 
@@ -165,7 +165,7 @@ class Get(msgspec.Struct, array_like=True, frozen=True):
     """names the task that asks, within its process"""
     lease: bool = False
     ahead: int = 0
-    """so many more items may be prefetched"""
+    """items that may be prefetched beside"""
     taken: list[Range] = []
     """as of `Taken`, which this saves"""
 
@@ -184,9 +184,9 @@ class Settle(msgspec.Struct, array_like=True, frozen=True):
     outcome: int
     error: str = ""
     replaced: list[int] = []
-    """of a lease, which is then the only range: indices of its entries"""
+    """indices of entries that are replaced, of a lease, which is then the only range"""
     sizes: list[tuple[int, int]] = []
-    """of each replacement, as of `Delivered`"""
+    """sizes of each replacement, as of `Delivered`"""
 
 
 class Recall(msgspec.Struct, array_like=True, frozen=True):
@@ -202,11 +202,11 @@ class Delivered(msgspec.Struct, array_like=True, frozen=True):
     where the body is one MessagePack array of so many items, without arrays beside it."""
 
     sizes: list[tuple[int, int]]
-    """of each item: bytes of MessagePack, number of buffers"""
+    """bytes of MessagePack and number of buffers, of each item"""
     deliveries: list[int] = []
-    """of a lease: how often each item was handed out"""
+    """how often each item of a lease was handed out"""
     payloads: list[PayloadRef] = []
-    """of those whose arrays are not in the body"""
+    """payloads of the items whose arrays are not in the body"""
 
 
 class Clone(msgspec.Struct, array_like=True, frozen=True):

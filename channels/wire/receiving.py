@@ -56,7 +56,7 @@ from rlinf_async.channels.wire.codec import DecodeList, join, split
 from rlinf_async.channels.wire.direct import attach, fetch_ahead, fetch_all
 from rlinf_async.channels.wire.frames import Message
 from rlinf_async.channels.wire.protocol import Delivered, Get, Range, Recall, Settle, Taken
-from rlinf_async.channels.wire.remote_latest import RemoteEnd, Wire
+from rlinf_async.channels.wire.remote_ends import RemoteEnd, Wire
 from rlinf_async.channels.wire.session.connection import Connection, Request
 from rlinf_async.channels.wire.session.requests import head_of
 
@@ -97,7 +97,7 @@ class WaitingGet:
         """it has its item"""
         self.set_exception, self.done = future.set_exception, future.done
         self.number = 0
-        """of its request; 0 where it has not asked, or was answered"""
+        """number of its request; 0 where it has not asked, or was answered"""
         self.party = current_party.get()
         self.task = id(getting_task(link.channel))
         self.reports_taken = False
@@ -145,7 +145,7 @@ class ReceiverLink:
     ) -> None:  # fmt: skip
         self.links = links
         self.channel = channel
-        """its name"""
+        """the channel's name"""
         self.end = end
         self.key = key
         self._decode_list = decode_list
@@ -371,32 +371,32 @@ class ReceiverLink:
 
 
 class ReceiverLinks:
-    """Those of one connection, and what they say of deliveries. See `of`."""
+    """The links of one connection, and what they say of deliveries. See `of`."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.loop = asyncio.get_running_loop()
         self.now = self.loop.time
         self._links: dict[int, dict[Key | None, ReceiverLink]] = {}
-        """by receiver"""
+        """links by receiver and key"""
         self._count = 0
         self._forget_at = MAX_LINKS
         self._unreported: list[Range] = []
         self.taken_of = self._taken_from = self.taken_to = 0
-        """of this delivery, what was taken last; its number is 0 if nothing was"""
+        """number of a delivery, and the entries of it that were taken last; 0 if none were"""
         self._due = False
         connection.peer_requests.own.add_sync("delivery.recall", Recall, self._recalled)
         connection.on_close(self._lost, first=True)
 
     @classmethod
     def of(cls, connection: Connection) -> ReceiverLinks:
-        """Those of this connection."""
+        """The links of this connection."""
         return connection.attached(cls) or connection.attach(cls(connection))
 
     def find(
         self, channel: str, end: int, key: Key | None, decode_list: DecodeList | None
     ) -> ReceiverLink:
-        """That of this receiver and key; made if there is none. ``channel``: its name;
+        """The link of this receiver and key; made if there is none. ``channel``: its name;
         ``decode_list``: of its items, as of `ItemCodec`."""
         link = self._find(end, key)
         if link is None:

@@ -59,7 +59,7 @@ from rlinf_async.channels.wire.protocol import (
     Run,
     Transfer,
 )
-from rlinf_async.channels.wire.remote_latest import RemoteEnd, Wire
+from rlinf_async.channels.wire.remote_ends import RemoteEnd, Wire
 from rlinf_async.channels.wire.retained_payloads import RetainedPayloads
 from rlinf_async.channels.wire.session.connection import Connection, Request
 from rlinf_async.channels.wire.session.outbox import TURN_BYTES
@@ -98,11 +98,11 @@ class Account:
         self.grantable = queue > 0 and (key is None or len(str(key)) <= MAX_KEY)
         self.items = 0
         self.weight: float = 0
-        """of no use without items: the owner takes it back, too, when the last of them comes"""
+        """weight that can be put, of no use without items: the owner takes it back with the last"""
         self.waiting = 0
         """puts that asked and wait for their answer"""
         self.puts = 0
-        """that asked"""
+        """puts that asked, since credit was last recalled"""
         self.used = True
 
     @property
@@ -125,7 +125,7 @@ class Accounts:
         self._connection = connection
         self._loop = asyncio.get_running_loop()
         self.registered: dict[tuple[int, Key | None], Account] = {}
-        """by channel and key; no more than `MAX_ACCOUNTS`"""
+        """accounts by channel and key; no more than `MAX_ACCOUNTS`"""
         self._swept_at = self._loop.time()
         connection.peer_requests.own.add_sync("credit.recall", Credit, self._recalled)
 
@@ -144,7 +144,7 @@ class Accounts:
         return account
 
     def fill(self, credits: Iterable[Credit]) -> None:
-        """So much more was granted."""
+        """Add what was granted."""
         for credit in credits:
             account = self.find(credit.queue, credit.key)
             if not account.items:

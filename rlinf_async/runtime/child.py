@@ -45,7 +45,7 @@ from rlinf_async.channels.wire.adopting import Homes
 from rlinf_async.channels.wire.codec import DecodeEnd, Decoder, Encoder, encode
 from rlinf_async.channels.wire.frames import DATA, movement
 from rlinf_async.channels.wire.protocol import Home, Nothing
-from rlinf_async.channels.wire.remote_latest import RemoteEnd
+from rlinf_async.channels.wire.remote_ends import RemoteEnd
 from rlinf_async.channels.wire.session.connection import Request
 from rlinf_async.channels.wire.session.requests import head_of
 from rlinf_async.observe.trace import Span, SpanRecorder

@@ -299,7 +299,7 @@ class Connection(Streams):
         self._sharing.attach(transport)
 
     def received(self, count: int, messages: Iterator[Message]) -> None:
-        """So many bytes came; the messages that they complete are read while they are handled."""
+        """Handle the messages that ``count`` bytes complete, reading them one by one."""
         self.monitor.heard = True
         self.received_bytes += count
         if self.closed:
@@ -468,7 +468,7 @@ class Request(msgspec.Struct, Generic[M], eq=False):
     lane: int
     body: Encoded | None
     meta: M = cast("Any", None)
-    """its arguments"""
+    """arguments of the request"""
     open: bool = True
     """whether an answer is still wanted"""
     abandon: Callable[[], None] | None = None
@@ -536,7 +536,7 @@ class Router:
 
     def __init__(self) -> None:
         self.routes: dict[bytes, Route] = {}
-        """by how a request begins: the length of the kind, and the kind"""
+        """routes by how a request begins: the length of the kind, and the kind"""
 
     def add(self, kind: str, meta_type: type[M] | None, handler: Handler[M]) -> None:
         """Answer this kind with a coroutine, which is cancelled when the asker cancels or dies.
@@ -575,7 +575,7 @@ class PeerRequests:
         self.unsettled: dict[int, Unsettled] = {}
         """answers that were given and are not settled, by the number of the request"""
         self.receipts: set[int] = set()
-        """those of them that are settled as soon as the peer has them"""
+        """numbers of answers that are settled as soon as the peer has them"""
         self._held = 0
         self.lost = False
         """whether the peer takes no answer any more"""

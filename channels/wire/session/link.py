@@ -64,7 +64,7 @@ class Terms(NamedTuple):
     """What a side says of the connection that a socket is for."""
 
     number: bytes = NEW
-    """of the connection, 16 random bytes that the server chose"""
+    """number of the connection, 16 random bytes that the server chose"""
     received: int = 0
     """bytes of it that arrived so far"""
     patience: float = 0.0

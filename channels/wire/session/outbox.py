@@ -39,7 +39,7 @@ from rlinf_async.channels.wire.frames import (
 )
 
 MAX_UNACKNOWLEDGED_BYTES: Final = 16 * 1024**2
-"""More is not written before some of it arrived: data waits then, control goes on."""
+"""Bytes that may be written and not acknowledged; beyond it data waits, control goes on."""
 
 
 class Unacknowledged:
@@ -63,7 +63,7 @@ class Unacknowledged:
         self.written = 0
         """bytes, since the connection began"""
         self.arrived = 0
-        """of them, as far as is known"""
+        """written bytes that have arrived, as far as is known"""
         self.full = False
         """whether no more data should be written"""
 
@@ -238,7 +238,8 @@ class Outbox:
             self.add(b"".join(message.next_frame() or ()))
 
     def add(self, frame: bytes, lane: int = CONTROL) -> None:
-        """Send a whole message, at once if it is the first of this turn."""
+        """Send a whole message, at once if it is the first of this turn; one in the control lane
+        goes ahead of all data."""
         at_once = self._fresh and not self.held
         transport, unacknowledged, control = self._transport, self.unacknowledged, self._control
         if (
@@ -360,7 +361,7 @@ class Outbox:
             self._transport.writelines(batch)
 
     def worked(self, copied: int) -> None:
-        """So many bytes were copied to shared memory, which takes its time, too."""
+        """Count bytes that were copied to shared memory, which takes its time, too."""
         self._worked += copied
         movement.count += copied
 

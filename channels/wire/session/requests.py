@@ -134,7 +134,7 @@ class Answer(Generic[R]):
         self.meta = meta
         self.body = message.body
         self.number = message.number
-        """of the request"""
+        """number of the request"""
         self._confirm = bool(message.flags & _RECEIPT)
         self._own_requests = asking
 

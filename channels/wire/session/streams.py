@@ -516,7 +516,7 @@ class Streams(abc.ABC):
 
     @abc.abstractmethod
     def received(self, count: int, messages: Iterator[Message]) -> None:
-        """So many bytes came; the messages that they complete are read while they are handled."""
+        """Handle the messages that ``count`` bytes complete, reading them one by one."""
 
     # ---- inside
 

@@ -29,7 +29,7 @@ from rlinf_async.channels.wire import (
 from rlinf_async.channels.wire.direct import host_id
 from rlinf_async.channels.wire.homes import HomedQueues
 from rlinf_async.channels.wire.protocol import End, EndKind, Home, Look, Open, Seen
-from rlinf_async.channels.wire.remote_latest import ConfirmedNotices, next_clone_number
+from rlinf_async.channels.wire.remote_ends import ConfirmedNotices, next_clone_number
 from tests.channels.model.generate import HOMES
 from tests.channels.model.history import Event, History, Journal
 from tests.channels.model.journal_file import judge_death, read_events

@@ -58,7 +58,7 @@ class ConfirmedNotices:
 
     @classmethod
     def of(cls, connection: Connection) -> ConfirmedNotices:
-        """Those of this connection."""
+        """The confirmed notices of this connection."""
         return connection.attached(cls) or connection.attach(cls(connection))
 
     def send(self, kind: str, meta: Any) -> None:
