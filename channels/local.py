@@ -381,7 +381,6 @@ class LocalSender(_LocalEnd, Sender[T_contra]):
             queue.cancel_put(wait)
             raise
         queue.put_waited(wait)
-        channel.put_turn = channel.sequence + CHECKPOINT  # others had a turn
 
     def put_nowait(self, item: T_contra, *, key: Key | None = None, weight: int = 1) -> None:
         self.open()
@@ -536,7 +535,6 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
             finally:
                 if waits:
                     queue.get_waited(delivery)
-                    channel.get_turn = channel.gets + CHECKPOINT  # others had a turn
 
     def _values(self, delivery: LocalDelivery, items: list[Any]) -> list[Any]:
         """Return the items of a delivery, decoded; one that cannot be is buried, the others go
