@@ -16,22 +16,14 @@ from typing import Any, Literal
 
 from torch.multiprocessing.spawn import start_processes
 
-IMPORTED = (
-    "megatron.core",  # left out where it is not installed
-    "torch._dynamo",
-    "torch.distributed.fsdp",
-    "transformers.models.qwen3.modeling_qwen3",
-    "tests.backends.checkpoint.kit",
-    "tests.backends.fsdp_helpers",
-    "tests.backends.rescale.kit",
-)
-"""what most ranks import sooner or later"""
+IMPORTED = "tests.backends.imported"
+"""what imports all that most ranks need"""
 
 
 def forking() -> ForkServerContext:
     """Return what forks processes from one that has imported `IMPORTED`."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(IMPORTED))
+    context.set_forkserver_preload([IMPORTED])
     return context
 
 
