@@ -86,7 +86,7 @@ class AdoptedEnd(NamedTuple):
     make: Callable[[Any], Any]
     """makes it, of an item type"""
     client: ChannelClient | None
-    """by which it is used; None where the queue lives here"""
+    """client through which the end is used; None where the queue lives here"""
 
 
 class Homes:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 INLINE_BYTES: Final = 4096
-"""Up to this size a copy costs less than a buffer of its own."""
+"""largest array that is copied into the message: a buffer of its own would cost more"""
 
 
 class Head(msgspec.Struct, array_like=True, frozen=True):
@@ -209,7 +209,7 @@ def _restore_torch(head: Head, elements: bytearray | memoryview) -> torch.Tensor
 RECYCLED_BYTES: Final = 64 * 1024
 """Smaller arrays are not kept: the heap has memory for them."""
 KEPT_BYTES: Final = 64 * 1024**2
-"""of one thread, at most, that nothing else may refer to"""
+"""most bytes that one thread keeps for reuse, in arrays that nothing else refers to"""
 _ALONE: Final = 2
 """What `sys.getrefcount` says of an object that one name refers to."""
 
@@ -268,7 +268,7 @@ _of_thread: Final = threading.local()
 
 
 def thread_recycled() -> Recycled:
-    """The recycled memory of this thread, and so of its event loop."""
+    """Return the recycled memory of this thread, and so of its event loop."""
     found: Recycled | None = getattr(_of_thread, "recycled", None)
     if found is None:
         found = _of_thread.recycled = Recycled()

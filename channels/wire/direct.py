@@ -62,12 +62,12 @@ if TYPE_CHECKING:
 LEAST: Final = 1024**2
 MOST: Final = 1024**3
 OUT_OF_REACH_SECONDS: Final = 300.0
-"""For which a process that could not be reached is not tried again."""
+"""seconds for which a process that could not be reached is not tried again"""
 REACH_SECONDS: Final = 5.0
 """Time limit of the handshake with another worker."""
 WAIT_SECONDS: Final = 2.0
-"""For which a get waits for a first connection to a host. From then on payloads of that host come
-through the owner, until a connection is made."""
+"""seconds for which a get waits for a first connection to a host. From then on payloads of that
+host come through the owner, until a connection is made"""
 DIRECT_VARIABLE: Final = "RLINF_ASYNC_DIRECT"
 Use = Literal["auto", "always", "never"]
 """When a worker retains payloads: if its owner is on another host; always; never."""
@@ -276,7 +276,8 @@ class Direct:
         return body.buffers
 
     def passed_by_owner(self, left: PayloadRef) -> None:
-        """This payload came through the owner: warn once, if its producer is out of reach."""
+        """Note that a payload came through the owner; warn once, if its producer is out of
+        reach."""
         self.passed += 1
         _, why = self._failed.get(left.token, (0.0, ""))
         if why:
@@ -288,7 +289,7 @@ class Direct:
             self._warned = True
 
     async def _reach(self, left: PayloadRef) -> Connection | None:
-        """The one connection to this process; None while there is none."""
+        """Return the one connection to a producer; None while there is none."""
         if self._closed:
             return None
         loop = asyncio.get_running_loop()

@@ -53,9 +53,10 @@ MAX_HEAD_BYTES: Final = 128 * 1024
 MAX_BUFFERS: Final = 8 * 1024
 MAX_FRAME_BYTES: Final = 512 * 1024
 MAX_MESSAGE_BYTES: Final = 64 * 1024**3
-"""Of one message's body: what its receiver must be ready to hold in memory."""
+"""most bytes of a message's body: its receiver must be ready to hold them in memory"""
 MAX_DATA_BYTES: Final = 2 * 1024**3
-"""Of its MessagePack, which is encoded and decoded as one piece; arrays are beside it."""
+"""most bytes of a message's MessagePack, which is encoded and decoded as one piece; arrays are
+beside it"""
 
 HEADER: Final = struct.Struct("<IBBBBIIIQ")
 
@@ -76,9 +77,9 @@ class FrameType(IntEnum):
     CHUNK = 6
     """more of the body of the message that was begun"""
     RECEIPTS = 7
-    """these replies were taken (the head holds their numbers, u64)"""
+    """replies that were taken (the head holds their numbers, u64)"""
     PING = 8
-    """nothing to say, but alive; the number says how many bytes have arrived"""
+    """sign of life; the number says how many bytes have arrived"""
     GOODBYE = 9
     """the connection is closed on purpose; the head says why"""
     MEMORY = 10
@@ -119,7 +120,7 @@ class Movement:
 
 
 movement: Final = Movement()
-"""of this process"""
+"""movement of this process"""
 
 
 def pack_header(
@@ -254,7 +255,8 @@ class Outgoing:
         self._frames = frames
 
     def next_frame(self) -> list[Bytes] | None:
-        """The next frame's parts; none of them if it has to wait; None when all were given."""
+        """Return the parts of the next frame; none of them if it has to wait; None when all were
+        given."""
         frame = next(self._frames, None)
         self.begun = self.begun or frame != []
         return frame
@@ -368,7 +370,7 @@ _PLAIN: Final = {
     for flags in (0, _BODY, int(Flag.RECEIPT), _BODY | int(Flag.RECEIPT))
     if kind != _CHUNK
 }
-"""What that number is for a message that one frame holds, without arrays beside it."""
+"""meaning of the first number of a message that one frame holds, without arrays beside it"""
 
 
 class Frame(NamedTuple):
@@ -385,7 +387,7 @@ class Frame(NamedTuple):
 
 
 class MessageReader:
-    """Finds the messages in a stream of bytes. At most one of them is incomplete at any time."""
+    """Finds the messages in a stream of bytes. At most one message is incomplete at any time."""
 
     def __init__(self, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._rest = bytearray()
@@ -406,7 +408,8 @@ class MessageReader:
         return place[: self._chunk] if self._chunk else self._header
 
     def filled(self, count: int) -> Iterator[Message]:
-        """The message that is complete now that ``count`` bytes were read into the `space`.
+        """Take ``count`` bytes that were read into the `space`; yield the messages that they
+        complete.
 
         Raises:
             MalformedFrame: the bytes are not of this protocol.
@@ -563,7 +566,7 @@ class _Incoming:
             self.filled(taken)
 
     def filled(self, count: int) -> None:
-        """Count bytes that were put where they belong."""
+        """Take ``count`` more bytes of a part, which are where they belong."""
         self.missing -= count
         self._filled += count
         movement.count += count

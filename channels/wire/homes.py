@@ -207,7 +207,7 @@ class _OpenFromFirstUse(RemoteEnd):
         return number
 
     def __del__(self) -> None:
-        """It lives as long as its channel."""
+        """Do not warn: the end lives as long as its channel."""
 
 
 class OwnRemoteSender(_OpenFromFirstUse, RemoteSender[T_contra]):
@@ -232,7 +232,8 @@ class HomedQueue(NamedTuple):
 
 
 class HomedQueues:
-    """All of them. ``router`` is that of the connections of makers and users."""
+    """All queues that live with this process. ``router`` is that of the connections of makers and
+    users."""
 
     def __init__(self, router: Router) -> None:
         self._server = ChannelServer(router)

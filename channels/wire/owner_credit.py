@@ -28,7 +28,8 @@ from rlinf_async.channels.wire.session.requests import Report, report
 from rlinf_async.channels.wire.slab import is_private
 
 FAR_ARRAYS_BYTES: Final = 8 * 1024**2
-"""Most bytes of arrays of an item that is put without asking and not by shared memory."""
+"""most bytes of the arrays of an item that is put without asking, where they are not in shared
+memory"""
 
 
 def cut(transfer: Transfer, body: Encoded) -> list[tuple[Run, list[Encoded], int]]:
@@ -84,10 +85,10 @@ CONFIRM_SECONDS: Final = 0.005
 CONFIRM_BYTES: Final = 256 * 1024
 """Items are confirmed after this time, or after so many bytes: whichever comes first."""
 REFUSAL_BYTES: Final = 500
-"""Most bytes of each text of an error, where items are refused."""
+"""most bytes of each text of an error, where items are refused"""
 GRANT_REFUSALS: Final = 48
 GRANT_CREDITS: Final = 64
-"""Most refusals and credits in one message: its head is bounded."""
+"""most credits in one message, whose head is bounded"""
 
 
 class GrantedCredit:
@@ -101,14 +102,14 @@ class GrantedCredit:
     def __init__(self, credits: Credits, number: int, channel: Queue, key: Key | None) -> None:
         self._credits = credits
         self.number = number
-        """the number by which the process knows the channel"""
+        """number of the channel, to the process"""
         self.channel = channel
         self.queue = channel.of_key(key)
         self.holder = ""
         self.items = 0
         self.weight = 0
         self.low = 0
-        """number of items left, from which down it wants more"""
+        """number of items left with which, or with fewer, the process wants more credit"""
         self.recalled = self.wanting = self.gone = False
         self.queue.credit_holders.append(self)
         if key is not None:
@@ -149,7 +150,7 @@ class GrantedCredit:
         return Credit(self.number, self.queue.key, items, weight)
 
     def spend(self, items: int, each: int) -> None:
-        """Account for items that came, weighing ``each`` each.
+        """Spend credit for ``items`` that came, of weight ``each``.
 
         Raises:
             MalformedFrame: that is more than was granted.
@@ -167,7 +168,8 @@ class GrantedCredit:
         self.queue.reserve(-items, -weight)
 
     def take_back(self, items: int, weight: int) -> None:
-        """Take credit back that was not spent; what was granted meanwhile stays granted."""
+        """Take back credit that was not spent. What was granted since that was said stays
+        granted."""
         self.items -= items
         self.weight -= weight
         self.queue.reserve(-items, -weight)
@@ -178,7 +180,7 @@ class GrantedCredit:
         self.channel.forget(self.queue.key)
 
     def give_up(self) -> None:
-        """It has no credit any more, and will not be granted any."""
+        """Take all credit back, for good."""
         self.gone = True
         if self in self.queue.credit_holders:
             self.queue.credit_holders.remove(self)
@@ -228,7 +230,8 @@ class Credits:
             self._connection.notify("credit.recall", asked, control=True)
 
     def returned(self, credit: Credit) -> None:
-        """This was not spent, and will not be. More may be on its way to the process by now.
+        """Take back credit that was not spent, and will not be. More may be on its way to the
+        process by now.
 
         Raises:
             MalformedFrame: it was not granted.
@@ -250,14 +253,14 @@ class Credits:
             found.take_back(items, weight)
 
     def forget(self, credit: GrantedCredit) -> None:
-        """It has no credit, and wants none."""
+        """Forget a key that has no credit, and wants none."""
         at = credit.number, credit.queue.key
         if self._granted.get(at) is credit:
             del self._granted[at]
         self._wanting.pop(credit, None)
 
     def withdraw(self, number: int) -> None:
-        """This channel is not there any more."""
+        """Take back the credit of a channel that is not there any more."""
         for at in [at for at in self._granted if at[0] == number]:
             self._granted.pop(at).give_up()
 
@@ -414,7 +417,7 @@ class RemotePut(WaitingPut):
         self.request.fail(error)
 
     def abandon(self) -> None:
-        """Its request was given up."""
+        """Cancel the put: its request was given up."""
         self.queue.cancel_put(self)
 
 
@@ -438,7 +441,8 @@ class AnsweredPut:
         return nullcontext()
 
     def lost(self, reason: str) -> None:
-        """The item stays: the loss says nothing about what the sender wanted."""
+        """Do nothing: a lost connection says nothing about what the sender wanted, so the item
+        stays."""
 
 
 def answer_put(request: Request[Put], end: OpenEnd) -> None:

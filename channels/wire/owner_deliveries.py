@@ -181,15 +181,15 @@ def channel_of(end: OpenEnd | LatestEnd | ChannelError) -> Queue | Latest[Any] |
 PREFETCH_BYTES: Final = framing.CHUNK_BYTES // 2
 """Bytes of items that are sent in advance with one answer."""
 FAR_PREFETCH_BYTES: Final = 2 * 1024**2
-"""Bytes of items that are sent in advance where the connection is `far`."""
+"""most bytes of items in advance of one receiver, where the connection is `far`"""
 PREFETCH_PAYLOADS: Final = 4
-"""Most items sent in advance whose payload is with its producer."""
+"""most items in advance whose payload is with its producer"""
 MAX_PREFETCH: Final = 8192
 """Most items that are sent in advance with one answer."""
 PREFETCH_ITEM_BYTES: Final = 32 * 1024
 """Larger items are not prefetched."""
 ALONE_SECONDS: Final = 1.0
-"""Nothing is prefetched for so long after another receiver waited for prefetched items."""
+"""seconds without prefetching after another receiver waited for prefetched items"""
 RECALL_SECONDS: Final = 0.25
 """Time after which others are served without what a process has not returned."""
 NOTHING: Final = Nothing()
@@ -300,7 +300,7 @@ class RemoteDelivery(Delivery):
         return True
 
     def _take_ahead(self, count: int) -> None:
-        """Note that ``count`` entries are sent in advance."""
+        """Send ``count`` entries in advance."""
         queue, end = self.queue, self.request.meta.end
         prefetch = self._prefetches.get((end, queue.key))
         if prefetch is None:
@@ -370,12 +370,13 @@ class RemoteDelivery(Delivery):
     # ---- for the connection
 
     def abandon(self) -> None:
-        """Its request was given up before it was answered."""
+        """Cancel the get: its request was given up before it was answered."""
         self.queue.cancel_get(self)
         self.queue.get_waited(self)
 
     def returned(self) -> None:
-        """Its request was given up after it was answered: nothing of it was taken."""
+        """Return all entries: the request was given up after it was answered, and nothing was
+        taken."""
         self.queue.settle(self, Outcome.RETURNED)
 
     def losing(self) -> AbstractContextManager[None]:
@@ -409,7 +410,7 @@ class Prefetch:
 
     @property
     def recalled(self) -> bool:
-        """Whether it was asked for, and has not come."""
+        """Whether the prefetched items were recalled, and have not come back."""
         return self._timer is not None
 
     def recall(self, receiver: int = 0) -> None:

@@ -36,7 +36,7 @@ class Home(msgspec.Struct, frozen=True):
 
     name: str
     host: str
-    """as of `direct.host_id`"""
+    """host of the process, as `direct.host_id` names it"""
     addresses: tuple[str, ...]
     """where it listens: a Unix socket for its own host, TCP for others"""
 
@@ -54,8 +54,8 @@ class EndRef(msgspec.Struct, frozen=True):
     form: Form = Form()
     """how its items travel"""
     home: Home | None = None
-    """with whom the queue lives, if not with the sender of this; there, the end has to be adopted
-    (see `homes`)"""
+    """home of the queue, if it is not the sender of this; there, the end has to be adopted (see
+    `homes`)"""
 
 
 class Nothing(msgspec.Struct, array_like=True, frozen=True):
@@ -66,7 +66,7 @@ class RetainedPayload(msgspec.Struct, array_like=True, frozen=True):
     """Large arrays of an item that stay with its producer (see `direct_protocol`)."""
 
     item: int
-    """which one of the items beside it"""
+    """index of the item in the message"""
     number: int
     sizes: list[int]
 
@@ -75,11 +75,11 @@ class PayloadRef(msgspec.Struct, array_like=True, frozen=True):
     """Large arrays of an item that are with its producer, and how they are got there."""
 
     item: int
-    """which one of the items beside it"""
+    """index of the item in the message"""
     number: int
     sizes: list[int]
     token: bytes
-    """token of the process that keeps them"""
+    """token of the process that keeps the arrays"""
     host: str
     addresses: list[str]
 
@@ -113,7 +113,7 @@ class Transfer(msgspec.Struct, array_like=True, frozen=True):
 
     runs: list[Run]
     sizes: list[int]
-    """bytes of MessagePack, of each item"""
+    """bytes of MessagePack of each item"""
     retained: list[RetainedPayload] = []
 
 
@@ -149,7 +149,7 @@ class Flush(msgspec.Struct, array_like=True, frozen=True):
 
 
 Range = tuple[int, int, int]
-"""Entries of a delivery: its number, the index of the first of them, how many."""
+"""entries of a delivery: its number, the index of the first entry, and their number"""
 
 
 class Get(msgspec.Struct, array_like=True, frozen=True):
@@ -165,9 +165,9 @@ class Get(msgspec.Struct, array_like=True, frozen=True):
     """names the task that asks, within its process"""
     lease: bool = False
     ahead: int = 0
-    """items that may be prefetched beside"""
+    """number of further items that may be prefetched"""
     taken: list[Range] = []
-    """as of `Taken`, which this saves"""
+    """entries that were taken, as in `Taken`, whose message this saves"""
 
 
 class Taken(msgspec.Struct, array_like=True, frozen=True):
@@ -184,9 +184,9 @@ class Settle(msgspec.Struct, array_like=True, frozen=True):
     outcome: int
     error: str = ""
     replaced: list[int] = []
-    """indices of entries that are replaced, of a lease, which is then the only range"""
+    """indices of the entries of a lease that are replaced; it is then the only range"""
     sizes: list[tuple[int, int]] = []
-    """sizes of each replacement, as of `Delivered`"""
+    """bytes of MessagePack and number of buffers of each replacement"""
 
 
 class Recall(msgspec.Struct, array_like=True, frozen=True):
@@ -202,9 +202,9 @@ class Delivered(msgspec.Struct, array_like=True, frozen=True):
     where the body is one MessagePack array of so many items, without arrays beside it."""
 
     sizes: list[tuple[int, int]]
-    """bytes of MessagePack and number of buffers, of each item"""
+    """bytes of MessagePack and number of buffers of each item"""
     deliveries: list[int] = []
-    """how often each item of a lease was handed out"""
+    """number of times that each item of a lease was handed out"""
     payloads: list[PayloadRef] = []
     """payloads of the items whose arrays are not in the body"""
 
@@ -262,7 +262,7 @@ class Version(msgspec.Struct, array_like=True, frozen=True):
 TOKEN_BYTES: Final = 16
 MAX_ADDRESSES: Final = 4
 MAX_ARRAYS: Final = 128
-"""Of one item: their sizes stand in the heads of messages, which are bounded."""
+"""most arrays of one item: their sizes stand in the heads of messages, which are bounded"""
 MAX_ADDRESS: Final = 300
 """Characters."""
 
@@ -392,7 +392,7 @@ class HomedKey(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ChannelSeen(msgspec.Struct, frozen=True):
-    """One of them."""
+    """What is seen of one of the maker's queues."""
 
     queue: int
     statistics: Statistics
@@ -454,7 +454,7 @@ class Place(msgspec.Struct, array_like=True, frozen=True):
     offset: int
     """bytes from the start of the slab"""
     size: int
-    """in bytes"""
+    """size in bytes"""
 
 
 Notice = Announce | Opened | NotOpened | Released | Retired

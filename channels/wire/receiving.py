@@ -76,10 +76,10 @@ LARGE_ANSWER_BYTES: Final = 64 * 1024
 FETCHED_AHEAD: Final = 1
 """Payloads, of items that are prefetched, that are fetched before a caller asks for the item."""
 TURN_ITEMS: Final = 128
-"""So many items are taken in a row, and then the loop has a turn."""
+"""items that are taken in a row before the loop has a turn"""
 MAX_LINKS: Final = 256
-"""With so many, or twice as many as were in use when that was done last, those that are idle are
-forgotten before another one is made."""
+"""number of links, or twice those in use when that was done last, at which idle ones are forgotten
+before another is made"""
 _decode_delivered = msgspec.msgpack.Decoder(Delivered | int).decode
 
 Part = tuple[int, int, Any]
@@ -94,17 +94,17 @@ class WaitingGet:
         self.link = link
         self.future = future = WaitFuture(loop=link.links.loop)
         self.serve: Callable[[Part], None] = future.set_result
-        """it has its item"""
+        """gives the get its item"""
         self.set_exception, self.done = future.set_exception, future.done
         self.number = 0
-        """number of its request; 0 where it has not asked, or was answered"""
+        """number of the request; 0 where the get has not asked, or was answered"""
         self.party = current_party.get()
         self.task = id(getting_task(link.channel))
         self.reports_taken = False
         """whether its request says beside what was taken"""
 
     def set_result(self, message: Message) -> None:
-        """Its request was answered: that serves those who wait, oldest first."""
+        """Take the answer to the request: it serves those who wait, oldest first."""
         self.number = 0
         try:
             self.link.arrived(message, self)
@@ -145,7 +145,7 @@ class ReceiverLink:
     ) -> None:  # fmt: skip
         self.links = links
         self.channel = channel
-        """the channel's name"""
+        """name of the channel"""
         self.end = end
         self.key = key
         self._decode_list = decode_list
@@ -215,7 +215,7 @@ class ReceiverLink:
             self.return_items()
 
     def return_items(self) -> None:
-        """Nothing that is here will be taken."""
+        """Return all items that are here: none will be taken."""
         self._low, self._size, self._streak = -1, 0, 0
         if self.items:
             self.discard_in_flight()
@@ -371,32 +371,32 @@ class ReceiverLink:
 
 
 class ReceiverLinks:
-    """The links of one connection, and what they say of deliveries. See `of`."""
+    """Receiver links of one connection, and what they say of deliveries. See `of`."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.loop = asyncio.get_running_loop()
         self.now = self.loop.time
         self._links: dict[int, dict[Key | None, ReceiverLink]] = {}
-        """links by receiver and key"""
+        """links by receiver, then by key"""
         self._count = 0
         self._forget_at = MAX_LINKS
         self._unreported: list[Range] = []
         self.taken_of = self._taken_from = self.taken_to = 0
-        """number of a delivery, and the entries of it that were taken last; 0 if none were"""
+        """number of the delivery of which entries were taken last; 0 if none were"""
         self._due = False
         connection.peer_requests.own.add_sync("delivery.recall", Recall, self._recalled)
         connection.on_close(self._lost, first=True)
 
     @classmethod
     def of(cls, connection: Connection) -> ReceiverLinks:
-        """The links of this connection."""
+        """Return the links of a connection."""
         return connection.attached(cls) or connection.attach(cls(connection))
 
     def find(
         self, channel: str, end: int, key: Key | None, decode_list: DecodeList | None
     ) -> ReceiverLink:
-        """The link of this receiver and key; made if there is none. ``channel``: its name;
+        """Return the link of a receiver and key, made if there is none. ``channel``: its name;
         ``decode_list``: of its items, as of `ItemCodec`."""
         link = self._find(end, key)
         if link is None:
@@ -407,7 +407,7 @@ class ReceiverLinks:
         return link
 
     def close(self, end: int) -> None:
-        """This receiver is closed."""
+        """Return what is here for a receiver that is closed."""
         links = self._links.pop(end, {})
         self._count -= len(links)
         for link in links.values():
@@ -435,8 +435,8 @@ class ReceiverLinks:
     # ---- settling
 
     def taken(self, number: int, index: int, count: int = 1) -> None:
-        """These entries are settled as taken. It is reported with the next get that asks the
-        owner, or with the next write."""
+        """Settle entries as taken. It is reported with the next get that asks the owner, or with
+        the next write."""
         if self.taken_of == number and self.taken_to == index:
             self.taken_to = index + count
             return
@@ -471,7 +471,7 @@ class ReceiverLinks:
             )
 
     def give_up(self, get: WaitingGet) -> None:
-        """Its request is not needed any more."""
+        """Give up the request of a get."""
         number, get.number = get.number, 0
         if not self.connection.give_up(number, withdraw=not get.reports_taken):
             get.link.discard_in_flight()  # the owner may have answered it: that goes back

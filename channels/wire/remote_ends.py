@@ -58,7 +58,7 @@ class ConfirmedNotices:
 
     @classmethod
     def of(cls, connection: Connection) -> ConfirmedNotices:
-        """The confirmed notices of this connection."""
+        """Return the notices of a connection."""
         return connection.attached(cls) or connection.attach(cls(connection))
 
     def send(self, kind: str, meta: Any) -> None:
@@ -216,7 +216,8 @@ class RemoteEnd(WireEnd):
         return type(self)(self._wire, number)
 
     def on_loan(self) -> EndRef | None:
-        """This end for another process, where the queue lives with a third one; else None."""
+        """Return this end for another process, where the queue lives with a third one; else
+        None."""
         wire = self._wire
         if wire.home is None:
             return None
@@ -306,7 +307,7 @@ class RemoteLatestReceiver(WireEnd, LatestReceiver[T_co]):
         super().__init__(wire, number)
         self.version = version
         self._ahead: _ReadAhead | None = None
-        """there while this receiver polls"""
+        """values that are read ahead; there while this receiver polls"""
 
     def clone(self) -> Self:
         return type(self)(self._wire, self._number, self.version)

@@ -51,8 +51,8 @@ class RetainedPayloads:
 
     @classmethod
     def over(cls, connection: Connection, direct: Direct | None) -> Self | None:
-        """The payloads of this connection; None where arrays go through the owner: it is on this
-        host, or this process listens nowhere."""
+        """Return the payloads of a connection; None where arrays go through the owner: it is on
+        this host, or this process listens nowhere."""
         found = connection.attached(cls)
         if found is not None or direct is None or not direct.addresses:
             return found

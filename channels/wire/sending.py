@@ -98,16 +98,16 @@ class Account:
         self.grantable = queue > 0 and (key is None or len(str(key)) <= MAX_KEY)
         self.items = 0
         self.weight: float = 0
-        """weight that can be put, of no use without items: the owner takes it back with the last"""
+        """weight left; of no use without items: the owner takes it back when the last item comes"""
         self.waiting = 0
         """puts that asked and wait for their answer"""
         self.puts = 0
-        """puts that asked, since credit was last recalled"""
+        """number of puts that have asked the owner"""
         self.used = True
 
     @property
     def wants(self) -> bool:
-        """Whether it is worth granting credit to."""
+        """Whether it is worth granting credit to the account."""
         return self.registered and self.puts > 0 and self.grantable
 
     def empty(self) -> Credit:
@@ -144,7 +144,7 @@ class Accounts:
         return account
 
     def fill(self, credits: Iterable[Credit]) -> None:
-        """Add what was granted."""
+        """Add credit that was granted."""
         for credit in credits:
             account = self.find(credit.queue, credit.key)
             if not account.items:

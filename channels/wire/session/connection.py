@@ -111,7 +111,7 @@ class Connection(Streams):
         self._reason = ""
         self._own_requests = OwnRequests(self.outbox)
         self.post = self._own_requests.ask
-        """As `ask`, for a target that is called when the answer arrives; see `OwnRequests.ask`."""
+        """sends a request whose answer goes to a target when it arrives: see `OwnRequests.ask`"""
         self._sharing = Sharing(self._loop, self.outbox, process_pool())
         self.outbox.new_share = self._sharing.new_share
         self._on_close: list[Closed] = []
@@ -167,7 +167,8 @@ class Connection(Streams):
         on_channel: bool = False,
         withdraw: bool = True,
     ) -> Answer[R]:
-        """As `request`, for an answer that is to be looked at before its ``take`` is called.
+        """Send a request, and return an answer that is to be looked at before its ``take`` is
+        called.
 
         ``withdraw``: whether the request need not reach the peer if this is cancelled before.
         """
@@ -295,11 +296,12 @@ class Connection(Streams):
     # ---- for its streams
 
     def _carried(self, transport: asyncio.Transport) -> None:
-        """They go on over this socket."""
+        """Go on over this socket."""
         self._sharing.attach(transport)
 
     def received(self, count: int, messages: Iterator[Message]) -> None:
-        """Handle the messages that ``count`` bytes complete, reading them one by one."""
+        """Count bytes that came; the messages that they complete are read while they are
+        handled."""
         self.monitor.heard = True
         self.received_bytes += count
         if self.closed:
@@ -402,7 +404,7 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
 
     peer: str
     sent_bytes: int
-    """through the socket: what lies in shared memory is not sent"""
+    """bytes through the socket: what lies in shared memory is not sent"""
     received_bytes: int
     sent_shared: int
     """messages whose large arrays went by shared memory, without a copy in the socket"""
@@ -437,9 +439,9 @@ def traffic_of(connection: Connection) -> Traffic:
 # ---- what the peer asks
 
 MAX_HELD_BYTES = 512 * 1024**2
-"""Of requests that wait to be answered, such as puts for which there is no room; in this process's
-memory, for one peer. The largest of them does not count: an item of any size can be put, and does
-not keep smaller ones from being put to other channels."""
+"""most bytes, in this process's memory, of one peer's requests that wait to be answered, such as
+puts for which there is no room. The largest request does not count: an item of any size can be put,
+and does not keep smaller ones from being put to other channels."""
 
 
 class Unsettled(Protocol):
@@ -575,7 +577,7 @@ class PeerRequests:
         self.unsettled: dict[int, Unsettled] = {}
         """answers that were given and are not settled, by the number of the request"""
         self.receipts: set[int] = set()
-        """numbers of answers that are settled as soon as the peer has them"""
+        """requests that are settled as soon as the peer has their replies"""
         self._held = 0
         self.lost = False
         """whether the peer takes no answer any more"""
@@ -660,7 +662,8 @@ class PeerRequests:
     # ---- inside
 
     def _hold(self, request: Request[Any], body: Encoded) -> None:
-        """It waits, and its body with it: a peer must not fill this process's memory so."""
+        """Hold a request that waits, with its body; refuse it where a peer would fill this
+        process's memory so."""
         arrays = sum(len(one) for one in body.buffers if not is_private(one))
         size = len(body.data) + arrays
         if self._held + size > MAX_HELD_BYTES and self._beside_the_largest(size) > MAX_HELD_BYTES:
@@ -721,7 +724,7 @@ class PeerRequests:
             log.exception("cleaning up after %s", self._connection.peer)
 
     def forget(self, request: Request[Any]) -> None:
-        """It is answered, or no answer is wanted any more."""
+        """Forget a request that is answered, or whose answer nobody wants any more."""
         request.open = False
         request.abandon = None
         if request.held:

@@ -7,24 +7,6 @@ which its peer is known, and none again once it was cut or dropped: later bytes 
 
     greeting --proved--> carrying --cut, dropped, hung up--> over
         +---- refused, late, cut --------------------------^
-
-Who may speak: both sides prove that they know the cluster's secret. Pure: no socket, no clock.
-
-::
-
-    client                                            server
-      HELLO  magic, version, nonce, terms, name  ------>
-      <------  magic, version, nonce, terms, name  HELLO
-      PROOF  HMAC(secret, "client", both hellos)  ----->      wrong: REFUSED with the reason
-      <-  HMAC(secret, "server", both hellos, terms), terms  PROOF
-
-Nothing else is read before. Each message is a byte of type, two of length, and at most
-`MAX_MESSAGE` bytes. The secret itself never travels; the nonces make every proof good for one
-socket, the two labels keep a proof from being sent back to its maker, and the proofs cover version,
-names and `Terms`: whether this is a new connection, or one that goes on after a cut.
-
-The server gives its terms last, when it knows who asks: an unauthenticated client cannot disturb a
-connection.
 """
 
 from __future__ import annotations
@@ -92,11 +74,27 @@ def check_secret(secret: bytes) -> None:
 
 
 class Handshake:
-    """One side of the exchange. Feed it what arrives, send what `take_outgoing` gives.
+    """One side of the exchange by which both sides prove that they know the cluster's secret.
+
+    Pure: no socket, no clock. Feed it what arrives, send what `take_outgoing` gives::
+
+        client                                            server
+          HELLO  magic, version, nonce, terms, name  ------>
+          <------  magic, version, nonce, terms, name  HELLO
+          PROOF  HMAC(secret, "client", both hellos)  ----->      wrong: REFUSED with the reason
+          <-  HMAC(secret, "server", both hellos, terms), terms  PROOF
+
+    Nothing else is read before. Each message is a byte of type, two of length, and at most
+    `MAX_MESSAGE` bytes. The secret itself never travels; the nonces make every proof good for one
+    socket, the two labels keep a proof from being sent back to its maker, and the proofs cover
+    version, names and `Terms`: whether this is a new connection, or one that goes on after a cut.
+
+    The server gives its terms last, when it knows who asks: an unauthenticated client cannot
+    disturb a connection.
 
     Args:
-        terms: the client's: what it asks for.
-        settle: the server's: what it answers.
+        terms: terms that the client asks for.
+        settle: returns the terms that the server answers.
     """
 
     def __init__(
@@ -297,7 +295,7 @@ class HangUp:
         )
 
     def stop(self) -> None:
-        """It is closed."""
+        """Stop waiting: the socket is closed."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -309,7 +307,7 @@ class HangUp:
 
 CLOSED = "the other process closed it or died"
 READ_BYTES: Final = 256 * 1024
-"""are read at a time, at most, where it is not known where they belong"""
+"""most bytes that are read at a time, where it is not known where they belong"""
 _of_thread: Final = threading.local()
 
 
@@ -357,7 +355,7 @@ class Link(asyncio.BufferedProtocol):
         self.user: LinkUser | None = None
         """what reads and writes it"""
         self.transport: asyncio.Transport | None = None
-        """while there is a socket"""
+        """transport of the current socket; None while there is none"""
         self._plain: socket.socket | None = None
         self._seconds = seconds
         self._late_timer: Timer | None = None
@@ -404,7 +402,7 @@ class Link(asyncio.BufferedProtocol):
         self._abort()
 
     def accepted(self, plain: socket.socket) -> None:
-        """There is a socket, over which TLS begins now."""
+        """Take a socket, over which TLS begins now."""
         self._plain = plain
         self.start_timer()
         if self.opened.done():  # given up before it was made
@@ -511,7 +509,8 @@ class Link(asyncio.BufferedProtocol):
 
 
 def _read_buffer() -> memoryview:
-    """The one of this thread: what is read into it is taken out before anything else is read."""
+    """Return the buffer of this thread: what is read into it is taken out before anything else is
+    read."""
     found: memoryview | None = getattr(_of_thread, "buffer", None)
     if found is None:
         found = _of_thread.buffer = memoryview(bytearray(READ_BYTES))

@@ -73,7 +73,7 @@ class Unacknowledged:
         return self.written > self.arrived
 
     def add(self, batch: list[Bytes] | Bytes, size: int) -> None:
-        """This was written: one frame, of which the garbage collector sees nothing, or several
+        """Keep what was written: one frame, of which the garbage collector sees nothing, or several
         parts. They must not change until they are acknowledged."""
         self.written += size
         self._batches.append(batch)
@@ -115,7 +115,7 @@ class Unacknowledged:
         return []
 
     def clear(self) -> None:
-        """Nothing will be written again."""
+        """Forget everything: nothing will be written again."""
         self._batches.clear()
         self._ends.clear()
 
@@ -126,7 +126,7 @@ LOW_WATER = 64 * 1024
 JOIN_BYTES = 64 * 1024
 """Copying so few is quicker than writing them as they lie."""
 WRITE_BYTES = 8 * 1024
-"""So much is written at once, though the turn goes on."""
+"""bytes that are written at once, though the turn goes on"""
 TURN_BYTES = 8 * 1024**2
 """How much is copied to shared memory before others in this loop have a turn."""
 

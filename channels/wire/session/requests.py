@@ -63,7 +63,7 @@ class Report(msgspec.Struct, array_like=True, frozen=True):
 
 
 def _known() -> dict[str, type[Exception]]:
-    """The classes that come back as themselves: all of them take one text."""
+    """Return the classes that come back as themselves: all of them take one text."""
     ours = {
         name: value
         for name, value in vars(errors).items()

@@ -54,7 +54,8 @@ class Heartbeat(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, limit: float, interval: float | None = None) -> Self:
-        """With an eighth of the limit as interval, at most 1 s, if none is given."""
+        """Return a heartbeat with an eighth of the limit as interval, at most 1 s, if none is
+        given."""
         return cls(min(1.0, limit / 8) if interval is None else interval, limit)
 
     def __post_init__(self) -> None:
@@ -110,7 +111,8 @@ class HeartbeatMonitor:
 
 
 def peer_pid(transport: asyncio.BaseTransport) -> int:
-    """Which process is at the other side of a Unix socket; 0 where that cannot be known.
+    """Return the process id at the other side of a Unix socket; 0 where that cannot be known. The
+    peer need not say it: the kernel knows.
 
     Its word is not needed: the kernel knows.
     """
@@ -222,7 +224,7 @@ class Reconnection:
 
     @property
     def seconds(self) -> float:
-        """For how long the connection has been cut; 0 while it is not."""
+        """Seconds for which the connection has been cut; 0 while it is not."""
         return self._loop.time() - self._since if self.cut else 0.0
 
     @property
@@ -306,7 +308,7 @@ class Linger:
         self._begin = begin
         self._lost = lost
         self.then: Callable[[], None] | None = None
-        """goes on with closing, while that waits"""
+        """function that goes on with closing, while closing waits"""
         self._timer: ProgressTimer | None = None
 
     def must_wait(self, then: Callable[[], None]) -> bool:
@@ -320,7 +322,7 @@ class Linger:
         return True
 
     def settled(self) -> None:
-        """Nothing is open any more."""
+        """Go on with closing: nothing is open any more."""
         then, self.then = self.then, None
         if then is not None:
             self.stop()
@@ -341,7 +343,7 @@ class Linger:
 MAX_UNSENT_MESSAGES: Final = 65_536
 """A peer that does not read its answers is not read any more from here on."""
 SAY_ARRIVED_BYTES: Final = 256 * 1024
-"""After so many bytes the peer is sent an acknowledgement."""
+"""bytes after which the peer is sent an acknowledgement"""
 
 log = logging.getLogger(__name__)
 
@@ -372,7 +374,7 @@ class Streams(abc.ABC):
         self.encrypted = False
         """whether it goes, or went last, over TLS"""
         self.local_host: str | None = None
-        """this host's address, where it goes, or went last; None over a Unix socket"""
+        """address of this host on the connection, also when it is cut; None over a Unix socket"""
         self.round_trip = 0.0
         """seconds that a message and its answer took on the way, as the system measured it at the
         last heartbeat; 0 over a Unix socket, and where the system does not say"""
@@ -398,12 +400,12 @@ class Streams(abc.ABC):
 
     @property
     def reconnecting(self) -> bool:
-        """Whether it is cut now: what is asked waits until it goes on, or is lost."""
+        """Whether the connection is cut now: what is asked waits until it goes on, or is lost."""
         return self.reconnection.cut
 
     def peer_ended(self) -> None:
-        """Whoever started the peer's process says that it has ended: do not wait for it after a
-        cut. What it sent before is read."""
+        """Note that the peer's process has ended, as whoever started it says: do not wait for it
+        after a cut. What it sent before is read."""
         if self.closed or self._peer_ended:
             return
         self._peer_ended = True
@@ -445,7 +447,7 @@ class Streams(abc.ABC):
             self._forget_when_resumed()
 
     def cut(self, link: Link, reason: str) -> None:
-        """This socket is gone. Not the one in use: that was known."""
+        """Note that a socket is gone; a socket that is not in use was known to be."""
         if link is not self.link or self.closed:
             return
         self.link = None
@@ -487,8 +489,9 @@ class Streams(abc.ABC):
             self.transport.pause_reading()
 
     def when_resumed(self, then: Callable[[], None]) -> bool:
-        """Whether it is cut while the peer may miss something of what was said to it. Then this is
-        called when it goes on; a peer that does not come back for `GRACE_SECONDS` is given up."""
+        """Return whether the connection is cut while the peer may miss something of what was said
+        to it. Then call ``then`` when it goes on; a peer that does not come back for
+        `GRACE_SECONDS` is given up."""
         if not self.reconnecting or self.outbox.all_arrived:
             return False
         if self._when_resumed is None:
@@ -516,7 +519,8 @@ class Streams(abc.ABC):
 
     @abc.abstractmethod
     def received(self, count: int, messages: Iterator[Message]) -> None:
-        """Handle the messages that ``count`` bytes complete, reading them one by one."""
+        """Count bytes that came; the messages that they complete are read while they are
+        handled."""
 
     # ---- inside
 
@@ -580,7 +584,7 @@ class Streams(abc.ABC):
             self.link.hang_up(first=first)
 
     def _stop(self) -> None:
-        """It is lost: send and try nothing more."""
+        """Send and try nothing more: the connection is lost."""
         self.monitor.stop()
         self._forget_when_resumed()
         if self._end_timer is not None:

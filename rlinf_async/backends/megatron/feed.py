@@ -2,7 +2,7 @@
 
 ::
 
-    arriving --> reading rank --`Peers`--> tensor ranks and stages of its model
+    arriving --> reading rank --`GroupMessages`--> tensor ranks and stages of its model
                      |   first and last one: do all readers have theirs?
                      +----`Readers`----> reading ranks of other models
 
@@ -57,7 +57,7 @@ class ReadFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return RankFailed(f"rank {self.rank}, which others wait for, failed: {self.cause}")
 
 
-class Peers:
+class GroupMessages:
     """Messages between the ranks of a gloo group, for what is no tensor; None: this one is alone.
 
     Receiving waits as long as it takes: samples come when rollouts have made them, which says
@@ -134,7 +134,7 @@ class Readers:
     that others have given up.
     """
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: GroupMessages) -> None:
         self._peers = peers
         self._failure: ReadFailure | None = None
         """failure of the global batch that is read, which all readers know"""
@@ -187,7 +187,7 @@ class Feed:
         readers: readers of all models, on the rank that reads.
     """
 
-    def __init__(self, peers: Peers, readers: Readers) -> None:
+    def __init__(self, peers: GroupMessages, readers: Readers) -> None:
         self._peers, self._readers = peers, readers
 
     def share(

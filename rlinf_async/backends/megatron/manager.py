@@ -33,7 +33,7 @@ from rlinf_async.backends.megatron.config import (
     strategy_of,
 )
 from rlinf_async.backends.megatron.cpu import of_megatron
-from rlinf_async.backends.megatron.feed import Feed, Peers, Readers
+from rlinf_async.backends.megatron.feed import Feed, GroupMessages, Readers
 from rlinf_async.backends.megatron.forward import (
     LogitsProcessor,
     PaddedBatch,
@@ -286,8 +286,8 @@ class MegatronModelManager(Offloading):
     def take(self, grid: Grid, part: RankModel | None) -> None:
         """Train with this part of the model, under this strategy; None: this rank is idle."""
         self.grid, self.strategy = grid, grid.strategy
-        self.readers = Readers(Peers(grid.readers))
-        self.feed = Feed(Peers(grid.feed), self.readers)
+        self.readers = Readers(GroupMessages(grid.readers))
+        self.feed = Feed(GroupMessages(grid.feed), self.readers)
         self.part = part
 
     @property

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from rlinf_async.backends.language import MicroBatch, RankFailed
 from rlinf_async.backends.megatron.config import NoSamples
-from rlinf_async.backends.megatron.feed import Peers
+from rlinf_async.backends.megatron.feed import GroupMessages
 from tests.backends.fsdp_helpers import exit_codes, in_processes, save_result
 from tests.backends.language.kit import micro_batches, samples
 from tests.backends.megatron.test_manager import learn, made
@@ -130,10 +130,10 @@ def order_of_stage(rank: int, world_size: int, folder: Path) -> None:
     from rlinf_async.backends.megatron.cpu import of_megatron
 
     p2p = of_megatron("pipeline_parallel.p2p_communication").P2PCommunicator
-    receive, communicate = Peers.receive, p2p._communicate
+    receive, communicate = GroupMessages.receive, p2p._communicate
     events: list[str] = []
 
-    def received(peers: Peers, *arguments: Any) -> Any:
+    def received(peers: GroupMessages, *arguments: Any) -> Any:
         found = receive(peers, *arguments)
         events.append("micro-batch")
         return found
@@ -147,7 +147,7 @@ def order_of_stage(rank: int, world_size: int, folder: Path) -> None:
         trainer = made(world_size, rank, layers=4, **STRATEGIES[name])
         events.clear()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Peers, "receive", received)
+            patch.setattr(GroupMessages, "receive", received)
             patch.setattr(p2p, "_communicate", communicated)
             trainer.training_step(arriving(trainer))
         found[name] = list(events)
@@ -173,7 +173,7 @@ def wait_longer_than_the_limit(rank: int, world_size: int, folder: Path) -> None
     limit = timedelta(seconds=0.2)
     group: Any = dist.new_group([0, 1], timeout=limit)
     other: Any = dist.new_group([0, 1], timeout=limit)
-    peers = Peers(group)
+    peers = GroupMessages(group)
     if rank == 0:
         with pytest.raises(RuntimeError, match="Timed out"):
             dist.recv(torch.zeros(1), 1, group=other)  # what is shorter than the other rank's wait
