@@ -168,6 +168,9 @@ class Get(msgspec.Struct, array_like=True, frozen=True):
     """so many more items may be prefetched"""
     taken: list[Range] = []
     """as of `Taken`, which this saves"""
+    confirmed: bool = True
+    """of a lease: whether its holder waits for the word that it is settled. One that does not may
+    have used the items when it is lost"""
 
 
 class Taken(msgspec.Struct, array_like=True, frozen=True):

@@ -52,6 +52,12 @@ class Sample(msgspec.Struct):
     values: NDArray[np.float32] | None = None
 
 
+class Versioned(msgspec.Struct):
+    """Something that weights of a version have made."""
+
+    version: int
+
+
 async def filled(channel: Channel[int], count: int) -> None:
     with channel.sender.clone("filler") as sender:
         for number in range(count):
@@ -342,6 +348,23 @@ async def test_items_on_their_way_to_a_lost_connection_go_back_to_the_head() -> 
         local = channel.receiver
         assert [(await local.get())[:1] for _ in range(3)] == [b"a", b"b", b"c"]
         assert channel.statistics().unconfirmed == 2
+
+
+async def test_an_item_within_the_lag_whose_process_dies_is_counted_as_one_of_a_get() -> None:
+    channel = Channel(Versioned, name="samples")
+    async with wired() as owner:
+        connection = await owner.join()
+        receiver = owner.receiver(channel, connection)
+        getting = asyncio.create_task(receiver.get_within_lag(current=3, max_lag=2))
+        await until(channel.waits)
+        connection.outbox.pause()  # that it was taken is not sent
+        await channel.sender.put(Versioned(2))
+        assert (await getting).lag == 1
+        await cut(connection, owner)
+        seen = channel.statistics()
+        assert (seen.unconfirmed, seen.redelivered) == (1, 0)
+        async with channel.receiver.lease() as batch:
+            assert batch.deliveries == [1]
 
 
 async def test_ends_that_the_runtime_opened_outlive_the_connection_until_released() -> None:
