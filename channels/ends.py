@@ -303,9 +303,12 @@ class Receiver(End, Generic[T_co]):
 
     @abc.abstractmethod
     async def _take(
-        self, weight: int, at_least: int | None, key: Key | None
+        self, weight: int, at_least: int | None, key: Key | None, *, confirmed: bool = True
     ) -> tuple[Any, Lease[T_co]]:
-        """Take items under a lease; its delivery, as the end knows it, and its items."""
+        """Take items under a lease; its delivery, as the end knows it, and its items.
+
+        ``confirmed``: it ends with `_acknowledge`; else with `_consume`, which nobody waits for.
+        """
 
     @abc.abstractmethod
     async def _acknowledge(
@@ -376,7 +379,7 @@ class Receiver(End, Generic[T_co]):
         is compared with ``current``. A stale item is never mixed in: it comes back as `TooStale`,
         and is counted.
         """
-        delivery, [item] = await self._take(1, None, key)
+        delivery, [item] = await self._take(1, None, key, confirmed=False)
         try:
             lag = current - oldest_version(item)
         except BaseException as error:  # an item without a version goes back

@@ -552,7 +552,7 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
         return found
 
     async def _take(
-        self, weight: int, at_least: int | None, key: Key | None
+        self, weight: int, at_least: int | None, key: Key | None, *, confirmed: bool = True
     ) -> tuple[LocalDelivery, Lease[T_co]]:
         self.open()
         least = checked_least(self._queue.name, weight, at_least)

@@ -7,7 +7,8 @@ answer, and by the loss of the connection::
     Get ---> [waits] ---> answered: requested entries, and some prefetched
                              |--Taken, Settle---> settled, entry by entry
                              |--CANCEL----------> returned
-                             `--connection lost-> returned; under a lease: failed
+                             `--connection lost-> returned; under a lease that is to be
+                                                  acknowledged: failed
 
 A receiver that gets one by one, quickly, is sent items in advance of its next gets. They count as
 queued. Only one receiver of a key has such items; as soon as anybody else waits they are recalled,
@@ -384,7 +385,7 @@ class RemoteDelivery(Delivery):
         return paused([self.queue])
 
     def lost(self, reason: str) -> None:
-        if self.lease:
+        if self.lease and self.request.meta.confirmed:
             why = f"{self.request.connection.peer} is gone: {reason}"
             self.queue.settle(self, Outcome.FAILED, error=why)
         else:

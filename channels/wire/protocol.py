@@ -168,6 +168,9 @@ class Get(msgspec.Struct, array_like=True, frozen=True):
     """number of further items that may be prefetched"""
     taken: list[Range] = []
     """entries that were taken, as in `Taken`, whose message this saves"""
+    confirmed: bool = True
+    """of a lease: whether its holder waits for the word that it is settled. One that does not may
+    have used the items when it is lost"""
 
 
 class Taken(msgspec.Struct, array_like=True, frozen=True):

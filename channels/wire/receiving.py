@@ -606,7 +606,13 @@ class RemoteReceiver(RemoteEnd, Receiver[T_co]):
         return items
 
     async def _deliver(
-        self, weight: int, at_least: int | None, key: Key | None, lease: bool = False
+        self,
+        weight: int,
+        at_least: int | None,
+        key: Key | None,
+        *,
+        lease: bool = False,
+        confirmed: bool = True,
     ) -> tuple[int, list[T_co], list[int]]:
         """Wait for a delivery: its number, its items, and how often each was handed out. It is not
         settled; one with an item that cannot be used is."""
@@ -618,7 +624,7 @@ class RemoteReceiver(RemoteEnd, Receiver[T_co]):
             get = protocol.Get(
                 self._number, key, weight, at_least, current_party.get(),
                 id(getting_task(self.channel_name)), lease,
-                taken=self._links.take_unreported(),
+                taken=self._links.take_unreported(), confirmed=confirmed,
             )  # fmt: skip
             connection = self._wire.connection
             answer = await connection.ask(
@@ -672,9 +678,11 @@ class RemoteReceiver(RemoteEnd, Receiver[T_co]):
         return found
 
     async def _take(
-        self, weight: int, at_least: int | None, key: Key | None
+        self, weight: int, at_least: int | None, key: Key | None, *, confirmed: bool = True
     ) -> tuple[protocol.Range, Lease[T_co]]:
-        number, items, counts = await self._deliver(weight, at_least, key, lease=True)
+        number, items, counts = await self._deliver(
+            weight, at_least, key, lease=True, confirmed=confirmed
+        )
         return (number, 0, len(items)), Lease(items, counts, self._wire.encode)
 
     async def _acknowledge(

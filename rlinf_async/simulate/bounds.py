@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement, pairwise
 
@@ -219,9 +219,18 @@ def oracle(config: SimulationConfig, lengths: Sequence[Sequence[int]]) -> Oracle
 
     Raises `ValueError` for one with ``max_staleness``.
     """
+    return _of_each(Plans, config, lengths)
+
+
+def _of_each(
+    iteration: Callable[[SimulationConfig, Sequence[int]], Plans | _Iteration],
+    config: SimulationConfig,
+    lengths: Sequence[Sequence[int]],
+) -> Oracle:
+    """Return the best plan of each iteration, one after the other."""
     if config.work.max_staleness:
-        raise ValueError("work.max_staleness is above 0: the oracle plans iterations one by one")
-    found = [Plans(config, one).best() for one in lengths]
+        raise ValueError("work.max_staleness is above 0: iterations are planned one by one")
+    found = [iteration(config, one).best() for one in lengths]
     return Oracle(seconds=sum(one for one, _ in found), ranks=[ranks for _, ranks in found])
 
 
@@ -411,10 +420,7 @@ def all_alike(config: SimulationConfig, lengths: Sequence[Sequence[int]]) -> Ora
 
     Raises `ValueError` for one with ``max_staleness``.
     """
-    if config.work.max_staleness:
-        raise ValueError("work.max_staleness is above 0: iterations are planned one by one")
-    found = [_Iteration(config, one).best() for one in lengths]
-    return Oracle(seconds=sum(one for one, _ in found), ranks=[ranks for _, ranks in found])
+    return _of_each(_Iteration, config, lengths)
 
 
 class _Iteration:

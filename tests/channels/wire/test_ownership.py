@@ -49,6 +49,12 @@ class Sample(msgspec.Struct):
     values: NDArray[np.float32] | None = None
 
 
+class Versioned(msgspec.Struct):
+    """Something that weights of a version have made."""
+
+    version: int
+
+
 async def filled(channel: Channel[int], count: int) -> None:
     with channel.sender.clone("filler") as sender:
         for number in range(count):
@@ -341,6 +347,23 @@ async def test_items_on_their_way_to_a_lost_connection_go_back_to_the_head() -> 
         assert statistics_of(channel.queue).unconfirmed == 2
 
 
+async def test_an_item_within_the_lag_whose_process_dies_is_counted_as_one_of_a_get() -> None:
+    channel = Channel(Versioned, name="samples")
+    async with wired() as owner:
+        connection = await owner.join()
+        receiver = owner.receiver(channel, connection)
+        getting = asyncio.create_task(receiver.get_within_lag(current=3, max_lag=2))
+        await until(channel.waits)
+        connection.outbox.pause()  # that it was taken is not sent
+        await channel.sender.put(Versioned(2))
+        assert (await getting).lag == 1
+        await cut(connection, owner)
+        seen = await channel.statistics()
+        assert (seen.unconfirmed, seen.redelivered) == (1, 0)
+        async with channel.receiver.lease() as batch:
+            assert batch.deliveries == [1]
+
+
 async def test_ends_that_the_runtime_opened_outlive_the_connection_until_released() -> None:
     channel = Channel(int, name="numbers")
     async with wired() as owner:
@@ -487,7 +510,7 @@ async def test_latest_values_reach_other_processes_and_are_encoded_once(
 
         connections = [await owner.join(f"w{number}") for number in range(3)]
         receivers = [owner.latest_receiver(latest, one) for one in connections]
-        monkeypatch.setattr(latest, "encode", counted)
+        monkeypatch.setattr(latest, "_encode", counted)
         await latest.sender.publish(Sample(1, np.ones(100_000, np.float32)))
         for receiver in receivers:
             found = await receiver.get()
