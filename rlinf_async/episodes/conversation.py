@@ -1,0 +1,120 @@
+"""A conversation is its tokens: those that the model was given, and those that it drew.
+
+::
+
+    prompt   | answer | given  | answer | given  | answer
+    [P]      | <------------------- [R] ------------------->
+             | drawn  | tools, | drawn  |        | drawn
+             |        | template
+
+Nothing is ever decoded and encoded again: what an engine drew is what is trained, bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+import numpy as np
+
+from rlinf_async.messages.language import Generated, Kept, Tokens
+
+
+class Conversation:
+    """The tokens of one branch of an episode.
+
+    Args:
+        prompt: ``[P]``, tokens that the model reads before its first answer.
+    """
+
+    def __init__(self, prompt: Tokens) -> None:
+        self.prompt = prompt
+        """``[P]``"""
+        self._parts: list[Generated] = []
+        """answers, and what was given between them, in order"""
+
+    def give(self, token_ids: Tokens) -> None:
+        """Append tokens that the model did not draw: results of tools, text of the template."""
+        count = len(token_ids)
+        self._parts.append(
+            Generated(
+                token_ids=np.asarray(token_ids, np.int32),
+                log_prob=np.zeros(count, np.float32),
+                version=np.full(count, -1, np.int32),
+                finish="stop",
+                drawn=np.zeros(count, np.bool_),
+            )
+        )
+
+    def answer(self, generated: Generated) -> None:
+        """Append what the model drew."""
+        self._parts.append(generated)
+
+    @property
+    def tokens(self) -> Tokens:
+        """``[P + R]``: everything so far; the prompt of the next turn."""
+        return np.concatenate([self.prompt, *(part.token_ids for part in self._parts)])
+
+    def __len__(self) -> int:
+        """Return the number of tokens, ``P + R``."""
+        return len(self.prompt) + sum(len(part.token_ids) for part in self._parts)
+
+    @property
+    def drawn(self) -> int:
+        """Number of tokens that the model drew."""
+        return sum(part.drawn_tokens for part in self._parts)
+
+    def fork(self) -> Self:
+        """Return a branch: what was said so far is its prompt, and is not trained a second time."""
+        return type(self)(self.tokens)
+
+    def response(self) -> Generated:
+        """Return everything after the prompt, ``[R]``, as one response.
+
+        What is given after the last answer is left out: nothing was drawn from it.
+        """
+        parts = self._parts[: self._answers_end()]
+        if len(parts) == 1:
+            return parts[0]
+        return joined(parts)
+
+    def _answers_end(self) -> int:
+        """Return the number of parts up to the last answer."""
+        for end in range(len(self._parts), 0, -1):
+            if self._parts[end - 1].drawn_tokens:
+                return end
+        return 0
+
+
+def joined(parts: list[Generated]) -> Generated:
+    """Return the tokens of several parts as one response, which ended as the last one did."""
+    if not parts:
+        nothing = np.zeros(0, np.int32)
+        return Generated(
+            token_ids=nothing, log_prob=np.zeros(0, np.float32), version=nothing, finish="stop"
+        )
+    masks = [
+        np.ones(len(part.token_ids), np.bool_) if part.drawn is None else part.drawn
+        for part in parts
+    ]
+    drawn = np.concatenate(masks)
+    return Generated(
+        token_ids=np.concatenate([part.token_ids for part in parts]),
+        log_prob=np.concatenate([part.log_prob for part in parts]),
+        version=np.concatenate([part.version for part in parts]),
+        finish=parts[-1].finish,
+        kept=_kept(parts),
+        drawn=None if drawn.all() else drawn,
+    )
+
+
+def _kept(parts: list[Generated]) -> Kept | None:
+    """Return what each token was drawn from; nothing of a token that was given was left out."""
+    if all(part.kept is None for part in parts):
+        return None
+    found = [
+        Kept.of([()] * len(part.token_ids)) if part.kept is None else part.kept for part in parts
+    ]
+    whole = found[0]
+    for part in found[1:]:
+        whole = whole.followed_by(part)
+    return whole
