@@ -15,10 +15,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Final, Literal, TypeVar, get_type_hints, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Literal, get_type_hints, overload
 
 import msgspec
 
@@ -26,7 +26,6 @@ from rlinf_async.episodes.parsing import ToolCall
 
 SECONDS: Final = 30.0
 OUTPUT: Final = 16_384
-
 
 
 class ToolError(Exception):
@@ -99,11 +98,10 @@ class Tool:
 
     async def run(self, call: ToolCall) -> ToolResult:
         """Carry out a call of the model; raises nothing but a cancellation."""
-        began = time.monotonic()
+        clock = asyncio.get_running_loop().time
+        began = clock()
         failure, text = await self._outcome(call)
-        return ToolResult(
-            call=call, text=text, failure=failure, seconds=time.monotonic() - began
-        )
+        return ToolResult(call=call, text=text, failure=failure, seconds=clock() - began)
 
     async def _outcome(self, call: ToolCall) -> tuple[Any, str]:
         try:
@@ -112,8 +110,7 @@ class Tool:
             return "arguments", f"error: {error}"
         arguments = {name: getattr(given, name) for name in given.__struct_fields__}
         try:
-            async with asyncio.timeout(self.seconds):
-                found = await self._called(arguments)
+            found = await self._called(arguments)
         except TimeoutError:
             return "timeout", f"error: {self.name} took longer than {self.seconds:g} s"
         except ToolError as error:
@@ -127,16 +124,10 @@ class Tool:
         return "", text
 
     async def _called(self, arguments: Mapping[str, Any]) -> Any:
-        if self._turn is None:
-            return await self._in_its_place(arguments)
-        async with self._turn:
-            return await self._in_its_place(arguments)
-
-    async def _in_its_place(self, arguments: Mapping[str, Any]) -> Any:
-        """Call it: a coroutine function here, another one in a thread, which may block."""
-        if inspect.iscoroutinefunction(self.function):
-            return await self.function(**arguments)
-        return await asyncio.to_thread(self.function, **arguments)
+        async with self._turn or contextlib.nullcontext(), asyncio.timeout(self.seconds):
+            if inspect.iscoroutinefunction(self.function):
+                return await self.function(**arguments)
+            return await asyncio.to_thread(self.function, **arguments)  # it may block
 
 
 @overload
@@ -159,9 +150,7 @@ def tool(
     return lambda one: Tool(one, **limits)
 
 
-async def run_all(
-    calls: Sequence[ToolCall], tools: Mapping[str, Tool]
-) -> list[ToolResult]:
+async def run_all(calls: Sequence[ToolCall], tools: Mapping[str, Tool]) -> list[ToolResult]:
     """Carry out the calls of one answer, all at once; their results in order."""
     return list(await asyncio.gather(*(_run(call, tools) for call in calls)))
 
@@ -201,5 +190,3 @@ def _arguments_of(function: Callable[..., Any], name: str) -> type[msgspec.Struc
     except TypeError as error:
         raise TypeError(f"tool {name!r}: JSON cannot hold its arguments: {error}") from error
     return made
-
-

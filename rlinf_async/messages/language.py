@@ -141,6 +141,14 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True):
     kept: Kept | None = None
     """what each token was drawn from, where the request's sampling truncates (`Sampling`); None
     from an engine that cannot tell: it must not be trained on then"""
+    drawn: Mask | None = None
+    """``[R]``: tokens that the model drew; the others were given to it between two turns, with
+    log-prob 0 and version -1. None: all"""
+
+    @property
+    def drawn_tokens(self) -> int:
+        """Number of tokens that the model drew."""
+        return len(self.token_ids) if self.drawn is None else int(self.drawn.sum())
 
     def tells_of(self, sampling: Sampling) -> bool:
         """Whether it is known what the tokens were drawn from with this sampling."""
