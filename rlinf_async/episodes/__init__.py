@@ -1,0 +1,32 @@
+"""Episodes: a language model that acts in several turns, calls tools, or is driven by an agent."""
+
+from rlinf_async.episodes.episode import (
+    Chat,
+    Episode,
+    EpisodeError,
+    LimitReached,
+    Limits,
+    Task,
+    Turn,
+)
+from rlinf_async.episodes.parsing import Parsed, ToolCall
+from rlinf_async.episodes.template import Rewrites, TemplateError
+from rlinf_async.episodes.tools import Tool, ToolError, ToolResult, tool
+
+__all__ = [
+    "Chat",
+    "Episode",
+    "EpisodeError",
+    "LimitReached",
+    "Limits",
+    "Parsed",
+    "Rewrites",
+    "Task",
+    "TemplateError",
+    "Tool",
+    "ToolCall",
+    "ToolError",
+    "ToolResult",
+    "Turn",
+    "tool",
+]

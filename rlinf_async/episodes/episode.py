@@ -17,14 +17,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
 from rlinf_async.episodes.conversation import Conversation
 from rlinf_async.episodes.parsing import Parser, ToolCall
-from rlinf_async.episodes.template import ChatTemplate, Message, Rewrites
+from rlinf_async.episodes.template import ChatTemplate, Message
 from rlinf_async.episodes.tools import Tool, ToolResult, run_all
 from rlinf_async.messages.language import Generated, Tokens
 
@@ -283,6 +283,3 @@ def _as_call(at: int, call: ToolCall) -> Mapping[str, Any]:
 
 def _call_id(at: int) -> str:
     return f"call{at:05d}"
-
-
-__all__: Final = ["Chat", "Episode", "EpisodeError", "Limits", "LimitReached", "Rewrites", "Task"]

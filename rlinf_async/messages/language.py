@@ -155,8 +155,50 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True):
         return self.kept is not None or not sampling.truncates or not len(self.token_ids)
 
 
+class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens of one turn in the response of an episode."""
+
+    start: int
+    """position of its first token in ``[R]``"""
+    stop: int
+    """position after its last token"""
+    reward: float | None = None
+    """reward of this turn, beside the outcome of the episode; None: it was given none"""
+
+
+class Branch(msgspec.Struct, frozen=True, kw_only=True):
+    """A sequence of an episode that has several: its own prompt, and its part of the response.
+
+    The responses of all branches follow each other in ``[R]``; the first one begins at 0, with the
+    sample's prompt, and is no `Branch`. A token is trained once: what a branch shares with the one
+    that it left is prompt there.
+    """
+
+    prompt_ids: Tokens
+    """``[P']``"""
+    start: int
+    """position of its first token in ``[R]``; it ends where the next one begins"""
+
+
+class EpisodeRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What happened in an episode, for metrics."""
+
+    turns: int
+    """turns of all branches"""
+    tool_calls: dict[str, int] = {}
+    """number of calls, by name of the tool"""
+    tool_failures: dict[str, int] = {}
+    """number of calls that failed, by ``tool/kind of failure``"""
+    tool_seconds: dict[str, float] = {}
+    """duration of all calls of a tool, in seconds, by its name"""
+    cut: str = ""
+    """limit that ended it (``turns``, ``tokens``, ``seconds``); empty: it ended by itself"""
+    metrics: dict[str, float] = {}
+    """numbers of the user's own"""
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """source -> rollout: one sample to generate."""
+    """source -> rollout: one sample to generate, or one turn of an episode."""
 
     group: int
     """number of the prompt in this run; samples of one prompt share it"""
@@ -176,29 +218,16 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     partial: Generated | None = None
     """tokens generated before an interruption; generation continues after them"""
     evaluation: bool = False
+    turn: int = 0
+    """number of the turn of an episode, from 1 on, over all branches; its prompt is the whole
+    conversation so far. 0: no turn but a whole sample, or the task of an episode"""
+    replay: bool = False
+    """whether turns of this episode may have been made before: of a run that was resumed"""
 
     @property
     def name(self) -> str:
-        """Unique in a run: ``group/index``."""
-        return f"{self.group}/{self.index}"
-
-
-class Sample(msgspec.Struct, kw_only=True):
-    """rollout -> inference -> reward: a finished response."""
-
-    request: Request
-    """the request, without its ``partial``, whose tokens are in ``generated``"""
-    generated: Generated
-    text: str
-    """text of the response, without special tokens"""
-    rollout_rank: int
-    prev_log_prob: Floats | None = None
-    """``[R]``, by the actor's forward under weights at least as new as the newest token, and as
-    those that training begins with where the run is on-policy; one version for all tokens"""
-    ref_log_prob: Floats | None = None
-    """``[R]``, by the actor's forward under the reference weights"""
-    value: Floats | None = None
-    """``[R]``, by the critic: of the state before each response token"""
+        """Unique in a run: ``group/index``, of a turn ``group/index.turn``."""
+        return f"{self.group}/{self.index}" + (f".{self.turn}" if self.turn else "")
 
 
 class Scored(msgspec.Struct, frozen=True, kw_only=True, tag="scored"):
@@ -223,6 +252,31 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
 
 
 Outcome = Scored | Rejected | Failed
+
+
+class Sample(msgspec.Struct, kw_only=True):
+    """rollout -> inference -> reward: a finished response."""
+
+    request: Request
+    """the request, without its ``partial``, whose tokens are in ``generated``"""
+    generated: Generated
+    text: str
+    """text of the response, without special tokens"""
+    rollout_rank: int
+    prev_log_prob: Floats | None = None
+    """``[R]``, by the actor's forward under weights at least as new as the newest token, and as
+    those that training begins with where the run is on-policy; one version for all tokens"""
+    ref_log_prob: Floats | None = None
+    """``[R]``, by the actor's forward under the reference weights"""
+    value: Floats | None = None
+    """``[R]``, by the critic: of the state before each response token"""
+    outcome: Outcome | None = None
+    """outcome of an episode that scores itself, or failed; None: the verifier judges ``text``"""
+    branches: tuple[Branch, ...] = ()
+    """sequences of an episode after the first one"""
+    turns: tuple[TurnSpan, ...] = ()
+    """turns of an episode, oldest first in each branch"""
+    episode: EpisodeRecord | None = None
 
 
 class ScoredSample(msgspec.Struct, kw_only=True):
@@ -267,11 +321,16 @@ class TrainingSample(msgspec.Struct, kw_only=True):
     """``[R]``; filled in by `compute_advantages_and_returns` where it is None"""
     returns: Floats | None = None
     """``[R]``: the target of the critic"""
+    branches: tuple[Branch, ...] = ()
+    """sequences after the first one, of an episode that has several"""
+    turns: tuple[TurnSpan, ...] = ()
+    """turns of an episode"""
 
     @property
     def tokens(self) -> int:
-        """``P + R``: the length of the sequence that a forward pass sees."""
-        return len(self.prompt_ids) + len(self.response_ids)
+        """``P + R`` over all branches: tokens that a forward pass sees."""
+        own = len(self.prompt_ids) + len(self.response_ids)
+        return own + sum(len(branch.prompt_ids) for branch in self.branches)
 
 
 class SampleGroup(msgspec.Struct, kw_only=True):

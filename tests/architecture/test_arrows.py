@@ -27,11 +27,12 @@ ARROWS: dict[str, set[str]] = {
     "weights": LIGHT,
     "rewards": LIGHT | {"algorithms"},
     "data": LIGHT | {"rewards"},
+    "episodes": LIGHT | {"data"},
     "backends": LIGHT | {"algorithms", "data", "weights"},
-    "workers": LIGHT | {"backends", "channels", "data", "observe", "rewards"},
+    "workers": LIGHT | {"backends", "channels", "data", "episodes", "observe", "rewards"},
     # Of the algorithms a job needs what they can be told: that part does not import torch.
     "runtime": LIGHT
-    | {"algorithms", "backends", "channels", "data", "observe", "rewards", "workers"},
+    | {"algorithms", "backends", "channels", "data", "episodes", "observe", "rewards", "workers"},
     "simulate": LIGHT | {"backends", "channels", "observe", "runtime", "testing", "workers"},
     "testing": LIGHT | {"channels", "runtime", "workers"},
     "cli": LIGHT | {"channels", "observe", "runtime", "simulate", "workers"},

@@ -131,7 +131,8 @@ def tokenizer_of(family: str) -> Tokenizer:
         show_progress=False,
     )
     made.train_from_iterator(CORPUS * 8, trainer)
-    return transformers.PreTrainedTokenizerFast(
+    load: Any = transformers.PreTrainedTokenizerFast  # untyped
+    found: Tokenizer = load(
         tokenizer_object=made,
         pad_token="<pad>",
         eos_token=FAMILIES[family].end,
@@ -139,3 +140,4 @@ def tokenizer_of(family: str) -> Tokenizer:
         clean_up_tokenization_spaces=False,
         model_max_length=1_000_000,
     )
+    return found

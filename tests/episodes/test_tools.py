@@ -123,6 +123,7 @@ def test_what_a_tool_raises_is_told_and_a_cancellation_passes() -> None:
 def test_what_has_no_schema_is_refused_when_it_is_made() -> None:
     def unknown(a) -> str:  # type: ignore[no-untyped-def]
         """Take something."""
+        return ""
 
     def many(*a: int) -> str:
         """Take many."""
