@@ -31,7 +31,7 @@ from rlinf_async.backends.parts import DEFAULT_LANGUAGE_TRAINER, language_traine
 from rlinf_async.channels import EndOfChannel, LatestReceiver, Receiver, Sender
 from rlinf_async.config.counts import check_bounds
 from rlinf_async.messages.embodied import Floats
-from rlinf_async.messages.language import Kept, Sample, Tokens, TrainingSample
+from rlinf_async.messages.language import Branch, Kept, Mask, Sample, Tokens, TrainingSample
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.workers.base import Worker, task_group
 from rlinf_async.workers.rollout.policy import FollowedWeights
@@ -91,6 +91,8 @@ def as_bare(sample: Sample) -> TrainingSample:
         sample.generated.token_ids,
         temperature=request.sampling.temperature or 1.0,
         kept=sample.generated.kept,
+        drawn=sample.generated.drawn,
+        branches=sample.branches,
         group=request.group,
         index=request.index,
     )
@@ -102,6 +104,8 @@ def bare_sample(
     *,
     temperature: float = 1.0,
     kept: Kept | None = None,
+    drawn: Mask | None = None,
+    branches: tuple[Branch, ...] = (),
     group: int = 0,
     index: int = 0,
 ) -> TrainingSample:
@@ -119,6 +123,8 @@ def bare_sample(
         kept=kept,
         reward=math.nan,
         scored=False,
+        drawn=drawn,
+        branches=branches,
     )
 
 
@@ -213,7 +219,7 @@ class InferenceWorker(Worker):
                         for sample in await self._answer(list(batch)):
                             await done.put(sample)
                     report.samples += len(batch)
-                    report.tokens += sum(_tokens(sample) for sample in batch)
+                    report.tokens += sum(sample.tokens for sample in batch)
                     report.batches += 1
             following.cancel()
         report.weight_updates = self._weights.loads - loads
@@ -241,7 +247,3 @@ class InferenceWorker(Worker):
 def _newest(samples: Sequence[Sample]) -> int:
     """Return the newest version of the weights that generated a token of the samples."""
     return max((int(one.generated.version.max(initial=0)) for one in samples), default=0)
-
-
-def _tokens(sample: Sample) -> int:
-    return len(sample.request.prompt.token_ids) + len(sample.generated.token_ids)

@@ -31,9 +31,10 @@ class LanguageAdvantageConfig(
     """The advantage of a language model's tokens, and the KL in their rewards."""
 
     name: str = "grpo"
-    """``grpo``, ``rloo``, ``reinforce++``, ``reinforce++_baseline``, ``gae``, or a user's own"""
+    """``grpo``, ``turn_grpo``, ``rloo``, ``reinforce++``, ``reinforce++_baseline``, ``gae``, or a
+    user's own"""
     divide_by_std: bool = True
-    """grpo: divide by the standard deviation of the group; False is Dr. GRPO"""
+    """grpo, turn_grpo: divide by the standard deviation of the group; False is Dr. GRPO"""
     gamma: float = 1.0
     """discount per token: gae and reinforce++"""
     gae_lambda: float = 1.0

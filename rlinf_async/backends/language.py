@@ -252,7 +252,8 @@ class LanguageTrainer(Protocol):
     def log_probs(
         self, samples: Sequence[TrainingSample], *, reference: bool = False
     ) -> list[Floats]:
-        """Log-probs ``[R]`` of each sample's response, by this model or the reference weights.
+        """Log-probs ``[R]`` of each sample's response, by this model or the reference weights; 0 of
+        tokens that the model was given.
 
         Input order; micro-batched by tokens inside. Collective. Ranks that do not read
         (`DataRank.is_io`) return those of the samples of the rank that does.

@@ -146,13 +146,22 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True):
     log-prob 0 and version -1. None: all"""
 
     @property
+    def drawn_mask(self) -> Mask:
+        """``[R]``: tokens that the model drew."""
+        return _mask(self.drawn, len(self.token_ids))
+
+    @property
     def drawn_tokens(self) -> int:
         """Number of tokens that the model drew."""
-        return len(self.token_ids) if self.drawn is None else int(self.drawn.sum())
+        return int(self.drawn_mask.sum())
 
     def tells_of(self, sampling: Sampling) -> bool:
         """Whether it is known what the tokens were drawn from with this sampling."""
         return self.kept is not None or not sampling.truncates or not len(self.token_ids)
+
+
+def _mask(drawn: Mask | None, size: int) -> Mask:
+    return np.ones(size, np.bool_) if drawn is None else drawn
 
 
 class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
@@ -278,6 +287,12 @@ class Sample(msgspec.Struct, kw_only=True):
     """turns of an episode, oldest first in each branch"""
     episode: EpisodeRecord | None = None
 
+    @property
+    def tokens(self) -> int:
+        """``P + R`` over all branches."""
+        own = len(self.request.prompt.token_ids) + len(self.generated.token_ids)
+        return own + sum(len(branch.prompt_ids) for branch in self.branches)
+
 
 class ScoredSample(msgspec.Struct, kw_only=True):
     """reward -> collector."""
@@ -298,11 +313,12 @@ class TrainingSample(msgspec.Struct, kw_only=True):
     response_ids: Tokens
     """``[R]``"""
     loss_mask: Mask
-    """``[R]``: tokens that count in the loss; none of a sample that was not scored"""
+    """``[R]``: tokens that count in the loss: of those that the model drew, and none of a sample
+    that was not scored"""
     log_prob: Floats
-    """``[R]``: behaviour log-probs, as sampled"""
+    """``[R]``: behaviour log-probs, as sampled; 0 of tokens that were given"""
     version: Versions
-    """``[R]``"""
+    """``[R]``; -1 of tokens that were given"""
     temperature: float
     """divisor of the logits before log-probs are taken"""
     reward: float
@@ -325,12 +341,32 @@ class TrainingSample(msgspec.Struct, kw_only=True):
     """sequences after the first one, of an episode that has several"""
     turns: tuple[TurnSpan, ...] = ()
     """turns of an episode"""
+    drawn: Mask | None = None
+    """``[R]``: tokens that the model drew; None: all"""
 
     @property
     def tokens(self) -> int:
         """``P + R`` over all branches: tokens that a forward pass sees."""
         own = len(self.prompt_ids) + len(self.response_ids)
         return own + sum(len(branch.prompt_ids) for branch in self.branches)
+
+    @property
+    def drawn_mask(self) -> Mask:
+        """``[R]``: tokens that the model drew."""
+        return _mask(self.drawn, len(self.response_ids))
+
+    @property
+    def sequences(self) -> list[tuple[Tokens, slice]]:
+        """The prompt of each sequence, and its part of the response ``[R]``; the only one is the
+        whole response where there are no branches."""
+        starts = [0, *(one.start for one in self.branches), len(self.response_ids)]
+        prompts = [self.prompt_ids, *(one.prompt_ids for one in self.branches)]
+        return list(zip(prompts, map(slice, starts, starts[1:]), strict=True))
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        """Reward of the sample, and of its turns that were given one."""
+        return (self.reward, *(one.reward for one in self.turns if one.reward is not None))
 
 
 class SampleGroup(msgspec.Struct, kw_only=True):
@@ -369,9 +405,11 @@ class LanguageTrainReport(msgspec.Struct, kw_only=True):
     """samples that were left out: rejected or failed"""
     groups: int
     groups_without_signal: int
-    """groups whose scored samples all have the same reward: nothing can be learnt from them"""
+    """groups whose scored samples all have the same rewards: nothing can be learnt from them"""
     prompt_tokens: int
+    """tokens that the model was given: prompts, and what comes between the turns of an episode"""
     response_tokens: int
+    """tokens that the model drew"""
     reward_mean: float
     """mean reward of the scored samples; NaN where there are none"""
     lag_mean: float

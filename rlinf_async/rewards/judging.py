@@ -36,7 +36,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     finish: Literal["stop", "length", "abort"] = "stop"
     """reason of the end; ``length``: cut at max_tokens"""
     tokens: int = 0
-    """number of tokens of the response"""
+    """number of tokens that the model drew"""
 
     @classmethod
     def of(cls, sample: Sample) -> Self:
@@ -47,7 +47,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
             text=sample.text,
             reference=prompt.reference,
             finish=sample.generated.finish,
-            tokens=len(sample.generated.token_ids),
+            tokens=sample.generated.drawn_tokens,
         )
 
 

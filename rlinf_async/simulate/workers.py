@@ -218,14 +218,10 @@ class SimulatedInference(Worker):
         with contextlib.suppress(EndOfChannel):
             while True:
                 async with samples.lease(weight=self._config.batch, at_least=1) as items:
-                    tokens = sum(_tokens(one.sample) for one in items)
+                    tokens = sum(one.sample.tokens for one in items)
                     with self._site.inferring(tokens) as seconds:
                         await asyncio.sleep(seconds)
                     for one in items:
                         await done.put(one)
                     count += len(items)
         return count
-
-
-def _tokens(sample: Sample) -> int:
-    return len(sample.request.prompt.token_ids) + len(sample.generated.token_ids)

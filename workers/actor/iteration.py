@@ -89,7 +89,7 @@ class ArrivalStatistics:
 
     @property
     def lag_mean(self) -> float:
-        """Mean over response tokens, in versions."""
+        """Mean over the tokens that were drawn, in versions."""
         return self._lag_total / max(self.response_tokens, 1)
 
     @property
@@ -100,18 +100,19 @@ class ArrivalStatistics:
     def add(self, group: SampleGroup) -> None:
         """Add a group."""
         rewards = [sample.reward for sample in group.samples if sample.scored]
+        signals = {sample.rewards for sample in group.samples if sample.scored}
         for sample in group.samples:
             _check_log_probs(sample)
-            lags = self._version - sample.version
+            lags = self._version - sample.version[sample.drawn_mask]
             if len(lags):
                 self._check(group, int(lags.min()), int(lags.max()))
                 self.lag_max = max(self.lag_max, int(lags.max()))
                 self._lag_total += int(lags.sum())
-            self.prompt_tokens += len(sample.prompt_ids)
-            self.response_tokens += len(sample.response_ids)
+            self.prompt_tokens += sample.tokens - len(lags)
+            self.response_tokens += len(lags)
         self._rewards += rewards
         self.groups += 1
-        self.without_signal += len(set(rewards)) <= 1
+        self.without_signal += len(signals) <= 1
         self.samples += len(group.samples)
         self.unscored += len(group.samples) - len(rewards)
 

@@ -8,16 +8,20 @@
 A function gets one group: all samples of one prompt that were *scored*. Samples that were not
 scored have no reward and get no advantage; they train no token and are in no baseline.
 
-In the formulas ``r_i`` is the reward of sample ``i`` of a group of ``G`` scored samples, less the
-KL of its tokens. Without a critic every token of a sample gets the sample's advantage, except with
-``reinforce++``. In a group of one that is 0, as nothing is left to compare with (verl: the raw
-reward).
+In the formulas ``r_i`` is the reward of sample ``i`` of a group of ``G`` scored samples, with those
+of its turns, less the KL of its tokens. Without a critic every token of a sample gets the sample's
+advantage, except with ``reinforce++`` and ``turn_grpo``. In a group of one that is 0, as nothing is
+left to compare with (verl: the raw reward).
+
+A token is one that the model drew: from the last one of a turn the next one is the first of the
+next turn. Each branch of an episode is a chain of tokens of its own, which ends with the outcome
+that all of them share.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -37,12 +41,20 @@ class ScoredTokens(NamedTuple):
     """Trained tokens of one scored sample; all ``[R]``."""
 
     reward: Floats
-    """reward of each token: the sample's reward at the last one, less each token's KL where asked
-    for"""
+    """reward of each token: the sample's reward at the last one of each branch, a turn's at the
+    last one of the turn, less each token's KL where asked for"""
     value: Floats | None
     """value of the state before each token, with a critic"""
     total: float
-    """the sample's reward less the KL of its tokens; also set if none of its tokens is trained"""
+    """the sample's reward, once, and those of its turns, less the KL of its tokens; also set if
+    none of its tokens is trained"""
+    outcome: float
+    """the sample's reward alone"""
+    branches: Sequence[slice]
+    """tokens of each branch, in order; one where there are no others"""
+    turns: Mapping[tuple[int, int], slice]
+    """tokens of each turn, by number of its branch and its number there, both from 0 on; empty
+    where the sample is not of an episode"""
 
 
 class TokenAdvantages(NamedTuple):
@@ -128,12 +140,6 @@ def whitened(
     return [white(one) for one in samples]
 
 
-def without_signal(samples: Sequence[TrainingSample]) -> bool:
-    """Tell whether the scored samples of a group all have the same reward (or there are none)."""
-    rewards = {one.reward for one in samples if one.scored}
-    return len(rewards) <= 1
-
-
 def _groups(samples: Sequence[TrainingSample]) -> list[list[int]]:
     groups: dict[int, list[int]] = {}
     for at, sample in enumerate(samples):
@@ -148,15 +154,39 @@ def _scored_tokens(sample: TrainingSample, config: LanguageAdvantageConfig) -> S
             f"sample {sample.group}/{sample.index} is marked as scored, but its reward is "
             f"{sample.reward}: mark it as not scored, or give it a number"
         )
-    trained = sample.loss_mask
-    reward = np.zeros(int(trained.sum()), np.float32)
+    trained, outcome = sample.loss_mask, float(np.float32(sample.reward))
+    places = np.flatnonzero(trained)
+    reward = np.zeros(len(places), np.float32)
+    branches = [_at(places, part.start, part.stop) for _, part in sample.sequences]
+    turns = [(_at(places, one.start, one.stop), one.reward) for one in sample.turns]
     if len(reward):
-        reward[-1] = sample.reward
+        reward[-1] = outcome
+        for tokens, credit in turns:
+            reward[max(tokens.stop - 1, 0)] += np.float32(credit or 0.0)
         if config.kl_coefficient:
             reward -= np.float32(config.kl_coefficient) * _kl(sample, config)[trained]
     value = None if sample.value is None else sample.value[trained].astype(np.float32)
     total = float(reward.sum(dtype=np.float64)) if len(reward) else sample.reward
-    return ScoredTokens(reward, value, total)
+    for branch in branches:  # the last one has it already
+        if branch.start < branch.stop < len(reward):
+            reward[branch.stop - 1] += np.float32(outcome)
+    by_number = _numbered([tokens for tokens, _ in turns], branches)
+    return ScoredTokens(reward, value, total, outcome, branches, by_number)
+
+
+def _at(places: NDArray[np.int64], start: int, stop: int) -> slice:
+    """Return which of the places ``[R]`` lie from ``start`` to ``stop``."""
+    first, last = np.searchsorted(places, [start, stop]).tolist()
+    return slice(first, last)
+
+
+def _numbered(turns: Sequence[slice], branches: Sequence[slice]) -> dict[tuple[int, int], slice]:
+    """Return the turns by number of their branch and their number there."""
+    found: dict[tuple[int, int], slice] = {}
+    for number, branch in enumerate(branches):
+        inside = [one for one in turns if branch.start <= one.start < one.stop <= branch.stop]
+        found |= {(number, at): one for at, one in enumerate(inside)}
+    return found
 
 
 def _kl(sample: TrainingSample, config: LanguageAdvantageConfig) -> Floats:
@@ -202,10 +232,41 @@ def grpo(group: Sequence[ScoredTokens], config: LanguageAdvantageConfig) -> list
     Without ``divide_by_std`` only the mean is subtracted (Liu et al. 2025, Dr. GRPO). Equal rewards
     give exactly 0.
     """
-    centred = _centred(_totals(group))
-    if config.divide_by_std and len(group) > 1:
-        centred = centred / (np.linalg.norm(centred) / np.sqrt(len(group) - 1) + EPS)
-    return _spread(group, centred)
+    return _spread(group, _standardised(_totals(group), config))
+
+
+@register_group_advantage("turn_grpo")
+def turn_grpo(
+    group: Sequence[ScoredTokens], config: LanguageAdvantageConfig
+) -> list[TokenAdvantages]:
+    """``grpo`` of the reward to go of each turn: the outcome, and the rewards of this turn and of
+    later ones, less the KL of their tokens, compared over the samples of the group.
+
+    A token gets what its turn and later ones earned, as in process supervision (Shao et al. 2024,
+    4.1.3), normalised turn by turn, as in MT-GRPO (Zeng et al. 2025, which has two turns). A sample
+    without a turn of this number is in its baseline with its outcome, which is all that was still
+    to come: where no turn has a reward, this is ``grpo``. Turns are numbered within their branch.
+
+    Raises `ValueError` if a sample has no turns.
+    """
+    if any(len(one.reward) and not one.turns for one in group):
+        raise ValueError(
+            "advantage 'turn_grpo' gives credit to the turns of an episode, and a sample has none: "
+            "choose an advantage of whole samples (grpo, rloo, reinforce++)"
+        )
+    found = [np.zeros(len(one.reward), np.float32) for one in group]
+    to_go = [_rewards_to_go(one, 1.0) for one in group]
+    for turn in dict.fromkeys(turn for one in group for turn in one.turns):
+        there = [one.turns.get(turn) for one in group]
+        rewards = [
+            one.outcome if tokens is None else float(rest[tokens.start])
+            for one, rest, tokens in zip(group, to_go, there, strict=True)
+        ]
+        standard = _standardised(np.array(rewards, np.float64), config)
+        for advantage, tokens, number in zip(found, there, standard, strict=True):
+            if tokens is not None:
+                advantage[tokens] = number
+    return [TokenAdvantages(one, one) for one in found]
 
 
 @register_group_advantage("rloo")
@@ -235,9 +296,20 @@ def reinforce_plus_plus(
     afterwards (Hu et al. 2025, equations 7 and 8)."""
     answers = []
     for one in group:
-        to_go = _to_go(one.reward, config.gamma)
+        to_go = _rewards_to_go(one, config.gamma)
         answers.append(TokenAdvantages(to_go, to_go))
     return answers
+
+
+def _rewards_to_go(one: ScoredTokens, gamma: float) -> Floats:
+    return np.concatenate([_to_go(one.reward[branch], gamma) for branch in one.branches])
+
+
+def _standardised(rewards: Rewards, config: LanguageAdvantageConfig) -> Rewards:
+    centred = _centred(rewards)
+    if config.divide_by_std and len(rewards) > 1:
+        centred = centred / (np.linalg.norm(centred) / np.sqrt(len(rewards) - 1) + EPS)
+    return centred
 
 
 def _totals(group: Sequence[ScoredTokens]) -> Rewards:
@@ -275,7 +347,8 @@ def _to_go(reward: Floats, gamma: float) -> Floats:
 def token_gae(
     group: Sequence[ScoredTokens], config: LanguageAdvantageConfig
 ) -> list[TokenAdvantages]:
-    """Return `algorithms.gae` over tokens: a token is a step, and the last one is terminal.
+    """Return `algorithms.gae` over tokens: a token is a step, and the last one of a branch is
+    terminal.
 
     Schulman et al. 2016, equation 16. Raises `ValueError` if a sample has no values.
     """
@@ -284,19 +357,21 @@ def token_gae(
             "advantage 'gae' needs values, and a sample has none: run a critic, or choose an "
             "advantage without one (grpo, rloo, reinforce++)"
         )
-    lengths = [len(one.reward) for one in group]
-    # Samples are columns; elements below the last token of a shorter one are never read.
-    shape = (max(lengths), len(group))
+    branches = [(one, tokens) for one in group for tokens in one.branches]
+    lengths = [tokens.stop - tokens.start for _, tokens in branches]
+    # Branches are columns; elements below the last token of a shorter one are never read.
+    shape = (max(lengths), len(branches))
     reward, value = np.zeros(shape, np.float32), np.zeros((shape[0] + 1, shape[1]), np.float32)
     ended = np.zeros(shape, np.bool_)
-    for column, (one, length) in enumerate(zip(group, lengths, strict=True)):
-        reward[:length, column] = one.reward
-        value[:length, column] = one.value
+    for column, ((one, tokens), length) in enumerate(zip(branches, lengths, strict=True)):
+        assert one.value is not None
+        reward[:length, column] = one.reward[tokens]
+        value[:length, column] = one.value[tokens]
         ended[length - 1 : length, column] = True
     nothing = np.zeros(shape, np.float32)
     inputs = AdvantageInputs(reward, value, ended, np.zeros_like(ended), nothing)
     found = gae(inputs, AdvantageConfig(gamma=config.gamma, gae_lambda=config.gae_lambda))
-    return [
-        TokenAdvantages(found.advantage[:length, column], found.returns[:length, column])
-        for column, length in enumerate(lengths)
-    ]
+    there = np.arange(shape[0]) < np.array(lengths)[:, None]
+    ends = np.cumsum([len(one.reward) for one in group])[:-1]
+    advantages, returns = (np.split(every.T[there], ends) for every in found)
+    return list(map(TokenAdvantages, advantages, returns))

@@ -18,7 +18,8 @@ Samples are packed into one row of tokens without padding::
                                     rows      * * *    * * * * *     where responses are predicted
 
 Positions begin at 0 in every sample, and attention does not cross samples (`packed_attention`):
-results are those of the samples one by one.
+results are those of the samples one by one. Each branch of an episode is a sequence like a sample's
+only one. Tokens that the model was given between its turns are in the row, and never a target.
 
 A token that was drawn under top-k or top-p has the log-prob of the distribution over the tokens
 that were kept (`KeptTokens`). They are constants: no gradient goes through which ones these are.
@@ -225,7 +226,7 @@ class PackedTokens(NamedTuple):
     position_ids: Tensor
     """``[1, T]``"""
     lengths: list[int]
-    """tokens of each sample in the row; their sum is ``T``"""
+    """tokens of each sequence in the row; their sum is ``T``"""
     rows: Tensor
     """``[N]``: positions in the row"""
     targets: Tensor
@@ -252,24 +253,24 @@ def pack_samples(
     lengths: list[int] = []
     start = 0
     for sample, mask in zip(samples, masks, strict=True):
-        prompt = len(sample.prompt_ids)
-        if prompt == 0:
-            raise ValueError(
-                f"sample {sample.group}/{sample.index} has a prompt without tokens: there is "
-                "nothing to predict its first token from"
-            )
-        # With an empty response the row is the prompt, whose last token then stays.
-        whole = np.concatenate([sample.prompt_ids, sample.response_ids]).astype(np.int64)
-        length = max(len(whole) - 1, 1)
+        for prompt_ids, part in sample.sequences:
+            if len(prompt_ids) == 0:
+                raise ValueError(
+                    f"sample {sample.group}/{sample.index} has a prompt without tokens: there is "
+                    "nothing to predict its first token from"
+                )
+            # With an empty response the row is the prompt, whose last token then stays.
+            whole = np.concatenate([prompt_ids, sample.response_ids[part]]).astype(np.int64)
+            length = max(len(whole) - 1, 1)
+            ids.append(whole[:length])
+            positions.append(np.arange(length))
+            rows.append(start + len(prompt_ids) - 1 + np.flatnonzero(mask[part]))
+            lengths.append(length)
+            start += length
         chosen = np.flatnonzero(mask)
-        ids.append(whole[:length])
-        positions.append(np.arange(length))
-        rows.append(start + prompt - 1 + chosen)
         targets.append(sample.response_ids[chosen].astype(np.int64))
         inverse.append(np.full(len(chosen), 1.0 / (sample.temperature or 1.0), np.float32))
         predicted.append(chosen)
-        lengths.append(length)
-        start += length
 
     def tensor(parts: list[NDArray[np.int64]] | list[NDArray[np.float32]]) -> Tensor:
         return torch.from_numpy(np.concatenate(parts)).to(device)
@@ -291,24 +292,23 @@ def single_token(device: torch.device) -> PackedTokens:
     return PackedTokens(token[None], token[None], [1], token, token, torch.ones(1, device=device))
 
 
-def whole_response(sample: TrainingSample) -> NDArray[np.bool_]:
-    """Return the mask of every response token."""
-    return np.ones(len(sample.response_ids), np.bool_)
-
-
 def pack_responses(samples: Sequence[TrainingSample], device: torch.device) -> PackedTokens:
-    """Pack samples; every token of each response is predicted."""
-    return pack_samples(samples, [whole_response(one) for one in samples], device)
+    """Pack samples; every token that the model drew is predicted."""
+    return pack_samples(samples, [one.drawn_mask for one in samples], device)
 
 
 def by_sample(
     samples: Sequence[TrainingSample], parts: Sequence[Sequence[int]], answers: Iterable[Floats]
 ) -> list[Floats]:
-    """Return ``[R]`` of each sample, in order, from ``[N]`` of each part that `by_tokens` made."""
+    """Return ``[R]`` of each sample, in order, from ``[N]`` of each part that `by_tokens` made and
+    `pack_responses` packed; 0 of tokens that the model was given."""
     found: dict[int, Floats] = {}
     for part, numbers in zip(parts, answers, strict=True):
-        ends = np.cumsum([len(samples[at].response_ids) for at in part])[:-1]
-        found |= zip(part, np.split(numbers, ends), strict=True)
+        masks = [samples[at].drawn_mask for at in part]
+        ends = np.cumsum([mask.sum() for mask in masks])[:-1]
+        for at, mask, drawn in zip(part, masks, np.split(numbers, ends), strict=True):
+            found[at] = np.zeros(len(mask), numbers.dtype)
+            found[at][mask] = drawn
     return [found[at] for at in range(len(samples))]
 
 

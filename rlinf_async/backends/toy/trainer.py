@@ -106,7 +106,8 @@ class ToyTrainer(VersionTrainer):
     ) -> list[Floats]:
         version = self.version if version is None else version
         return [
-            token_log_probs(
+            one.drawn_mask
+            * token_log_probs(
                 one.response_ids, np.full(len(one.response_ids), version, np.int32), one.kept
             )
             for one in samples

@@ -6,6 +6,7 @@ import math
 import statistics
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -14,10 +15,10 @@ from rlinf_async.algorithms.language.advantages import (
     advantage_moments,
     compute_group_advantages,
     whitened,
-    without_signal,
 )
 from rlinf_async.config.registry import UnknownName
-from rlinf_async.messages.language import TrainingSample
+from rlinf_async.messages.language import TrainingSample, TurnSpan
+from tests.backends.language.kit import episode, episodes
 
 REWARDS = [1.0, 0.0, 0.25, -2.0]
 
@@ -133,8 +134,6 @@ def test_kl_in_the_reward_prefers_the_log_probs_that_were_recomputed() -> None:
 def test_equal_rewards_give_advantages_of_exactly_zero(name: str) -> None:
     group = group_of([0.1] * 7)  # the mean of seven 0.1 is not 0.1
     assert all(not tokens.any() for tokens in advantages(group, name=name))
-    assert without_signal(group)
-    assert not without_signal(group_of([0.1, 0.2]))
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce++_baseline", "reinforce++"])
@@ -153,7 +152,6 @@ def test_samples_without_a_score_train_nothing_and_enter_no_baseline(name: str) 
 def test_a_group_without_any_score_gets_no_advantages() -> None:
     group = group_of([None, None])
     assert all(not tokens.any() for tokens in advantages(group, name="gae"))
-    assert without_signal(group)
 
 
 def test_groups_are_compared_within_themselves_in_whatever_order_they_come() -> None:
@@ -235,6 +233,7 @@ def test_which_advantages_are_whitened() -> None:
         ([sample(3, 1, math.inf)], {}, r"sample 3/1 .* its reward is inf"),
         ([sample(3, 1, 1.0)], {"kl_coefficient": 0.1}, r"sample 3/1 has no ref_log_prob"),
         ([sample(3, 1, 1.0)], {"name": "gae"}, r"needs values"),
+        ([sample(3, 1, 1.0)], {"name": "turn_grpo"}, r"turns of an episode, and a sample has none"),
     ],
 )
 def test_what_is_missing_is_named(samples: list[Any], config: Any, says: str) -> None:
@@ -251,3 +250,101 @@ def test_an_unknown_advantage_is_an_error_that_helps() -> None:
 def test_a_coefficient_that_is_no_number_is_refused(field: Any) -> None:
     with pytest.raises(ValueError, match=rf"{field} is nan"):
         LanguageAdvantageConfig(**{field: math.nan})  # type: ignore[arg-type]
+
+
+NAMES = ("grpo", "turn_grpo", "rloo", "reinforce++", "reinforce++_baseline", "gae")
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.3])
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_that_were_given_are_as_if_they_were_not_there(name: str, kl: float) -> None:
+    """From the last token of a turn the next one is the first of the next turn."""
+    config = LanguageAdvantageConfig(name=name, kl_coefficient=kl, gamma=0.9, gae_lambda=0.8)
+    whole = episodes()
+    drawn = [without_given(one) for one in whole]
+    for one, alone in zip(
+        compute_group_advantages(whole, config),
+        compute_group_advantages(drawn, config),
+        strict=True,
+    ):
+        for found, expected in ((one.advantage, alone.advantage), (one.returns, alone.returns)):
+            assert found is not None
+            np.testing.assert_array_equal(found[one.drawn_mask], expected)
+            assert not found[~one.drawn_mask].any()
+
+
+def without_given(one: TrainingSample) -> TrainingSample:
+    """The same tokens without those that were given."""
+    drawn = one.drawn_mask
+    at = np.concatenate([[0], np.cumsum(drawn)]).tolist()
+    arrays = ("response_ids", "loss_mask", "log_prob", "version", "prev_log_prob", "ref_log_prob",
+              "value")  # fmt: skip
+    replace = msgspec.structs.replace
+    return replace(
+        one,
+        drawn=None,
+        branches=tuple(replace(each, start=at[each.start]) for each in one.branches),
+        turns=tuple(replace(each, start=at[each.start], stop=at[each.stop]) for each in one.turns),
+        **{name: getattr(one, name)[drawn] for name in arrays},
+    )
+
+
+@pytest.mark.parametrize("name", ["reinforce++", "gae"])
+def test_each_branch_is_a_chain_of_its_own_that_ends_with_the_outcome(name: str) -> None:
+    config = LanguageAdvantageConfig(name=name, gamma=0.9, gae_lambda=0.8)
+    one = without_given(episode(0, 2, branches=3))
+    parts = []
+    for prompt, part in one.sequences:
+        inside = [each for each in one.turns if part.start <= each.start < part.stop]
+        moved = [
+            msgspec.structs.replace(
+                each, start=each.start - part.start, stop=each.stop - part.start
+            )
+            for each in inside
+        ]
+        arrays = ("response_ids", "loss_mask", "log_prob", "version", "value")
+        parts.append(
+            msgspec.structs.replace(
+                one,
+                prompt_ids=prompt,
+                branches=(),
+                turns=tuple(moved),
+                **{field: getattr(one, field)[part] for field in arrays},
+            )
+        )
+    [whole], apart = (compute_group_advantages(each, config) for each in ([one], parts))
+    expected = np.concatenate([each.advantage for each in apart if each.advantage is not None])
+    np.testing.assert_array_equal(whole.advantage, expected)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce++_baseline"])
+def test_a_reward_is_the_outcome_once_and_the_rewards_of_all_turns(name: str) -> None:
+    group = episodes(1)
+    returns = [one.reward + sum(turn.reward or 0.0 for turn in one.turns) for one in group]
+    expected = advantages(group_of([*returns]), name=name)
+    for one, found, right in zip(group, advantages(group, name=name), expected, strict=True):
+        np.testing.assert_allclose(found[one.drawn_mask], right[0], rtol=1e-5)
+
+
+def test_turn_grpo_without_rewards_of_turns_is_grpo() -> None:
+    plain = [
+        msgspec.structs.replace(one, turns=tuple(
+            msgspec.structs.replace(turn, reward=None) for turn in one.turns))
+        for one in episodes()
+    ]  # fmt: skip
+    for found, expected in zip(
+        advantages(plain, name="turn_grpo"), advantages(plain, name="grpo"), strict=True
+    ):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_turn_grpo_compares_what_a_turn_and_later_ones_earned_turn_by_turn() -> None:
+    """Two samples: the second one has no second turn, but an outcome."""
+    first, second = sample(0, 0, 1.0, 4), sample(0, 1, 0.0, 2)
+    first.turns = (TurnSpan(start=0, stop=2, reward=0.5), TurnSpan(start=2, stop=4, reward=-3.0))
+    second.turns = (TurnSpan(start=0, stop=2),)
+    found = advantages([first, second], name="turn_grpo", divide_by_std=False)
+    to_go = [(1.0 + 0.5 - 3.0, 0.0), (1.0 - 3.0, 0.0)]
+    relative = [(mine - (mine + other) / 2, other - (mine + other) / 2) for mine, other in to_go]
+    np.testing.assert_allclose(found[0], np.repeat([relative[0][0], relative[1][0]], 2))
+    np.testing.assert_allclose(found[1], np.repeat([relative[0][1]], 2))

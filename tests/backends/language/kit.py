@@ -15,7 +15,7 @@ from rlinf_async.backends.fsdp.language.config import LanguageFSDPConfig, Langua
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 from rlinf_async.backends.language import MicroBatch
 from rlinf_async.backends.language_training.config import LanguageModelConfig
-from rlinf_async.messages.language import TrainingSample
+from rlinf_async.messages.language import Branch, Kept, TrainingSample, TurnSpan
 from rlinf_async.weights.pack import unpack
 
 VOCABULARY = 61
@@ -124,3 +124,97 @@ def assert_close(left: dict[str, Tensor], right: dict[str, Tensor], tolerance: f
     assert left.keys() == right.keys()
     for name, tensor in left.items():
         torch.testing.assert_close(tensor, right[name], atol=tolerance, rtol=0.0, msg=name)
+
+
+def episode(
+    group: int, index: int, *, branches: int = 1, scored: bool = True, seed: int = 0
+) -> TrainingSample:
+    """Two turns in each branch, the first of which has a reward; tokens between them were given.
+
+    Nothing may read what is NaN: log-probs and values of these. One sample was drawn from a part
+    of the vocabulary.
+    """
+    random = np.random.default_rng([seed, group, index])
+    masks: list[bool] = []
+    turns: list[TurnSpan] = []
+    starts: list[int] = []
+    for _ in range(branches):
+        starts.append(len(masks))
+        first, given, second = random.integers(1, 6, 3).tolist()
+        turns.append(TurnSpan(start=len(masks), stop=len(masks) + first, reward=random.normal()))
+        masks += [True] * first + [False] * given + [True] * second
+        turns.append(TurnSpan(start=len(masks) - second, stop=len(masks)))
+    drawn, tokens = np.array(masks), random.integers(0, VOCABULARY, len(masks)).astype(np.int32)
+
+    def near(center: Any, unknown: float = math.nan) -> Any:
+        found = center + 0.5 * random.normal(size=len(masks))
+        return np.where(drawn, found, unknown).astype(np.float32)
+
+    def prompt() -> Any:
+        return random.integers(0, VOCABULARY, random.integers(1, 7)).astype(np.int32)
+
+    kept = None
+    if index == 1:
+        others = random.choice(VOCABULARY, (len(masks), 30)).tolist()
+        sets = [{one, *rest} for one, rest in zip(tokens.tolist(), others, strict=True)]
+        kept = Kept.of([[*one] if own else [] for one, own in zip(sets, masks, strict=True)])
+    log_prob = near(-math.log(VOCABULARY if kept is None else 30), 0.0)
+    return TrainingSample(
+        group=group,
+        index=index,
+        prompt_ids=prompt(),
+        response_ids=tokens,
+        loss_mask=drawn & scored,
+        log_prob=log_prob,
+        version=np.where(drawn, 0, -1).astype(np.int32),
+        temperature=float(random.choice([0.7, 1.0, 1.3])),
+        reward=float(random.normal()) if scored else math.nan,
+        scored=scored,
+        prev_log_prob=log_prob + 0.2 * near(0.0),
+        ref_log_prob=log_prob + 0.2 * near(0.0),
+        value=near(0.0),
+        kept=kept,
+        branches=tuple(Branch(prompt_ids=prompt(), start=start) for start in starts[1:]),
+        turns=tuple(turns),
+        drawn=drawn,
+    )
+
+
+def episodes(groups: int = 2, size: int = 4, seed: int = 0) -> list[TrainingSample]:
+    """Whole groups; the third sample of each has branches, the last one of every second one was
+    not scored."""
+    return [
+        episode(
+            group,
+            at,
+            branches=2 + group % 2 if at == 2 else 1,
+            scored=at < size - 1 or group % 2 == 0,
+            seed=seed,
+        )
+        for group in range(groups)
+        for at in range(size)
+    ]
+
+
+def whole_gradients(trainer: Any, batch: list[TrainingSample], size: int) -> dict[str, Tensor]:
+    """Gradients of one global batch by the names of a checkpoint, whatever library computes them on
+    whatever ranks: what rank 0 publishes where they are in the place of the weights."""
+    manager, found = trainer.manager, dict[str, Tensor]()
+    held = getattr(manager, "held", None)  # of Megatron
+    parameters = list(manager.model.parameters()) if held is None else [o.parameter for o in held]
+
+    def publish(units: float) -> float:
+        before = [one.detach().clone() for one in parameters]
+        with torch.no_grad():
+            for one in parameters:
+                gradient = one.grad * manager.world_size if held is None else one.main_grad
+                one.copy_(gradient / units)
+            found.update((name, one.clone()) for name, one in unpack(trainer.publish()).items())
+            for one, weights in zip(parameters, before, strict=True):
+                one.copy_(weights)
+        manager.zero_grad()
+        return 0.0
+
+    trainer._optimizer_step = publish
+    trainer.training_step(iter(micro_batches(batch, size)))
+    return found

@@ -11,7 +11,7 @@ import transformers
 
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 from rlinf_async.backends.language_training.model import packed_attention
-from rlinf_async.backends.language_training.objective import by_tokens, pack_samples, whole_response
+from rlinf_async.backends.language_training.objective import by_tokens, pack_samples
 from rlinf_async.messages.language import TrainingSample
 from tests.backends.language.kit import (
     QWEN3,
@@ -89,7 +89,7 @@ def test_few_tokens_at_a_time_give_the_same_log_probs_in_the_order_they_were_giv
 
 def test_a_row_says_where_each_response_token_is_predicted() -> None:
     first, second = sample(0, 0), sample(0, 1)
-    masks = [whole_response(first), np.zeros(len(second.response_ids), np.bool_)]
+    masks = [first.drawn_mask, np.zeros(len(second.response_ids), np.bool_)]
     masks[1][-1] = True
     packed = pack_samples([first, second], masks, torch.device("cpu"))
     tokens = [len(one.prompt_ids) + len(one.response_ids) - 1 for one in (first, second)]

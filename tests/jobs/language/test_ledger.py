@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -11,17 +12,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlinf_async.channels.wire.codec import Decoder, encode
 from rlinf_async.messages.language import (
+    Branch,
+    EpisodeRecord,
     Failed,
     Generated,
+    Kept,
     Prompt,
     Rejected,
     Request,
     Sample,
+    SampleGroup,
     Sampling,
     Scored,
     ScoredSample,
+    TurnSpan,
 )
+from rlinf_async.runtime.jobs.language.reports import summed_up
 from rlinf_async.runtime.jobs.language.samples import Ledger, LedgerState, to_train
 
 
@@ -108,6 +116,95 @@ def test_a_sample_that_was_not_scored_trains_nothing_and_has_no_reward() -> None
     assert samples[0].reward == 0.25
     assert math.isnan(samples[1].reward)
     assert math.isnan(samples[2].reward)
+
+
+def test_an_episode_trains_what_the_model_drew() -> None:
+    records = ledger(count=1, group_size=2)
+    drawn = np.array([True, True, False, True])
+    made = [an_episode(request, drawn) for request in records.admit(prompts(1))]
+    records.take(made[0])
+    group = records.take(ScoredSample(sample=made[1].sample, outcome=Failed(error="TimeoutError")))
+    assert group is not None
+    scored, failed = to_train(group).samples
+    np.testing.assert_array_equal(scored.loss_mask, drawn)
+    np.testing.assert_array_equal(scored.drawn_mask, drawn)
+    assert not failed.loss_mask.any()
+    assert scored.branches is made[0].sample.branches
+    assert scored.turns is made[0].sample.turns
+    assert scored.tokens == made[0].sample.tokens == 4 + 4 + 3
+
+
+def test_an_episode_travels_whole() -> None:
+    [request] = ledger(count=1, group_size=1).admit(prompts(1))
+    sent = to_train([an_episode(request, np.array([True, True, False, True]))])
+    sent.samples[0].kept = Kept.of([[0, 7], [1], [], [3]])
+    packed = encode(sent)
+    got: SampleGroup = Decoder(SampleGroup).decode_copy(packed)
+    assert str(got) == str(sent)
+
+
+def an_episode(request: Request, drawn: Any) -> ScoredSample:
+    generated = Generated(
+        token_ids=np.arange(4, dtype=np.int32),
+        log_prob=np.where(drawn, -0.5, 0.0).astype(np.float32),
+        version=np.where(drawn, 2, -1).astype(np.int32),
+        finish="stop",
+        drawn=drawn,
+    )
+    record = EpisodeRecord(
+        turns=2,
+        tool_calls={"add": 3},
+        tool_failures={"add/timeout": 1},
+        tool_seconds={"add": 1.5},
+        cut="turns" if request.index else "",
+        metrics={"tries": 4.0} if request.index else {},
+    )
+    sample = Sample(
+        request=request,
+        generated=generated,
+        text="2",
+        rollout_rank=0,
+        branches=(Branch(prompt_ids=np.arange(3, dtype=np.int32), start=3),),
+        turns=(TurnSpan(start=0, stop=2, reward=0.5), TurnSpan(start=3, stop=4)),
+        episode=record,
+    )
+    return ScoredSample(sample=sample, outcome=Scored(reward=1.0))
+
+
+def test_an_iteration_of_episodes_is_summed_up_by_what_was_drawn_and_what_happened() -> None:
+    drawn = np.array([True, True, False, True])
+    group = [an_episode(one, drawn) for one in ledger(count=1, group_size=2).admit(prompts(1))]
+    found = summed_up(3, [group])
+    assert (found.samples, found.tokens) == (2, 22)
+    assert (found.lag_mean, found.lag_max) == (1.0, 1)
+    assert found.metrics == {
+        "response_tokens": 3.0,
+        "response_tokens_median": 3.0,
+        "response_tokens_p99": 3.0,
+        "response_tokens_max": 3.0,
+        "prompt_tokens": 7.0,
+        "cut_off": 0.0,
+        "behaviour_log_prob": -0.5,
+        "unscored": 0.0,
+        "reward": 1.0,
+        "given_tokens": 1.0,
+        "turns": 2.0,
+        "branches": 2.0,
+        "tool_calls": 3.0,
+        "tool_calls_add": 3.0,
+        "tool_failures": 1.0,
+        "tool_failures_add_timeout": 1.0,
+        "tool_seconds_add": 0.5,
+        "episodes_cut": 0.5,
+        "episodes_cut_turns": 0.5,
+        "episode_tries": 4.0,
+    }
+
+
+def test_samples_without_an_episode_add_no_columns_of_one() -> None:
+    group = [scored(one) for one in ledger(count=1).admit(prompts(1))]
+    columns = summed_up(0, [group]).metrics
+    assert not {"turns", "given_tokens", "tool_calls", "episodes_cut", "branches"} & columns.keys()
 
 
 @settings(max_examples=200, deadline=None)

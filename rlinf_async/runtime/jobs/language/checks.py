@@ -35,9 +35,9 @@ from rlinf_async.runtime.jobs.language.config import ActorConfig, LanguageConfig
 from rlinf_async.runtime.jobs.language.model import check_weights
 from rlinf_async.runtime.signals import run
 
-COMPARING = frozenset({"grpo", "rloo", "reinforce++_baseline"})
+COMPARING = frozenset({"grpo", "turn_grpo", "rloo", "reinforce++_baseline"})
 """built-in advantages that compare the samples of a prompt with one another"""
-WITHOUT_VALUES = frozenset({"grpo", "rloo", "reinforce++", "reinforce++_baseline"})
+WITHOUT_VALUES = COMPARING | {"reinforce++"}
 """built-in advantages that use no values; a user's own may"""
 
 
@@ -113,7 +113,7 @@ def _read(folder: str) -> dict[str, Any]:
 def _check_names(config: LanguageConfig) -> None:
     """The registries import torch: they are loaded only for names that are not built in."""
     advantage, loss = config.actor.advantage.name, config.actor.loss.name
-    if advantage not in ("grpo", "rloo", "reinforce++", "reinforce++_baseline", "gae"):
+    if advantage not in WITHOUT_VALUES | {"gae"}:
         from rlinf_async.algorithms.language.advantages import group_advantages
 
         where = ("actor", "advantage", "name")

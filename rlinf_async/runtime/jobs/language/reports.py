@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
 import msgspec
@@ -20,6 +20,7 @@ from rlinf_async.messages.language import (
     Prompt,
     Rejected,
     Request,
+    Sample,
     Sampling,
     Scored,
     ScoredSample,
@@ -51,9 +52,9 @@ class TrainedOn(NamedTuple):
 
     samples: int
     tokens: int
-    """prompts and responses"""
+    """all that was given and drawn: prompts and responses, of all branches"""
     lag_mean: float
-    """versions between the weights that made a token and those it trained, over response tokens"""
+    """versions between the weights that drew a token and those it trained, over these tokens"""
     lag_max: int
     outcomes: Counter[str]
     metrics: dict[str, float]
@@ -62,9 +63,12 @@ class TrainedOn(NamedTuple):
 def summed_up(iteration: int, groups: Groups) -> TrainedOn:
     """Measure the groups of an iteration. What cannot be measured stays out of the metrics."""
     every = [one for group in groups for one in group]
-    responses = [len(one.sample.generated.token_ids) for one in every]
-    prompts = [len(one.sample.request.prompt.token_ids) for one in every]
-    lags = [iteration - one.sample.generated.version for one in every]
+    samples = [one.sample for one in every]
+    drawn = [one.generated.drawn_mask for one in samples]
+    responses = [int(mask.sum()) for mask in drawn]
+    prompts = [one.tokens - len(one.generated.token_ids) for one in samples]
+    pairs = [(one.generated, mask) for one, mask in zip(samples, drawn, strict=True)]
+    lags = [iteration - one.version[mask] for one, mask in pairs]
     made = max(1, sum(responses))
     judged = [one.outcome for one in every if isinstance(one.outcome, Scored)]
     rewards = [outcome.reward for outcome in judged]
@@ -76,8 +80,7 @@ def summed_up(iteration: int, groups: Groups) -> TrainedOn:
         "response_tokens_max": float(max(responses)),
         "prompt_tokens": sum(prompts) / len(every),
         "cut_off": ended["length"] / len(every),
-        "behaviour_log_prob": sum(float(one.sample.generated.log_prob.sum()) for one in every)
-        / made,
+        "behaviour_log_prob": sum(float(one.log_prob[mask].sum()) for one, mask in pairs) / made,
         "unscored": float(len(every) - len(judged)),
     }
     if rewards:
@@ -85,12 +88,52 @@ def summed_up(iteration: int, groups: Groups) -> TrainedOn:
         metrics |= _parts([outcome.parts for outcome in judged])
     return TrainedOn(
         samples=len(every),
-        tokens=sum(responses) + sum(prompts),
+        tokens=sum(one.tokens for one in samples),
         lag_mean=sum(float(lag.sum()) for lag in lags) / made,
         lag_max=max((int(lag.max()) for lag in lags if lag.size), default=0),
         outcomes=Counter(type(one.outcome).__name__.lower() for one in every),
-        metrics=metrics,
+        metrics=metrics | _of_episodes(samples),
     )
+
+
+def _of_episodes(samples: Sequence[Sample]) -> dict[str, float]:
+    """Columns of what happened in episodes; none where there are none.
+
+    Means of an episode, but for ``tool_seconds_NAME``, the mean of a call, and for the agent's own
+    numbers, which are means of the episodes that have them.
+    """
+    records = [one.episode for one in samples if one.episode is not None]
+    if not records:
+        return {}
+    calls = _summed(one.tool_calls for one in records)
+    failures = _summed(one.tool_failures for one in records)
+    cut = Counter(one.cut for one in records if one.cut)
+    having = Counter(name for one in records for name in one.metrics)
+    totals = {
+        "given_tokens": sum(int((~one.generated.drawn_mask).sum()) for one in samples),
+        "turns": sum(one.turns for one in records),
+        "branches": sum(1 + len(one.branches) for one in samples),
+        "tool_calls": sum(calls.values()),
+        "tool_failures": sum(failures.values()),
+        "episodes_cut": cut.total(),
+        **{f"tool_calls_{name}": count for name, count in sorted(calls.items())},
+        **{f"tool_failures_{kind.replace('/', '_')}": n for kind, n in sorted(failures.items())},
+        **{f"episodes_cut_{limit}": count for limit, count in sorted(cut.items())},
+    }
+    seconds = _summed(one.tool_seconds for one in records)
+    own = _summed(one.metrics for one in records)
+    return {
+        **{name: total / len(records) for name, total in totals.items()},
+        **{f"tool_seconds_{name}": seconds.get(name, 0.0) / calls[name] for name in sorted(calls)},
+        **{f"episode_{name}": total / having[name] for name, total in sorted(own.items())},
+    }
+
+
+def _summed(tables: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    totals: dict[str, float] = {}
+    for name, number in (item for table in tables for item in table.items()):
+        totals[name] = totals.get(name, 0.0) + number
+    return totals
 
 
 def _parts(parts: Sequence[dict[str, float]]) -> dict[str, float]:

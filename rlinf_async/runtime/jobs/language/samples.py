@@ -389,7 +389,7 @@ def _training_sample(scored: ScoredSample) -> TrainingSample:
         index=request.index,
         prompt_ids=request.prompt.token_ids,
         response_ids=generated.token_ids,
-        loss_mask=np.full(len(generated.token_ids), judged),
+        loss_mask=generated.drawn_mask & judged,
         log_prob=generated.log_prob,
         version=generated.version,
         temperature=temperature if temperature > 0.0 else 1.0,
@@ -399,6 +399,9 @@ def _training_sample(scored: ScoredSample) -> TrainingSample:
         ref_log_prob=sample.ref_log_prob,
         value=sample.value,
         kept=generated.kept,
+        branches=sample.branches,
+        turns=sample.turns,
+        drawn=generated.drawn,
     )
 
 

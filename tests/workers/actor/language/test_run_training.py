@@ -30,7 +30,7 @@ from rlinf_async.messages.language import (
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.weights.pack import unpack
 from rlinf_async.workers.actor import FSDPActor, LanguageBatches
-from tests.backends.language.kit import assert_close, trainer_config
+from tests.backends.language.kit import assert_close, episodes, trainer_config
 from tests.workers.actor.language.kit import BATCHES, CONFIG, KEEPING, Channels, as_sample, groups
 
 Trained = tuple[list[LanguageTrainReport], WeightUpdate]
@@ -163,6 +163,37 @@ async def test_lags_are_counted_over_tokens_and_bounded(loop_kind: str) -> None:
         await trained([groups(0), late], max_staleness=0)
     with pytest.raises(ra.WorkerError, match=r"-1 to -1 versions old, but max_staleness is any"):
         await trained([groups(0, version=1)])
+
+
+async def test_what_was_given_has_no_version_and_is_no_response(loop_kind: str) -> None:
+    made = episodes(4)
+    late = [
+        SampleGroup(iteration=0, group=at, samples=made[4 * at : 4 * at + 4]) for at in range(4)
+    ]
+    [report], _ = await trained([late], max_staleness=0)  # -1 would be newer than any
+    drawn = sum(int(one.drawn_mask.sum()) for one in made)
+    assert (report.lag_mean, report.lag_max) == (0.0, 0)
+    assert report.response_tokens == drawn
+    assert report.prompt_tokens == sum(one.tokens for one in made) - drawn
+    made = episodes(4)
+    assert made[0].drawn is not None
+    made[0].version[np.flatnonzero(made[0].drawn)[-1]] = -1  # the oldest token over all turns
+    late[0] = SampleGroup(iteration=0, group=0, samples=made[:4])
+    with pytest.raises(ra.WorkerError, match=r"0 to 1 versions old, but max_staleness is 0"):
+        await trained([late], max_staleness=0)
+
+
+async def test_rewards_of_turns_are_a_signal_where_outcomes_are_equal(loop_kind: str) -> None:
+    made = episodes(4)
+    for one in made:
+        one.reward = 1.0
+        if one.group == 3:
+            one.turns = ()
+    every = [
+        SampleGroup(iteration=0, group=at, samples=made[4 * at : 4 * at + 4]) for at in range(4)
+    ]
+    [report], _ = await trained([every])
+    assert report.groups_without_signal == 1
 
 
 async def test_a_run_that_is_resumed_from_a_checkpoint_makes_the_same_weights(
