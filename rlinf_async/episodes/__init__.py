@@ -9,9 +9,9 @@ from rlinf_async.episodes.episode import (
     Task,
     Turn,
 )
-from rlinf_async.episodes.parsing import Parsed, ToolCall
+from rlinf_async.episodes.parsing import Parsed, ParserError, ToolCall
 from rlinf_async.episodes.template import Rewrites, TemplateError
-from rlinf_async.episodes.tools import Tool, ToolError, ToolResult, tool
+from rlinf_async.episodes.tools import Tool, ToolBroken, ToolError, ToolResult, tool
 
 __all__ = [
     "Chat",
@@ -20,10 +20,12 @@ __all__ = [
     "LimitReached",
     "Limits",
     "Parsed",
+    "ParserError",
     "Rewrites",
     "Task",
     "TemplateError",
     "Tool",
+    "ToolBroken",
     "ToolCall",
     "ToolError",
     "ToolResult",
