@@ -4,7 +4,7 @@ drawn from."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +17,9 @@ from rlinf_async.algorithms.config import LanguageLossConfig
 from rlinf_async.backends.base import OptimizerConfig
 from rlinf_async.backends.language import MicroBatch
 from rlinf_async.backends.language_training.config import LanguageModelConfig
+from rlinf_async.episodes.conversation import Conversation, joined
 from rlinf_async.messages.language import (
+    Branch,
     Generated,
     Request,
     Sample,
@@ -51,6 +53,8 @@ RULES: Final[dict[str, dict[str, Any]]] = {
 MASS_ALONE: Final = ("mass", "hot mass", "hardly any mass", "nearly all mass")
 TOKENS: Final = 12
 LOSS: Final = LanguageLossConfig(kl_coefficient=0.05)
+
+Generate = Callable[[Request], Awaitable[Generated]]
 
 
 def twin_model() -> nn.Module:
@@ -86,6 +90,31 @@ def sample_of(one: Request, made: Generated) -> Sample:
     return Sample(request=one, generated=made, text="", rollout_rank=0)
 
 
+async def episode_of(generate: Generate, rule: str) -> Sample:
+    """An episode of three turns: the third one in a branch, which leaves after the first one."""
+    task = request(0, range(2, 7), group=90, max_tokens=TOKENS, **RULES[rule])
+    chat = Conversation(task.prompt.token_ids)
+    await _turn(generate, chat, rule, 1)
+    branch = chat.fork()
+    for number, each, given in ((2, chat, [9, 8, 7]), (3, branch, [7])):
+        each.give(np.array(given, np.int32))
+        await _turn(generate, each, rule, number)
+    parts = [chat.response(), branch.response()]
+    return Sample(
+        request=task,
+        generated=joined(parts),
+        text="",
+        rollout_rank=0,
+        branches=(Branch(prompt_ids=branch.prompt, start=len(parts[0].token_ids)),),
+    )
+
+
+async def _turn(generate: Generate, chat: Conversation, rule: str, number: int) -> None:
+    tokens = chat.tokens.tolist()
+    one = request(number, tokens, group=90, turn=number, max_tokens=5, **RULES[rule])
+    chat.answer(await generate(one))
+
+
 def trained_on(samples: Sequence[Sample], advantage: float | None = None) -> list[TrainingSample]:
     """What an actor gets; with an advantage of every token."""
     scored = [ScoredSample(sample=one, outcome=Scored(reward=1.0)) for one in samples]
@@ -104,15 +133,23 @@ def fields_of(path: str) -> dict[str, Any]:
 
 
 def by_hand(model: nn.Module, one: TrainingSample) -> tuple[Any, Any]:
-    """Log-probs and entropies ``[R]`` over what was kept, in double."""
-    prompt = len(one.prompt_ids)
-    ids = torch.from_numpy(np.concatenate([one.prompt_ids, one.response_ids])).long()
-    with torch.no_grad():
-        logits = model(input_ids=ids[None]).logits[0, prompt - 1 : -1].double() / one.temperature
+    """Log-probs and entropies ``[R]`` over what was kept, in double; 0 of what was given."""
+    rows = []
+    for prompt, part in one.sequences:
+        ids = torch.from_numpy(np.concatenate([prompt, one.response_ids[part]])).long()
+        with torch.no_grad():
+            rows.append(model(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1].double())
+    logits = torch.cat(rows) / one.temperature
     found = []
     whole: list[list[int]] = [[]] * len(one.response_ids)
     sets = whole if one.kept is None else [each.tolist() for each in one.kept.sets()]
-    for row, token, kept in zip(logits, one.response_ids.tolist(), sets, strict=True):
+    drawn = one.drawn_mask
+    for at, (row, token, kept) in enumerate(
+        zip(logits, one.response_ids.tolist(), sets, strict=True)
+    ):
+        if not drawn[at]:
+            found.append((0.0, 0.0))
+            continue
         allowed = kept or list(range(len(row)))
         log_p = row[allowed].log_softmax(-1)
         entropy = -(log_p.exp() * log_p).sum()
@@ -129,7 +166,11 @@ def check_kept(rule: str, made: Generated) -> None:
         return
     assert made.kept.counts.dtype.itemsize <= 2
     assert made.kept.token_ids.dtype == np.uint8  # of a vocabulary of 256
-    for token, kept in zip(made.token_ids.tolist(), made.kept.sets(), strict=True):
+    every = zip(made.token_ids.tolist(), made.kept.sets(), made.drawn_mask, strict=True)
+    for token, kept, drawn in every:
+        if not drawn:
+            assert not len(kept)
+            continue
         assert np.all(np.diff(kept.astype(int)) > 0)
         assert not len(kept) or token in kept
         if sampling.top_k >= VOCABULARY and sampling.top_p == 1.0:
@@ -167,10 +208,10 @@ def check_computed(model: nn.Module, samples: Sequence[Sample], found: dict[str,
     expected = [by_hand(model, one) for one in batch]
     for at, one in enumerate(batch):
         for name in ("log_prob", "prev", "ref"):
-            np.testing.assert_allclose(found[name][at], expected[at][0], atol=WITHIN, rtol=0)
-            np.testing.assert_allclose(found[name][at], one.log_prob, atol=WITHIN, rtol=0)
-    entropy = np.concatenate([one[1] for one in expected]).mean()
-    tokens = sum(len(one.response_ids) for one in batch)
+            for right in (expected[at][0], one.log_prob):
+                np.testing.assert_allclose(found[name][at], right, atol=WITHIN, rtol=1e-6)
+    tokens = sum(int(one.loss_mask.sum()) for one in batch)
+    entropy = np.concatenate([one[1] for one in expected]).sum() / tokens
     for step in found["steps"]:
         assert step["ratio"] == _near(1.0)
         assert step["clip_fraction"] == 0.0
@@ -179,7 +220,9 @@ def check_computed(model: nn.Module, samples: Sequence[Sample], found: dict[str,
         assert step["engine_actor_difference"] == _near(0.0)
         assert step["engine_actor_tokens"] == tokens
         assert step["entropy"] == _near(entropy)
-    alone = all(one.kept is not None and (one.kept.counts == 1).all() for one in batch)
+    alone = all(
+        one.kept is not None and (one.kept.counts[one.drawn_mask] == 1).all() for one in batch
+    )
     up, down = (step["policy_loss"] for step in found["steps"])
     assert (up, down) == (_near(-1.0), _near(1.0))
     norms = [step["grad_norm"] for step in found["steps"]]

@@ -26,6 +26,7 @@ from tests.backends.distributions import (
     check_computed,
     check_kept,
     computed,
+    episode_of,
     fields_of,
     sample_of,
     save_with_defaults,
@@ -37,7 +38,7 @@ from tests.backends.transformers.kit import generate_all
 
 
 class Made(NamedTuple):
-    """Samples of every setting, by the transformers engine."""
+    """Samples of every setting, by the transformers engine; the last one is an episode."""
 
     model: nn.Module
     path: str
@@ -56,11 +57,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
             # All at once: rows of other settings are beside each.
             every = {rule: asked(rule) for rule in RULES}
             found = await asyncio.gather(*(generate_all(engine, each) for each in every.values()))
+            episodes = [await episode_of(engine.generate, rule) for rule in RULES]
         finally:
             await engine.close()
         return {
-            rule: [sample_of(one, got) for one, got in zip(each, all_of, strict=True)]
-            for (rule, each), all_of in zip(every.items(), found, strict=True)
+            rule: [*(sample_of(one, got) for one, got in zip(each, all_of, strict=True)), episode]
+            for (rule, each), all_of, episode in zip(every.items(), found, episodes, strict=True)
         }
 
     return Made(model, path, asyncio.run(generate()))
@@ -133,7 +135,7 @@ def test_only_tokens_of_the_trained_version_are_compared(made: Made) -> None:
     batch[0].version = batch[0].version - 1
     batch[0].log_prob = batch[0].log_prob - np.float32(1.0)
     found = trainer.training_step([MicroBatch(batch, True)])
-    assert found["engine_actor_tokens"] == sum(len(one.response_ids) for one in batch[1:])
+    assert found["engine_actor_tokens"] == sum(int(one.loss_mask.sum()) for one in batch[1:])
     assert found["engine_actor_difference"] < 1e-5
 
 

@@ -25,6 +25,7 @@ from tests.backends.distributions import (
     check_computed,
     check_kept,
     computed,
+    episode_of,
     fields_of,
     sample_of,
     save_with_defaults,
@@ -74,6 +75,7 @@ def test_fsdp_trains_what_vllm_sampled(twins: Twins) -> None:
         found = [
             sample_of(one, got) for (of, one), got in zip(every, made, strict=True) if of == rule
         ]
+        found.append(twins.served.run(episode_of(twins.served.engine.generate, rule)))
         for one in found:
             check_kept(rule, one.generated)
         check_computed(twins.model, found, computed(twins.trainer, found))
