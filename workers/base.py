@@ -329,6 +329,11 @@ class Worker:
         """Record the block as a named span of the run's trace."""
         return self._context.span(name, **args)
 
+    def doing(self) -> tuple[str, ...]:
+        """Say what it does, beside its open spans, for reports and the live view. Override it where
+        these do not say enough."""
+        return ()
+
     async def join_collective(self) -> None:
         """Set up torch.distributed with the other ranks of this group.
 

@@ -173,6 +173,10 @@ class WorkerHost:
         task.add_done_callback(self._forget)
         return invocation
 
+    def doing(self) -> tuple[str, ...]:
+        """What the worker says that it does, beside its open spans."""
+        return () if self._worker is None else self._worker.doing()
+
     async def stop(self) -> None:
         """Cancel the calls that run, run ``teardown``, and end the compute thread."""
         if self.state in (WorkerState.STOPPED, WorkerState.STOPPING):

@@ -62,6 +62,10 @@ FILES: Final = (
 )
 
 
+SLOW_IMPORTS: Final = ("transformers.models.auto.tokenization_auto",)
+"""modules that `load_tokenizer` imports, which takes seconds"""
+
+
 class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that is used."""
 
@@ -113,8 +117,6 @@ def decode(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
     return text
 
 
-Message = Mapping[str, Any]
-
 _AT_ENDS: Final = 16
 """tokens that a tokenizer may add at both ends of a text"""
 
@@ -122,9 +124,13 @@ _AT_ENDS: Final = 16
 class Renderer:
     """Makes prompts from records, with one configuration and tokenizer."""
 
-    def __init__(self, config: DataConfig, tokenizer: Tokenizer) -> None:
-        """Raises `DataError` if a chat template is needed and there is none."""
+    def __init__(self, config: DataConfig, tokenizer: Tokenizer, *, messages: bool = False) -> None:
+        """``messages``: whether prompts carry their messages, too.
+
+        Raises `DataError` if a chat template is needed and there is none.
+        """
         self._config = config
+        self._with_messages = messages
         self._tokenizer = tokenizer
         self._template = _template(config, tokenizer) if config.chat else None
         task = bool(config.tasks)
@@ -149,6 +155,7 @@ class Renderer:
             token_ids=token_ids,
             verifier=self.verifier(record, where),
             reference=self.reference(record, where),
+            messages=tuple(self._messages(record, where)) if self._with_messages else (),
         )
 
     def verifier(self, record: Record, where: str) -> str:
@@ -202,7 +209,7 @@ class Renderer:
                     "messages need a chat template: set chat to true"
                 )
             return given
-        messages = self._messages(given, where)
+        messages = self._messages(record, where)
         try:
             text: str = self._tokenizer.apply_chat_template(
                 messages,
@@ -215,8 +222,9 @@ class Renderer:
             raise DataError(f"{where}: the chat template refuses it: {error}") from error
         return text
 
-    def _messages(self, given: object, where: str) -> list[Message]:
-        messages: list[Message] = []
+    def _messages(self, record: Record, where: str) -> list[dict[str, Any]]:
+        given = column(record, self._config.prompt_column, where)
+        messages: list[dict[str, Any]] = []
         for one in (
             [{"role": "user", "content": given}]
             if isinstance(given, str)
@@ -317,8 +325,13 @@ class DataState(msgspec.Struct, frozen=True, kw_only=True):
 class Prompts(Iterator[Prompt]):
     """The prompts of a run."""
 
-    def __init__(self, config: DataConfig, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: DataConfig, tokenizer: Tokenizer, *, messages: bool = False) -> None:
         """Open the data and check them.
+
+        Args:
+            config: which data.
+            tokenizer: of the model.
+            messages: whether prompts carry their messages, for episodes.
 
         Raises:
             DataError: a record, the template or the split cannot be used; names file and line.
@@ -327,7 +340,7 @@ class Prompts(Iterator[Prompt]):
         """
         self.config = config
         self._records: Records = open_records(config)
-        self._renderer = Renderer(config, tokenizer)
+        self._renderer = Renderer(config, tokenizer, messages=messages)
         self._training, self._kept = self._split()
         self._verifiers: set[str] = set()
         self._long: dict[int, int] = {}

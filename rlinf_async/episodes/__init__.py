@@ -7,6 +7,7 @@ from rlinf_async.episodes.episode import (
     LimitReached,
     Limits,
     Task,
+    ToolFailed,
     Turn,
 )
 from rlinf_async.episodes.parsing import Parsed, ParserError, ToolCall
@@ -28,6 +29,7 @@ __all__ = [
     "ToolBroken",
     "ToolCall",
     "ToolError",
+    "ToolFailed",
     "ToolResult",
     "Turn",
     "tool",

@@ -77,6 +77,17 @@ class Conversation:
             return parts[0]
         return joined(parts)
 
+    def spans(self) -> list[tuple[int, int]]:
+        """Return where each answer lies in the response: its first position, and that after its
+        last."""
+        found, at = [], 0
+        for part in self._parts:
+            end = at + len(part.token_ids)
+            if part.drawn is None:
+                found.append((at, end))
+            at = end
+        return found
+
     def _answers_end(self) -> int:
         """Return the number of parts up to the last answer."""
         for end in range(len(self._parts), 0, -1):

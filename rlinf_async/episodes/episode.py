@@ -15,18 +15,19 @@ trained as they are. An episode has one outcome, whatever number of branches.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
-from rlinf_async.episodes.conversation import Conversation
+from rlinf_async.episodes.conversation import Conversation, joined
 from rlinf_async.episodes.parsing import Parser, ToolCall
-from rlinf_async.episodes.template import ChatTemplate, Message
+from rlinf_async.episodes.template import ChatTemplate, Message, Rewrites
 from rlinf_async.episodes.tools import Tool, ToolResult, run_all
-from rlinf_async.messages.language import Generated, Tokens
+from rlinf_async.messages.language import Branch, EpisodeRecord, Generated, Tokens, TurnSpan
 
 
 class EpisodeError(Exception):
@@ -34,7 +35,21 @@ class EpisodeError(Exception):
 
 
 class LimitReached(EpisodeError):
-    """The episode has made as many turns, or as many tokens, as it may."""
+    """The episode has made as many turns, or as many tokens, as it may. Raised out of the
+    coroutine, it ends the episode, which is judged as it stands."""
+
+    def __init__(self, limit: Literal["turns", "tokens"], most: int) -> None:
+        super().__init__(f"the episode has reached its limit: max_{limit} = {most}")
+        self.limit = limit
+
+
+class ToolFailed(EpisodeError):
+    """A tool failed, and the run is configured so that this ends the episode."""
+
+    def __init__(self, result: ToolResult) -> None:
+        name = result.call.name or "a tool"
+        super().__init__(f"{name} failed ({result.failure}): {result.text}")
+        self.result = result
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,8 +67,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """How long an episode may be."""
 
     turns: int
+    """turns of all branches"""
     tokens: int
     """tokens of the longest branch, prompt included"""
+    answer: int | None = None
+    """tokens of one answer; None: as many as the branch may still have"""
 
 
 class Model(Protocol):
@@ -82,8 +100,19 @@ class Turn:
         return self.drawn.finish == "length"
 
 
+class _Line(NamedTuple):
+    """A conversation, and the turns whose answers are in it."""
+
+    conversation: Conversation
+    turns: list[Turn]
+
+
 class Chat:
-    """One branch of an episode: a conversation with the model. Made by `Episode.chat`."""
+    """One branch of an episode: a conversation with the model. Made by `Episode.chat`.
+
+    Where the template rewrites what came before, and the run is configured so, it goes on in a
+    conversation of its own, whose prompt is rendered anew: a further branch of the sample.
+    """
 
     def __init__(
         self,
@@ -93,11 +122,15 @@ class Chat:
         tools: Sequence[Tool],
     ) -> None:
         self._episode = episode
-        self._conversation = conversation
+        self._lines = [_Line(conversation, [])]
         self._tools = {one.name: one for one in tools}
         self._schemas = [one.schema for one in tools]
         self._unsaid: list[Message] = []
+        self._said: list[list[Message]] = []
+        """what was said before each turn"""
         self._last: Turn | None = None
+        self._asking = False
+        """whether the model is drawing an answer"""
         self.messages: list[Message] = list(messages)
         """the conversation as text, for people; what is trained are its tokens"""
         self.turns: list[Turn] = []
@@ -107,6 +140,21 @@ class Chat:
     def tokens(self) -> Tokens:
         """``[P + R]``, as the model reads them at its next turn, but for what was not sent yet."""
         return self._conversation.tokens
+
+    @property
+    def lines(self) -> Sequence[_Line]:
+        """Its conversations, oldest first: one, unless the template rewrote what came before."""
+        return self._lines
+
+    @property
+    def said(self) -> list[list[Message]]:
+        """Messages before each of its turns, and before the next one, beside those that it began
+        with."""
+        return [*self._said, list(self._unsaid)]
+
+    @property
+    def _conversation(self) -> Conversation:
+        return self._lines[-1].conversation
 
     async def turn(self, max_tokens: int | None = None) -> Turn:
         """Let the model answer.
@@ -118,18 +166,30 @@ class Chat:
             LimitReached: no turn, or no token, is left.
             Rewrites: the template would write earlier answers otherwise (see `ChatTemplate`).
         """
+        if self._asking:
+            raise EpisodeError(
+                "the model is answering in this branch already: fork() it for two answers at once"
+            )
         if self._last is not None and not self._unsaid:
             raise EpisodeError("the model spoke last: answer its turn, or say something")
-        given = self._following()
-        room = self._episode.room(len(self._conversation) + len(given))
+        conversation, given = self._next()
+        room = self._episode.room(len(conversation) + len(given))
         most = room if max_tokens is None else min(room, max_tokens)
+        asked, self._asking = len(self._unsaid), True
+        try:
+            drawn = await self._episode.draw(np.concatenate([conversation.tokens, given]), most)
+        finally:
+            self._asking = False  # what was said stays unsaid where no answer came
+        if conversation is not self._conversation:
+            self._lines.append(_Line(conversation, []))
         if len(given):
-            self._conversation.give(given)
-        self._unsaid.clear()
-        drawn = await self._episode.draw(self._conversation.tokens, most)
-        self._conversation.answer(drawn)
+            conversation.give(given)
+        conversation.answer(drawn)
+        self._said.append(self._unsaid[:asked])
+        del self._unsaid[:asked]
         turn = self._episode.read(drawn)
-        self._last = turn
+        self._last = self._episode.last = turn
+        self._lines[-1].turns.append(turn)
         self.turns.append(turn)
         self.messages.append(_as_message(turn))
         return turn
@@ -146,7 +206,9 @@ class Chat:
         Raises:
             ToolFailed: a tool failed, and the run is configured so that this ends the episode.
         """
-        results = await run_all(turn.tool_calls, self._tools)
+        names = ", ".join(dict.fromkeys(call.name or "?" for call in turn.tool_calls))
+        with self._episode.watch(f"tool {names}"):
+            results = await run_all(turn.tool_calls, self._tools)
         for at, result in enumerate(results):
             self._episode.count(result)
             self.say(result.text, "tool", name=result.call.name, tool_call_id=_call_id(at))
@@ -162,20 +224,47 @@ class Chat:
         self._episode.chats.append(branch)
         return branch
 
-    def response(self) -> tuple[Tokens, Generated]:
-        """Return prompt ``[P]`` and response ``[R]`` of this branch, as they are trained."""
-        return self._conversation.prompt, self._conversation.response()
+    def _next(self) -> tuple[Conversation, Tokens]:
+        """Return the conversation that the next answer belongs to, and the tokens before it that
+        are not there yet."""
+        nothing = np.zeros(0, np.int32)
+        if self._last is not None:
+            try:
+                return self._conversation, self._following(self._last)
+            except Rewrites:
+                if not self._episode.branches_where_rewritten:
+                    raise
+        elif not self._unsaid:
+            return self._conversation, nothing
+        opening = self._episode.template.opening(self.messages, self._schemas)
+        if self._last is None:  # nothing was drawn: what was said belongs to the prompt
+            self._lines[-1] = _Line(Conversation(opening), [])
+            return self._conversation, nothing
+        return Conversation(opening), nothing
 
-    def _following(self) -> Tokens:
-        if self._last is None:
-            return np.zeros(0, np.int32)
+    def _following(self, last: Turn) -> Tokens:
         return self._episode.template.following(
-            self._episode.decode(self._last.drawn.token_ids),
-            self._last.drawn.token_ids,
+            self._episode.decode(last.drawn.token_ids),
+            last.drawn.token_ids,
             self._unsaid,
             self._schemas,
-            called=bool(self._last.tool_calls),
+            called=bool(last.tool_calls),
         )
+
+
+class Transcript(NamedTuple):
+    """An episode as it is trained: one sequence of tokens, or several that share its outcome."""
+
+    prompt: Tokens
+    """``[P]``, of the first sequence"""
+    response: Generated
+    """``[R]``, of all sequences, one after the other"""
+    branches: tuple[Branch, ...]
+    turns: tuple[TurnSpan, ...]
+
+
+Watch = Callable[[str], AbstractContextManager[Any]]
+"""Opens a block of which is told what the episode waits for"""
 
 
 class Episode:
@@ -188,6 +277,10 @@ class Episode:
         parser: reads answers.
         decode: tokens -> text, special tokens of the end of a turn left out.
         limits: how long it may be.
+        watch: is told what it waits for, beside the model.
+        tools_may_fail: whether a tool that fails is told to the model; else it ends the episode.
+        branches_where_rewritten: whether a template that rewrites earlier answers begins a branch;
+            else it ends the episode.
     """
 
     def __init__(
@@ -198,22 +291,38 @@ class Episode:
         parser: Parser,
         decode: Callable[[Tokens], str],
         limits: Limits,
+        *,
+        watch: Watch = nullcontext,
+        tools_may_fail: bool = True,
+        branches_where_rewritten: bool = False,
     ) -> None:
         self.task = task
         self.template = template
         self.decode = decode
+        self.watch = watch
+        self.branches_where_rewritten = branches_where_rewritten
         self.chats: list[Chat] = []
         """branches, oldest first"""
         self.turns = 0
         """turns of all branches"""
+        self.last: Turn | None = None
+        """newest turn of all branches"""
+        self.state = b""
+        """what the environment can be restored from: see `resume`"""
+        self._made: Sequence[Sequence[Message]] = ()
+        """what was said before each turn that `resume` makes again"""
         self.metrics: dict[str, float] = {}
         """numbers of the user's own, which the run averages"""
         self.tool_calls: Counter[str] = Counter()
         self.tool_failures: Counter[tuple[str, str]] = Counter()
         """calls that failed, by tool and kind of failure"""
+        self.tool_seconds: defaultdict[str, float] = defaultdict(float)
+        """duration of all calls, by tool"""
         self._model = model
         self._parser = parser
         self._limits = limits
+        self._tools_may_fail = tools_may_fail
+        self._closed = False
 
     def chat(
         self,
@@ -235,21 +344,71 @@ class Episode:
         self.chats.append(chat)
         return chat
 
+    async def resume(
+        self,
+        tools: Sequence[Tool] = (),
+        messages: Sequence[Message] | None = None,
+    ) -> Chat:
+        """Begin a conversation, or go on with the one of an earlier life of this episode.
+
+        For an environment that can be restored: whoever sets ``episode.state`` before each turn
+        finds it here where the worker has died meanwhile, as it was when the last turn was asked
+        for, and the conversation up to that turn's answer::
+
+            game = Game.load(episode.state) if episode.state else Game()
+            chat = await episode.resume()
+            turn = chat.turns[-1] if chat.turns else None
+            while not game.over:
+                if turn is None:
+                    episode.state = game.save()
+                    turn = await chat.turn()
+                chat.say(game.play(turn.text))
+                turn = None
+
+        Nothing is restored of an episode of several chats; its coroutine begins anew, over the
+        answers that there are. Arguments and errors are those of `chat`.
+        """
+        chat = self.chat(tools, messages)
+        for said in self._made:
+            for message in said:
+                fields = {
+                    name: one for name, one in message.items() if name not in ("role", "content")
+                }
+                chat.say(message["content"], message["role"], **fields)
+            await chat.turn()
+        self._made = ()
+        return chat
+
+    def saved(self) -> bytes:
+        """Return what `restore` takes; empty: nothing can be restored."""
+        if not self.state or len(self.chats) != 1:
+            return b""
+        return msgspec.msgpack.encode((self.state, self.chats[0].said))
+
+    def restore(self, saved: bytes) -> None:
+        """Take up what was saved with the last turn of an earlier life."""
+        if saved:
+            kind = tuple[bytes, list[list[dict[str, Any]]]]
+            self.state, self._made = msgspec.msgpack.decode(saved, type=kind)
+
     def room(self, tokens: int) -> int:
         """Return the number of tokens that a branch of so many may still get.
 
         Raises:
             LimitReached: none, or there was the last turn.
         """
-        if self.turns >= self._limits.turns:
-            raise LimitReached(f"max_turns = {self._limits.turns} turns are made")
-        left = self._limits.tokens - tokens
+        limits = self._limits
+        if self.turns >= limits.turns:
+            raise LimitReached("turns", limits.turns)
+        left = limits.tokens - tokens
         if left < 1:
-            raise LimitReached(f"max_tokens = {self._limits.tokens} tokens are reached")
-        return left
+            raise LimitReached("tokens", limits.tokens)
+        return left if limits.answer is None else min(left, limits.answer)
 
     async def draw(self, context: Tokens, most: int) -> Generated:
         """Have the model draw an answer."""
+        if self._closed:
+            raise EpisodeError("the episode is over: its coroutine has returned")
         self.turns += 1
         return await self._model.draw(context, most)
 
@@ -259,13 +418,55 @@ class Episode:
         return Turn(found.text, found.thoughts, found.tool_calls, drawn)
 
     def count(self, result: ToolResult) -> None:
-        """Count a call of a tool."""
-        self.tool_calls[result.call.name] += 1
+        """Count a call of a tool.
+
+        Raises:
+            ToolFailed: it failed, and that ends the episode.
+        """
+        name = result.call.name
+        self.tool_calls[name] += 1
+        self.tool_seconds[name] += result.seconds
         if result.failure:
-            self.tool_failures[result.call.name, result.failure] += 1
+            self.tool_failures[name, result.failure] += 1
+            if not self._tools_may_fail:
+                raise ToolFailed(result)
+
+    def close(self) -> None:
+        """Let no more answers be drawn: what a task that was left running asks for is refused."""
+        self._closed = True
+
+    def transcript(self) -> Transcript | None:
+        """Return what is trained of the episode; None where the model has drawn nothing."""
+        lines = [line for chat in self.chats for line in chat.lines if line.conversation.drawn]
+        if not lines:
+            return None
+        branches: list[Branch] = []
+        spans: list[TurnSpan] = []
+        at = 0
+        for conversation, turns in lines:
+            if at:
+                branches.append(Branch(prompt_ids=conversation.prompt, start=at))
+            for (start, stop), turn in zip(conversation.spans(), turns, strict=True):
+                if stop > start:
+                    spans.append(TurnSpan(start=at + start, stop=at + stop, reward=turn.reward))
+            at += len(conversation.response().token_ids)
+        parts = [line.conversation.response() for line in lines]
+        response = parts[0] if len(parts) == 1 else joined(parts)
+        return Transcript(lines[0].conversation.prompt, response, tuple(branches), tuple(spans))
+
+    def record(self, cut: str = "") -> EpisodeRecord:
+        """Return what happened, for metrics."""
+        return EpisodeRecord(
+            turns=self.turns,
+            tool_calls=dict(self.tool_calls),
+            tool_failures={f"{one}/{kind}": n for (one, kind), n in self.tool_failures.items()},
+            tool_seconds=dict(self.tool_seconds),
+            cut=cut,
+            metrics=dict(self.metrics),
+        )
 
 
-RunEpisode = Callable[[Episode], Any]
+RunEpisode = Callable[[Episode], Awaitable[Any]]
 """The user's coroutine function"""
 
 

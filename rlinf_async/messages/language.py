@@ -124,6 +124,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """name of the verifier that scores the response"""
     reference: str
     """right answer, or JSON of the verifier's own"""
+    messages: tuple[dict[str, Any], ...] = ()
+    """``text`` before the chat template, for an episode, which renders it itself; else none"""
 
 
 class Generated(msgspec.Struct, frozen=True, kw_only=True):
@@ -232,6 +234,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     conversation so far. 0: no turn but a whole sample, or the task of an episode"""
     replay: bool = False
     """whether turns of this episode may have been made before: of a run that was resumed"""
+    state: bytes = b""
+    """`Episode.state` when the turn was asked for: its sample brings it back"""
 
     @property
     def name(self) -> str:

@@ -81,7 +81,7 @@ def judge(name: str, verifier: Verifier, answer: Answer, finish: Finish | None =
             verdict = finish(verdict)
         return outcome_of(name, verdict)
     except Reject as reason:
-        return Rejected(reason=_cut(str(reason)) or "no reason was given")
+        return Rejected(reason=cut_text(str(reason)) or "no reason was given")
     except KeyboardInterrupt:
         raise
     except MemoryError:
@@ -90,25 +90,25 @@ def judge(name: str, verifier: Verifier, answer: Answer, finish: Finish | None =
             "memory_limit_mib"
         )
     except BaseException as error:  # SystemExit too: a verifier that exits has judged nothing
-        return Failed(error=f"verifier {name!r} raised {_described(error)}")
+        return Failed(error=f"verifier {name!r} raised {described(error)}")
 
 
-def outcome_of(name: str, verdict: Any) -> Outcome:
-    """The return value of a verifier as an outcome."""
+def outcome_of(name: str, verdict: Any, kind: str = "verifier") -> Outcome:
+    """The return value of a verifier, or of another ``kind`` of judge, as an outcome."""
     if isinstance(verdict, Scored):
         for part, value in [("reward", verdict.reward), *dict(verdict.parts).items()]:
             if (wrong := _wrong(value)) is not None:
-                return Failed(error=f"verifier {name!r} returned Scored with {part} = {wrong}")
+                return Failed(error=f"{kind} {name!r} returned Scored with {part} = {wrong}")
         parts = {str(part): float(value) for part, value in verdict.parts.items()}
         return Scored(reward=float(verdict.reward), parts=parts)
     if (wrong := _wrong(verdict)) is not None:
-        return Failed(error=f"verifier {name!r} returned {wrong}")
+        return Failed(error=f"{kind} {name!r} returned {wrong}")
     return Scored(reward=float(verdict))
 
 
 def _wrong(value: Any) -> str | None:
     """Why this is no reward; None where it is one."""
-    shown = f"{_cut(repr(value), 80)} (a {type(value).__name__})"
+    shown = f"{cut_text(repr(value), 80)} (a {type(value).__name__})"
     if isinstance(value, bool):
         return f"{shown}, not a number: return 1.0 or 0.0"
     if not isinstance(value, numbers.Real):
@@ -116,7 +116,7 @@ def _wrong(value: Any) -> str | None:
     try:
         finite = math.isfinite(value)
     except OverflowError:
-        return f"{_cut(str(type(value)), 80)} that is too large for a float"
+        return f"{cut_text(str(type(value)), 80)} that is too large for a float"
     if not finite:
         return f"{shown}, not a finite number"
     if abs(float(value)) > MAX_REWARD:
@@ -124,14 +124,15 @@ def _wrong(value: Any) -> str | None:
     return None
 
 
-def _described(error: BaseException) -> str:
+def described(error: BaseException) -> str:
     """The error, with the place in the verifier where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{_cut(raised(error))}{where}"
+    return f"{cut_text(raised(error))}{where}"
 
 
-def _cut(text: str, limit: int = MAX_TEXT) -> str:
+def cut_text(text: str, limit: int = MAX_TEXT) -> str:
+    """Return a text of no more than ``limit`` characters that can be sent."""
     text = text if len(text) <= limit else f"{text[: limit - 3]}..."
     return text.encode(errors="backslashreplace").decode()  # lone surrogates cannot be sent
 

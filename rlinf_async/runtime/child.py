@@ -382,7 +382,9 @@ class Child:
         router.add_sync(CALL, MethodCall, self._call)
         router.add_sync(ENDED, CallNumber, self._reply_when_ended)
         router.add_sync(
-            "worker.doing", Nothing, lambda request: request.reply(Doing(self._recorder.doing()))
+            "worker.doing",
+            Nothing,
+            lambda request: request.reply(Doing((*self._host.doing(), *self._recorder.doing()))),
         )
         router.add_sync("worker.standstill", Nothing, self._standstill)
         router.add_sync(

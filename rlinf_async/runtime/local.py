@@ -41,7 +41,7 @@ class LocalWorker(WorkerHandle):
         return self._host.begin(method.name, arguments, on_end).cancel
 
     async def doing(self) -> tuple[str, ...]:
-        return self._recorder.doing()
+        return (*self._host.doing(), *self._recorder.doing())
 
     async def standstill(self) -> Standstill:
         return Standstill(self._host.context.what_works or free_task(self._host.calls))

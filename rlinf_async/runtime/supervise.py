@@ -118,7 +118,7 @@ class WorkerHandle(ABC):
 
     @abstractmethod
     async def doing(self) -> tuple[str, ...]:
-        """Names of its open spans, without waits."""
+        """What it says that it does, and the names of its open spans, without waits."""
 
     @abstractmethod
     async def standstill(self) -> Standstill:

@@ -145,7 +145,8 @@ def test_the_tables_of_soft_actor_critic_have_every_setting_and_its_default() ->
 
 def test_the_tables_of_the_language_job_have_every_setting_and_its_default() -> None:
     page: dict[str, str] = {}
-    for name in ("language", "language-data", "language-rollout", "language-training"):
+    pages = ("language", "language-data", "language-rollout", "language-training", "episodes")
+    for name in pages:
         page |= settings(ROOT / "docs" / f"{name}.md")
     assert {name: written(cell) for name, cell in page.items()} == defaults(LanguageConfig)
 

@@ -436,7 +436,8 @@ class LanguageRolloutWorker(Worker):
             generated = await self._generated(lease, report)
             if generated is not None:
                 self._check(request, generated)
-                await samples.put(self._sample(request, generated))
+                key = request.name if request.turn else None  # a turn goes to its episode
+                await samples.put(self._sample(request, generated), key=key)
                 self.sent(request)
         if generated is None:
             report.handed_back += 1

@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
+import rlinf_async as ra
 from rlinf_async.channels.queue import statistics_of
 from rlinf_async.messages.language import (
     Generated,
     Kept,
     Request,
     Sample,
+    Sampling,
     Scored,
     ScoredSample,
 )
+from rlinf_async.runtime.jobs.language.config import LanguageConfig
+from rlinf_async.runtime.jobs.language.roles import LanguageChannels
 from rlinf_async.runtime.jobs.language.samples import (
     InFlight,
     LanguageProgress,
+    Ledger,
     LedgerState,
     Unfinished,
     _items,
+    in_flight,
     load_unfinished,
 )
 from tests.backends.requests import request
 from tests.channels.wire.direct_kit import item, items, world
+from tests.jobs.language.kit import TOY
 
 
 async def test_a_sample_whose_arrays_are_still_with_its_producer_is_left_to_the_ledger() -> None:
@@ -95,3 +103,76 @@ def test_what_was_kept_is_in_the_checkpoint_and_tokens_without_it_are_generated_
     assert [one.sample.request.index for one in found.ledger.finished] == [2, 7]
     assert [one.partial is None for one in found.waiting.partial] == [False, True]
     assert [one.request.index for one in found.waiting.generated] == [4]
+
+
+def with_episodes() -> LanguageConfig:
+    """A run whose samples are episodes."""
+    tables = tomllib.loads(TOY.format(data="none.jsonl"))
+    tables["episode"] = {"run": "tests.jobs.language.agents:talks"}
+    tables["cluster"]["episode_workers"] = 1
+    return msgspec.convert(tables, LanguageConfig)
+
+
+def turn(group: int, number: int) -> Sample:
+    """The answer to a turn of an episode."""
+    return sample(request(0, group=group, turn=number), None)
+
+
+async def keys_of(channels: LanguageChannels) -> list[str]:
+    """Names of the turns that wait for their episodes."""
+    return sorted(str(key) for key in channels.turns.queue.keys)
+
+
+async def test_turns_of_open_episodes_are_saved_whoever_has_them_and_put_back_as_they_were() -> (
+    None
+):
+    running = [request(0, group=group) for group in range(3)]
+    async with ra.Cluster.local() as cluster:
+        channels = LanguageChannels(cluster, with_episodes())
+        with channels.held_open(), channels.turns.sender as sender, channels.turns.receiver as ends:
+            for one in (turn(0, 2), turn(0, 1), turn(1, 1), turn(7, 1)):
+                await sender.put(one, key=one.request.name)
+            await channels.generated.sender.put(sample(running[1], None))
+            async with ends.lease(key="0/0.1"):
+                found = in_flight(channels, [], running)
+    assert [one.request.name for one in found.turns] == ["0/0.1", "0/0.2"]
+    assert [one.request.name for one in found.generated] == ["1/0"]
+
+    ledger = Ledger(
+        prompts=3,
+        group_size=1,
+        max_staleness=0,
+        sampling=Sampling(),
+        seed=0,
+        state=LedgerState(running=running),
+    )
+    found.enter(ledger)
+    assert [one.replay for one in ledger.running] == [True, False, False]
+    async with ra.Cluster.local() as cluster:
+        channels = LanguageChannels(cluster, with_episodes())
+        with channels.held_open(), channels.turns.receiver:
+            await found.put_back(channels)
+            assert await keys_of(channels) == ["0/0.1", "0/0.2"]
+
+
+async def test_answers_that_no_open_episode_waits_for_are_dropped_unless_they_are_leased() -> None:
+    async with ra.Cluster.local() as cluster:
+        channels = LanguageChannels(cluster, with_episodes())
+        with channels.held_open(), channels.turns.sender as sender, channels.turns.receiver as ends:
+            for one in (turn(0, 1), turn(1, 1), turn(1, 1), turn(2, 1), turn(-3, 1)):
+                await sender.put(one, key=one.request.name)
+            async with ends.lease(key="2/0.1"):
+                assert channels.drop_turns({"0/0"}) == 3
+                assert await keys_of(channels) == ["0/0.1", "2/0.1"]
+            assert channels.drop_turns(set()) == 1
+            assert await keys_of(channels) == []
+
+
+def test_a_checkpoint_without_turns_can_still_be_read(tmp_path: Path) -> None:
+    """Of a version that knew no episodes."""
+    (tmp_path / "one").mkdir()
+    written = Unfinished(ledger=LedgerState(), data=b"{}")
+    [(name, content)] = written.files().items()
+    (tmp_path / "one" / name).write_bytes(content.replace(b"turns", b"other"))
+    found = load_unfinished(tmp_path, LanguageProgress(checkpoint="one"))
+    assert found.waiting == InFlight()

@@ -74,6 +74,62 @@ def test_a_wrong_setting_is_named_with_what_to_do(
     assert message in said(job, f"--{setting}", value)
 
 
+AGENTS = "tests.jobs.language.agents"
+TALKS = ("--episode.run", f"{AGENTS}:talks", "--cluster.episode_workers", 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (TALKS[:2], "episode_workers: nobody would run 'tests.jobs.language.agents:talks': set"),
+        (TALKS[2:], "cluster.episode_workers: there are 1 episode workers, but each sample is one"),
+        (("--episode.max_turns", 3), "episode.max_turns: each sample is one answer, so that this"),
+        ((*TALKS, "--episode.max_turns", 0), "max_turns is 0; it must be at least 1"),
+        ((*TALKS, "--episode.max_tokens", 1), "max_tokens is 1; it must be at least 2"),
+        ((*TALKS, "--episode.concurrent", 0), "concurrent is 0; it must be at least 1"),
+        ((*TALKS, "--episode.seconds", 0), "seconds is 0.0; it must be a number of seconds above"),
+        ((*TALKS, "--episode.on_timeout", "skip"), "episode.on_timeout"),
+        ((*TALKS, "--episode.tools", "hermez"), "no format of tool calls is called 'hermez'; did"),
+        ((*TALKS, "--episode.tools", "none.py:parse"), "episode.tools: 'none.py:parse': 'none.py'"),
+        ((*TALKS, "--rollout.toy.context", 2000), "max_tokens is 2048, but an episode has to fit"),
+        (
+            (*TALKS, "--episode.max_tokens", 6),
+            "(episode.max_tokens = 6 leaves 5: raise it for longer prompts)",
+        ),
+        (
+            (*TALKS, "--scheduler.policy", "tail"),
+            "policy 'tail' counts answers, of which an episod",
+        ),
+        ((*TALKS, "--data.chat", "false"), "data.chat: an episode is a conversation, whose"),
+        (
+            (*TALKS, "--episode.run", "talks"),
+            "no coroutine of an episode is called 'talks' (known: none)",
+        ),
+        ((*TALKS, "--episode.run", "none.py:run"), "episode.run: 'none.py:run': 'none.py' cannot"),
+        ((*TALKS, "--episode.run", f"{AGENTS}:nobody"), "has no function 'nobody'"),
+        ((*TALKS, "--episode.run", f"{AGENTS}:at_once"), "is no coroutine function: an episode is"),
+        (
+            (*TALKS, "--episode.run", f"{AGENTS}:streams"),
+            "is an async generator: an episode is `as",
+        ),
+        (
+            (*TALKS, "--episode.run", f"{AGENTS}:of_two"),
+            "a coroutine of an episode is called with episode",
+        ),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "check"])
+def test_episodes_that_could_not_be_run_are_refused(
+    job: Job, command: str, settings: tuple[object, ...], message: str
+) -> None:
+    if command == "train":
+        assert message in said(job, *settings)
+        return
+    checked = job.command("check", job.file, *settings)
+    assert checked.code == 2
+    assert message in checked.err
+
+
 def test_prompts_that_cannot_be_divided_among_actors_are_refused_with_what_would_do(
     job: Job,
 ) -> None:

@@ -26,6 +26,8 @@ from rlinf_async.backends.language import UnsupportedModel, check_family
 from rlinf_async.backends.parts import EngineRun, TrainerRun, engines, language_trainers
 from rlinf_async.config import ConfigError, MissingExtra
 from rlinf_async.data import DataError, Prompts, PromptsTooLong, load_tokenizer
+from rlinf_async.episodes.agents import load_agent
+from rlinf_async.episodes.parsing import parsers
 from rlinf_async.messages.language import Rejected
 from rlinf_async.parallel.splits import nearest_divisors
 from rlinf_async.rewards import ScoringPool, load_verifier
@@ -34,6 +36,7 @@ from rlinf_async.runtime.jobs.language.backends import has_weights
 from rlinf_async.runtime.jobs.language.config import ActorConfig, LanguageConfig
 from rlinf_async.runtime.jobs.language.model import check_weights
 from rlinf_async.runtime.signals import run
+from rlinf_async.workers.episode.config import EpisodeConfig
 
 COMPARING = frozenset({"grpo", "turn_grpo", "rloo", "reinforce++_baseline"})
 """built-in advantages that compare the samples of a prompt with one another"""
@@ -139,6 +142,7 @@ def check_sizes(config: LanguageConfig) -> None:
     _check_critics(config)
     _check_places(config)
     _check_reference(config)
+    _check_episodes(config)
 
 
 def _check_batches(config: LanguageConfig) -> None:
@@ -361,6 +365,52 @@ def _check_reference(config: LanguageConfig) -> None:
         )
 
 
+def _check_episodes(config: LanguageConfig) -> None:
+    """Refuse settings of episodes without episodes, and episodes that could not have a turn."""
+    episode, workers = config.episode, config.cluster.episode_workers
+    if not episode.run:
+        given = [
+            name
+            for name in EpisodeConfig.__struct_fields__
+            if getattr(episode, name) != getattr(EpisodeConfig(), name)
+        ]
+        if given:
+            raise ConfigError(
+                "each sample is one answer, so that this has no use: set episode.run to the "
+                "coroutine of an episode, or leave it out",
+                path=("episode", given[0]),
+            )
+        if workers:
+            raise ConfigError(
+                f"there are {workers} episode workers, but each sample is one answer: set "
+                "episode.run to the coroutine of an episode, or this to 0",
+                path=("cluster", "episode_workers"),
+            )
+        return
+    if not workers:
+        raise ConfigError(
+            f"nobody would run {episode.run!r}: set it to at least 1",
+            path=("cluster", "episode_workers"),
+        )
+    if not config.data.chat:
+        raise ConfigError(
+            "an episode is a conversation, whose messages go through a chat template: set it to "
+            "true",
+            path=("data", "chat"),
+        )
+
+
+def check_agent(config: LanguageConfig) -> None:
+    """Load the coroutine of the episodes, and the format of their tool calls.
+
+    Raises:
+        ConfigError: one cannot be imported, or is none.
+    """
+    if config.has_episodes:
+        load_agent(config.episode.run, ("episode", "run"))
+        parsers.check(config.episode.tools, ("episode", "tools"), apart=True)
+
+
 def _nearest(number: int, divisor: int) -> str:
     below = number // divisor * divisor
     above = below + divisor
@@ -383,10 +433,10 @@ def open_prompts(config: LanguageConfig, model: Path) -> Prompts:
     if room is not None and narrowed:
         data = msgspec.structs.replace(data, max_prompt_tokens=room)
     try:
-        prompts = Prompts(data, load_tokenizer(model))
+        prompts = Prompts(data, load_tokenizer(model), messages=config.has_episodes)
     except DataError as error:
         blamed = narrowed and isinstance(error, PromptsTooLong)
-        hint = f" ({why}: lower rollout.sampling.max_tokens for longer prompts)" if blamed else ""
+        hint = f" ({why})" if blamed else ""
         raise ConfigError(f"{error}{hint}", path=("data",)) from error
     _check_count(config, prompts)
     if config.evaluation.samples and not prompts.held_out:
@@ -534,6 +584,16 @@ def _described(model: Path) -> dict[str, Any]:
 def _room(config: LanguageConfig, model: Path) -> tuple[int | None, str]:
     """Largest number of tokens of a prompt, and the reason; None: the model has no limit."""
     context, longest = _context(config, model), config.rollout.sampling.max_tokens
+    if config.has_episodes:
+        most = config.episode.max_tokens
+        if context is not None and most > context:
+            raise ConfigError(
+                f"max_tokens is {most}, but an episode has to fit the model's context of {context} "
+                "tokens: lower it",
+                path=("episode", "max_tokens"),
+            )
+        why = f"episode.max_tokens = {most} leaves {most - 1}: raise it for longer prompts"
+        return most - 1, why
     if context is None:
         return None, ""
     if longest >= context:
@@ -543,7 +603,10 @@ def _room(config: LanguageConfig, model: Path) -> tuple[int | None, str]:
             path=("rollout", "sampling", "max_tokens"),
         )
     room = context - longest
-    return room, f"a context of {context} tokens less max_tokens = {longest} leaves {room}"
+    return room, (
+        f"a context of {context} tokens less max_tokens = {longest} leaves {room}: lower "
+        "rollout.sampling.max_tokens for longer prompts"
+    )
 
 
 def _context(config: LanguageConfig, model: Path) -> int | None:

@@ -31,6 +31,7 @@ from rlinf_async.parallel import Strategy
 from rlinf_async.runtime.jobs.config import HostConfig
 from rlinf_async.runtime.jobs.placement import Preset, RolePlacement
 from rlinf_async.scheduling import SchedulingConfig
+from rlinf_async.workers.episode.config import EpisodeConfig
 from rlinf_async.workers.reward import RewardConfig
 from rlinf_async.workers.rollout.language import LanguageRolloutConfig
 
@@ -362,6 +363,8 @@ class ClusterConfig(HostConfig, frozen=True, kw_only=True, forbid_unknown_fields
     """number of rollout workers; when left out as many as their devices allow, 1 without
     accelerators"""
     reward_workers: int = 1
+    episode_workers: int = 0
+    """workers that run the coroutines of ``[episode]``: at least 1 with ``episode.run``, else 0"""
     inference_workers: int = 0
     """workers that recompute log-probs by the actor's forward; 0: the sampled ones are used"""
     actors: int | None = None
@@ -378,7 +381,8 @@ class ClusterConfig(HostConfig, frozen=True, kw_only=True, forbid_unknown_fields
         self.check_roles(self.placement)
         names = ("reward_workers", "rollout_workers", "actors")
         check_bounds(self, *names, least=1, most=MOST_WORKERS)
-        check_bounds(self, "inference_workers", "critics", least=0, most=MOST_WORKERS)
+        names = ("inference_workers", "critics", "episode_workers")
+        check_bounds(self, *names, least=0, most=MOST_WORKERS)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -406,6 +410,8 @@ MAY_DIFFER = (
     "training.keep_checkpoints",
     "training.export",
     "training.metrics",
+    "episode.seconds",
+    "episode.concurrent",
     "rollout.serving",
     "rollout.transformers",
     "rollout.vllm",
@@ -446,6 +452,7 @@ class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     data: DataConfig
     training: TrainingConfig
     rollout: GenerationSettings = GenerationSettings()
+    episode: EpisodeConfig = EpisodeConfig()
     reward: RewardConfig = RewardConfig()
     actor: ActorConfig = ActorConfig()
     critic: CriticConfig = CriticConfig()
@@ -515,6 +522,11 @@ class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if stated is not None:
             return stated
         return 0.2 if self.rounded else 1e-3
+
+    @property
+    def has_episodes(self) -> bool:
+        """Whether a sample is an episode, which may have several turns."""
+        return bool(self.episode.run)
 
     @property
     def has_critic(self) -> bool:

@@ -18,6 +18,7 @@ from rlinf_async.observe.summary import LanguageSummary
 from rlinf_async.runtime.jobs.config import Reads, check_sinks, model_files
 from rlinf_async.runtime.jobs.language.backends import has_weights, placed, plan_roles
 from rlinf_async.runtime.jobs.language.checks import (
+    check_agent,
     check_backends,
     check_critic,
     check_engine,
@@ -79,6 +80,7 @@ class LanguageRL:
         checkpoint_folder(config.model)
         check_families(config)
         check_verifiers(config)
+        check_agent(config)
         for data, path in ((config.data, ("data",)), (config.warm_start.data, WARM_START_DATA)):
             if data is not None and data.path:
                 _check_there(data, (*path, "path"))

@@ -2,6 +2,7 @@
 
 ::
 
+    episode      run         from start to end; only where samples are episodes
     rollout      serve       from start to end; takes turns with the actors where they share devices
     inference    run         from start to end
     reward       run         from start to end
@@ -10,12 +11,14 @@
     this process --Request--> rollout --Sample--> [inference] --Sample--> reward
          ^                                                                  |
          +--------------------------ScoredSample----------------------------+
+    with episodes: this process --Request--> episode --Sample--> [inference] --Sample--> reward
+                   episode --Request, a turn--> rollout --Sample, by key--> episode
     this process --SampleGroup, by key of the DP rank--> [critic] --SampleGroup--> actor
     where the actors' number changes: critic --SampleGroup--> this process --SampleGroup--> actor
     actor --WeightUpdate, `Latest`--> rollout --WeightsTaken--> this process
 
-Rollout, inference and reward workers are restarted when they die: what they held comes back. The
-death of an actor or a critic ends the run, which can be resumed.
+Episode, rollout, inference and reward workers are restarted when they die: what they held comes
+back. The death of an actor or a critic ends the run, which can be resumed.
 
                 waits for                                unblocked by
     critic      the groups of its share; all of them     the collector
@@ -30,8 +33,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -39,7 +42,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import msgspec
 import numpy as np
 
-from rlinf_async.channels import Channel, Latest
+from rlinf_async.channels import Channel, ChannelEmpty, Latest
 from rlinf_async.config.registry import load_entry_point
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import (
@@ -73,6 +76,7 @@ from rlinf_async.runtime.supervise import Restart
 from rlinf_async.runtime.wakers import WorkEvent
 from rlinf_async.workers.actor import LanguageActor, LanguageBatches
 from rlinf_async.workers.critic import LanguageCritic
+from rlinf_async.workers.episode import EpisodeReport, EpisodeWorker
 from rlinf_async.workers.inference import InferenceConfig, InferenceReport, InferenceWorker
 from rlinf_async.workers.reward import RewardReport, RewardWorker
 from rlinf_async.workers.rollout.language import LanguageRolloutReport, LanguageRolloutWorker
@@ -104,6 +108,8 @@ class LanguageChannels:
             capacity=samples,
             max_deliveries=restarted(config.rollout_ranks + config.scheduled),
         )
+        self.tasks: Channel[Request] = self.requests
+        """first request of each sample; ``requests`` where a sample is one answer"""
         self.generated: Channel[Sample] = cluster.channel(
             Sample,
             name="generated",
@@ -114,6 +120,18 @@ class LanguageChannels:
                 else max(counts.reward_workers, 1)
             ),
         )
+        self.turns: Channel[Sample] = self.generated
+        """answers of rollout workers: turns of episodes, by key of their name; ``generated`` where
+        a sample is one answer"""
+        if config.has_episodes:
+            restarts = restarted(counts.episode_workers)
+            self.tasks = cluster.channel(
+                Request, name="tasks", capacity=samples, max_deliveries=restarts
+            )
+            # Each key has room for itself: no answer waits for one that is leased meanwhile.
+            self.turns = cluster.channel(
+                Sample, name="turns", capacity=samples, max_deliveries=restarts
+            )
         self.inferred: Channel[Sample] = self.generated
         """samples with log-probs of the actor's forward pass; ``generated`` where none are asked
         for"""
@@ -158,8 +176,29 @@ class LanguageChannels:
             for channel in (self.valued, self.to_train):  # the same where there is no critic
                 ends.enter_context(channel.receiver)
                 ends.enter_context(channel.sender)
-            with self.requests.sender:
+            with self.tasks.sender:
                 yield
+
+    def drop_turns(self, running: Container[str]) -> int:
+        """Drop the answers that wait for an episode that is over: what an earlier life of it, or a
+        task that it left behind, had asked for.
+
+        Args:
+            running: names of the samples that are not finished.
+
+        Returns how many were dropped.
+        """
+        if self.turns is self.generated:
+            return 0
+        receiver, dropped = self.turns.receiver, 0
+        for key in list(self.turns.queue.keys):
+            if str(key).partition(".")[0] in running:
+                continue
+            with suppress(ChannelEmpty):  # it is leased, or on its way
+                while True:
+                    receiver.get_nowait(key=key)
+                    dropped += 1
+        return dropped
 
 
 CRITIC = "critic"
@@ -405,6 +444,7 @@ class Roles:
             self._apart = self._apart and not self._layout.accelerated
         self._version_taken = WorkEvent()
         self._inferring: GroupCall[list[InferenceReport]] | None = None
+        self._acting: GroupCall[list[EpisodeReport]] | None = None
 
     async def launch(self, resume: Path | None) -> None:
         """Start all workers, each in a process of its own where there are processes."""
@@ -436,7 +476,7 @@ class Roles:
         channels = self._channels
         ends = (
             channels.requests.receiver,
-            channels.generated.sender,
+            channels.turns.sender,
             channels.weights.receiver,
             channels.taken.sender,
         )
@@ -445,6 +485,14 @@ class Roles:
             self._serving = self._rollouts.call(LanguageRolloutWorker.serve, *ends)
         else:
             self._serving = self.scheduling.serve(self._rollouts, *ends)
+        if self._config.has_episodes:
+            self._acting = self._episodes.call(
+                EpisodeWorker.run,
+                channels.tasks.receiver,
+                channels.requests.sender,
+                channels.turns.receiver,
+                channels.generated.sender,
+            )
         if self._config.needs_inference:
             self._inferring = self._inference.call(
                 InferenceWorker.run,
@@ -467,7 +515,9 @@ class Roles:
             self._version_taken.set()
 
     async def finish(self) -> SchedulerSummary | None:
-        """Wait for the workers that stream, once the requests have ended; what a scheduler did."""
+        """Wait for the workers that stream, once the tasks have ended; what a scheduler did."""
+        if self._acting is not None:
+            await self._acting
         if self.scheduling is not None:
             await self.scheduling.end_orders()
         await self._serving
@@ -578,6 +628,17 @@ class Roles:
 
     async def _launch_others(self) -> None:
         config, counts = self._config, self._config.cluster
+        if config.has_episodes:
+            self._episodes: WorkerGroup[EpisodeWorker] = await self._cluster.launch(
+                EpisodeWorker,
+                config.episode,
+                str(self._model),
+                config.data.chat_options,
+                count=counts.episode_workers,
+                name="Episode",
+                restart=Restart(max=counts.max_restarts),
+                env_vars=counts.environment,
+            )
         if config.needs_inference:
             device = self._plan.device("inference", own_process=counts.processes)
             self._inference: WorkerGroup[InferenceWorker] = await self._cluster.launch(

@@ -151,7 +151,7 @@ class LanguageRun:
         source = Source(
             self._ledger,
             partial(next_prompts, self._prompts, self.config.training.iterations),
-            channels.requests.sender,
+            channels.tasks.sender,
             version=self.progress.version,
             iterations=self.config.training.iterations,
             generated=self._in_flight.names,
@@ -245,6 +245,7 @@ class LanguageRun:
     ) -> dict[str, float]:
         """Add the iteration to the progress; its row of the metrics."""
         groups = flow.collector.trained(iteration)
+        flow.channels.drop_turns({one.name for one in self._ledger.running})
         seen = summed_up(iteration, groups)
         warn_of_failures(self.config.name, iteration, groups, before=self.progress.outcomes)
         self._warned = warn_of_no_signal(self.config.name, iteration, trained, warned=self._warned)
@@ -315,7 +316,7 @@ class LanguageRun:
             self._prompts.held_out[: self.config.evaluation.samples],
             self.config.rollout.sampling.max_tokens,
             version=version,
-            requests=flow.channels.requests.sender,
+            requests=flow.channels.tasks.sender,
             collector=flow.collector,
             on_answer=show,
         )

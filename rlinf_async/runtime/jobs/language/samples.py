@@ -432,7 +432,8 @@ class Source:
     Args:
         ledger: the run's ledger.
         prompts: returns the next ones.
-        requests: channel to the rollout workers; whichever has room takes a request.
+        requests: channel to the rollout workers, or to the episode workers; whichever has room
+            takes a request.
         version: trained so far.
         iterations: iterations of the whole run.
         generated: names of samples of a resumed run that need no rollout any more.
@@ -591,6 +592,7 @@ class InFlight(msgspec.Struct, kw_only=True):
     With them a resumed run begins no sample anew::
 
         rollout workers: requests with the tokens generated so far --+
+        turns: answers of episodes that are not finished --------+
         generated, inferred: samples that wait for their score ------+--> InFlight
         scored: samples that wait for the collector -----------------+
 
@@ -605,6 +607,8 @@ class InFlight(msgspec.Struct, kw_only=True):
     inferred: list[Sample] = msgspec.field(default_factory=list)
     """samples with log-probs of the actor's forward"""
     scored: list[ScoredSample] = msgspec.field(default_factory=list)
+    turns: list[Sample] = msgspec.field(default_factory=list)
+    """answers of episodes that are not finished, which they take up again"""
 
     @property
     def names(self) -> set[str]:
@@ -615,6 +619,10 @@ class InFlight(msgspec.Struct, kw_only=True):
         """Enter into the ledger of a resumed run what need not begin anew."""
         for request in self.partial:
             ledger.continue_from(request)
+        begun = {_episode_of(one.request) for one in self.turns}
+        for request in ledger.running:
+            if request.name in begun:
+                ledger.continue_from(msgspec.structs.replace(request, replay=True))
         for scored in self.scored:
             ledger.take(scored)
 
@@ -628,6 +636,10 @@ class InFlight(msgspec.Struct, kw_only=True):
                 with channel.sender.clone() as sender:
                     for sample in samples:
                         await sender.put(sample)
+        if self.turns:
+            with channels.turns.sender.clone() as sender:
+                for sample in self.turns:
+                    await sender.put(sample, key=sample.request.name)
 
 
 def in_flight(
@@ -656,7 +668,21 @@ def in_flight(
         inferred=inferred,
         generated=[one for one in _items(channels.generated) if new(one.request.name)],
         partial=[one for one in partial if one.partial is not None and new(one.name)],
+        turns=_turns(channels, left),
     )
+
+
+def _turns(channels: LanguageChannels, running: Container[str]) -> list[Sample]:
+    """The answers that episodes of these names have, or that wait for them, in their order."""
+    if channels.turns is channels.generated:
+        return []
+    found = [one for one in _items(channels.turns) if _episode_of(one.request) in running]
+    return sorted(found, key=lambda one: (one.request.group, one.request.index, one.request.turn))
+
+
+def _episode_of(turn: Request) -> str:
+    """The name of the sample that a turn belongs to."""
+    return f"{turn.group}/{turn.index}"
 
 
 def _items(channel: Channel[T]) -> list[T]:
@@ -741,6 +767,7 @@ def _without_unknown_tokens(unfinished: Unfinished) -> Unfinished:
             generated=[one for one in waiting.generated if told(one)],
             inferred=[one for one in waiting.inferred if told(one)],
             scored=[one for one in waiting.scored if told(one.sample)],
+            turns=[one for one in waiting.turns if told(one)],
         ),
     )
 

@@ -1,0 +1,68 @@
+"""Agents of episodes, for the toy engine, and what is none."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from rlinf_async.episodes import Episode, tool
+
+
+@tool
+async def look(where: str) -> str:
+    """Look somewhere."""
+    return where
+
+
+async def talks(episode: Episode) -> float:
+    """Three turns; the reward depends on all that was drawn."""
+    chat = episode.chat()
+    drawn = 0
+    for _ in range(3):
+        turn = await chat.turn()
+        drawn += int(turn.drawn.token_ids.sum())
+        chat.say("and?")
+    episode.metrics["drawn"] = float(drawn)
+    return float(drawn % 2)
+
+
+async def answers(episode: Episode) -> None:
+    """One turn, which the verifier judges."""
+    await episode.chat().turn()
+
+
+async def looks(episode: Episode) -> float:
+    """With a tool, which a template may leave out."""
+    await episode.chat(tools=[look]).turn()
+    return 1.0
+
+
+async def says_a_word(episode: Episode) -> str:
+    """What is no reward."""
+    return (await episode.chat().turn()).text
+
+
+def at_once(episode: Episode) -> float:
+    """No coroutine."""
+    return 1.0
+
+
+async def streams(episode: Episode) -> AsyncIterator[float]:
+    """No coroutine either."""
+    yield 1.0
+
+
+async def of_two(episode: Episode, more: int) -> float:
+    """Other arguments."""
+    return float(more)
+
+
+class Agent:
+    """An object that can be awaited when it is called."""
+
+    async def __call__(self, episode: Episode) -> float:
+        """As a coroutine function."""
+        await episode.chat().turn()
+        return 1.0
+
+
+agent = Agent()

@@ -1,0 +1,148 @@
+"""Language runs whose samples are episodes of several turns."""
+
+from __future__ import annotations
+
+import csv
+import pathlib
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+
+from rlinf_async.runtime.jobs.language.samples import load_language_progress, load_unfinished
+from tests.jobs.killing import nothing_left_behind
+from tests.jobs.language.killing import Killer
+from tests.jobs.language.kit import Job
+from tests.jobs.language.test_killed_driver import ENDLESS, booked
+from tests.jobs.processes import Start
+
+PROCESS = ("--cluster.backend", "process")
+AGENTS = "tests.jobs.language.agents"
+TALKS = ("--episode.run", f"{AGENTS}:talks", "--cluster.episode_workers", 1)
+LEARNT = ("reward", "response_tokens", "given_tokens", "episode_drawn", "turns")
+
+
+def columns(job: Job) -> list[tuple[str, ...]]:
+    """What each iteration was trained on."""
+    return [tuple(row[name] for name in LEARNT) for row in job.iterations]
+
+
+def check_records(job: Job, iterations: int) -> None:
+    """Every episode was trained once, whatever died."""
+    summary = job.summary
+    assert summary.outcome == "finished"
+    assert summary.iterations == iterations
+    assert summary.samples == summary.outcomes["scored"] == 8 * iterations
+    assert [row["iteration"] for row in job.iterations] == [str(n) for n in range(iterations)]
+
+
+def test_episodes_of_several_turns_are_trained_and_evaluated(job: Job) -> None:
+    summary = job.succeed(*TALKS)
+    check_records(job, 4)
+    assert summary.evaluation_samples == 4
+    assert summary.evaluation_unscored == 0
+    assert summary.eval_accuracy is not None
+    assert {float(row["turns"]) for row in job.iterations} == {3.0}
+    assert summary.dropped == {"second samples": 0}
+
+
+@pytest.mark.parametrize("more", [(), ("--training.max_staleness", 1, "--rollout.toy.slots", 3)])
+def test_a_run_with_inference_workers_and_two_of_each_role(
+    job: Job, more: tuple[object, ...]
+) -> None:
+    two = ("--cluster.episode_workers", 2, "--cluster.rollout_workers", 2)
+    job.succeed(*TALKS, *two, "--cluster.inference_workers", 1, *more)
+    check_records(job, 4)
+    assert job.summary.staleness is not None
+    assert job.summary.staleness.max <= (1 if more else 0)
+
+
+def test_what_the_verifier_judges_is_the_last_answer(job: Job) -> None:
+    letters = ("--data.verifier", "tests.jobs.language.verifiers:letters")
+    job.succeed("--episode.run", f"{AGENTS}:answers", "--cluster.episode_workers", 1, *letters)
+    check_records(job, 4)
+
+
+def test_an_agent_that_returns_no_reward_ends_the_run_with_the_reason(job: Job) -> None:
+    ended = job.train("--episode.run", f"{AGENTS}:says_a_word", "--cluster.episode_workers", 1)
+    assert ended.code == 1
+    assert f"episode '{AGENTS}:says_a_word' returned " in ended.err
+    assert "(a str), not a number" in ended.err
+    assert "Traceback" not in ended.err
+
+
+# ---- what dies
+
+
+@pytest.fixture
+def killer(monkeypatch: pytest.MonkeyPatch) -> Killer:
+    return Killer(monkeypatch)
+
+
+@pytest.fixture
+def nothing_left(job: Job) -> Iterator[None]:
+    with nothing_left_behind():  # after `job`: its folder must not be made in the one here
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nothing_left")
+def test_killed_episode_and_rollout_workers_are_replaced_and_every_episode_is_trained_once(
+    job: Job, killer: Killer
+) -> None:
+    killer.victims = {
+        1: "Episode[0]", 2: "Rollout[0]", 3: "Episode[1]", 4: "Reward[0]", 6: "Episode[0]",
+    }  # fmt: skip
+    ahead = ("--training.max_staleness", 1, "--training.iterations", 8)
+    workers = ("--cluster.episode_workers", 2)
+    summary = job.succeed(*TALKS, *PROCESS, *ahead, *workers)
+    assert summary.restarts == {
+        "Episode[0]": 2, "Episode[1]": 1, "Rollout[0]": 1, "Reward[0]": 1,
+    }  # fmt: skip
+    check_records(job, 8)
+    assert killer.dead_letters == []
+
+
+@pytest.mark.slow
+def test_a_killed_driver_goes_on_with_the_turns_that_were_made(
+    job: Job, start_driver: Start
+) -> None:
+    slow = ("--rollout.toy.seconds_per_step", 0.02)
+    ahead = ("--training.max_staleness", 1, "--training.checkpoint_every", 1)
+    command = ("train", job.file, "--out", job.out, "--resume", *TALKS, *PROCESS, *slow, *ahead)
+    start = partial(start_driver, *command, "--training.iterations")
+    driver = start(ENDLESS)
+    driver.until(lambda: booked(job) > 4, "four iterations and the evaluation before them")
+    driver.kill()
+    assert driver.wait() == -9
+    checkpoints = job.out / "checkpoints"
+    progress = load_language_progress(checkpoints)
+    assert progress is not None
+    waiting = load_unfinished(checkpoints, progress).waiting
+    names = [one.request.name for one in waiting.turns]
+    assert names == sorted(set(names), key=names.index)
+    assert all(one.request.turn for one in waiting.turns)
+    iterations = booked(job) + 4
+    assert start(iterations).wait() == 0
+    check_records(job, iterations)
+
+
+def test_a_checkpoint_has_the_turns_of_open_episodes_and_a_resumed_run_takes_them_up(
+    job: Job, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ahead = ("--training.max_staleness", 2, "--training.checkpoint_every", 1)
+    slow = ("--rollout.toy.slots", 2, "--actor.toy.seconds_per_step", 0.0)
+    job.succeed(*TALKS, *ahead, *slow, "--training.iterations", 3)
+    job.succeed(*TALKS, *ahead, *slow, "--training.iterations", 6, "--resume")
+    check_records(job, 6)
+    (tmp_path / "whole").mkdir()
+    whole = Job(tmp_path / "whole", capsys)
+    whole.succeed(*TALKS, *ahead, *slow, "--training.iterations", 6)
+    assert columns(job) == columns(whole)
+
+
+def test_the_share_of_what_an_agent_counts_is_a_column(job: Job) -> None:
+    job.succeed(*TALKS)
+    with (job.out / "metrics.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["iteration"]]
+    assert all(float(row["episode_drawn"]) > 0 for row in rows)

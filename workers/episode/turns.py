@@ -1,0 +1,178 @@
+"""The turns of one episode: each a request to the rollout workers, and its sample.
+
+::
+
+    draw ---Request, turn n---> rollout workers
+      ^                               |
+      +-----Sample, key g/i.n---------+     leased until the episode is sent on
+
+The leases are the record of the episode: where its worker dies they go back under their keys, and
+the next one, which runs the coroutine again, finds there what was drawn already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from typing import Final, NamedTuple
+
+import msgspec
+import numpy as np
+
+from rlinf_async.channels import Receiver, Sender
+from rlinf_async.messages.language import Generated, Request, Sample, Tokens
+from rlinf_async.workers.episode.clock import AgentClock
+
+
+class EpisodeReport(msgspec.Struct, kw_only=True):
+    """The counts of one rank's `EpisodeWorker.run`."""
+
+    episodes: int = 0
+    """episodes that were sent on"""
+    turns: int = 0
+    """answers that were asked for"""
+    replayed: int = 0
+    """answers of an earlier life of an episode that were taken up again"""
+    dropped: int = 0
+    """answers of an earlier life to another context than the agent then gave: it is not
+    deterministic"""
+    failed: int = 0
+    """episodes that failed, for whatever reason"""
+    last_failure: str = ""
+
+
+GAP: Final = 8
+"""numbers of turns in a row without an answer, after which no further one is looked for: where
+several branches ask at once, a later answer may be there before an earlier one"""
+
+
+class TurnEnds(NamedTuple):
+    """The channel ends by which turns are made."""
+
+    requests: Sender[Request]
+    answers: Receiver[Sample]
+    """by key of the turn's name"""
+
+
+class Turns:
+    """Draws the answers of one episode: the `Model` of its `Episode`.
+
+    Args:
+        task: task of the episode.
+        ends: where turns go, and come back from.
+        held: holds the leases of all answers; whoever closes it has sent the episode on.
+        clock: stands still while an answer is drawn.
+        again: whether answers of an earlier life of this episode may be there.
+        report: counts.
+    """
+
+    def __init__(
+        self,
+        task: Request,
+        ends: TurnEnds,
+        held: AsyncExitStack,
+        clock: AgentClock,
+        report: EpisodeReport,
+        *,
+        again: bool,
+    ) -> None:
+        self._task = task
+        self._ends = ends
+        self._held = held
+        self._clock = clock
+        self._report = report
+        self._again = again
+        self._number = 0
+        """number of the newest turn"""
+        self._recorded: list[Sample] = []
+        """answers of an earlier life that were not asked for yet"""
+        self._drawing: set[asyncio.Task[Sample]] = set()
+        self.saved: Callable[[], bytes] = bytes
+        """gives what can be restored of the episode, which each request carries"""
+        self.rollout_rank = -1
+        """rank of the rollout worker that drew the newest answer"""
+        self.broken: BaseException | None = None
+        """error of a channel, which is not the agent's even where that has caught it"""
+
+    async def recall(self) -> bytes:
+        """Take the answers that an earlier life of this episode has had.
+
+        Returns what was saved with the last of them.
+        """
+        number = 0
+        while self._again and number < self._number + GAP:
+            number += 1
+            name = msgspec.structs.replace(self._task, turn=number).name
+            if (await self._ends.answers.state(key=name)).depth:
+                self._recorded.append(await self._leased(name))
+                self._number = number
+        return self._recorded[-1].request.state if self._recorded else b""
+
+    async def draw(self, context: Tokens, most: int) -> Generated:
+        """Draw up to ``most`` tokens after ``context`` ``[P]``."""
+        # By what was read, not by the number of the turn: where two branches wait for their tools,
+        # which of them goes on first may be another one this time.
+        for at, sample in enumerate(self._recorded):
+            if _answers(sample, context, most):
+                self._report.replayed += 1
+                return self._told(self._recorded.pop(at))
+        self._number += 1
+        request = self._request(self._number, context, most)
+        with self._clock.stopped():
+            # A task of its own, so that whatever is left running can be ended with the episode.
+            drawing = asyncio.create_task(self._answer(request), name=f"turn {request.name}")
+            self._drawing.add(drawing)
+            try:
+                return self._told(await drawing)
+            except Exception as error:
+                self.broken = error
+                raise
+            finally:
+                self._drawing.discard(drawing)
+
+    async def close(self) -> None:
+        """End what is still being drawn: nobody waits for it any more."""
+        self._report.dropped += len(self._recorded)
+        self._recorded.clear()
+        drawing = list(self._drawing)
+        for one in drawing:
+            one.cancel()
+        if drawing:
+            await asyncio.wait(drawing)
+
+    def _told(self, sample: Sample) -> Generated:
+        self.rollout_rank = sample.rollout_rank
+        return sample.generated
+
+    def _request(self, number: int, context: Tokens, most: int) -> Request:
+        task = self._task
+        replace = msgspec.structs.replace
+        return replace(
+            task,
+            turn=number,
+            replay=False,
+            state=self.saved(),
+            prompt=replace(task.prompt, token_ids=context, text="", messages=()),
+            sampling=replace(task.sampling, max_tokens=most),
+            seed=int(np.random.SeedSequence((task.seed, number)).generate_state(1)[0]),
+        )
+
+    async def _answer(self, request: Request) -> Sample:
+        await self._ends.requests.put(request)
+        self._report.turns += 1
+        context, most = request.prompt.token_ids, request.sampling.max_tokens
+        while not _answers(found := await self._leased(request.name), context, most):
+            self._report.dropped += 1  # of an earlier life, whose agent asked something else
+        return found
+
+    async def _leased(self, name: str) -> Sample:
+        lease = await self._held.enter_async_context(self._ends.answers.lease(key=name))
+        return lease[0]
+
+
+def _answers(sample: Sample, context: Tokens, most: int) -> bool:
+    """Whether a sample could be the answer to a turn: it has read the same."""
+    return len(sample.generated.token_ids) <= most and np.array_equal(
+        sample.request.prompt.token_ids, context
+    )

@@ -1,0 +1,225 @@
+"""`EpisodeWorker`: runs the coroutines in which a language model acts in several turns.
+
+::
+
+    Request, a task ---lease---> [ coroutine, up to `concurrent` of them ] ---Sample---> inference,
+                                     |                        ^                          reward
+                                 Request, a turn           its Sample
+                                     v                        |
+                                 rollout workers -------------+
+
+                waits for                             unblocked by
+    an episode  a task                                the source
+                the answer of its turn                rollout workers
+                a tool, or whatever its agent awaits  the agent's own; its `seconds`
+                room for the finished episode         inference or reward workers
+
+Task and answers stay leased until the episode was sent on: if this worker dies before, another one
+gets them, runs the coroutine again, and takes up the answers that there are. Between sending on and
+the last lease lies a moment in which a death has the episode run twice; its name tells.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager, suppress
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+from rlinf_async.channels import EndOfChannel, Lease, Receiver, Sender
+from rlinf_async.data import load_tokenizer
+from rlinf_async.data.prompts import SLOW_IMPORTS, decode
+from rlinf_async.episodes import Episode, Task
+from rlinf_async.episodes.agents import load_agent
+from rlinf_async.episodes.parsing import Parser, parsers
+from rlinf_async.episodes.template import ChatTemplate
+from rlinf_async.messages.language import Failed, Request, Sample, Tokens
+from rlinf_async.workers.base import Worker, task_group
+from rlinf_async.workers.episode.clock import AgentClock
+from rlinf_async.workers.episode.config import EpisodeConfig
+from rlinf_async.workers.episode.ending import finished, run_to_end
+from rlinf_async.workers.episode.turns import EpisodeReport, TurnEnds, Turns
+
+NAMED: Final = 3
+"""number of waiting episodes that reports name, the longest ones"""
+
+
+class Language(NamedTuple):
+    """How messages become tokens, and tokens an answer."""
+
+    template: ChatTemplate
+    parser: Parser
+    decode: Callable[[Tokens], str]
+
+
+class EpisodeWorker(Worker):
+    """One rank of the episode group.
+
+    Args:
+        config: which coroutine it runs, and the limits.
+        model: the model's folder, of which it reads the tokenizer.
+        chat_options: variables of the chat template.
+    """
+
+    def __init__(
+        self,
+        config: EpisodeConfig,
+        model: str,
+        chat_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.config = config
+        self._model = model
+        self._chat_options = chat_options
+        self._slots = self._idle = 0
+        self._waits: dict[object, tuple[float, str, str]] = {}
+        """since when which episode waits for what, beside the model"""
+
+    @classmethod
+    def slow_imports(cls, arguments: Mapping[str, Any]) -> Sequence[str]:
+        return SLOW_IMPORTS
+
+    async def setup(self) -> None:
+        """Import the coroutine, load the tokenizer.
+
+        Raises:
+            ConfigError: there is no such coroutine, or no such format of tool calls.
+            TemplateError: the tokenizer has no chat template.
+        """
+        # A user's module may import what takes seconds: not in the event loop.
+        self._agent = await self.compute(load_agent, self.config.run)
+        self._language = await self.compute(self.make_language)
+
+    def make_language(self) -> Language:
+        """Load tokenizer, template and parser. Override it to bring your own."""
+        tokenizer = load_tokenizer(self._model)
+        return Language(
+            ChatTemplate(tokenizer, options=self._chat_options),
+            parsers.check(self.config.tools, ("episode", "tools")),
+            partial(decode, tokenizer),
+        )
+
+    async def run(
+        self,
+        tasks: Receiver[Request],
+        requests: Sender[Request],
+        turns: Receiver[Sample],
+        episodes: Sender[Sample],
+    ) -> EpisodeReport:
+        """Run an episode for each task until there are no more.
+
+        What a coroutine returns or raises is no error here but an outcome.
+
+        Args:
+            tasks: the first request of each sample.
+            requests: channel to the rollout workers.
+            turns: answers of the rollout workers, by key of the turn's name.
+            episodes: gets the finished episodes.
+
+        Raises:
+            NoReceivers: nobody takes finished episodes any more.
+        """
+        report = EpisodeReport()
+        ends = TurnEnds(requests, turns)
+        # A lease is known to its holder by the context of its task: each episode begins with one
+        # in which there is none.
+        context = contextvars.copy_context()
+        self._slots = self._idle = 0
+
+        async with task_group() as group:
+
+            def grow() -> None:
+                """See that somebody waits for the next task, if one more episode may be open."""
+                if not self._idle and self._slots < self.config.concurrent:
+                    self._slots, self._idle = self._slots + 1, 1
+                    slot = self._slot(tasks, ends, episodes, report, grow)
+                    group.create_task(slot, context=context.copy())
+
+            grow()
+        return report
+
+    async def _slot(
+        self,
+        tasks: Receiver[Request],
+        ends: TurnEnds,
+        episodes: Sender[Sample],
+        report: EpisodeReport,
+        grow: Callable[[], None],
+    ) -> None:
+        """Run one episode after the other, until another slot waits for the next task already."""
+        with suppress(EndOfChannel):
+            while True:
+                async with tasks.lease() as lease:
+                    self._idle -= 1
+                    grow()
+                    await self._play(lease, ends, episodes, report)
+                if self._idle:
+                    break
+                self._idle += 1
+        self._slots -= 1
+
+    async def _play(
+        self, lease: Lease[Request], ends: TurnEnds, episodes: Sender[Sample], report: EpisodeReport
+    ) -> None:
+        """Run one episode, and send it on; the leases of its answers are held until then."""
+        [task] = lease
+        config, language = self.config, self._language
+        clock = AgentClock(config.seconds)
+        again = lease.deliveries[0] > 1 or task.replay
+        async with AsyncExitStack() as held:
+            turns = Turns(task, ends, held, clock, report, again=again)
+            episode = Episode(
+                Task(
+                    index=task.prompt.index,
+                    messages=task.prompt.messages,
+                    reference=task.prompt.reference,
+                ),
+                turns,
+                *language,
+                config.limits(task.sampling.max_tokens),
+                watch=partial(self._watch, task.name),
+                tools_may_fail=config.on_tool_failure == "tell",
+                branches_where_rewritten=config.on_rewrite == "branch",
+            )
+            turns.saved = episode.saved
+            episode.restore(await turns.recall())
+            try:
+                ending = await run_to_end(
+                    config.run, self._agent, episode, clock, config.on_timeout
+                )
+            finally:
+                episode.close()
+                await turns.close()
+            if turns.broken is not None:  # not the agent's error, whatever it made of it
+                raise turns.broken
+            sample = finished(config.run, task, episode, ending, turns.rollout_rank)
+            await episodes.put(sample)
+        _count(report, sample)
+
+    @contextmanager
+    def _watch(self, episode: str, what: str) -> Iterator[None]:
+        """Note in the block that an episode waits for something, such as a tool."""
+        wait = object()
+        self._waits[wait] = asyncio.get_running_loop().time(), episode, what
+        try:
+            with self.span(what, sample=episode):
+                yield
+        finally:
+            del self._waits[wait]
+
+    def doing(self) -> tuple[str, ...]:
+        """Name the episodes that have waited longest for anything but the model."""
+        now = asyncio.get_running_loop().time()
+        longest = sorted(self._waits.values())[:NAMED]
+        return tuple(
+            f"episode {episode} has waited {now - since:.0f} s for {what}"
+            for since, episode, what in longest
+        )
+
+
+def _count(report: EpisodeReport, sample: Sample) -> None:
+    report.episodes += 1
+    if isinstance(sample.outcome, Failed):
+        report.failed += 1
+        report.last_failure = sample.outcome.error
