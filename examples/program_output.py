@@ -15,15 +15,10 @@ from __future__ import annotations
 import re
 import subprocess
 
+from rlinf_async.episodes.sandbox import ENVIRONMENT, sandboxed
 from rlinf_async.rewards import Answer
 
 SECONDS = 5.0
-SANDBOX = [
-    *("bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--clearenv"),
-    *("--cap-drop", "ALL", "--ro-bind", "/usr", "/usr", "--symlink", "usr/bin", "/bin"),
-    *("--symlink", "usr/lib", "/lib", "--symlink", "usr/lib64", "/lib64"),
-    *("--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--chdir", "/tmp"),
-]
 
 
 def prints_the_answer(answer: Answer) -> float:
@@ -33,7 +28,8 @@ def prints_the_answer(answer: Answer) -> float:
         return 0.0
     try:
         ran = subprocess.run(
-            [*SANDBOX, "/usr/bin/python3", "-I", "-c", programs[-1]],
+            sandboxed(["/usr/bin/python3", "-I", "-c", programs[-1]]),
+            env=ENVIRONMENT,
             capture_output=True,
             text=True,
             errors="replace",
@@ -42,6 +38,6 @@ def prints_the_answer(answer: Answer) -> float:
         )
     except subprocess.TimeoutExpired:
         return 0.0
-    if ran.returncode and ran.stderr.startswith("bwrap:"):
+    if ran.returncode and ran.stderr.startswith(("bwrap:", "setpriv:", "prlimit:")):
         raise RuntimeError(f"the sandbox cannot be made: {ran.stderr.strip()}")  # no wrong answer
     return float(ran.returncode == 0 and ran.stdout.strip() == answer.reference.strip())

@@ -10,7 +10,9 @@ from rlinf_async.episodes.episode import (
     ToolFailed,
     Turn,
 )
+from rlinf_async.episodes.mcp import mcp_tools
 from rlinf_async.episodes.parsing import Parsed, ParserError, ToolCall
+from rlinf_async.episodes.sandbox import program
 from rlinf_async.episodes.template import Rewrites, TemplateError
 from rlinf_async.episodes.tools import Tool, ToolBroken, ToolError, ToolResult, tool
 
@@ -32,5 +34,7 @@ __all__ = [
     "ToolFailed",
     "ToolResult",
     "Turn",
+    "mcp_tools",
+    "program",
     "tool",
 ]

@@ -1,0 +1,258 @@
+"""Programs of a model: what they can do, and when they end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlinf_async.episodes import ToolResult, program
+from rlinf_async.episodes.parsing import ToolCall
+from rlinf_async.episodes.sandbox import NoSandbox, check_sandbox
+from rlinf_async.episodes.tools import Tool
+
+
+def can_be_made() -> bool:
+    try:
+        check_sandbox()
+    except NoSandbox:
+        return False
+    return Path("/usr/bin/python3").exists()
+
+
+needs_sandbox = pytest.mark.skipif(
+    not can_be_made(), reason="bubblewrap is not installed, or not allowed"
+)
+
+
+def ran(tool: Tool, code: str) -> ToolResult:
+    return asyncio.run(tool.run(ToolCall(name=tool.name, arguments={"code": code})))
+
+
+def processes() -> int:
+    """Processes of this host that run, or were killed and not waited for."""
+    return sum(name.isdigit() for name in os.listdir("/proc"))
+
+
+HARMLESS = [
+    ("python", "print(6 * 7)", "42\n"),
+    ("python", "import sys; print('no', file=sys.stderr); sys.exit(3)", "no\n[exit code 3]"),
+    ("python", "1 / 0", "ZeroDivisionError: division by zero\n[exit code 1]"),
+    ("python", "import os; os.kill(os.getpid(), 11)", "[killed by SIGSEGV]"),
+    ("python", "print(input())", "EOFError: EOF when reading a line\n[exit code 1]"),
+    ("python", "open('a', 'w').write('x'); print(open('a').read())", "x\n"),
+    ("python", "x = '" + "é" * 100_000 + "'; print(len(x))", "100000\n"),
+    ("bash", "echo $((6 * 7)) | tr 4 5", "52\n"),
+    ("bash", "seq 3 | awk '{ s += $1 } END { print s }'", "6\n"),
+    ("bash", "", ""),
+]
+
+
+@pytest.mark.parametrize("sandbox", [pytest.param("bubblewrap", marks=needs_sandbox), "none"])
+@pytest.mark.parametrize(("language", "code", "printed"), HARMLESS)
+def test_a_program_says_what_it_prints(
+    language: str, code: str, printed: str, sandbox: Any
+) -> None:
+    found = ran(program(language, sandbox=sandbox), code)
+    assert found.failure == ""
+    assert found.text.endswith(printed) if printed else not found.text
+
+
+FORBIDDEN = [
+    ("a file of the host", "print(open('/etc/hostname').read())", "No such file"),
+    ("a file of the user", "import os; print(os.listdir('/root'))", "No such file"),
+    ("writing to /usr", "open('/usr/x', 'w')", "Read-only file system"),
+    ("writing to /", "open('/x', 'w')", "Read-only file system"),
+    ("variables", "import os; print(sorted(os.environ))", "['HOME', 'LANG', 'PATH', 'PWD']"),
+    ("too much memory", "x = bytearray(2 ** 31)", "MemoryError"),
+    ("a file that is too large", "open('a', 'wb').write(bytes(2 ** 28))", "rror"),
+    ("many files", (
+        "for i in range(20): open(str(i), 'wb').write(bytes(2 ** 23))"), "No space left"),
+    ("many files in memory", (
+        "for i in range(20): open(f'/dev/shm/{i}', 'wb').write(bytes(2 ** 23))"), "No space left"),
+    ("files beside devices", "open('/dev/x', 'w')", "Read-only file system"),
+    ("its own program", "open('/program', 'w')", ""),
+    ("becoming root", "import os; os.setuid(0)", "rror"),
+    ("another namespace", (
+        "import subprocess as s; s.run(['/usr/bin/mount', '-t', 'tmpfs', 'a', '/usr'], check=True)"
+    ), "CalledProcessError"),
+]  # fmt: skip
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("code", "printed"), [one[1:] for one in FORBIDDEN], ids=[one[0] for one in FORBIDDEN]
+)
+def test_what_a_program_cannot_do(code: str, printed: str) -> None:
+    found = ran(program("python"), code)
+    assert printed in found.text
+    if "environ" not in code:
+        assert "rror" in found.text  # it has failed
+        assert "[exit code" in found.text or "[signal" in found.text
+
+
+@needs_sandbox
+def test_no_process_of_the_host_and_no_environment_of_the_worker_can_be_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "hunter2-secret")
+    found = ran(
+        program("bash"),
+        "cat /proc/[0-9]*/environ /proc/[0-9]*/cmdline | tr '\\0' '\\n'; "
+        "ls -d /proc/[0-9]* | wc -l",
+    )
+    assert found.failure == ""
+    assert "hunter2" not in found.text
+    assert int(found.text.split()[-1]) < 6
+
+
+@needs_sandbox
+def test_there_is_no_network() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        code = f"import socket; socket.create_connection(('127.0.0.1', {port}), 1); print('open')"
+        assert "refused" in ran(program("python"), code).text
+        assert "open" in ran(program("python", sandbox="none"), code).text
+    found = ran(program("bash"), "cat /proc/net/dev")
+    assert [line.split(":")[0].strip() for line in found.text.splitlines()[2:]] == ["lo"]
+
+
+@pytest.mark.parametrize("sandbox", [pytest.param("bubblewrap", marks=needs_sandbox), "none"])
+def test_an_endless_program_ends_with_all_that_it_started(sandbox: Any) -> None:
+    before = processes()
+    tool = program("bash", seconds=1, sandbox=sandbox)
+    began = time.monotonic()
+    found = ran(tool, "sleep 61 & (sleep 62 & sleep 63) & while :; do :; done")
+    assert found.failure == "timeout"
+    assert found.text == "error: bash took longer than 1 s"
+    assert time.monotonic() - began < 10
+    for number in (61, 62, 63):
+        wait_for_the_end(f"{number}")
+    assert processes() < before + 5
+
+
+def wait_for_the_end(seconds: str) -> None:
+    """Wait until no process sleeps for this time: the kernel ends them one after the other."""
+    until = time.monotonic() + 10
+    while sleeps(seconds) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not sleeps(seconds)
+
+
+def sleeps(seconds: str) -> bool:
+    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
+    return f"sleep {seconds}" in listed.stdout.splitlines()
+
+
+@needs_sandbox
+def test_a_daemon_ends_with_its_program() -> None:
+    found = ran(program("bash"), "setsid sleep 64 >/dev/null 2>&1 & echo started")
+    assert (found.failure, found.text) == ("", "started\n")
+    wait_for_the_end("64")
+
+
+@needs_sandbox
+def test_a_fork_bomb_is_bounded() -> None:
+    code = """
+import os, time
+made = 0
+try:
+    while made < 200:
+        if os.fork() == 0:
+            time.sleep(60)
+            os._exit(0)
+        made += 1
+except OSError as error:
+    print(made, error)
+"""
+    before = processes()
+    found = ran(program("python", processes=16), code)
+    made, _, error = found.text.partition(" ")
+    assert 5 <= int(made) <= 16, found.text
+    assert "Resource temporarily unavailable" in error
+    assert processes() < before + 5
+
+
+@needs_sandbox
+def test_programs_do_not_share_their_number_of_processes() -> None:
+    code = "for i in 1 2 3 4 5 6 7 8; do sleep 0.2 & done; wait; echo $?"
+    tool = program("bash", processes=12, concurrent=4)
+
+    async def main() -> list[str]:
+        calls = [tool.run(ToolCall(name="bash", arguments={"code": code})) for _ in range(4)]
+        return [one.text for one in await asyncio.gather(*calls)]
+
+    assert asyncio.run(main()) == ["0\n"] * 4
+
+
+@pytest.mark.parametrize("sandbox", [pytest.param("bubblewrap", marks=needs_sandbox), "none"])
+def test_a_program_that_prints_too_much_is_ended(sandbox: Any) -> None:
+    began = time.monotonic()
+    found = ran(program("bash", output=1000, seconds=30, sandbox=sandbox), "yes")
+    assert time.monotonic() - began < 10
+    assert found.failure == "output"
+    assert found.text == "y\n" * 500 + "\n[cut: a result has at most 1000 characters]"
+
+
+@needs_sandbox
+def test_a_program_ends_with_its_worker() -> None:
+    code = (
+        "import asyncio, os\n"
+        "from rlinf_async.episodes import program\n"
+        "from rlinf_async.episodes.parsing import ToolCall\n"
+        "async def main():\n"
+        "    tool = program('bash', seconds=60)\n"
+        "    call = ToolCall(name='bash', arguments={'code': 'sleep 65'})\n"
+        "    task = asyncio.create_task(tool.run(call))\n"
+        "    await asyncio.sleep(1)\n"
+        "    print('started', flush=True)\n"
+        "    await task\n"
+        "asyncio.run(main())\n"
+    )
+    worker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert worker.stdout is not None
+    assert worker.stdout.readline() == b"started\n"
+    assert sleeps("65")
+    worker.kill()
+    worker.wait()
+    worker.stdout.close()
+    wait_for_the_end("65")
+
+
+def test_without_bubblewrap_programs_are_refused_unless_it_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = shutil.which
+    monkeypatch.setattr(shutil, "which", lambda name: None if name == "bwrap" else found(name))
+    check_sandbox.cache_clear()
+    try:
+        with pytest.raises(NoSandbox, match=r"install the package bubblewrap, or .*sandbox='none'"):
+            program("python")
+        assert ran(program("python", sandbox="none"), "print(1)").text == "1\n"
+    finally:
+        check_sandbox.cache_clear()
+
+
+def test_a_language_that_is_not_known_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"no language is called 'perl' .*python, bash"):
+        program("perl")
+    own = program(["/usr/bin/sort", "-r"], name="sort", sandbox="none")
+    assert ran(own, "1\n2\n").text == "2\n1\n"
+    bad: Any = "docker"
+    with pytest.raises(ValueError, match="sandbox is 'docker'"):
+        program("python", sandbox=bad)
+
+
+@needs_sandbox
+def test_a_program_that_is_no_text_is_told() -> None:
+    found = ran(program("python"), "print('\ud800')")
+    assert found.failure == "error"
+    assert "the program is no text" in found.text
