@@ -17,7 +17,7 @@ from rlinf_async.backends.language_training.config import LanguageModelConfig
 from rlinf_async.backends.megatron.config import MegatronConfig, MegatronTrainerConfig
 from tests.backends.fsdp_helpers import in_processes, save_result
 from tests.backends.language import kit as language
-from tests.backends.language.kit import micro_batches, samples, trainer_config
+from tests.backends.language.kit import episodes, micro_batches, samples, trainer_config
 from tests.backends.megatron.test_trainer import assert_same
 
 pytest.importorskip("megatron.core")
@@ -55,7 +55,8 @@ def megatron(model: dict[str, Any], fields: dict[str, Any], world_size: int, ran
 def learn(trainer: Any) -> dict[str, Any]:
     """One step on this data rank's groups; values of all samples after it."""
     at = trainer.data_rank
-    batch = [one for one in samples(4) if one.group % at.size == at.rank] if at.is_io else []
+    every = [*samples(4)[:8], *episodes(4)[8:]]
+    batch = [one for one in every if one.group % at.size == at.rank] if at.is_io else []
     for one, value in zip(batch, trainer.values(batch), strict=False):
         one.value, one.returns, one.advantage = value, None, None
     arriving: Any = micro_batches(trainer.compute_advantages(batch), 2) if at.is_io else ()
