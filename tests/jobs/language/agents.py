@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-from rlinf_async.episodes import Episode, tool
+from rlinf_async.episodes import Episode, Turn, tool
 
 
 @tool
@@ -23,6 +23,24 @@ async def talks(episode: Episode) -> float:
         chat.say("and?")
     episode.metrics["drawn"] = float(drawn)
     return float(drawn % 2)
+
+
+async def forks(episode: Episode) -> float:
+    """Two turns, and one in a branch; what each is worth depends on what was drawn."""
+    chat = episode.chat()
+    await chat.turn(4)
+    chat.say("and?")
+    branch = chat.fork()
+    for each in (chat, branch):
+        turn = await each.turn(4)
+        turn.reward = float(turn.drawn.token_ids[0] % 3)
+    episode.metrics["drawn"] = float(sum(len(one.drawn.token_ids) for one in every(episode)))
+    return float(turn.drawn.token_ids.sum() % 2)
+
+
+def every(episode: Episode) -> list[Turn]:
+    """The turns of all branches."""
+    return [turn for chat in episode.chats for turn in chat.turns]
 
 
 async def answers(episode: Episode) -> None:

@@ -71,6 +71,29 @@ def test_an_agent_that_returns_no_reward_ends_the_run_with_the_reason(job: Job) 
     assert "Traceback" not in ended.err
 
 
+TRUNCATED = ("--rollout.sampling.top_k", 5, "--rollout.sampling.temperature", 0.8)
+
+
+@pytest.mark.parametrize("sampling", [(), TRUNCATED], ids=["plain", "truncated"])
+@pytest.mark.parametrize("advantage", ["grpo", "turn_grpo", "gae"])
+def test_a_model_is_trained_on_what_it_drew_in_all_turns_and_branches(
+    tiny: Job, advantage: str, sampling: tuple[object, ...]
+) -> None:
+    forks = ("--episode.run", f"{AGENTS}:forks", "--cluster.episode_workers", 1)
+    critics = ("--cluster.critics", int(advantage == "gae"), "--cluster.inference_workers", 1)
+    loss = ("--actor.loss.kl_coefficient", 0.01, "--actor.advantage.name", advantage)
+    tiny.succeed(*forks, *critics, *loss, *sampling)
+    check_records(tiny, 4)
+    for row in tiny.iterations:
+        assert float(row["engine_actor_difference"]) < 1e-5
+        assert float(row["engine_actor_tokens"]) > 0.0
+        assert float(row["response_tokens"]) == float(row["episode_drawn"])
+        assert float(row["given_tokens"]) > 0.0
+        assert float(row["branches"]) == 2.0
+        assert float(row["turns"]) == 3.0
+        assert float(row["staleness_max"]) == 0.0
+
+
 # ---- what dies
 
 

@@ -34,6 +34,7 @@ def said(job: Job, *arguments: object) -> str:
         ("actor.loss.name", "pppo", "no loss of a language model is called 'pppo'; did you mean"),
         ("actor.advantage.name", "grop", "no advantage of a language model is called 'grop'; did"),
         ("actor.advantage.name", "gae", "gae needs the values of a critic: set cluster.critics to"),
+        ("actor.advantage.name", "turn_grpo", "turn_grpo gives credit to the turns of an episode"),
         ("cluster.critics", "1", "grpo does not use values: set cluster.critics to 0"),
         ("critic.warmup_iterations", "2", "there is no critic to warm up"),
         ("actor.epochs", "0", "epochs is 0; it must be at least 1"),

@@ -225,6 +225,12 @@ def _check_learning(config: LanguageConfig) -> None:
             "actor.advantage.name = 'reinforce++' or 'gae'",
             path=("training", "group_size"),
         )
+    if actor.advantage.name == "turn_grpo" and not config.has_episodes:
+        raise ConfigError(
+            "turn_grpo gives credit to the turns of an episode, but each sample is one answer: set "
+            "episode.run to the coroutine of an episode, or this to 'grpo'",
+            path=("actor", "advantage", "name"),
+        )
     if actor.epochs > 1 and actor.loss.proximal == "current":
         raise ConfigError(
             f"with {actor.epochs} epochs the weights change between passes, but 'current' takes "
