@@ -8,10 +8,12 @@ import os
 import pathlib
 import subprocess
 import sys
+from typing import Any, cast
 
 import pytest
 
 from rlinf_async.cli import main
+from rlinf_async.config.registry import load_entry_point
 from rlinf_async.observe.summary import EmbodiedSummary, LanguageSummary, read_summary
 from tests.jobs.language.checkpoints import save_checkpoint
 
@@ -216,6 +218,40 @@ def test_the_language_model_is_warmed_up_and_trained(tmp_path: pathlib.Path, exa
     assert (summary.outcome, summary.iterations, summary.samples) == ("fell short", 2, 512)
     assert summary.eval_accuracy is not None
     assert summary.outcomes == {"scored": 512}
+
+
+def test_a_model_with_a_calculator_is_warmed_up_and_trained(tmp_path: pathlib.Path) -> None:
+    done = run(
+        *("-m", "rlinf_async", "train", EXAMPLES / "calculator_agent.toml"),
+        *("--out", tmp_path / "run", "--warm_start.steps", 20, "--training.iterations", 2),
+        *("--evaluation.samples", 40),
+    )
+    assert done.returncode == 1  # two iterations do not reach the target
+    says_nothing_but_that_it_knows_nothing_yet(done.stderr)
+    summary = read_summary(tmp_path / "run" / "summary.json", LanguageSummary)
+    assert (summary.outcome, summary.iterations, summary.samples) == ("fell short", 2, 256)
+    assert summary.outcomes == {"scored": 256}
+    assert "episode_with_calculator" in (tmp_path / "run" / "metrics.csv").read_text()
+
+
+@pytest.mark.parametrize(
+    ("expression", "told"),
+    [
+        ("3456*7891", "27271296"),
+        ("12+3*4", "24"),
+        ("2**99", "error: ValueError: 2 ** 99 is no arithmetic expression"),
+        ("exit()", "error: ValueError: exit() is no arithmetic expression"),
+        ("3456*", "error: SyntaxError: "),
+    ],
+)
+async def test_the_calculator_evaluates_what_it_should_and_nothing_else(
+    expression: str, told: str
+) -> None:
+    example = EXAMPLES / "calculator_agent.py"
+    parse, calc = (load_entry_point(f"{example}:{name}") for name in ("parse", "calc"))
+    [call] = parse(f"calc({expression})").tool_calls
+    result = await cast(Any, calc).run(call)
+    assert result.text.startswith(told)
 
 
 def test_a_checkpoint_of_ones_own_is_trained(tmp_path: pathlib.Path) -> None:
