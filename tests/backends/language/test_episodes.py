@@ -207,6 +207,40 @@ def test_a_token_that_was_given_has_no_part_in_any_number() -> None:
     assert all(math.isfinite(number) for number in metrics.values())
 
 
+LOSSES = [
+    LanguageLossConfig(
+        name=name, proximal=proximal, off_policy=off_policy, early_stop_ratio=1.05,
+        aggregation="sequence-mean-token-mean", kl_coefficient=0.1, entropy_coefficient=0.01,
+    )
+    for name in ("ppo", "gspo", "reinforce")
+    for proximal in ("auto", "behaviour", "current", "step")
+    for off_policy in ("none", "truncated", "decoupled")
+    if proximal != "behaviour" or off_policy == "none"
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "loss", LOSSES, ids=lambda loss: f"{loss.name}, {loss.proximal}, {loss.off_policy}"
+)
+def test_whatever_stands_at_a_token_that_was_given_changes_nothing_to_the_bit(
+    loss: LanguageLossConfig,
+) -> None:
+    """Not where it is NaN, and not where it is a number like another."""
+    found = []
+    for filler in (math.nan, -0.3):
+        trainer = PolicyTrainer(trainer_config(loss=loss), 1, 0)
+        batch = trainer.compute_advantages(episodes())
+        assert all(one.advantage is not None for one in batch)
+        for one, name in itertools.product(batch, ("prev", "ref", "behaviour", "advantage")):
+            field = {"behaviour": "log_prob", "advantage": "advantage"}.get(
+                name, f"{name}_log_prob"
+            )
+            getattr(one, field)[~one.drawn_mask] = filler
+        found.append(dict(trainer.training_step(micro_batches(batch, 3))))
+    assert found[0] == found[1]
+    assert all(math.isfinite(number) for number in found[0].values())
+
+
 @pytest.mark.parametrize("advantage", ["grpo", "rloo", "gae", "reinforce++"])
 def test_samples_that_were_drawn_whole_are_trained_as_ever_to_the_bit(advantage: str) -> None:
     config = trainer_config(advantage=LanguageAdvantageConfig(name=advantage))
