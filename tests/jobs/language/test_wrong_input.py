@@ -86,6 +86,8 @@ TALKS = ("--episode.run", f"{AGENTS}:talks", "--cluster.episode_workers", 1)
         (TALKS[2:], "cluster.episode_workers: there are 1 episode workers, but each sample is one"),
         (("--episode.max_turns", 3), "episode.max_turns: each sample is one answer, so that this"),
         ((*TALKS, "--episode.max_turns", 0), "max_turns is 0; it must be at least 1"),
+        ((*TALKS, "--actor.max_tokens", 2047), "actor.max_tokens: a micro-batch has at most 2047"),
+        ((*TALKS, "--episode.max_tokens", 16_385), "a micro-batch has at most 16384 tokens, but a"),
         ((*TALKS, "--episode.max_tokens", 1), "max_tokens is 1; it must be at least 2"),
         ((*TALKS, "--episode.concurrent", 0), "concurrent is 0; it must be at least 1"),
         ((*TALKS, "--episode.seconds", 0), "seconds is 0.0; it must be a number of seconds above"),

@@ -36,6 +36,7 @@ from rlinf_async.runtime.jobs.language.backends import has_weights
 from rlinf_async.runtime.jobs.language.config import ActorConfig, LanguageConfig
 from rlinf_async.runtime.jobs.language.model import check_weights
 from rlinf_async.runtime.signals import run
+from rlinf_async.workers.actor.language import DEFAULT_MICRO_BATCH_TOKENS
 from rlinf_async.workers.episode.config import EpisodeConfig
 
 COMPARING = frozenset({"grpo", "turn_grpo", "rloo", "reinforce++_baseline"})
@@ -403,6 +404,13 @@ def _check_episodes(config: LanguageConfig) -> None:
             "an episode is a conversation, whose messages go through a chat template: set it to "
             "true",
             path=("data", "chat"),
+        )
+    most = config.actor.max_tokens or DEFAULT_MICRO_BATCH_TOKENS
+    if config.actor.micro_batch_size is None and most < episode.max_tokens:
+        raise ConfigError(
+            f"a micro-batch has at most {most} tokens, but a branch of an episode may have "
+            f"{episode.max_tokens} (episode.max_tokens): raise this, or lower that",
+            path=("actor", "max_tokens"),
         )
 
 
