@@ -237,7 +237,8 @@ class _Server:
 def _import(modules: Sequence[str]) -> None:
     gc.disable()  # it would look again and again at what stays
     for name in modules:
-        importlib.import_module(name)
+        with contextlib.suppress(ImportError):  # who needs it will say so
+            importlib.import_module(name)
     gc.enable()
     gc.collect()
     gc.freeze()  # the collector would write to the memory that is shared

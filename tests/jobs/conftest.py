@@ -11,6 +11,7 @@ import pytest
 
 from rlinf_async.runtime.cluster import Cluster
 from tests.jobs.processes import Driver, Start
+from tests.preloaded import Preloaded, preloaded
 
 
 @pytest.fixture
@@ -22,13 +23,21 @@ def temporary() -> Iterator[pathlib.Path]:
         yield path
 
 
+@pytest.fixture(scope="session")
+def driver_python() -> Iterator[Preloaded]:
+    """What a driver imports. Those of tests/examples import it themselves."""
+    modules = ("rlinf_async.cli.train", "rlinf_async.runtime.jobs.language.job")
+    with preloaded(*modules, "transformers.models.qwen3.modeling_qwen3") as python:
+        yield python
+
+
 @pytest.fixture
-def start_driver(temporary: pathlib.Path) -> Iterator[Start]:
+def start_driver(temporary: pathlib.Path, driver_python: Preloaded) -> Iterator[Start]:
     """Starts ``rlinf-async`` with these arguments; nothing of it survives the test."""
     started: list[Driver] = []
 
     def starting(*arguments: object) -> Driver:
-        started.append(Driver(temporary, *arguments))
+        started.append(Driver(temporary, *arguments, python=driver_python))
         return started[-1]
 
     yield starting

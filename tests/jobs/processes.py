@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from tests.preloaded import Preforked, Preloaded
+
 PATIENCE = 200.0
 """seconds that anything may take on a busy machine"""
 
@@ -69,6 +71,9 @@ class Driver:
 
     Its workers lead sessions of their own and outlive it for a moment: they are known by the
     folder for temporary files, which nobody else has.
+
+    It is forked from ``python``, if given, and finds imported what that has imported; what it
+    starts begins with an interpreter of its own.
     """
 
     def __init__(
@@ -76,17 +81,26 @@ class Driver:
         temporary: pathlib.Path,
         *arguments: object,
         module: tuple[object, ...] = ("rlinf_async",),
+        python: Preloaded | None = None,
     ) -> None:
         self._log = temporary.with_suffix(".log")
         self._mark = f"TMPDIR={temporary}".encode()
+        self._process: subprocess.Popen[bytes] | Preforked
+        words = ["-m", *(str(one) for one in (*module, *arguments))]
+        environment = {**os.environ, "TMPDIR": str(temporary)}
         with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", *(str(one) for one in (*module, *arguments))],
-                env={**os.environ, "TMPDIR": str(temporary)},
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+            if python is not None:
+                self._process = python.start(
+                    *words, environment=environment, output=log, session=True
+                )
+            else:
+                self._process = subprocess.Popen(
+                    [sys.executable, *words],
+                    env=environment,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
 
     @property
     def said(self) -> str:
@@ -150,7 +164,12 @@ class Driver:
     def _whole_run(self) -> list[int]:
         """It and all that it started, at whatever remove and in whatever session."""
         every = (one.pid for one in processes())
-        return [pid for pid in every if self._mark in told_of(pid, "environ").split(b"\0")]
+        itself = self._process.pid if self.is_running else None
+        return [
+            pid
+            for pid in every
+            if pid == itself or self._mark in told_of(pid, "environ").split(b"\0")
+        ]
 
 
 Start = Callable[..., Driver]
