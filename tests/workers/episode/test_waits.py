@@ -1,0 +1,69 @@
+"""Which episodes are said to wait for what, and how many are open."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rlinf_async.episodes import Episode
+from rlinf_async.messages.language import Scored
+from rlinf_async.testing import run
+from rlinf_async.workers.episode import EpisodeConfig
+from tests.workers.episode.kit import Engine, flowing, task, wait
+
+
+async def waits(episode: Episode) -> float:
+    """One call of a tool."""
+    chat = episode.chat(tools=[wait])
+    await chat.answer(await chat.turn())
+    return 1.0
+
+
+def test_the_episodes_that_have_waited_longest_are_named_with_the_tool() -> None:
+    async def body() -> None:
+        engine = Engine(lambda _: "!wait 25", lambda request: float(request.group))
+        async with flowing(waits, engine) as (flow, group):
+            running = flow.run(group)
+            await flow.put(*(task(number) for number in range(1, 6)))
+            await asyncio.sleep(20.5)
+            handle = group.supervisors[0].live
+            assert handle is not None
+            said = await handle.doing()
+            assert said[:3] == (
+                "episode 1/0 has waited 20 s for tool wait",
+                "episode 2/0 has waited 18 s for tool wait",
+                "episode 3/0 has waited 18 s for tool wait",
+            )
+            assert said[3:] == ("tool wait",) * 5
+            flow.tasks.sender.close()
+            await running
+            assert await handle.doing() == ()
+
+    run(body())
+
+
+def test_a_worker_has_no_more_episodes_open_than_it_may_and_two_share_the_tasks() -> None:
+    open_now: list[str] = []
+    most = 0
+
+    async def counts(episode: Episode) -> float:
+        nonlocal most
+        open_now.append(str(episode.task.index))
+        most = max(most, len(open_now))
+        await episode.chat().turn()
+        open_now.remove(str(episode.task.index))
+        return 1.0
+
+    async def body() -> None:
+        config = EpisodeConfig(run="agent", concurrent=3)
+        async with flowing(counts, Engine(lambda _: "4"), config, workers=2) as (flow, group):
+            running = [flow.run(group, rank) for rank in range(2)]
+            await flow.put(*(task(number) for number in range(20)))
+            flow.tasks.sender.close()
+            reports = [report for one in running for report in await one]
+            found = [await flow.episodes.receiver.get() for _ in range(20)]
+        assert [one.outcome for one in found] == 20 * [Scored(reward=1.0)]
+        assert sum(one.episodes for one in reports) == 20
+        assert min(one.episodes for one in reports) >= 6
+
+    run(body())
+    assert most == 6
