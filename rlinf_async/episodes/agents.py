@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 from rlinf_async.config.registry import ConfigError, Path, Registry
+from rlinf_async.episodes.command import PREFIX, command
 from rlinf_async.episodes.episode import RunEpisode
 
 agents: Registry[RunEpisode] = Registry(
@@ -15,11 +16,14 @@ agents: Registry[RunEpisode] = Registry(
 
 def load_agent(name: str, path: Path = ("run",)) -> RunEpisode:
     """Return the coroutine function of this name; ``path`` is the setting, for the error.
+    ``"command: python agent.py"`` is a program for each episode, see `command`.
 
     Raises:
         ConfigError: there is no such name, file or function, or it is no coroutine function of one
             argument, the `Episode`.
     """
+    if name.startswith(PREFIX):
+        return command(name.removeprefix(PREFIX).strip(), path=path)
     found: Any = agents.check(name, path, apart=True)
     if inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(type(found).__call__):
         agent: RunEpisode = found

@@ -12,8 +12,10 @@ Nothing is ever decoded and encoded again: what an engine drew is what is traine
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Self
 
+import msgspec
 import numpy as np
 
 from rlinf_async.messages.language import Generated, Kept, Tokens
@@ -63,9 +65,10 @@ class Conversation:
         """Number of tokens that the model drew."""
         return sum(part.drawn_tokens for part in self._parts)
 
-    def fork(self) -> Self:
-        """Return a branch: what was said so far is its prompt, and is not trained a second time."""
-        return type(self)(self.tokens)
+    def fork(self, tokens: int | None = None) -> Self:
+        """Return a branch whose prompt are the first ``tokens`` tokens, by default all: they are
+        not trained a second time."""
+        return type(self)(self.tokens[:tokens])
 
     def response(self) -> Generated:
         """Return everything after the prompt, ``[R]``, as one response.
@@ -129,3 +132,43 @@ def _kept(parts: list[Generated]) -> Kept | None:
     for part in found[1:]:
         whole = whole.followed_by(part)
     return whole
+
+
+def cut_at(
+    drawn: Generated, stop: Sequence[str], decode: Callable[[Tokens], str]
+) -> tuple[Generated, str]:
+    """Return an answer up to the token that completes the first stop sequence, and which it is.
+
+    Nothing is cut where there is none; the second value is empty then.
+    """
+    found = _first(decode(drawn.token_ids), stop) if stop else ""
+    if not found:
+        return drawn, ""
+    fewest, most = 1, len(drawn.token_ids)  # bisection: once it is there, it stays there
+    while fewest < most:
+        middle = (fewest + most) // 2
+        if found in decode(drawn.token_ids[:middle]):
+            most = middle
+        else:
+            fewest = middle + 1
+    return _first_tokens(drawn, most), found
+
+
+def _first(text: str, stop: Sequence[str]) -> str:
+    """Return the stop sequence that is complete first; empty: none is."""
+    ends = [(text.find(one) + len(one), one) for one in stop if one in text]
+    return min(ends)[1] if ends else ""
+
+
+def _first_tokens(drawn: Generated, count: int) -> Generated:
+    kept = drawn.kept
+    if kept is not None:
+        kept = Kept(kept.counts[:count], kept.token_ids[: int(kept.counts[:count].sum())])
+    return msgspec.structs.replace(
+        drawn,
+        token_ids=drawn.token_ids[:count],
+        log_prob=drawn.log_prob[:count],
+        version=drawn.version[:count],
+        kept=kept,
+        finish="stop",
+    )

@@ -23,11 +23,18 @@ from typing import Any, Literal, NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-from rlinf_async.episodes.conversation import Conversation, joined
+from rlinf_async.episodes.conversation import Conversation, cut_at, joined
 from rlinf_async.episodes.parsing import Parser, ToolCall
-from rlinf_async.episodes.template import ChatTemplate, Message, Rewrites
+from rlinf_async.episodes.template import ChatTemplate, Message, Rewrites, ToolSchema
 from rlinf_async.episodes.tools import Tool, ToolResult, run_all
-from rlinf_async.messages.language import Branch, EpisodeRecord, Generated, Tokens, TurnSpan
+from rlinf_async.messages.language import (
+    Branch,
+    EpisodeRecord,
+    Generated,
+    Sampling,
+    Tokens,
+    TurnSpan,
+)
 
 
 class EpisodeError(Exception):
@@ -77,20 +84,52 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 class Model(Protocol):
     """What draws the answers of an episode."""
 
-    async def draw(self, context: Tokens, most: int) -> Generated:
-        """Draw up to ``most`` tokens after ``context`` ``[P]``."""
+    async def draw(self, context: Tokens, most: int, seed: int | None = None) -> Generated:
+        """Draw up to ``most`` tokens after ``context`` ``[P]``.
+
+        ``seed``: of the caller's own, mixed with the run's for this sample: an episode draws the
+        same again for the same seed and context, where the engine can seed a single request, and
+        samples of one group still draw differently.
+        """
+
+
+class Endpoint(Protocol):
+    """Serves episodes to agents that speak HTTP."""
+
+    @property
+    def base_url(self) -> str:
+        """Its address; it is served from now on."""
+
+    def key(self, episode: Episode) -> str:
+        """Return the key that opens an episode."""
 
 
 class Turn:
     """One answer of the model."""
 
-    def __init__(self, text: str, thoughts: str, calls: tuple[ToolCall, ...], drawn: Generated):
+    def __init__(
+        self,
+        text: str,
+        thoughts: str,
+        calls: tuple[ToolCall, ...],
+        drawn: Generated,
+        *,
+        first_call: int = 0,
+        stopped: str = "",
+    ) -> None:
         self.text = text
         """what the model said, without thoughts and calls"""
         self.thoughts = thoughts
         self.tool_calls = calls
+        self.call_ids = [f"call{first_call + at:05d}" for at in range(len(calls))]
+        """identifiers of the calls, each once in an episode; nine characters, as some templates
+        want them"""
         self.drawn = drawn
         """its tokens, as the engine drew them"""
+        self.stopped = stopped
+        """stop sequence that ended it; its tokens include it, its text does not"""
+        self.message: Message = _as_message(self)
+        """the answer as text, as later renderings have it"""
         self.reward: float | None = None
         """reward of this turn alone, beside the episode's; set it where credit is given by turn"""
 
@@ -119,12 +158,13 @@ class Chat:
         episode: Episode,
         conversation: Conversation,
         messages: Sequence[Message],
-        tools: Sequence[Tool],
+        tools: Sequence[Tool | ToolSchema],
     ) -> None:
         self._episode = episode
+        self._given_tools = tools
         self._lines = [_Line(conversation, [])]
-        self._tools = {one.name: one for one in tools}
-        self._schemas = [one.schema for one in tools]
+        self._tools = {one.name: one for one in tools if not isinstance(one, Mapping)}
+        self._schemas = _schemas(tools)
         self._unsaid: list[Message] = []
         self._said: list[list[Message]] = []
         """what was said before each turn"""
@@ -156,11 +196,31 @@ class Chat:
     def _conversation(self) -> Conversation:
         return self._lines[-1].conversation
 
-    async def turn(self, max_tokens: int | None = None) -> Turn:
-        """Let the model answer.
+    @property
+    def last(self) -> Turn | None:
+        """The turn that the next one follows; None: there was none."""
+        return self._last
+
+    @property
+    def asking(self) -> bool:
+        """Whether the model is drawing an answer."""
+        return self._asking
+
+    async def turn(
+        self,
+        max_tokens: int | None = None,
+        *,
+        stop: Sequence[str] = (),
+        seed: int | None = None,
+    ) -> Turn:
+        """Let the model answer. The conversation is as before where it does not: this is cancelled,
+        or raises.
 
         Args:
             max_tokens: of this answer; by default what the episode may still have.
+            stop: texts that end the answer. What was drawn after the first of them is dropped: an
+                engine that had stopped there would have drawn the same up to it.
+            seed: see `Model.draw`.
 
         Raises:
             LimitReached: no turn, or no token, is left.
@@ -177,21 +237,23 @@ class Chat:
         most = room if max_tokens is None else min(room, max_tokens)
         asked, self._asking = len(self._unsaid), True
         try:
-            drawn = await self._episode.draw(np.concatenate([conversation.tokens, given]), most)
+            context = np.concatenate([conversation.tokens, given])
+            drawn = await self._episode.draw(context, most, seed)
         finally:
             self._asking = False  # what was said stays unsaid where no answer came
         if conversation is not self._conversation:
             self._lines.append(_Line(conversation, []))
         if len(given):
             conversation.give(given)
+        drawn, stopped = cut_at(drawn, stop, self._episode.decode)
         conversation.answer(drawn)
         self._said.append(self._unsaid[:asked])
         del self._unsaid[:asked]
-        turn = self._episode.read(drawn)
+        turn = self._episode.read(drawn, stopped)
         self._last = self._episode.last = turn
         self._lines[-1].turns.append(turn)
         self.turns.append(turn)
-        self.messages.append(_as_message(turn))
+        self.messages.append(turn.message)
         return turn
 
     def say(self, content: str, role: str = "user", **fields: Any) -> None:
@@ -199,6 +261,12 @@ class Chat:
         message = {"role": role, "content": content, **fields}
         self._unsaid.append(message)
         self.messages.append(message)
+
+    def unsay(self) -> None:
+        """Take back what was said since the last answer."""
+        if self._unsaid:
+            del self.messages[-len(self._unsaid) :]
+        self._unsaid.clear()
 
     async def answer(self, turn: Turn) -> list[ToolResult]:
         """Carry out the tools that a turn calls, all at once, and tell the model what they say.
@@ -209,20 +277,34 @@ class Chat:
         names = ", ".join(dict.fromkeys(call.name or "?" for call in turn.tool_calls))
         with self._episode.watch(f"tool {names}"):
             results = await run_all(turn.tool_calls, self._tools)
-        for at, result in enumerate(results):
+        for call_id, result in zip(turn.call_ids, results, strict=True):
             self._episode.count(result)
-            self.say(result.text, "tool", name=result.call.name, tool_call_id=_call_id(at))
+            self.say(result.text, "tool", name=result.call.name, tool_call_id=call_id)
         return results
 
-    def fork(self) -> Chat:
-        """Return a branch that goes on from here by itself: what was said so far is its prompt."""
-        branch = Chat(
-            self._episode, self._conversation.fork(), self.messages, list(self._tools.values())
-        )
-        branch._unsaid = list(self._unsaid)
-        branch._last = self._last
+    def fork(self, turn: Turn | None = None) -> Chat:
+        """Return a branch that goes on by itself: what was said before is its prompt.
+
+        Args:
+            turn: of this branch, after which the new one goes on; by default from here.
+        """
+        conversation, messages, unsaid = self._conversation.fork(), self.messages, self._unsaid
+        if turn is not None:
+            conversation, unsaid = self._until(turn), []
+            messages = messages[: 1 + _position(messages, turn.message)]
+        branch = Chat(self._episode, conversation, messages, self._given_tools)
+        branch._unsaid = list(unsaid)
+        branch._last = turn or self._last
         self._episode.chats.append(branch)
         return branch
+
+    def _until(self, turn: Turn) -> Conversation:
+        """Return a conversation whose prompt is what was said up to the end of a turn."""
+        for conversation, turns in self._lines:
+            if turn in turns:
+                _, end = conversation.spans()[turns.index(turn)]
+                return conversation.fork(len(conversation.prompt) + end)
+        raise EpisodeError("this turn is none of this branch")
 
     def _next(self) -> tuple[Conversation, Tokens]:
         """Return the conversation that the next answer belongs to, and the tokens before it that
@@ -281,6 +363,8 @@ class Episode:
         tools_may_fail: whether a tool that fails is told to the model; else it ends the episode.
         branches_where_rewritten: whether a template that rewrites earlier answers begins a branch;
             else it ends the episode.
+        endpoint: where agents that speak HTTP find it; None: nowhere.
+        sampling: how answers are drawn, for agents that ask for it otherwise.
     """
 
     def __init__(
@@ -295,10 +379,13 @@ class Episode:
         watch: Watch = nullcontext,
         tools_may_fail: bool = True,
         branches_where_rewritten: bool = False,
+        endpoint: Endpoint | None = None,
+        sampling: Sampling | None = None,
     ) -> None:
         self.task = task
         self.template = template
         self.decode = decode
+        self.sampling = sampling or Sampling(max_tokens=limits.tokens)
         self.watch = watch
         self.branches_where_rewritten = branches_where_rewritten
         self.chats: list[Chat] = []
@@ -307,6 +394,8 @@ class Episode:
         """turns of all branches"""
         self.last: Turn | None = None
         """newest turn of all branches"""
+        self.reached: LimitReached | None = None
+        """limit that was reached last, also where somebody else's agent was told of it"""
         self.state = b""
         """what the environment can be restored from: see `resume`"""
         self._made: Sequence[Sequence[Message]] = ()
@@ -321,25 +410,53 @@ class Episode:
         self._model = model
         self._parser = parser
         self._limits = limits
+        self._endpoint = endpoint
         self._tools_may_fail = tools_may_fail
         self._closed = False
+        self._calls = 0
+        """calls of tools in all turns"""
+
+    @property
+    def base_url(self) -> str:
+        """Address for clients of OpenAI's and Anthropic's interfaces:
+        ``AsyncOpenAI(base_url=episode.base_url, api_key=episode.key)``.
+
+        Raises:
+            MissingExtra: the extra ``agents`` is not installed.
+        """
+        return self._served().base_url
+
+    @property
+    def key(self) -> str:
+        """API key that opens this episode, and ends with it."""
+        return self._served().key(self)
+
+    def _served(self) -> Endpoint:
+        if self._endpoint is None:
+            raise EpisodeError("this episode has no endpoint: it was made without one")
+        return self._endpoint
+
+    @property
+    def limits(self) -> Limits:
+        """How long it may be."""
+        return self._limits
 
     def chat(
         self,
-        tools: Sequence[Tool] = (),
+        tools: Sequence[Tool | ToolSchema] = (),
         messages: Sequence[Message] | None = None,
     ) -> Chat:
         """Begin a conversation.
 
         Args:
-            tools: those that the model may call.
+            tools: those that the model may call; of one that somebody else carries out, its schema.
             messages: what it reads first; by default the task's.
 
         Raises:
             TemplateError: the template refuses a message, or leaves the tools out.
         """
         first = self.task.messages if messages is None else messages
-        tokens = self.template.opening(first, [one.schema for one in tools])
+        tokens = self.template.opening(first, _schemas(tools))
         chat = Chat(self, Conversation(tokens), first, tools)
         self.chats.append(chat)
         return chat
@@ -398,24 +515,38 @@ class Episode:
             LimitReached: none, or there was the last turn.
         """
         limits = self._limits
-        if self.turns >= limits.turns:
-            raise LimitReached("turns", limits.turns)
         left = limits.tokens - tokens
+        if self.turns >= limits.turns:
+            self.reached = LimitReached("turns", limits.turns)
+            raise self.reached
         if left < 1:
-            raise LimitReached("tokens", limits.tokens)
+            self.reached = LimitReached("tokens", limits.tokens)
+            raise self.reached
         return left if limits.answer is None else min(left, limits.answer)
 
-    async def draw(self, context: Tokens, most: int) -> Generated:
+    async def draw(self, context: Tokens, most: int, seed: int | None = None) -> Generated:
         """Have the model draw an answer."""
         if self._closed:
             raise EpisodeError("the episode is over: its coroutine has returned")
         self.turns += 1
-        return await self._model.draw(context, most)
+        return await self._model.draw(context, most, seed)
 
-    def read(self, drawn: Generated) -> Turn:
-        """Return an answer, read."""
-        found = self._parser(self.decode(drawn.token_ids))
-        return Turn(found.text, found.thoughts, found.tool_calls, drawn)
+    def read(self, drawn: Generated, stopped: str = "") -> Turn:
+        """Return an answer, read; what comes from the stop sequence on is no text of it."""
+        text = self.decode(drawn.token_ids)
+        if stopped:
+            text = text[: text.find(stopped)]
+        found = self._parser(text)
+        turn = Turn(
+            found.text,
+            found.thoughts,
+            found.tool_calls,
+            drawn,
+            first_call=self._calls,
+            stopped=stopped,
+        )
+        self._calls += len(turn.tool_calls)
+        return turn
 
     def count(self, result: ToolResult) -> None:
         """Count a call of a tool.
@@ -473,14 +604,20 @@ RunEpisode = Callable[[Episode], Awaitable[Any]]
 def _as_message(turn: Turn) -> Message:
     message: dict[str, Any] = {"role": "assistant", "content": turn.text}
     if turn.tool_calls:
-        message["tool_calls"] = [_as_call(at, call) for at, call in enumerate(turn.tool_calls)]
+        calls = zip(turn.call_ids, turn.tool_calls, strict=True)
+        message["tool_calls"] = [as_call(call_id, call) for call_id, call in calls]
     return message
 
 
-def _as_call(at: int, call: ToolCall) -> Mapping[str, Any]:
+def as_call(call_id: str, call: ToolCall) -> Mapping[str, Any]:
+    """Return a call as templates read it, with its arguments as an object."""
     function = {"name": call.name, "arguments": call.arguments}
-    return {"id": _call_id(at), "type": "function", "function": function}
+    return {"id": call_id, "type": "function", "function": function}
 
 
-def _call_id(at: int) -> str:
-    return f"call{at:05d}"
+def _schemas(tools: Sequence[Tool | ToolSchema]) -> list[ToolSchema]:
+    return [one if isinstance(one, Mapping) else one.schema for one in tools]
+
+
+def _position(messages: Sequence[Message], wanted: Message) -> int:
+    return next(at for at, one in enumerate(messages) if one is wanted)

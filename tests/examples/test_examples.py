@@ -12,9 +12,11 @@ from typing import Any, cast
 
 import pytest
 
+from benchmarks.harness.peers import PeerMissing, default_store
 from rlinf_async.cli import main
 from rlinf_async.config.registry import load_entry_point
 from rlinf_async.observe.summary import EmbodiedSummary, LanguageSummary, read_summary
+from tests.episodes.endpoint.programs import PACKAGES
 from tests.jobs.language.checkpoints import save_checkpoint
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -294,3 +296,28 @@ def test_the_training_group_of_ray_runs_over_megatron_with_two_tensor_ranks(
     assert [line.rpartition(" ")[2] for line in rollouts] == ["1", "2"]  # versions
     assert last == f"trained 2 rollouts; {tmp_path}/run/actor has the last"
     assert (tmp_path / "run" / "critic" / "iter_0000001").is_dir()
+
+
+def test_an_agent_of_others_that_is_not_installed_is_named(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--episode.run", "command: .agents/bin/python examples/black_box_agent.py")
+    words = ["check", EXAMPLES / "black_box_agent.toml", *options]
+    assert main([str(word) for word in words]) == 2
+    assert "there is no program '.agents/bin/python'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_an_unchanged_agent_of_others_is_trained(tmp_path: pathlib.Path) -> None:
+    try:
+        python = default_store().python(PACKAGES["openai-agents"])
+    except PeerMissing as missing:
+        pytest.skip(str(missing))
+    done = run(
+        *("-m", "rlinf_async", "train", EXAMPLES / "black_box_agent.toml"),
+        *("--episode.run", f"command: {python} {EXAMPLES / 'black_box_agent.py'}"),
+        *("--out", tmp_path / "run", "--training.iterations", 2, "--warm_start.steps", 300),
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    summary = read_summary(tmp_path / "run" / "summary.json", LanguageSummary)
+    assert (summary.outcome, summary.iterations) == ("finished", 2)

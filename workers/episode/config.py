@@ -9,6 +9,7 @@ import msgspec
 
 from rlinf_async.config.counts import check_bounds
 from rlinf_async.episodes import Limits
+from rlinf_async.episodes.endpoint import EndpointConfig
 
 
 class EpisodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,6 +36,8 @@ class EpisodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     on_tool_failure: Literal["tell", "fail"] = "tell"
     """what becomes of a tool that raises, hangs or floods: ``tell``: the model reads of it;
     ``fail``: the episode fails"""
+    endpoint: EndpointConfig = EndpointConfig()
+    """where agents that speak HTTP find their episode"""
     on_rewrite: Literal["fail", "branch"] = "fail"
     """what becomes of an episode whose chat template writes earlier answers otherwise once there
     are later ones: ``fail``, or ``branch``: it goes on in a further branch of the sample"""

@@ -109,8 +109,8 @@ class Turns:
                 self._number = number
         return self._recorded[-1].request.state if self._recorded else b""
 
-    async def draw(self, context: Tokens, most: int) -> Generated:
-        """Draw up to ``most`` tokens after ``context`` ``[P]``."""
+    async def draw(self, context: Tokens, most: int, seed: int | None = None) -> Generated:
+        """Draw up to ``most`` tokens after ``context`` ``[P]``; ``seed``: see `Model.draw`."""
         # By what was read, not by the number of the turn: where two branches wait for their tools,
         # which of them goes on first may be another one this time.
         for at, sample in enumerate(self._recorded):
@@ -118,7 +118,7 @@ class Turns:
                 self._report.replayed += 1
                 return self._told(self._recorded.pop(at))
         self._number += 1
-        request = self._request(self._number, context, most)
+        request = self._request(self._number, context, most, seed)
         with self._clock.stopped():
             # A task of its own, so that whatever is left running can be ended with the episode.
             drawing = asyncio.create_task(self._answer(request), name=f"turn {request.name}")
@@ -145,8 +145,9 @@ class Turns:
         self.rollout_rank = sample.rollout_rank
         return sample.generated
 
-    def _request(self, number: int, context: Tokens, most: int) -> Request:
+    def _request(self, number: int, context: Tokens, most: int, seed: int | None) -> Request:
         task = self._task
+        seeds = (task.seed, number) if seed is None else (task.seed, 0, seed % 2**64)
         replace = msgspec.structs.replace
         return replace(
             task,
@@ -155,7 +156,7 @@ class Turns:
             state=self.saved(),
             prompt=replace(task.prompt, token_ids=context, text="", messages=()),
             sampling=replace(task.sampling, max_tokens=most),
-            seed=int(np.random.SeedSequence((task.seed, number)).generate_state(1)[0]),
+            seed=int(np.random.SeedSequence(seeds).generate_state(1)[0]),
         )
 
     async def _answer(self, request: Request) -> Sample:

@@ -33,6 +33,7 @@ from rlinf_async.data import load_tokenizer
 from rlinf_async.data.prompts import SLOW_IMPORTS, decode
 from rlinf_async.episodes import Episode, Task
 from rlinf_async.episodes.agents import load_agent
+from rlinf_async.episodes.endpoint import Endpoint
 from rlinf_async.episodes.parsing import Parser, parsers
 from rlinf_async.episodes.template import ChatTemplate
 from rlinf_async.messages.language import Failed, Request, Sample, Tokens
@@ -72,6 +73,7 @@ class EpisodeWorker(Worker):
         self.config = config
         self._model = model
         self._chat_options = chat_options
+        self._endpoint = Endpoint(config.endpoint)
         self._slots = self._idle = 0
         self._waits: dict[object, tuple[float, str, str]] = {}
         """since when which episode waits for what, beside the model"""
@@ -90,6 +92,10 @@ class EpisodeWorker(Worker):
         # A user's module may import what takes seconds: not in the event loop.
         self._agent = await self.compute(load_agent, self.config.run)
         self._language = await self.compute(self.make_language)
+
+    async def teardown(self) -> None:
+        """Serve agents no more."""
+        await self._endpoint.aclose()
 
     def make_language(self) -> Language:
         """Load tokenizer, template and parser. Override it to bring your own."""
@@ -181,6 +187,8 @@ class EpisodeWorker(Worker):
                 watch=partial(self._watch, task.name),
                 tools_may_fail=config.on_tool_failure == "tell",
                 branches_where_rewritten=config.on_rewrite == "branch",
+                endpoint=self._endpoint,
+                sampling=task.sampling,
             )
             turns.saved = episode.saved
             episode.restore(await turns.recall())
@@ -190,6 +198,7 @@ class EpisodeWorker(Worker):
                 )
             finally:
                 episode.close()
+                await self._endpoint.end(episode)
                 await turns.close()
             if turns.broken is not None:  # not the agent's error, whatever it made of it
                 raise turns.broken

@@ -1,0 +1,320 @@
+"""What an agent may do wrong: it is told in the words of its interface, and nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from rlinf_async.episodes import Episode, EpisodeError
+from rlinf_async.episodes.endpoint import Endpoint, EndpointConfig
+from tests.episodes.endpoint.kit import ADD, CALL, QUESTION, Scripted, episode_of, served
+
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+ASKED: dict[str, dict[str, Any]] = {
+    CHAT: {"model": "m", "messages": [QUESTION]},
+    RESPONSES: {"model": "m", "input": [QUESTION]},
+    MESSAGES: {"model": "m", "messages": [QUESTION], "max_tokens": 5},
+}
+
+
+def client_of(episode: Episode) -> httpx.AsyncClient:
+    return httpx.AsyncClient(
+        base_url=episode.base_url,
+        headers={"authorization": f"Bearer {episode.key}"},
+        trust_env=False,
+        timeout=60,
+    )
+
+
+def error_of(path: str, response: httpx.Response) -> tuple[str, str]:
+    """Type and text of an error, which has the form of its interface."""
+    body = response.json()
+    assert response.headers["x-should-retry"] == "false"
+    if path == MESSAGES:
+        assert body["type"] == "error"
+    else:
+        assert set(body["error"]) == {"message", "type", "param", "code"}
+    return body["error"]["type"], body["error"]["message"]
+
+
+def image(kind: str, **fields: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [{"type": kind, **fields}]}]
+
+
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, {"messages": None}, "messages: Expected `array`, got `null`"),
+    (CHAT, {"messages": "hello"}, "messages: Expected `array`, got `str`"),
+    (CHAT, {"messages": [{"content": "x"}]}, r"messages\[0\]: Object missing required field `ro"),
+    (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, r"messages\[0\].role is 'robot'"),
+    (CHAT, {"messages": [{"role": "user", "content": 5}]}, r"messages\[0\].content: it must be t"),
+    (CHAT, {"messages": []}, "nothing to answer"),
+    (CHAT, {"messages": [QUESTION, {"role": "assistant", "content": "I"}]}, "its answer begins"),
+    (CHAT, {"messages": [{"role": "tool", "content": "3", "tool_call_id": "x"}]}, "the call 'x'"),
+    (CHAT, {"messages": image("image_url", image_url={"url": "x"})}, "of type 'image_url'"),
+    (CHAT, {"messages": image("input_audio")}, "of type 'input_audio'"),
+    (RESPONSES, {"input": image("input_image", image_url="x")}, "of type 'input_image'"),
+    (RESPONSES, {"input": image("input_file")}, "of type 'input_file'"),
+    (MESSAGES, {"messages": image("image", source={})}, "of type 'image'"),
+    (MESSAGES, {"messages": image("document", source={})}, "of type 'document'"),
+    (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "of type 'item_reference'"),
+    (RESPONSES, {"input": [{"type": "function_call_output", "call_id": "x", "output": ""}]}, "'x'"),
+    (RESPONSES, {"tools": [{"type": "web_search"}]}, "tool of type 'web_search'"),
+    (MESSAGES, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "of type 'bash_20250124'"),
+    (CHAT, {"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tool of type 'custom'"),
+    (CHAT, {"tools": [ADD], "tool_choice": "required"}, "tool_choice: 'required'"),
+    (CHAT, {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "add"}}},
+     "tool_choice: {'type'"),
+    (MESSAGES, {"tool_choice": {"type": "any"}}, "tool_choice: {'type': 'any'}"),
+    (RESPONSES, {"tool_choice": {"type": "function", "name": "add"}}, "tool_choice: {"),
+    (CHAT, {"n": 0}, "n is 0"),
+    (CHAT, {"n": "two"}, "n: Expected `int | null`, got `str`"),
+    (CHAT, {"max_tokens": -1}, "max_tokens is -1"),
+    (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens is 0"),
+    (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens is 0"),
+    (CHAT, {"stop": ["a", ""]}, "stop: a stop sequence is empty"),
+    (MESSAGES, {"stop_sequences": [""]}, "stop_sequences: a stop sequence is empty"),
+    (CHAT, {"frequency_penalty": 0.5}, "frequency_penalty: it is not known here, or cannot"),
+    (CHAT, {"logit_bias": {"5": 1}}, "logit_bias: "),
+    (CHAT, {"top_logprobs": 3}, "top_logprobs: "),
+    (CHAT, {"response_format": {"type": "json_object"}}, "response_format: "),
+    (CHAT, {"wishes": 3}, "wishes: it is not known here"),
+    (RESPONSES, {"background": True}, "background: "),
+    (RESPONSES, {"conversation": "c"}, "conversation: "),
+    (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format: "),
+    (RESPONSES, {"include": ["file_search_call.results"]}, "include: 'file_search_call.results'"),
+    (MESSAGES, {"container": "c"}, "container: "),
+    (MESSAGES, {"messages": [{"role": "robot", "content": "x"}]}, "is 'robot'"),
+    (CHAT, {"model": 5}, "model: Expected `str`, got `int`"),
+    (CHAT, {"messages": [QUESTION] * 500}, "maximum context length is 2000 tokens"),
+    (MESSAGES, {"messages": [QUESTION] * 500}, "maximum context length is 2000 tokens"),
+]  # fmt: skip
+
+
+async def test_what_a_request_has_wrong_is_named() -> None:
+    async with served([], tokens=2000) as (episode, _), client_of(episode) as client:
+        for path, fields, words in BAD:
+            answer = await client.post(path, json=ASKED[path] | fields)
+            assert answer.status_code == 400, (path, fields, answer.text)
+            kind, text = error_of(path, answer)
+            assert kind == "invalid_request_error"
+            assert re.search(words, text), (path, fields, text)
+        assert not [chat for chat in episode.chats if chat.turns]
+
+
+@pytest.mark.parametrize("path", sorted(ASKED))
+async def test_what_cannot_be_honoured_is_left_out_with_a_warning_where_configured(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    fields: dict[str, Any] = {"wishes": 1, "tool_choice": {"type": "any"}, "temperature": 0.2}
+    async with (
+        served(["a", "b"], unknown="warn") as (episode, _),
+        client_of(episode) as client,
+    ):
+        with caplog.at_level(logging.WARNING, "rlinf_async.episodes.endpoint"):
+            for _ in range(2):
+                answer = await client.post(path, json=ASKED[path] | fields)
+                assert answer.status_code == 200, answer.text
+        text = caplog.text
+        for words in ("wishes: it is not known", "tool_choice: ", "temperature = 0.2 is asked for"):
+            assert text.count(words) == 1
+
+
+KEYS: dict[str, dict[str, str]] = {
+    "none": {},
+    "foreign": {"authorization": "Bearer sk-other"},
+    "foreign of Anthropic's": {"x-api-key": "sk-other"},
+    "no scheme": {"authorization": "sk-other"},
+    "another scheme": {"authorization": "Basic KEY"},
+    "empty": {"authorization": "Bearer", "x-api-key": ""},
+}
+
+
+@pytest.mark.parametrize("path", [*sorted(ASKED), "/v1/messages/count_tokens"])
+async def test_a_key_that_opens_nothing_is_refused(path: str) -> None:
+    async with served([]) as (episode, _), httpx.AsyncClient(trust_env=False) as client:
+        for headers in KEYS.values():
+            given = {name: text.replace("KEY", episode.key) for name, text in headers.items()}
+            answer = await client.post(episode.base_url + path, json=ASKED[CHAT], headers=given)
+            assert answer.status_code == 401
+            kind, text = error_of(MESSAGES if "messages" in path else path, answer)
+            assert kind == "authentication_error"
+            assert "opens no episode" in text
+
+
+async def test_a_key_opens_its_own_episode_and_ends_with_it() -> None:
+    endpoint = Endpoint(EndpointConfig())
+    first, second = (episode_of(Scripted(lambda _: "well"), endpoint=endpoint) for _ in range(2))
+    try:
+        assert first.key == first.key != second.key
+        assert first.base_url == second.base_url
+        async with client_of(first) as client, client_of(second) as other:
+            assert (await client.post(CHAT, json=ASKED[CHAT])).status_code == 200
+            assert (first.turns, second.turns) == (1, 0)
+            await endpoint.end(first)
+            assert (await client.post(CHAT, json=ASKED[CHAT])).status_code == 401
+            assert (await other.post(MESSAGES, json=ASKED[MESSAGES])).status_code == 200
+            assert (first.turns, second.turns) == (1, 1)
+    finally:
+        await endpoint.aclose()
+
+
+async def test_what_is_asked_when_the_episode_ends_is_given_up() -> None:
+    model = Scripted(["a"])
+    endpoint = Endpoint(EndpointConfig())
+    episode = episode_of(model, endpoint=endpoint)
+    model.open.clear()
+    try:
+        async with client_of(episode) as client:
+            asking = asyncio.ensure_future(client.post(CHAT, json=ASKED[CHAT]))
+            await model.asked.acquire()
+            await endpoint.end(episode)
+            answer = await asking
+        assert answer.status_code == 401
+        assert "has ended" in error_of(CHAT, answer)[1]
+        assert model.given_up == 1
+    finally:
+        await endpoint.aclose()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_goes_away_gives_its_answer_up(stream: bool) -> None:
+    async with served(["a", "b"]) as (episode, model), client_of(episode) as client:
+        model.open.clear()
+        body = ASKED[CHAT] | {"stream": stream}
+        asking = asyncio.ensure_future(client.post(CHAT, json=body))
+        await model.asked.acquire()
+        asking.cancel()
+        await asyncio.wait([asking])
+        await model.dropped.acquire()  # the server sees it when the connection is closed
+        model.open.set()
+        answer = await client.post(CHAT, json=ASKED[CHAT])
+        assert answer.json()["choices"][0]["message"]["content"] == "b"
+        assert [len(chat.turns) for chat in episode.chats if chat.turns] == [1]
+
+
+RAW: dict[str, tuple[bytes, str]] = {
+    "no JSON": (b"{'model': 5}", "the body is no JSON"),
+    "nothing": (b"", "the body is no JSON"),
+    "no object": (b"[1, 2]", "must be a JSON object"),
+    "no UTF-8": (b'{"model": "\xff"}', "the body is no JSON"),
+    "cut": (b'{"model": "m", "messages": [', "the body is no JSON"),
+    "deep": (b"[" * 100_000, "the body is no JSON"),
+    "half a character": (
+        b'{"model": "m", "messages": [{"role": "user", "content": "\\ud800"}]}', "JSON",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(RAW))
+async def test_a_body_that_is_no_json_is_refused(name: str) -> None:
+    body, words = RAW[name]
+    async with served([]) as (episode, _), client_of(episode) as client:
+        for path in ASKED:
+            answer = await client.post(path, content=body)
+            assert answer.status_code == 400, answer.text
+            assert words in error_of(path, answer)[1]
+
+
+@pytest.mark.parametrize("path", sorted(ASKED))
+async def test_ten_megabytes_are_refused_and_nobody_waits(path: str) -> None:
+    large = ASKED[path] | {"model": "m" * 10_000_000}
+    async with served(["well"]) as (episode, _), client_of(episode) as client:
+        answer = await client.post(path, json=large)
+        assert answer.status_code == 413
+        assert "cannot hold it" in error_of(path, answer)[1]
+        assert (await client.post(path, json=ASKED[path])).status_code == 200
+
+
+async def test_a_model_that_is_not_there_is_named() -> None:
+    async with (
+        served(["a"], models=("small",)) as (episode, _),
+        client_of(episode) as client,
+    ):
+        for path in ASKED:
+            answer = await client.post(path, json=ASKED[path])
+            assert answer.status_code == 404
+            assert "there is no model 'm' (there are: small)" in error_of(path, answer)[1]
+        assert (await client.post(CHAT, json=ASKED[CHAT] | {"model": "small"})).status_code == 200
+
+
+async def test_paths_and_methods_that_are_not_there_are_named() -> None:
+    async with served([]) as (episode, _), client_of(episode) as client:
+        answer = await client.post("/v1/embeddings", json={})
+        assert answer.status_code == 404
+        assert "there is no POST /v1/embeddings: /v1/chat/completions" in error_of(CHAT, answer)[1]
+        answer = await client.get(MESSAGES)
+        assert answer.status_code == 405
+        assert "there is no GET /v1/messages" in error_of(MESSAGES, answer)[1]
+
+
+async def test_clients_do_not_ask_again_once_a_limit_is_reached() -> None:
+    async with served(["a"], turns=1) as (episode, model):
+        options: Any = {"base_url": episode.base_url, "api_key": episode.key, "max_retries": 5}
+        messages: Any = [QUESTION]
+        async with openai.AsyncOpenAI(**options) as client:
+            await client.chat.completions.create(model="m", messages=messages)
+            with pytest.raises(openai.PermissionDeniedError, match="1 of its 1 turns"):
+                await client.chat.completions.create(model="m", messages=messages)
+        async with anthropic.AsyncAnthropic(**options) as other:
+            with pytest.raises(anthropic.PermissionDeniedError, match="1 of its 1 turns"):
+                await other.messages.create(model="m", messages=messages, max_tokens=5)
+        assert len(model.draws) == 1
+        assert episode.reached is not None
+
+
+async def test_what_the_template_refuses_is_said() -> None:
+    async with served([]) as (episode, _), client_of(episode) as client:
+        strict = "{{ raise_exception('roles must alternate') }}"
+        episode.template._template = strict
+        for path in ASKED:
+            answer = await client.post(path, json=ASKED[path])
+            assert answer.status_code == 400
+            assert "roles must alternate" in error_of(path, answer)[1]
+
+
+async def test_an_engine_that_fails_is_an_error_of_the_server(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with served([]) as (episode, _), client_of(episode) as client:  # its script is over
+        for path in ASKED:
+            answer = await client.post(path, json=ASKED[path])
+            assert answer.status_code == 500
+            assert "IndexError" in answer.text
+    assert "an agent's request has failed" in caplog.text
+
+
+async def test_where_it_cannot_listen_is_named() -> None:
+    taken = Endpoint(EndpointConfig())
+    port = int(taken.base_url.rpartition(":")[2])
+    try:
+        with pytest.raises(EpisodeError, match=f"port {port}: .*in use"):
+            assert Endpoint(EndpointConfig(port=port)).base_url
+        with pytest.raises(EpisodeError, match="cannot listen on eth99"):
+            assert Endpoint(EndpointConfig(interface="eth99")).base_url
+        named = Endpoint(EndpointConfig(interface="lo"))
+        assert named.base_url.startswith("http://127.0.0.1:")
+        await named.aclose()
+    finally:
+        await taken.aclose()
+
+
+async def test_an_episode_without_an_endpoint_says_so() -> None:
+    episode = episode_of(Scripted([CALL]))
+    with pytest.raises(EpisodeError, match="has no endpoint"):
+        assert episode.base_url
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [({"port": 70_000}, "port"), ({"interface": ""}, "interface is empty")],
+)
+def test_settings_that_cannot_be_are_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        EndpointConfig(**fields)

@@ -1,0 +1,205 @@
+"""Programs as agents: what they find, what they come to, and that they end with their episode."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any, cast
+
+import psutil
+import pytest
+
+from rlinf_async.config import ConfigError
+from rlinf_async.episodes import LimitReached
+from rlinf_async.episodes.command import CommandFailed, command, environment_of
+from rlinf_async.episodes.endpoint import Endpoint
+from tests.episodes.endpoint.kit import Scripted, episode_of, served
+
+ASK = """
+import json, os, sys, urllib.error, urllib.request
+
+def ask(text, path="/chat/completions"):
+    body = {"model": "m", "messages": [*task["messages"], {"role": "user", "content": text}]}
+    headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + path, json.dumps(body).encode(), headers
+    )
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as answer:
+        return json.load(answer)["choices"][0]["message"]["content"]
+
+task = json.loads(sys.stdin.readline())
+"""
+
+
+def program(folder: Path, text: str) -> str:
+    """A command line that runs this Python."""
+    (folder / "agent.py").write_text(ASK + textwrap.dedent(text))
+    return f"{sys.executable} agent.py"
+
+
+ENDS: dict[str, tuple[str, float | None]] = {
+    "a score": ("print('thinking'); print('score: 0.5')", 0.5),
+    "a score, and an empty line": ("print('score:1'); print()", 1.0),
+    "no score": ("print('done')", None),
+    "an answer that is a number": ("print(42)", None),
+    "a score that is not last": ("print('score: 1'); print('done')", None),
+    "nothing": ("pass", None),
+    "a flood": ("print('x' * 10_000_000); print('score: -2')", -2.0),
+    "a flood of errors": ("sys.stderr.write('x' * 10_000_000); print('score: 3')", 3.0),
+    "stdin is not read to its end": ("os.close(0); print('score: 4')", 4.0),
+}
+
+
+@pytest.mark.parametrize("name", sorted(ENDS))
+async def test_the_last_line_is_the_score(name: str, tmp_path: Path) -> None:
+    text, score = ENDS[name]
+    async with served([]) as (episode, _):
+        assert await command(program(tmp_path, text), tmp_path)(episode) == score
+
+
+FAILURES: dict[str, tuple[str, str]] = {
+    "raises": ("raise ValueError('no idea')", "exit code 1; its stderr ends with:\n.*no idea"),
+    "exits": ("sys.exit(3)", "exit code 3, and says nothing on stderr"),
+    "is killed": ("os.kill(os.getpid(), 9)", "killed by SIGKILL"),
+    "is no number": ("print('score: nan')", "score is 'nan': it must be a finite number"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(FAILURES))
+async def test_a_failure_says_how(name: str, tmp_path: Path) -> None:
+    text, words = FAILURES[name]
+    async with served([]) as (episode, _):
+        with pytest.raises(CommandFailed, match=f"(?s){words}"):
+            await command(program(tmp_path, text), tmp_path)(episode)
+
+
+async def test_a_program_speaks_to_its_episode(tmp_path: Path) -> None:
+    text = """
+    assert task == {"messages": [{"role": "user", "content": "What is 1 + 2?"}], "index": 17}
+    assert json.loads(os.environ["EPISODE_MESSAGES"]) == task["messages"]
+    assert os.environ["EPISODE_INDEX"] == "17"
+    assert os.environ["ANTHROPIC_API_KEY"] == os.environ["OPENAI_API_KEY"]
+    assert os.environ["ANTHROPIC_BASE_URL"] + "/v1" == os.environ["OPENAI_BASE_URL"]
+    assert not [one for one in os.environ if one.startswith("RLINF_ASYNC_")]
+    print("score:", float(ask("well?") == "three") + float(ask("again") == "four"))
+    """
+    async with served(["three", "four"]) as (episode, model):
+        assert await command(program(tmp_path, text), tmp_path)(episode) == 2.0
+        assert len(model.draws) == 2
+
+
+async def test_where_a_limit_is_reached_the_episode_is_judged_as_it_stands(tmp_path: Path) -> None:
+    text = """
+    while True:
+        ask("on")
+    """
+    async with served(lambda _: "well", turns=3) as (episode, model):
+        with pytest.raises(LimitReached, match="max_turns = 3"):
+            await command(program(tmp_path, text), tmp_path)(episode)
+        assert len(model.draws) == 3
+
+
+CHILDREN = """
+import signal, subprocess, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen(["sleep", "1000"])
+orphan = subprocess.run(["sh", "-c", "sleep 1000 > /dev/null 2>&1 & echo $!"], stdout=-1).stdout
+with open("pids.part", "w") as file:
+    print(os.getpid(), child.pid, orphan.decode(), file=file)
+os.rename("pids.part", "pids")
+"""
+
+
+async def _pids(folder: Path) -> list[int]:
+    """The processes of `CHILDREN`, once all are there."""
+    while not (folder / "pids").exists():  # noqa: ASYNC110  a file has no event
+        await asyncio.sleep(0.01)
+    return [int(one) for one in (folder / "pids").read_text().split()]
+
+
+async def _gone(pids: list[int]) -> None:
+    while any(_runs(pid) for pid in pids):  # noqa: ASYNC110  no child of ours
+        await asyncio.sleep(0.01)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize("end", ["cancelled", "exits"])
+async def test_a_program_ends_with_its_episode_and_so_do_its_children(
+    end: str, tmp_path: Path
+) -> None:
+    text = CHILDREN + ("time.sleep(1000)" if end == "cancelled" else "print('score: 1')")
+    async with served([]) as (episode, _):
+        running = asyncio.ensure_future(command(program(tmp_path, text), tmp_path)(episode))
+        pids = await _pids(tmp_path)
+        if end == "cancelled":
+            running.cancel()
+        await asyncio.wait([running])
+        assert running.cancelled() == (end == "cancelled")
+        await _gone(pids)
+
+
+WORKER = """
+import asyncio, pathlib
+from rlinf_async.episodes.command import command
+from tests.episodes.endpoint.kit import served
+
+async def main():
+    async with served([]) as (episode, _):
+        await command({line!r}, pathlib.Path({folder!r}))(episode)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_program_ends_with_its_worker(tmp_path: Path) -> None:
+    line = program(tmp_path, CHILDREN + "time.sleep(1000)")
+    worker = tmp_path / "worker.py"
+    worker.write_text(WORKER.format(line=line, folder=str(tmp_path)))
+    root = Path(__file__).parents[2]
+    process = subprocess.Popen(  # noqa: ASYNC220  it is killed, not waited for
+        [sys.executable, worker], cwd=root, env={**os.environ, "PYTHONPATH": str(root)}
+    )
+    try:
+        pids = await _pids(tmp_path)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    await _gone(pids)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("", "write a program behind"),
+        ("no_such_program --now", "there is no program 'no_such_program'"),
+        ("./none.sh", "there is no program './none.sh'"),
+        ("python 'agent.py", "No closing quotation"),
+    ],
+)
+def test_a_command_that_cannot_be_started_is_named_before_any_episode(
+    line: str, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        command(line)
+
+
+async def test_messages_that_are_too_long_for_a_variable_are_on_stdin_alone() -> None:
+    async with served([]) as (episode, _):
+        found: dict[str, Any] = environment_of(episode)
+        assert "EPISODE_MESSAGES" in found
+        long = episode_of(Scripted([]), endpoint=cast(Endpoint, episode._endpoint))
+        long.task = type(long.task)(
+            index=1, messages=({"role": "user", "content": "x" * 200_000},), reference=""
+        )
+        assert "EPISODE_MESSAGES" not in environment_of(long)
