@@ -25,8 +25,16 @@ import numpy as np
 
 from rlinf_async.episodes.conversation import Conversation, cut_at, joined
 from rlinf_async.episodes.parsing import Parser, ToolCall
-from rlinf_async.episodes.template import ChatTemplate, Message, Rewrites, ToolSchema
-from rlinf_async.episodes.tools import Tool, ToolResult, run_all
+from rlinf_async.episodes.template import (
+    Answered,
+    Called,
+    ChatTemplate,
+    Message,
+    Reading,
+    Rewrites,
+    ToolSchema,
+)
+from rlinf_async.episodes.tools import OnFailure, Tool, ToolResult, by_name, ends_episode, run_all
 from rlinf_async.messages.language import (
     Branch,
     EpisodeRecord,
@@ -35,6 +43,11 @@ from rlinf_async.messages.language import (
     Tokens,
     TurnSpan,
 )
+
+OnRewrite = Literal["fail", "branch", "keep"]
+"""What is done where the template would write what came before otherwise: the episode fails; it
+goes on in a branch, which the model reads as the template writes it now; or what the model has read
+stays as it is."""
 
 
 class EpisodeError(Exception):
@@ -54,8 +67,7 @@ class ToolFailed(EpisodeError):
     """A tool failed, and the run is configured so that this ends the episode."""
 
     def __init__(self, result: ToolResult) -> None:
-        name = result.call.name or "a tool"
-        super().__init__(f"{name} failed ({result.failure}): {result.text}")
+        super().__init__(f"{result.tool} failed ({result.failure}): {result.text}")
         self.result = result
 
 
@@ -130,6 +142,8 @@ class Turn:
         """stop sequence that ended it; its tokens include it, its text does not"""
         self.message: Message = _as_message(self)
         """the answer as text, as later renderings have it"""
+        self.reading: Reading | None = None
+        """what the model had read when it answered; None: it did so in no `Chat`"""
         self.reward: float | None = None
         """reward of this turn alone, beside the episode's; set it where credit is given by turn"""
 
@@ -163,7 +177,7 @@ class Chat:
         self._episode = episode
         self._given_tools = tools
         self._lines = [_Line(conversation, [])]
-        self._tools = {one.name: one for one in tools if not isinstance(one, Mapping)}
+        self._tools = by_name([one for one in tools if not isinstance(one, Mapping)])
         self._schemas = _schemas(tools)
         self._unsaid: list[Message] = []
         self._said: list[list[Message]] = []
@@ -224,7 +238,7 @@ class Chat:
 
         Raises:
             LimitReached: no turn, or no token, is left.
-            Rewrites: the template would write earlier answers otherwise (see `ChatTemplate`).
+            Rewrites: the template would write what came before otherwise (see `OnRewrite`).
         """
         if self._asking:
             raise EpisodeError(
@@ -232,7 +246,7 @@ class Chat:
             )
         if self._last is not None and not self._unsaid:
             raise EpisodeError("the model spoke last: answer its turn, or say something")
-        conversation, given = self._next()
+        conversation, reading, given = self._next()
         room = self._episode.room(len(conversation) + len(given))
         most = room if max_tokens is None else min(room, max_tokens)
         asked, self._asking = len(self._unsaid), True
@@ -250,6 +264,7 @@ class Chat:
         self._said.append(self._unsaid[:asked])
         del self._unsaid[:asked]
         turn = self._episode.read(drawn, stopped)
+        turn.reading = reading
         self._last = self._episode.last = turn
         self._lines[-1].turns.append(turn)
         self.turns.append(turn)
@@ -277,9 +292,13 @@ class Chat:
         names = ", ".join(dict.fromkeys(call.name or "?" for call in turn.tool_calls))
         with self._episode.watch(f"tool {names}"):
             results = await run_all(turn.tool_calls, self._tools)
-        for call_id, result in zip(turn.call_ids, results, strict=True):
+        for result in results:
             self._episode.count(result)
-            self.say(result.text, "tool", name=result.call.name, tool_call_id=call_id)
+        for result in results:
+            if ends_episode(result, self._tools, self._episode.on_tool_failure):
+                raise ToolFailed(result)
+        for call_id, result in zip(turn.call_ids, results, strict=True):
+            self.say(result.text, "tool", name=result.tool, tool_call_id=call_id)
         return results
 
     def fork(self, turn: Turn | None = None) -> Chat:
@@ -306,31 +325,31 @@ class Chat:
                 return conversation.fork(len(conversation.prompt) + end)
         raise EpisodeError("this turn is none of this branch")
 
-    def _next(self) -> tuple[Conversation, Tokens]:
-        """Return the conversation that the next answer belongs to, and the tokens before it that
-        are not there yet."""
+    def _next(self) -> tuple[Conversation, Reading, Tokens]:
+        """Return the conversation that the next answer belongs to, what the model will have read
+        then, and the tokens of it that are not in the conversation yet."""
         nothing = np.zeros(0, np.int32)
-        if self._last is not None:
-            try:
-                return self._conversation, self._following(self._last)
-            except Rewrites:
-                if not self._episode.branches_where_rewritten:
-                    raise
-        elif not self._unsaid:
-            return self._conversation, nothing
-        opening = self._episode.template.opening(self.messages, self._schemas)
         if self._last is None:  # nothing was drawn: what was said belongs to the prompt
-            self._lines[-1] = _Line(Conversation(opening), [])
-            return self._conversation, nothing
-        return Conversation(opening), nothing
+            reading = self._episode.template.read(self.messages, self._schemas)
+            self._lines[-1] = _Line(Conversation(reading.given), [])
+            return self._conversation, reading, nothing
+        try:
+            reading = self._following(self._last)
+            return self._conversation, reading, reading.given
+        except Rewrites:
+            if self._episode.on_rewrite != "branch":
+                raise
+        reading = self._episode.template.read(self.messages, self._schemas)
+        return Conversation(reading.given), reading, nothing
 
-    def _following(self, last: Turn) -> Tokens:
-        return self._episode.template.following(
-            self._episode.decode(last.drawn.token_ids),
+    def _following(self, last: Turn) -> Reading:
+        if last.reading is None:
+            raise EpisodeError("the last turn was drawn in no chat")
+        return last.reading.followed_by(
+            _kind(last, self._episode.decode(last.drawn.token_ids), self._unsaid),
             last.drawn.token_ids,
             self._unsaid,
-            self._schemas,
-            called=bool(last.tool_calls),
+            keep=self._episode.on_rewrite == "keep",
         )
 
 
@@ -360,9 +379,8 @@ class Episode:
         decode: tokens -> text, special tokens of the end of a turn left out.
         limits: how long it may be.
         watch: is told what it waits for, beside the model.
-        tools_may_fail: whether a tool that fails is told to the model; else it ends the episode.
-        branches_where_rewritten: whether a template that rewrites earlier answers begins a branch;
-            else it ends the episode.
+        on_tool_failure: what becomes of a tool's failure, unless the tool says.
+        on_rewrite: what is done where the template would write what came before otherwise.
         endpoint: where agents that speak HTTP find it; None: nowhere.
         sampling: how answers are drawn, for agents that ask for it otherwise.
     """
@@ -377,8 +395,8 @@ class Episode:
         limits: Limits,
         *,
         watch: Watch = nullcontext,
-        tools_may_fail: bool = True,
-        branches_where_rewritten: bool = False,
+        on_tool_failure: OnFailure = "tell",
+        on_rewrite: OnRewrite = "fail",
         endpoint: Endpoint | None = None,
         sampling: Sampling | None = None,
     ) -> None:
@@ -387,7 +405,7 @@ class Episode:
         self.decode = decode
         self.sampling = sampling or Sampling(max_tokens=limits.tokens)
         self.watch = watch
-        self.branches_where_rewritten = branches_where_rewritten
+        self.on_rewrite = on_rewrite
         self.chats: list[Chat] = []
         """branches, oldest first"""
         self.turns = 0
@@ -411,7 +429,7 @@ class Episode:
         self._parser = parser
         self._limits = limits
         self._endpoint = endpoint
-        self._tools_may_fail = tools_may_fail
+        self.on_tool_failure = on_tool_failure
         self._closed = False
         self._calls = 0
         """calls of tools in all turns"""
@@ -453,8 +471,10 @@ class Episode:
             messages: what it reads first; by default the task's.
 
         Raises:
-            TemplateError: the template refuses a message, or leaves the tools out.
+            TemplateError: the template refuses a message, or leaves messages or the tools out.
+            ValueError: two tools have one name.
         """
+        by_name([one for one in tools if not isinstance(one, Mapping)])
         first = self.task.messages if messages is None else messages
         tokens = self.template.opening(first, _schemas(tools))
         chat = Chat(self, Conversation(tokens), first, tools)
@@ -549,18 +569,12 @@ class Episode:
         return turn
 
     def count(self, result: ToolResult) -> None:
-        """Count a call of a tool.
-
-        Raises:
-            ToolFailed: it failed, and that ends the episode.
-        """
-        name = result.call.name
+        """Count a call of a tool."""
+        name = result.tool
         self.tool_calls[name] += 1
         self.tool_seconds[name] += result.seconds
         if result.failure:
             self.tool_failures[name, result.failure] += 1
-            if not self._tools_may_fail:
-                raise ToolFailed(result)
 
     def close(self) -> None:
         """Let no more answers be drawn: what a task that was left running asks for is refused."""
@@ -601,8 +615,22 @@ RunEpisode = Callable[[Episode], Awaitable[Any]]
 """The user's coroutine function"""
 
 
+def _kind(turn: Turn, written: str, following: Sequence[Message]) -> Answered:
+    """Return what an answer is made of; calls that nobody could read, and that nobody answers, are
+    text."""
+    named = zip(turn.call_ids, turn.tool_calls, strict=True)
+    calls = tuple(Called(call_id, call.name) for call_id, call in named)
+    answered = any(one["role"] == "tool" for one in following)
+    if not answered and any(one.problem for one in turn.tool_calls):
+        calls = ()
+    empty: Literal["none", "empty"] = "empty" if "</think>" in written else "none"
+    return Answered("some" if turn.thoughts else empty, bool(turn.text), calls)
+
+
 def _as_message(turn: Turn) -> Message:
     message: dict[str, Any] = {"role": "assistant", "content": turn.text}
+    if turn.thoughts:
+        message["reasoning_content"] = turn.thoughts
     if turn.tool_calls:
         calls = zip(turn.call_ids, turn.tool_calls, strict=True)
         message["tool_calls"] = [as_call(call_id, call) for call_id, call in calls]

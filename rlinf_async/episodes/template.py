@@ -27,6 +27,7 @@ import re
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
@@ -34,7 +35,6 @@ import numpy as np
 
 from rlinf_async.data.config import DataError
 from rlinf_async.data.prompts import Tokenizer
-from rlinf_async.episodes.parsing import thoughts_and_rest
 from rlinf_async.messages.language import Tokens
 
 Message = Mapping[str, Any]
@@ -228,23 +228,6 @@ class ChatTemplate:
             hash=hash(text),
             given=self._encode(text),
         )
-
-    def following(
-        self,
-        answer: str,
-        drawn: Tokens,
-        messages: Sequence[Message],
-        tools: Sequence[ToolSchema] = (),
-        *,
-        called: bool = False,
-    ) -> Tokens:
-        """Return the tokens between an answer and the next one, of a conversation that begins with
-        them. Raises like `Reading.followed_by`."""
-        thoughts, text = thoughts_and_rest(answer)
-        kind = Answered(
-            "some" if thoughts else "none", bool(text), (Called(_id(0), "tool"),) if called else ()
-        )
-        return self.read([_QUESTION], tools).followed_by(kind, drawn, messages).given
 
     def decode(self, drawn: Tokens) -> str:
         """Return the text of an answer: the token of its end left out, others as they are."""
@@ -452,6 +435,29 @@ class ChatTemplate:
             token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return text
+
+
+def ends_of(model: str | Path, tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the tokens at which engines end an answer of a model: those that its folder names in
+    config.json and generation_config.json, and the tokenizer's.
+
+    Raises:
+        TemplateError: one of the files is damaged.
+    """
+    found: set[int] = set()
+    given: list[Any] = [tokenizer.eos_token_id]
+    for name in ("config.json", "generation_config.json"):
+        file = Path(model, name)
+        if file.is_file():
+            try:
+                settings = json.loads(file.read_text(encoding="utf-8"))
+                given += [settings.get("eos_token_id")]
+                given += [settings.get("text_config", {}).get("eos_token_id")]
+            except (ValueError, AttributeError) as error:
+                raise TemplateError(f"{file} is damaged: {error}") from error
+    for one in given:
+        found.update(one if isinstance(one, list) else [] if one is None else [int(one)])
+    return frozenset(found)
 
 
 def stand_in(number: int, answer: Answered, calls: Calls) -> Message:

@@ -31,16 +31,17 @@ class EpisodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     concurrent: int = 256
     """episodes that a worker has open at a time"""
     tools: str = "hermes"
-    """format in which the model writes calls of tools: ``hermes``, ``llama``, ``pythonic``, or
-    ``"file.py:parser"``"""
+    """format in which the model writes calls of tools: ``hermes``, ``llama``, ``pythonic``,
+    ``mistral``, ``deepseek``, or ``"file.py:parser"``"""
     on_tool_failure: Literal["tell", "fail"] = "tell"
-    """what becomes of a tool that raises, hangs or floods: ``tell``: the model reads of it;
-    ``fail``: the episode fails"""
+    """what becomes of a tool that raises, hangs, dies or floods, unless it says so itself:
+    ``tell``: the model reads of it; ``fail``: the episode fails"""
     endpoint: EndpointConfig = EndpointConfig()
     """where agents that speak HTTP find their episode"""
-    on_rewrite: Literal["fail", "branch"] = "fail"
+    on_rewrite: Literal["fail", "branch", "keep"] = "fail"
     """what becomes of an episode whose chat template writes earlier answers otherwise once there
-    are later ones: ``fail``, or ``branch``: it goes on in a further branch of the sample"""
+    are later ones: ``fail``; ``branch``: it goes on in a further branch of the sample, which the
+    model reads as the template writes it now; ``keep``: what the model has read stays as it is"""
 
     def __post_init__(self) -> None:
         check_bounds(self, "max_turns", "concurrent", least=1)

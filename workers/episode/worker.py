@@ -30,12 +30,12 @@ from typing import Any, Final, NamedTuple
 
 from rlinf_async.channels import EndOfChannel, Lease, Receiver, Sender
 from rlinf_async.data import load_tokenizer
-from rlinf_async.data.prompts import SLOW_IMPORTS, decode
+from rlinf_async.data.prompts import SLOW_IMPORTS
 from rlinf_async.episodes import Episode, Task
 from rlinf_async.episodes.agents import load_agent
 from rlinf_async.episodes.endpoint import Endpoint
-from rlinf_async.episodes.parsing import Parser, parsers
-from rlinf_async.episodes.template import ChatTemplate
+from rlinf_async.episodes.parsing import Parser, parser_of
+from rlinf_async.episodes.template import ChatTemplate, ends_of
 from rlinf_async.messages.language import Failed, Request, Sample, Tokens
 from rlinf_async.workers.base import Worker, task_group
 from rlinf_async.workers.episode.clock import AgentClock
@@ -100,11 +100,11 @@ class EpisodeWorker(Worker):
     def make_language(self) -> Language:
         """Load tokenizer, template and parser. Override it to bring your own."""
         tokenizer = load_tokenizer(self._model)
-        return Language(
-            ChatTemplate(tokenizer, options=self._chat_options),
-            parsers.check(self.config.tools, ("episode", "tools")),
-            partial(decode, tokenizer),
+        template = ChatTemplate(
+            tokenizer, options=self._chat_options, ends=ends_of(self._model, tokenizer) or None
         )
+        parser = parser_of(self.config.tools, ("episode", "tools"))
+        return Language(template, parser, template.decode)
 
     async def run(
         self,
@@ -185,8 +185,8 @@ class EpisodeWorker(Worker):
                 *language,
                 config.limits(task.sampling.max_tokens),
                 watch=partial(self._watch, task.name),
-                tools_may_fail=config.on_tool_failure == "tell",
-                branches_where_rewritten=config.on_rewrite == "branch",
+                on_tool_failure=config.on_tool_failure,
+                on_rewrite=config.on_rewrite,
                 endpoint=self._endpoint,
                 sampling=task.sampling,
             )

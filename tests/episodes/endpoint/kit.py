@@ -119,7 +119,7 @@ def episode_of(
         Limits(turns=turns, tokens=tokens),
         endpoint=endpoint,
         sampling=SAMPLING,
-        branches_where_rewritten=branches,
+        on_rewrite="branch" if branches else "fail",
     )
 
 
