@@ -16,7 +16,7 @@ agents: Registry[RunEpisode] = Registry(
 
 def load_agent(name: str, path: Path = ("run",)) -> RunEpisode:
     """Return the coroutine function of this name; ``path`` is the setting, for the error.
-    ``"command: python agent.py"`` is a program for each episode, see `command`.
+    ``"command: PROGRAM"`` is a program for each episode, see `command`.
 
     Raises:
         ConfigError: there is no such name, file or function, or it is no coroutine function of one
