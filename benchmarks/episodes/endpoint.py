@@ -11,13 +11,17 @@ import json
 import multiprocessing
 import os
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rlinf_async.episodes import Episode, Limits, Task
 from rlinf_async.episodes.endpoint import Endpoint, EndpointConfig

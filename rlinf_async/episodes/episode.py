@@ -413,7 +413,8 @@ class Episode:
         self.last: Turn | None = None
         """newest turn of all branches"""
         self.reached: LimitReached | None = None
-        """limit that was reached last, also where somebody else's agent was told of it"""
+        """limit of which somebody else's agent was told over HTTP; whatever error it makes of
+        that, the episode is judged as it stands"""
         self.state = b""
         """what the environment can be restored from: see `resume`"""
         self._made: Sequence[Sequence[Message]] = ()
@@ -537,11 +538,9 @@ class Episode:
         limits = self._limits
         left = limits.tokens - tokens
         if self.turns >= limits.turns:
-            self.reached = LimitReached("turns", limits.turns)
-            raise self.reached
+            raise LimitReached("turns", limits.turns)
         if left < 1:
-            self.reached = LimitReached("tokens", limits.tokens)
-            raise self.reached
+            raise LimitReached("tokens", limits.tokens)
         return left if limits.answer is None else min(left, limits.answer)
 
     async def draw(self, context: Tokens, most: int, seed: int | None = None) -> Generated:

@@ -66,7 +66,7 @@ async def run_to_end(
     except (Exception, SystemExit) as error:
         if clock.expired and isinstance(error, TimeoutError):
             return _timed_out(name, clock, on_timeout)
-        if (reached := _limit(error)) is not None:
+        if (reached := _limit(error) or episode.reached) is not None:
             return Ending(None, reached.limit)
         return Ending(_failed(name, error))
     return Ending(None if verdict is None else outcome_of(name, verdict, "episode"))

@@ -87,6 +87,7 @@ class Record:
             answers = self._answers(ask, claimed[0], turns)
             self._remember(root, messages, list(zip(claimed, turns, strict=True)), answers, ask)
         except LimitReached as reached:
+            self.episode.reached = reached
             raise _limit(self.episode, reached) from reached
         except TemplateError as error:
             raise Refused(str(error), field="messages") from error
