@@ -43,7 +43,8 @@ import json, os, socket, sys
 asked = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 asked.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
 asked.connect(sys.argv[1])
-told = json.dumps([sys.argv[2:], dict(os.environ), os.getcwd(), False]).encode()
+leads = "group" if os.getpgrp() == os.getpid() else ""
+told = json.dumps([sys.argv[2:], dict(os.environ), os.getcwd(), leads]).encode()
 socket.send_fds(asked, [told], [0, 1, 2])
 asked.recv(4)
 for one in range(3):
@@ -73,6 +74,7 @@ class Preloaded:
         )
         assert self._server.stdout is not None
         assert self._server.stdout.readline() == b"listening\n"
+        self.pid = self._server.pid
 
     def start(
         self, *words: str, environment: Mapping[str, str], output: IO[Any], session: bool = False
@@ -82,7 +84,8 @@ class Preloaded:
         asked = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         asked.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MESSAGE_BYTES)
         asked.connect(str(self._at))
-        told = json.dumps([words, dict(environment), os.getcwd(), session]).encode()
+        leads = "session" if session else ""
+        told = json.dumps([words, dict(environment), os.getcwd(), leads]).encode()
         with open(os.devnull) as nothing:
             given = [nothing.fileno(), output.fileno(), output.fileno()]
             socket.send_fds(asked, [told], given)
@@ -184,7 +187,9 @@ class _Server:
 
     def _fork(self, asked: socket.socket) -> list[str] | None:
         """Fork what is asked for; where nothing is, who asked is gone, and so is its process."""
-        message, given, _, _ = socket.recv_fds(asked, MESSAGE_BYTES, 3)
+        message, given = b"", list[int]()
+        with contextlib.suppress(ConnectionError):  # gone before it read what it was told
+            message, given, _, _ = socket.recv_fds(asked, MESSAGE_BYTES, 3)
         if not message:
             self._poll.unregister(asked)
             del self._asked[asked.fileno()]
@@ -202,7 +207,8 @@ class _Server:
         watched = os.pidfd_open(child)
         self._running[watched] = child, asked
         self._poll.register(watched, select.POLLIN)
-        asked.send(child.to_bytes(4, "little"))
+        with contextlib.suppress(OSError):  # who asked is gone, which the next look at it shows
+            asked.send(child.to_bytes(4, "little"))
         return None
 
     def _ended(self, watched: int) -> None:
@@ -222,9 +228,11 @@ class _Server:
             os.dup2(descriptor, place)
             os.close(descriptor)
         words: list[str]
-        words, environment, folder, session = json.loads(message)
-        if session:
+        words, environment, folder, leads = json.loads(message)
+        if leads == "session":
             os.setsid()
+        elif leads == "group":  # as who asked: Ray kills what is left of an actor's group
+            os.setpgid(0, 0)
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)
