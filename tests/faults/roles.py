@@ -143,7 +143,8 @@ async def work(control: socket.socket, order: Order, page: Page, plan: Plan) -> 
         )
     except WireError:
         return LOST
-    assert connection.transport is not None
+    if connection.transport is None:  # the owner has died in the moment after the handshake
+        return LOST
     found: socket.socket = connection.transport.get_extra_info("socket")
     socket.send_fds(control, [b"s"], [found.fileno()])
     direct: Direct | None = None
