@@ -30,7 +30,7 @@ from rlinf_async.episodes.template import ChatTemplate
 from rlinf_async.messages.language import Generated, Tokens
 from tests.episodes.kit import FAMILIES, tokenizer_of
 
-EPISODES: Final = 60
+EPISODES: Final = 20
 """of each kind in a round"""
 ROUNDS: Final = 5
 TURNS: Final = 8

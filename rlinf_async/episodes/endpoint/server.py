@@ -303,7 +303,8 @@ def _listener(config: EndpointConfig) -> socket.socket:
     """Return a socket that listens; raises `EpisodeError`."""
     address = _address(config.interface)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # By its protocol asyncio knows that small writes are not to wait for one another (Nagle).
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address, config.port))
