@@ -49,7 +49,7 @@ from rlinf_async.data.records import (
     column,
     open_file,
 )
-from rlinf_async.messages.language import Prompt
+from rlinf_async.messages.language import Prompt, Tokens
 
 FILES: Final = (
     "tokenizer.json",
@@ -109,7 +109,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     return tokenizer
 
 
-def decode(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+def decode(tokenizer: Tokenizer, token_ids: Sequence[int] | Tokens) -> str:
     """The text of a response: special tokens left out, spaces as they are."""
     text: str = tokenizer.decode(
         token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False

@@ -103,6 +103,7 @@ class Model(Protocol):
         same again for the same seed and context, where the engine can seed a single request, and
         samples of one group still draw differently.
         """
+        ...
 
 
 class Endpoint(Protocol):
@@ -111,9 +112,11 @@ class Endpoint(Protocol):
     @property
     def base_url(self) -> str:
         """Its address; it is served from now on."""
+        ...
 
     def key(self, episode: Episode) -> str:
         """Return the key that opens an episode."""
+        ...
 
 
 class Turn:
@@ -405,7 +408,7 @@ class Episode:
         self.decode = decode
         self.sampling = sampling or Sampling(max_tokens=limits.tokens)
         self.watch = watch
-        self.on_rewrite = on_rewrite
+        self.on_rewrite: OnRewrite = on_rewrite
         self.chats: list[Chat] = []
         """branches, oldest first"""
         self.turns = 0
@@ -430,7 +433,7 @@ class Episode:
         self._parser = parser
         self._limits = limits
         self._endpoint = endpoint
-        self.on_tool_failure = on_tool_failure
+        self.on_tool_failure: OnFailure = on_tool_failure
         self._closed = False
         self._calls = 0
         """calls of tools in all turns"""

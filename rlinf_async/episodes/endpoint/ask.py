@@ -129,15 +129,19 @@ class Api(Protocol):
 
     def read(self, body: Mapping[str, Any], policy: Policy) -> Ask:
         """Return what a request asks; raises `Refused`."""
+        ...
 
     def reply(self, ask: Ask, answers: Answers) -> Any:
         """Return the body of a response, as JSON has it."""
+        ...
 
     def events(self, ask: Ask, answers: Answers) -> Iterator[tuple[str, Any]]:
         """Yield the events of a stream: their name, or an empty text, and their data."""
+        ...
 
     def refusal(self, refused: Refused) -> Any:
         """Return the body of an error."""
+        ...
 
 
 class Policy:

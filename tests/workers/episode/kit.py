@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from functools import cache, partial
+from functools import cache
 from typing import Any, Final
 
 import msgspec
@@ -58,7 +58,9 @@ def parse(text: str) -> Parsed:
 def language() -> Language:
     """One token for each character."""
     tokenizer = arithmetic_tokenizer()
-    return Language(ChatTemplate(tokenizer, TEMPLATE), parse, partial(decode, tokenizer))
+    return Language(
+        ChatTemplate(tokenizer, TEMPLATE), parse, lambda tokens: decode(tokenizer, tokens)
+    )
 
 
 def encoded(text: str) -> Tokens:
@@ -117,7 +119,7 @@ class Engine:
     async def _answer(self, request: Request, turns: ra.Sender[Sample]) -> None:
         self.asked.append(request)
         seconds = self._seconds
-        await asyncio.sleep(seconds if isinstance(seconds, float) else seconds(request))
+        await asyncio.sleep(seconds(request) if callable(seconds) else seconds)
         tokens = encoded(self._script(language().decode(request.prompt.token_ids)))
         most = request.sampling.max_tokens
         finish = "stop" if len(tokens) <= most else "length"
