@@ -29,7 +29,7 @@ import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, cast
 
 from rlinf_async.config.registry import UsageError
 from rlinf_async.episodes.tools import (
@@ -225,8 +225,8 @@ class _Printed(asyncio.SubprocessProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin."""
-        assert isinstance(transport, asyncio.SubprocessTransport)
-        self.transport = transport
+        # By annotation alone: uvloop's transports are no subclasses of asyncio's.
+        self.transport = cast(asyncio.SubprocessTransport, transport)
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         """Keep what is printed."""

@@ -20,6 +20,8 @@ from rlinf_async.episodes.command import CommandFailed, command, environment_of
 from rlinf_async.episodes.endpoint import Endpoint
 from tests.episodes.endpoint.kit import Scripted, episode_of, served
 
+pytestmark = pytest.mark.usefixtures("loop_kind")
+
 ASK = """
 import json, os, sys, urllib.error, urllib.request
 

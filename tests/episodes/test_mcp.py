@@ -21,9 +21,10 @@ from rlinf_async.episodes import ToolBroken, ToolResult, mcp_tools
 from rlinf_async.episodes.parsing import ToolCall
 from rlinf_async.episodes.tools import Tool
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("mcp") is None, reason="mcp is not installed"
-)
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("mcp") is None, reason="mcp is not installed"),
+    pytest.mark.usefixtures("each_loop"),
+]
 SERVER = [sys.executable, str(Path(__file__).with_name("mcp_server.py"))]
 
 

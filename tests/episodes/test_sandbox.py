@@ -33,6 +33,9 @@ needs_sandbox = pytest.mark.skipif(
 )
 
 
+pytestmark = pytest.mark.usefixtures("each_loop")
+
+
 def ran(tool: Tool, code: str) -> ToolResult:
     return asyncio.run(tool.run(ToolCall(name=tool.name, arguments={"code": code})))
 

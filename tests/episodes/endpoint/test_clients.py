@@ -14,6 +14,8 @@ import pytest
 from rlinf_async.episodes import Episode
 from tests.episodes.endpoint.kit import ADD, ADD_PARAMETERS, CALL, served
 
+pytestmark = pytest.mark.usefixtures("loop_kind")
+
 QUESTION: Any = [{"role": "user", "content": "What is 1 + 2?"}]
 STRICT: Any = {"type": "function", "function": {**ADD["function"], "strict": True}}
 """the client reads streams of tools only where they are so"""
