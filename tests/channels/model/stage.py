@@ -15,6 +15,7 @@ from rlinf_async.channels import (
     ChannelClosed,
     ChannelFailed,
     EndOfChannel,
+    Receiver,
     current_party,
 )
 from rlinf_async.channels.queue import statistics_of
@@ -72,6 +73,7 @@ class Stage:
         self._senders = any(task.side == "send" for task in program.tasks)
         self._gate = None if self._senders else self.channel.sender.clone()
         self._witness = self.channel.receiver.clone() if program.witness else None
+        self._rest: Receiver[Any] | None = None
 
     def note_depth(self, depth: int, weight: int) -> None:
         """The channel said so."""
@@ -92,6 +94,10 @@ class Stage:
             for task in (*tasks, *rest):
                 task.cancel()
             ended = await asyncio.gather(*tasks, *rest, return_exceptions=True)
+            # Also where it ended before its time, or a task before its first step.
+            for end in (self._gate, self._witness, self._rest):
+                if end is not None:
+                    end.close()
         for error in ended:
             if isinstance(error, BaseException) and not isinstance(error, asyncio.CancelledError):
                 self.history.violations.append(f"a task failed: {type(error).__name__}: {error}")
@@ -120,22 +126,22 @@ class Stage:
             self.history.violations += [f"{when}: {what}" for what in found]
 
     def _take_the_rest(self) -> list[asyncio.Task[None]]:
-        self._rest = self.channel.receiver.clone()
+        rest = self._rest = self.channel.receiver.clone()
         self._resting = len(KEYS)
         if self._gate is not None:
             self._gate.close()
         if self._witness is not None:
             self._witness.close()
-        return [asyncio.create_task(self._drain(key)) for key in KEYS]
+        return [asyncio.create_task(self._drain(rest, key)) for key in KEYS]
 
-    async def _drain(self, key: Any) -> None:
+    async def _drain(self, rest: Receiver[Any], key: Any) -> None:
         current_party.set(PARTY)
         try:
             while True:
                 event = Done(REST, OWNER, "batch", key, 1, 0, most=REST_BATCH)
                 self.journal.begin(event)
                 try:
-                    items = await self._rest.get_batch(weight=REST_BATCH, at_least=1, key=key)
+                    items = await rest.get_batch(weight=REST_BATCH, at_least=1, key=key)
                 except (EndOfChannel, ChannelFailed, ChannelClosed) as error:
                     event.outcome = type(error).__name__
                     self.journal.finish(event)
@@ -146,7 +152,7 @@ class Stage:
         finally:
             self._resting -= 1
             if not self._resting:
-                self._rest.close()
+                rest.close()
 
     def _who_hangs(self, tasks: Sequence[asyncio.Future[Any]]) -> str:
         self.refresh()
