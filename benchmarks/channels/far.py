@@ -208,10 +208,11 @@ async def per_second(count: Callable[[], int], warm_up: float, seconds: float) -
     clock = asyncio.get_running_loop().time
     await asyncio.sleep(warm_up)
     before, start = count(), clock()
-    await asyncio.sleep(seconds)
-    while count() == before:
+    more = 0
+    while not more:
         await asyncio.sleep(seconds)
-    return (count() - before) / (clock() - start)
+        more = count() - before
+    return more / (clock() - start)
 
 
 async def main(what: str, cable: str, side: str) -> None:

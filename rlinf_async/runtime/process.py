@@ -331,8 +331,9 @@ def _started(process: SpawnProcess) -> SpawnProcess:
 
 
 def may_be_forked(*devices: str) -> bool:
-    """A process that uses an accelerator begins with a new interpreter, as its libraries ask; so
-    does any where the end of a process cannot be watched."""
+    """Whether a worker on these devices may be a fork of the fork server; else it begins with a new
+    interpreter. CUDA does not survive a fork, and the end of a fork, which is no child of this
+    process, can be seen only with a pidfd."""
     if sys.platform != "linux" or any(kind != "cpu" for kind in devices):
         return False
     try:
