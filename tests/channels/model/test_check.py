@@ -142,9 +142,8 @@ def test_an_item_that_came_back_may_come_late() -> None:
 def test_tasks_that_wait_for_ever_are_reported_with_what_the_channel_says() -> None:
     async def main() -> str:
         stage = Stage(Program((Task("take", (Op("get"),)),)), AtOnce(), local=True)
-        keeping = stage.channel.sender.clone("nobody")
-        history = await stage.conduct([stage.channel.receiver.clone().get()])
-        keeping.close()
+        with stage.channel.sender.clone("nobody"), stage.channel.receiver.clone() as receiver:
+            history = await stage.conduct([receiver.get()])
         return history.hung
 
     hung = run_virtually(main(), seed=None)
