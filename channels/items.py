@@ -228,6 +228,8 @@ class _Writer:
         ``inside``: messages in which it stands; one that contains itself is looked at closely.
         """
         origin, args = get_origin(kind), get_args(kind)
+        if origin in (list, tuple, dict) and not args:  # `typing.List` without its parts
+            return self.said_of(origin, x, inside)
         if origin is None and kind in _SAID:
             return _SAID[kind].format(x=x)
         if isinstance(kind, NewType):
@@ -310,16 +312,27 @@ def _field_names(cls: Any) -> tuple[str, ...] | None:
     any other type."""
     if not isinstance(cls, type):
         return None
-    if issubclass(cls, msgspec.Struct) and cls.__struct_config__.frozen:
-        return cls.__struct_fields__  # a ``__post_init__`` has checked it, and it has not changed
-    if hasattr(cls, "__post_init__"):
-        return None
+    if hasattr(cls, "__post_init__") and not _never_changes(cls):
+        return None  # it would be checked again where it arrives
     if issubclass(cls, msgspec.Struct):
         return cls.__struct_fields__
     fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else None
     if fields is None or not all(field.init for field in fields):
         return None
     return tuple(field.name for field in fields)
+
+
+_CONSTANT: Final = (bool, int, float, str, bytes, None, NoneType)
+
+
+def _never_changes(kind: Any) -> bool:
+    """Whether values of a type stay as they were made, all through."""
+    if get_origin(kind) in (Union, UnionType):
+        return all(map(_never_changes, get_args(kind)))
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        fields = get_type_hints(kind, include_extras=True).values()
+        return kind.__struct_config__.frozen and all(map(_never_changes, fields))
+    return kind in _CONSTANT or get_origin(kind) is Literal or isinstance(kind, enum.EnumType)
 
 
 # ---- called by what was written
@@ -470,7 +483,14 @@ def value_rule(value_type: Any, what: str, ends: tuple[type, ...] = ()) -> ItemR
     """
     from rlinf_async.channels.wire.codec import Decoder, Encoder  # its package imports this
 
-    return ItemRule(value_type, what, Encoder().encode, Decoder(value_type).decode, ends)
+    def encode(value: Any) -> Encoded:
+        return Encoder().encode(value)
+
+    def decode(encoded: Encoded) -> Any:
+        return Decoder(value_type).decode(encoded)
+
+    # New ones for each value: a method is called from any thread, and they are for one.
+    return ItemRule(value_type, what, encode, decode, ends)
 
 
 def _explain(error: BaseException | None, name: str) -> str:

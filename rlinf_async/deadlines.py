@@ -242,28 +242,35 @@ class LoopWatch:
             self._answered.wait()  # one report for one block
 
     def _wait_for_answer(self) -> bool:
-        """Wait in tenths of the limit, each of which counts once, however long it took."""
-        tenth, before, waited = self._limit / 10, self._starved(), 0
+        """Wait in tenths of the limit, each of which counts once, however long it took; or until
+        the loop's thread has computed for the limit, as a call does that holds the interpreter lock
+        and so keeps this thread from counting."""
+        tenth, waited = self._limit / 10, 0
+        ran_before, starved_before = self._times()
         while not self._answered.wait(tenth):
             waited += 1
-            if waited >= 10 and waited * tenth - (self._starved() - before) >= self._limit:
+            ran, starved = self._times()
+            if ran - ran_before >= self._limit:
+                return False
+            if waited >= 10 and waited * tenth - (starved - starved_before) >= self._limit:
                 return False
         return True
 
-    def _starved(self) -> float:
-        """Seconds for which the loop's thread was ready to run and got no core; 0 where the system
-        does not report them."""
+    def _times(self) -> tuple[float, float]:
+        """Seconds for which the loop's thread ran, and for which it was ready to run and got no
+        core; 0 where the system does not report them."""
         try:
             with open(f"{self._folder}/schedstat", "rb") as file:
                 ran, waited = (int(field) / 1e9 for field in file.read().split()[:2])
             with open(f"{self._folder}/stat", "rb") as file:
                 ready = file.read().rpartition(b")")[2].split()[0] == b"R"
         except (OSError, IndexError, ValueError):
-            return 0.0
+            return 0.0, 0.0
         now = time.monotonic()
         if not ready or ran != self._ran:
             self._ran, self._ran_at = ran, now
-        return waited + now - self._ran_at  # the system adds a wait once it is over
+        # The system adds a wait once it is over.
+        return ran, waited + now - self._ran_at
 
     def _stack(self) -> str:
         frame = sys._current_frames().get(self._loop_thread)

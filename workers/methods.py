@@ -94,16 +94,28 @@ class Method:
 
     def _check(self, name: str, value: Any) -> bool:
         """Check an argument, and return whether it contains ends."""
-        if holds_ends(value):
+        try:
+            if not holds_ends(value):
+                self._rules[name].check(value)
+                return False
             problem = mismatch(self.types[name], value)
             if problem:
                 raise BuildError(f"{self.label}: parameter {name!r} {problem}")
-            return True
-        try:
-            self._rules[name].check(value)
+            self._check_beside_ends(name, self.types[name], value)
         except WrongItemType as error:
             raise BuildError(str(error)) from error
-        return False
+        return True
+
+    def _check_beside_ends(self, name: str, wanted: Any, value: Any) -> None:
+        """Check what stands beside ends in a list, tuple or dict, by the rule for any argument."""
+        if not holds_ends(value):
+            what = f": parameter {name!r} wants, beside ends of channels,"
+            self._rule(wanted, name, what, END_KINDS).check(value)
+        elif type(value) in CONTAINERS:
+            choices = get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,)
+            fitting = next(one for one in choices if not _first_mismatch(one, value))
+            for of, part in _inside(fitting, value):
+                self._check_beside_ends(name, of, part)
 
 
 def _own_name(cls: type[Worker], function: Callable[..., Any]) -> str:

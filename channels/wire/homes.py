@@ -113,6 +113,7 @@ class HomeMaker:
             ValueError: as of `Channel`.
         """
         form = ItemCodec(item_type).form
+        channel_rule(item_type, name)  # refused before anything is made there
         create = Create(name, capacity, max_weight, max_deliveries, form)
         made, _ = await self.connection.request("home.create", create, reply=Created, control=True)
         ref = EndRef(0, "sender", name, queue=made.queue, form=form, home=self.home)

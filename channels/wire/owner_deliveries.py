@@ -417,7 +417,7 @@ class Prefetch:
     def recall(self, receiver: int = 0) -> None:
         connection, queue = self._connection, self._queue
         if receiver != self._receiver:
-            queue.contested = asyncio.get_running_loop().time()
+            queue.contested = Queue.now()
         if self._timer is None and not connection.closed:
             self._timer = Timer(RECALL_SECONDS, self._not_answered)
             connection.notify("delivery.recall", Recall(self._end, queue.key))

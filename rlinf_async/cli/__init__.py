@@ -21,33 +21,38 @@ from rlinf_async.cli.jobs import FindJob, Session
 from rlinf_async.runtime.jobs import get_job
 from rlinf_async.runtime.signals import RunSignals
 
-MODULES = {
-    "bench": "checkpoints",
-    "calibrate": "simulate",
-    "check": "train",
-    "demonstrations": "checkpoints",
-    "envs": "envs",
-    "evaluate": "runs",
-    "export": "checkpoints",
-    "reshard": "checkpoints",
-    "simulate": "simulate",
-    "status": "runs",
-    "stop": "runs",
-    "train": "train",
+COMMANDS = {
+    "bench": ("checkpoints", "Measure, against bars and against others."),
+    "calibrate": ("simulate", "Fit the cost models of a simulation to a real run."),
+    "check": ("train", "Say whether a run could start; start nothing."),
+    "demonstrations": ("checkpoints", "Record demonstrations from a scripted policy."),
+    "envs": ("envs", "List simulators, their environments, and the policies that fit."),
+    "evaluate": ("runs", "Let a trained policy act again; film it."),
+    "export": ("checkpoints", "Write a checkpoint as a Hugging Face folder."),
+    "reshard": ("checkpoints", "Write a checkpoint anew, for another number of ranks."),
+    "simulate": ("simulate", "Try a run, its placement and its scheduling in virtual time."),
+    "status": ("runs", "Show the graph of a run that goes on."),
+    "stop": ("runs", "End a run in order, with a checkpoint."),
+    "train": ("train", "Run the job that FILE.toml describes."),
 }
-"""modules of this package by the command that they hold"""
+"""module of this package that holds a command, and its line of the help, by its name"""
 
 
 class _Commands(click.Group):
     """Loads a command when it is asked for; names the nearest where one is not known."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(MODULES)
+        return list(COMMANDS)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands without loading any of them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in MODULES:
+        if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f"rlinf_async.cli.{MODULES[cmd_name]}")
+        module = importlib.import_module(f"rlinf_async.cli.{COMMANDS[cmd_name][0]}")
         command: click.Command = getattr(module, cmd_name)
         return command
 

@@ -38,7 +38,7 @@ _folder = click.Path(path_type=pathlib.Path)
 _ranks = click.IntRange(1, MOST_WORKERS)
 
 
-@click.command(short_help="Write a checkpoint as a Hugging Face folder.")
+@click.command()
 @click.argument("checkpoint", type=_folder)
 @click.argument("out", type=_folder)
 @click.option(
@@ -88,7 +88,7 @@ def export(
     click.echo(f"{out}: {done.tensors} tensors, {_size(done.bytes)}")
 
 
-@click.command(short_help="Write a checkpoint anew, for another number of ranks.")
+@click.command()
 @click.argument("checkpoint", metavar="IN", type=_folder)
 @click.argument("out", type=_folder)
 @click.option("--dp", type=_ranks, default=1, show_default=True, help="Data-parallel ranks.")
@@ -173,7 +173,7 @@ def _progress(doing: str, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda count: progress.advance(task, count)
 
 
-@click.command(short_help="Record demonstrations from a scripted policy.")
+@click.command()
 @click.argument("file", metavar="FILE.toml")
 @click.option(
     "--policy",
@@ -230,7 +230,7 @@ def demonstrations(
     click.echo(f"{out}: {info.episodes} episodes of {info.env}{known}")
 
 
-@click.command(short_help="Measure, against bars and against others.")
+@click.command()
 @click.argument("name", required=False)
 @click.option("--list", "listed", is_flag=True, help="Name the benches, one line each.")
 @click.option("--peers", is_flag=True, help="Measure the others too (installs them once).")

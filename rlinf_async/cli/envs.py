@@ -14,7 +14,7 @@ from rlinf_async.workers.env import simulators as known
 from rlinf_async.workers.env.simulators import Simulator
 
 
-@click.command(short_help="List simulators, their environments, and the policies that fit.")
+@click.command()
 @click.option(
     "--simulator",
     type=click.Choice(["single", "vector", "envpool", "async"]),

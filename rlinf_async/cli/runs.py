@@ -41,7 +41,7 @@ NO_TERMINAL_WIDTH: Final = 120
 _folder = click.argument("folder", metavar="[DIR]", required=False, type=click.Path())
 
 
-@click.command(short_help="Show the graph of a run that goes on.")
+@click.command()
 @_folder
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 def status(folder: str | None, as_json: bool) -> None:
@@ -60,7 +60,7 @@ def status(folder: str | None, as_json: bool) -> None:
         _draw(seen.status.shown)
 
 
-@click.command(short_help="End a run in order, with a checkpoint.")
+@click.command()
 @_folder
 def stop(folder: str | None) -> int:
     """End the run in DIR as SIGTERM does: with a checkpoint, so that --resume goes on from it.
@@ -179,7 +179,7 @@ def _as_usage() -> Iterator[None]:
 _file = click.Path(path_type=pathlib.Path, dir_okay=False)
 
 
-@click.command(short_help="Let a trained policy act again; film it.")
+@click.command()
 @click.argument("run", metavar="RUN", type=click.Path(path_type=pathlib.Path))
 @click.option(
     "--checkpoint", metavar="NAME", help="This one (version-000010, or 10), not the newest."

@@ -25,7 +25,6 @@ ORACLE = "oracle"
 @click.command(
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": True},
     options_metavar="[OPTIONS] [--section.field VALUE]...",
-    short_help="Try a run, its placement and its scheduling in virtual time.",
 )
 @click.option("--devices", type=click.IntRange(min=2), help="Devices of the cluster.")
 @click.option("--policy", help="The same as the setting 'scheduler.policy' in the file.")
@@ -220,7 +219,7 @@ def _write(records: Sequence[SimulationRecord], file: pathlib.Path | None) -> No
         file.write_bytes(msgspec.json.format(msgspec.json.encode([r.result for r in records])))
 
 
-@click.command(short_help="Fit the cost models of a simulation to a real run.")
+@click.command()
 @click.argument("run", type=click.Path(path_type=pathlib.Path))
 def calibrate(run: pathlib.Path) -> None:
     """Fit the cost models of `simulate` to the language run in the folder RUN.

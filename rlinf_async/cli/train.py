@@ -85,7 +85,6 @@ def train(
 @click.command(
     context_settings=_settings,
     options_metavar="[OPTIONS] [--section.field VALUE]...",
-    short_help="Say whether a run could start; start nothing.",
 )
 @click.option("--show", is_flag=True, help="Print every setting with the value a run would have.")
 @click.option(

@@ -264,7 +264,7 @@ class Registry(Generic[T]):
         self._called_with = called_with
         self._described_by = described_by
         self._entries: dict[str, T] = {}
-        self.named: Callable[[str], T] = functools.cache(self.load)
+        self.named = functools.cache(self.load)
         """finds a part by name as `load` does, and remembers it: for what is asked at every step"""
         self._by_kind[kind] = self
 
@@ -276,11 +276,13 @@ class Registry(Generic[T]):
 
         def enter(entry: T) -> T:
             known = self._entries.get(name, entry)
-            if known is not entry and not _same(known, entry):
+            built_in = name in self.paths and self.paths[name] != _where(entry)
+            if built_in or (known is not entry and not _same(known, entry)):
                 raise ValueError(
                     f"a {self.kind} called {name!r} is registered already; choose another name"
                 )
             self._entries[name] = entry
+            self.named.cache_clear()  # a module that was loaded anew registers what it has now
             return entry
 
         return enter

@@ -5,7 +5,7 @@
     UsageError
     +-- DataError            a file, a record, a template or a tokenizer: names the place
         +-- DataChanged      a position was saved over other data
-        +-- PromptTooLong    prompts have more tokens than they may
+        +-- PromptsTooLong   prompts have more tokens than they may
 """
 
 from __future__ import annotations

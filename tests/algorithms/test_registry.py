@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from rlinf_async.algorithms.advantages import advantage_functions
 from rlinf_async.algorithms.config import AdvantageConfig, LossConfig
 from rlinf_async.algorithms.losses import loss_functions
 from rlinf_async.config.registry import Registry, UnknownName
+from rlinf_async.rewards import register_verifier
 
 
 def test_a_name_that_is_nearly_right_is_answered_with_the_right_one() -> None:
@@ -29,6 +32,29 @@ def test_the_same_name_cannot_be_taken_twice() -> None:
     table.register("one")(1)
     with pytest.raises(ValueError, match="'one' is registered already"):
         table.register("one")(2)
+
+
+def test_a_built_in_name_cannot_be_taken() -> None:
+    """Processes that did not register it would go on to find the built-in part."""
+    with pytest.raises(ValueError, match="a verifier called 'exact' is registered already"):
+        register_verifier("exact")(lambda answer: 1.0)
+
+
+def test_what_a_module_registers_anew_is_found_from_then_on() -> None:
+    table: Registry[Callable[[], int]] = Registry("number")
+
+    _load(table, 1)
+    assert table.named("one")() == 1
+    _load(table, 2)
+    assert table.named("one")() == 2
+
+
+def _load(table: Registry[Callable[[], int]], number: int) -> None:
+    def one() -> int:
+        return number
+
+    one.__qualname__ = "one"  # as a module that is loaded again defines it
+    table.register("one")(one)
 
 
 def test_the_built_in_names_are_there() -> None:

@@ -14,7 +14,7 @@ import click
 import msgspec
 import pytest
 
-from rlinf_async.cli import MODULES, commands
+from rlinf_async.cli import COMMANDS, commands
 from rlinf_async.config import Document
 from rlinf_async.runtime.jobs.embodied.settings import EmbodiedConfig
 from rlinf_async.runtime.jobs.embodied_sac.config import SacConfig
@@ -150,7 +150,7 @@ def test_the_tables_of_the_language_job_have_every_setting_and_its_default() -> 
     assert {name: written(cell) for name, cell in page.items()} == defaults(LanguageConfig)
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_of_the_command_line_is_explained(name: str) -> None:
     text = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
     assert f"rlinf-async {name}" in text

@@ -8,6 +8,7 @@ import datetime
 import decimal
 import enum
 import re
+import typing
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 import rlinf_async as ra
 from rlinf_async.channels import LatestSender, Sender, WrongItemType
 from rlinf_async.workers import Worker
+from rlinf_async.workers.methods import method_of
 
 
 class Base(msgspec.Struct):
@@ -289,6 +291,110 @@ class Reads(Worker):
     async def of_int(self, numbers: ra.Receiver[int]) -> None:
         async for _ in numbers:
             pass
+
+
+class Meeting(msgspec.Struct):
+    """Checks another value of the same method while it is decoded, as another thread may."""
+
+    values: list[NDArray[np.float32]]
+
+    def __post_init__(self) -> None:
+        if inner := inside.pop("value", None):
+            method_of(Meets, Meets.take).check_result([inner])
+
+
+inside: dict[str, Meeting] = {}
+"""the value that is checked within the check of another one"""
+
+
+class Meets(Worker):
+    """Takes and returns what is looked at closely."""
+
+    async def take(self, values: list[Meeting]) -> list[Meeting]:
+        return values
+
+
+def test_a_method_is_checked_in_several_threads_at_once() -> None:
+    method = method_of(Meets, Meets.take)
+    small, large = (Meeting([np.zeros(size, np.float32)] * 3) for size in (1, 5000))
+    for outer, inner in ((small, large), (large, small), (large, large)):
+        inside["value"] = inner
+        method.check_result([outer, outer])
+        assert not inside
+
+
+async def test_a_type_that_cannot_travel_leaves_no_queue_at_its_home() -> None:
+    async with ra.Cluster.process() as cluster:
+        worker = (await cluster.launch(Meets))[0]
+        with pytest.raises(ra.BuildError, match="cannot travel between processes"):
+            await cluster.channel_at(worker, dict[str, Path], name="paths")
+        await cluster.channel_at(worker, dict[str, int], name="numbers")
+        assert [seen.name for seen in await cluster._channels.look_at_homes()] == ["numbers"]
+
+
+class Few(msgspec.Struct, frozen=True):
+    """At most two numbers, in what may be changed."""
+
+    numbers: list[int]
+
+    def __post_init__(self) -> None:
+        if len(self.numbers) > 2:
+            raise ValueError("too many")
+
+
+def test_what_would_be_refused_where_it_arrives_is_refused_where_it_is_put() -> None:
+    few = Few([1])
+    few.numbers.extend([2, 3])
+    with pytest.raises(WrongItemType, match="too many"):
+        ra.Channel(Few, name="few").sender.put_nowait(few)
+
+
+@pytest.mark.parametrize(
+    ("item_type", "good", "bad"),
+    [
+        (list, [1], [Base(1)]),
+        (dict, {"a": 1}, {"a": Base(1)}),
+    ],
+)
+def test_a_collection_that_says_nothing_of_its_parts_holds_plain_values(
+    item_type: Any, good: Any, bad: Any
+) -> None:
+    written: Any = {list: typing.List, dict: typing.Dict}[item_type]  # noqa: UP006
+    for kind in (item_type, written):
+        channel = ra.Channel[Any](kind, name="plain")
+        channel.sender.put_nowait(good)
+        assert channel.receiver.get_nowait() == good
+        with pytest.raises(WrongItemType, match="Base"):
+            channel.sender.put_nowait(bad)
+
+
+class Beside(Worker):
+    """Is given ends and values in one argument."""
+
+    async def pair(self, pair: tuple[ra.Sender[str], dict[str, Any]]) -> None:
+        await pair[0].put(seen(pair[1]["value"]))
+
+    async def listed(self, many: list[tuple[ra.Sender[str], Base | None]] | None) -> None:
+        for out, base in many or []:
+            await out.put(seen(base))
+
+
+@pytest.mark.parametrize("backend", ["local", "process"])
+async def test_what_stands_beside_an_end_is_sent_by_the_same_rule(backend: str) -> None:
+    good, bad = VALUES[Any]
+    async with getattr(ra.Cluster, backend)() as cluster:
+        worker = (await cluster.launch(Beside))[0]
+        words = cluster.channel(str, name="words")
+        for value in good:
+            await worker.call(Beside.pair, (words.sender, {"value": value}))
+            assert await words.receiver.get() == seen(value)
+        await worker.call(Beside.listed, [(words.sender, Base(1)), (words.sender, None)])
+        assert await words.receiver.get_batch(weight=2) == [seen(Base(1)), seen(None)]
+        for value in bad:
+            with pytest.raises(ra.BuildError, match=r"'pair' wants, beside ends of channels, dict"):
+                await worker.call(Beside.pair, (words.sender, {"value": value}))
+        with pytest.raises(ra.BuildError, match="'many' wants, beside ends of channels, Base"):
+            await worker.call(Beside.listed, [(words.sender, Base(1)), (words.sender, Sub(1, 2))])
 
 
 @pytest.mark.parametrize("backend", ["local", "process"])

@@ -75,7 +75,7 @@ def test_a_loop_that_waits_or_works_in_small_steps_is_not_blocked(run_on_loop: R
 def test_time_in_which_others_had_the_cores_is_not_held_against_the_loop(
     run_on_loop: RunOnLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LoopWatch, "_starved", lambda watch: time.monotonic())
+    monkeypatch.setattr(LoopWatch, "_times", lambda watch: (0.0, time.monotonic()))
 
     async def main() -> None:
         with forbid_blocking(asyncio.get_running_loop(), limit=LIMIT) as watch:
@@ -84,6 +84,19 @@ def test_time_in_which_others_had_the_cores_is_not_held_against_the_loop(
         assert watch.findings == []
 
     run_on_loop(main())
+
+
+def test_a_call_that_holds_the_interpreter_lock_is_found_by_what_it_has_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The watching thread then wakes once, when the call is over."""
+    loop = asyncio.new_event_loop()
+    watch = LoopWatch(loop, limit=LIMIT)
+    loop.close()
+    times = iter([(7.0, 0.0), (7.0 + 0.9 * LIMIT, 0.0), (7.0 + 1.1 * LIMIT, 0.0)])
+    monkeypatch.setattr(LoopWatch, "_times", lambda watch: next(times))
+    assert not watch._wait_for_answer()
+    assert next(times, None) is None
 
 
 @pytest.mark.parametrize(("state", "counts"), [("R", True), ("S", False)])
@@ -96,11 +109,11 @@ def test_a_wait_for_a_core_counts_before_it_is_over(
     watch._folder = str(tmp_path)
     (tmp_path / "schedstat").write_text("5000000000 2000000000 7\n")
     (tmp_path / "stat").write_text(f"1 (a name) with) {state} 0 0\n")
-    assert watch._starved() == pytest.approx(2.0)
+    assert watch._times() == pytest.approx((5.0, 2.0))
     time.sleep(0.02)
-    assert (watch._starved() >= 2.02) is counts
+    assert (watch._times()[1] >= 2.02) is counts
     (tmp_path / "schedstat").write_text("5000100000 2020000000 8\n")
-    assert watch._starved() == pytest.approx(2.02)
+    assert watch._times()[1] == pytest.approx(2.02)
 
 
 def test_a_loop_that_does_not_run_is_not_blocked() -> None:

@@ -194,10 +194,7 @@ class EnvPool:
 
     def close(self) -> None:
         """Have the environments closed, and wait for their processes. One in the middle of a step
-        has `LIMIT` seconds, and is then killed.
-
-        One in the middle of a step is given some seconds, and is then killed.
-        """
+        has `LIMIT` seconds, and is then killed."""
         for calls in self._calls:
             foreign_calls.watch.remove(calls)
         self._selector.close()
