@@ -327,8 +327,8 @@ _CONSTANT: Final = (bool, int, float, str, bytes, None, NoneType)
 
 def _never_changes(kind: Any) -> bool:
     """Whether values of a type stay as they were made, all through."""
-    if get_origin(kind) in (Union, UnionType):
-        return all(map(_never_changes, get_args(kind)))
+    if get_origin(kind) in (Union, UnionType, tuple):
+        return all(one is ... or _never_changes(one) for one in get_args(kind))
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         fields = get_type_hints(kind, include_extras=True).values()
         return kind.__struct_config__.frozen and all(map(_never_changes, fields))
