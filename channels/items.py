@@ -228,7 +228,7 @@ class _Writer:
         ``inside``: messages in which it stands; one that contains itself is looked at closely.
         """
         origin, args = get_origin(kind), get_args(kind)
-        if origin in (list, tuple, dict) and not args:  # `typing.List` without its parts
+        if origin in (list, dict) and not args:  # `typing.List` without its parts
             return self.said_of(origin, x, inside)
         if origin is None and kind in _SAID:
             return _SAID[kind].format(x=x)
@@ -325,13 +325,20 @@ def _field_names(cls: Any) -> tuple[str, ...] | None:
 _CONSTANT: Final = (bool, int, float, str, bytes, None, NoneType)
 
 
-def _never_changes(kind: Any) -> bool:
-    """Whether values of a type stay as they were made, all through."""
-    if get_origin(kind) in (Union, UnionType, tuple):
-        return all(one is ... or _never_changes(one) for one in get_args(kind))
+def _never_changes(kind: Any, inside: tuple[type, ...] = ()) -> bool:
+    """Whether values of a type stay as they were made, all through.
+
+    ``inside``: messages in which it stands; in one that contains itself the other fields decide.
+    """
+    if kind in inside:
+        return True
+    parts = [one for one in get_args(kind) if one is not ...]
+    if parts and get_origin(kind) in (Union, UnionType, tuple):
+        return all(_never_changes(one, inside) for one in parts)
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         fields = get_type_hints(kind, include_extras=True).values()
-        return kind.__struct_config__.frozen and all(map(_never_changes, fields))
+        frozen = kind.__struct_config__.frozen
+        return frozen and all(_never_changes(one, (*inside, kind)) for one in fields)
     return kind in _CONSTANT or get_origin(kind) is Literal or isinstance(kind, enum.EnumType)
 
 

@@ -108,14 +108,18 @@ class Method:
 
     def _check_beside_ends(self, name: str, wanted: Any, value: Any) -> None:
         """Check what stands beside ends in a list, tuple or dict, by the rule for any argument."""
+        what = f": parameter {name!r} wants, beside ends of channels,"
         if not holds_ends(value):
-            what = f": parameter {name!r} wants, beside ends of channels,"
             self._rule(wanted, name, what, END_KINDS).check(value)
         elif type(value) in CONTAINERS:
             choices = get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,)
             fitting = next(one for one in choices if not _first_mismatch(one, value))
-            for of, part in _inside(fitting, value):
-                self._check_beside_ends(name, of, part)
+            if type(value) is dict:
+                of: Any = dict
+                of_keys, _ = get_args(fitting) or (Any, Any)
+                self._rule(of[of_keys, None], name, what).check(dict.fromkeys(value))
+            for kind, part in _inside(fitting, value):
+                self._check_beside_ends(name, kind, part)
 
 
 def _own_name(cls: type[Worker], function: Callable[..., Any]) -> str:

@@ -342,11 +342,49 @@ class Few(msgspec.Struct, frozen=True):
             raise ValueError("too many")
 
 
+class Chain(msgspec.Struct, frozen=True):
+    """Contains itself, and at most two numbers in what may be changed."""
+
+    numbers: tuple[list[int], ...]
+    rest: Chain | None = None
+
+    def __post_init__(self) -> None:
+        if sum(map(len, self.numbers)) > 2:
+            raise ValueError("too many")
+
+
 def test_what_would_be_refused_where_it_arrives_is_refused_where_it_is_put() -> None:
-    few = Few([1])
+    few, chain = Few([1]), Chain(([1],), Chain(([2],)))
+    channels: list[tuple[ra.Channel[Any], Any]] = [
+        (ra.Channel(Few, name="few"), few),
+        (ra.Channel(Chain, name="chain"), chain),
+    ]
+    for channel, value in channels:
+        channel.sender.put_nowait(value)
+        assert channel.receiver.get_nowait() == value
     few.numbers.extend([2, 3])
-    with pytest.raises(WrongItemType, match="too many"):
-        ra.Channel(Few, name="few").sender.put_nowait(few)
+    assert chain.rest is not None
+    chain.rest.numbers[0].extend([2, 3])
+    for channel, value in channels:
+        with pytest.raises(WrongItemType, match="too many"):
+            channel.sender.put_nowait(value)
+
+
+class Link(msgspec.Struct, frozen=True):
+    """Contains itself, and nothing that may be changed."""
+
+    number: int
+    rest: Link | None = None
+
+    def __post_init__(self) -> None:
+        if self.number < 0:
+            raise ValueError("below zero")
+
+
+def test_a_frozen_message_that_contains_itself_is_sent() -> None:
+    channel = ra.Channel(Link, name="links")
+    channel.sender.put_nowait(Link(1, Link(2)))
+    assert channel.receiver.get_nowait() == Link(1, Link(2))
 
 
 @pytest.mark.parametrize(
@@ -374,6 +412,10 @@ class Beside(Worker):
     async def pair(self, pair: tuple[ra.Sender[str], dict[str, Any]]) -> None:
         await pair[0].put(seen(pair[1]["value"]))
 
+    async def by_key(self, outs: dict[Any, ra.Sender[str]]) -> None:
+        for key, out in outs.items():
+            await out.put(seen(key))
+
     async def listed(self, many: list[tuple[ra.Sender[str], Base | None]] | None) -> None:
         for out, base in many or []:
             await out.put(seen(base))
@@ -390,6 +432,14 @@ async def test_what_stands_beside_an_end_is_sent_by_the_same_rule(backend: str) 
             assert await words.receiver.get() == seen(value)
         await worker.call(Beside.listed, [(words.sender, Base(1)), (words.sender, None)])
         assert await words.receiver.get_batch(weight=2) == [seen(Base(1)), seen(None)]
+        keys: list[Any] = ["a", 1, (1, 2)]
+        for key in keys:
+            await worker.call(Beside.by_key, {key: words.sender})
+            assert await words.receiver.get() == seen(key)
+        refused: list[Any] = [Color.RED, Path("/tmp"), frozenset({1})]
+        for key in refused:
+            with pytest.raises(ra.BuildError, match="'outs' wants, beside ends of channels, "):
+                await worker.call(Beside.by_key, {key: words.sender})
         for value in bad:
             with pytest.raises(ra.BuildError, match=r"'pair' wants, beside ends of channels, dict"):
                 await worker.call(Beside.pair, (words.sender, {"value": value}))
