@@ -8,8 +8,8 @@
 
 It is the process of a new interpreter in all but three things: its parent is the server,
 ``/proc/PID/cmdline`` and ``environ`` are the server's, and modules are there before they are
-imported. So what an import does is not tested by it. Who asks is watched: once it is gone, so is
-the process.
+imported. So what an import does is not tested by it. Once who asks is gone, so is the process, and
+once the server is: nobody else would see its end. The server goes with the process that started it.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
+
+from rlinf_async.processes import end_with_parent
 
 ROOT = Path(__file__).parents[1]
 MESSAGE_BYTES = 1 << 20
@@ -156,8 +158,11 @@ class _Server:
         self._listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, MESSAGE_BYTES)
         self._listening.bind(path)
         self._listening.listen(64)
+        # A process that the one which started this has forked may hold the other end of 0 open.
+        self._ends = (0, os.pidfd_open(os.getppid()))
+        """files that are readable once the server is to end"""
         self._poll = select.poll()
-        for descriptor in (0, self._listening.fileno()):
+        for descriptor in (*self._ends, self._listening.fileno()):
             self._poll.register(descriptor, select.POLLIN)
         self._asked: dict[int, socket.socket] = {}
         """connections of who waits for a process, by their descriptors"""
@@ -176,7 +181,7 @@ class _Server:
                     connection = self._listening.accept()[0]
                     self._asked[connection.fileno()] = connection
                     self._poll.register(connection, select.POLLIN)
-                elif descriptor == 0:
+                elif descriptor in self._ends:
                     for pid, _ in self._running.values():
                         os.kill(pid, signal.SIGKILL)
                     os._exit(0)
@@ -199,8 +204,10 @@ class _Server:
                     os.kill(pid, signal.SIGKILL)
             return None
         assert threading.active_count() == 1 == len(os.listdir("/proc/self/task"))
+        server = os.getpid()
         child = os.fork()
         if not child:
+            end_with_parent(server)
             return self._become(message, given)
         for descriptor in given:
             os.close(descriptor)
@@ -220,7 +227,7 @@ class _Server:
             asked.send(code.to_bytes(4, "little", signed=True))
 
     def _become(self, message: bytes, given: Sequence[int]) -> list[str]:
-        for descriptor in self._running:
+        for descriptor in (self._ends[1], *self._running):
             os.close(descriptor)
         for connection in (self._listening, *self._asked.values()):
             connection.close()

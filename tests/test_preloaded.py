@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.jobs.processes import told_of, until
-from tests.preloaded import Preloaded, preloaded
+from tests.preloaded import ROOT, Preloaded, preloaded
 
 TELL = """\
 import json, os, sys
@@ -83,3 +84,40 @@ def test_it_goes_with_who_asked_for_it_and_the_server_stays(
         one = python.start(str(tmp_path / "endless.py"), environment=os.environ, output=out)
         one.kill()
         assert one.wait(60) == -signal.SIGKILL
+
+
+ASK = """\
+import os, sys
+from pathlib import Path
+from tests.preloaded import preloaded
+
+with preloaded() as python, Path("out").open("w") as out:
+    one = python.start("endless.py", environment=os.environ, output=out, session=True)
+    holder = os.fork()  # it holds open what the one that asks holds
+    if holder:
+        print(holder, python.pid, one.pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("killed", ["who asked", "who asked and the server", "the server"])
+def test_nothing_outlives_who_asked_or_the_server(killed: str, tmp_path: Path) -> None:
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", ASK], cwd=tmp_path, env=environment, stdin=pipe, stdout=pipe
+    ) as asking:
+        assert asking.stdout is not None
+        holder, server, one = map(int, asking.stdout.readline().split())
+        try:
+            if killed != "who asked":
+                os.kill(server, signal.SIGKILL)
+            if killed != "the server":
+                asking.kill()
+                until(lambda: not told_of(server, "cmdline"), "the server has ended")
+            until(lambda: not told_of(one, "cmdline"), "what it has forked has ended")
+        finally:
+            for left in (holder, asking.pid, server, one):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(left, signal.SIGKILL)

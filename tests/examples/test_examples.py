@@ -313,9 +313,10 @@ def test_an_unchanged_agent_of_others_is_trained(tmp_path: pathlib.Path) -> None
         python = default_store().python(PACKAGES["openai-agents"])
     except PeerMissing as missing:
         pytest.skip(str(missing))
+    agent = EXAMPLES / "black_box_agent.py"
     done = run(
         *("-m", "rlinf_async", "train", EXAMPLES / "black_box_agent.toml"),
-        *("--episode.run", f"command: {python} {EXAMPLES / 'black_box_agent.py'}"),
+        *("--episode.run", f"command: {python} {agent}"),
         *("--out", tmp_path / "run", "--training.iterations", 2, "--warm_start.steps", 300),
     )
     assert done.returncode == 0, done.stderr

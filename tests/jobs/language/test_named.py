@@ -15,11 +15,19 @@ ONE = (
     *("--data.verifier", "tests.jobs.language.verifiers:letters"),
 )
 
+NEEDS: dict[str, tuple[object, ...]] = {
+    "gae": ("--cluster.critics", 1),
+    "turn_grpo": (
+        *("--episode.run", "tests.jobs.language.agents:forks", "--cluster.episode_workers", 1),
+    ),
+}
+"""settings without which a run with this advantage is refused"""
+
 
 @pytest.mark.parametrize("name", group_advantages.names())
 def test_a_model_is_trained_with_every_advantage(tiny: Job, name: str) -> None:
-    critics = int(name == "gae")
-    tiny.succeed(*ONE, "--actor.advantage.name", name, "--cluster.critics", critics)
+    needs = NEEDS.get(name, ())
+    tiny.succeed(*ONE, "--actor.advantage.name", name, *needs)
     [row] = tiny.iterations
     assert math.isfinite(float(row["policy_loss"]))
     assert float(row["grad_norm"]) > 0.0
