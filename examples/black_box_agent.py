@@ -41,7 +41,7 @@ def value(node: ast.expr) -> int:
 
 
 def main() -> None:
-    """Answer the question on stdin. No score is printed, so the verifier of the data judges."""
+    """Answer the question on stdin. No score is written, so the verifier of the data judges."""
     set_tracing_disabled(True)
     agent = Agent(name="calculator", tools=[function_tool(calc)])
     messages = json.loads(sys.stdin.readline())["messages"]

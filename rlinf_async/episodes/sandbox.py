@@ -5,35 +5,38 @@
     chat = episode.chat(tools=[program("python"), program("bash", seconds=5)])
 
 A program has the system's ``/usr`` and nothing else: no network, nothing that it can write but its
-own ``/tmp``, no environment, no other process. Memory of each process, the number of processes,
-time and output have limits, and it ends with everything that it has started: when it is too slow or
-writes too much, when the episode ends, and when the worker does.
+own ``/tmp``, no environment, no other process, no namespaces of its own, no memory beside that of
+files and processes. Memory of each process, the number of processes, time and output have limits,
+and it ends with everything that it has started: when it is too slow or writes too much, when the
+episode ends, and when the worker does. What has no limit is the memory of all its processes
+together: as many times `MEMORY` as there are; where memory runs out they go first.
 
 ::
 
     setpriv (where the worker is root: to be nobody)
-      bwrap (namespaces, files)  --ends with the worker
+      bwrap (namespaces, files, filter of system calls)  --ends with the worker
         prlimit (limits, which begin to count in the namespaces)
           python3 -I /program
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import errno
 import functools
 import os
+import platform
 import shutil
-import signal
+import struct
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Final, Literal, cast
+from typing import Final, Literal
 
 from rlinf_async.config.registry import UsageError
+from rlinf_async.episodes.running import Program, environment, running
 from rlinf_async.episodes.tools import (
-    CANCELLED_SECONDS,
     OUTPUT,
     OnFailure,
     Tool,
@@ -46,7 +49,9 @@ Sandbox = Literal["bubblewrap", "none"]
 MEMORY: Final = 512 * 1024 * 1024
 PROCESSES: Final = 32
 TMP: Final = 64 * 1024 * 1024
-"""most bytes of files that a program can write"""
+"""most bytes of files that a program can write, in each of its two folders and of each file"""
+FILES: Final = 256
+"""files that a process can have open"""
 ENVIRONMENT: Final = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
 """All that a program, and whoever starts it, has: a process can read its parent's."""
 LANGUAGES: Final = {
@@ -54,8 +59,6 @@ LANGUAGES: Final = {
     "bash": ("/usr/bin/bash",),
 }
 _PROGRAM: Final = "/program"
-_LEFT_SECONDS: Final = 0.2
-"""time for what a program that has ended left in its pipe"""
 _FILES: Final = (
     *("--ro-bind", "/usr", "/usr", "--symlink", "usr/bin", "/bin"),
     *("--symlink", "usr/lib", "/lib", "--symlink", "usr/lib64", "/lib64"),
@@ -64,8 +67,17 @@ _FILES: Final = (
     *("--proc", "/proc", "--dev", "/dev", "--size", str(TMP), "--tmpfs", "/dev/shm"),
     *("--remount-ro", "/dev", "--size", str(TMP), "--tmpfs", "/tmp"),
 )
-# The kernel kills a program before the worker, where memory runs out.
-_FIRST_TO_GO: Final = 'echo 1000 2>/dev/null >/proc/self/oom_score_adj; exec "$@"'
+# The kernel kills a program before the worker, where memory runs out. Outermost: what root has set
+# (CAP_SYS_RESOURCE), a program cannot lower.
+_FIRST_TO_GO: Final = (
+    *("sh", "-c", 'echo 1000 2>/dev/null >/proc/self/oom_score_adj; exec "$@"', "sh"),
+)
+_NO_NAMESPACES: Final = ("--unshare-user", "--disable-userns")
+_UNMAPPED: Final = {
+    "x86_64": (0xC000003E, (29, 68, 319, 447)),
+    "aarch64": (0xC00000B7, (194, 186, 279, 447)),
+}
+"""by machine: its number in the kernel, and those of shmget, msgget, memfd_create, memfd_secret"""
 
 
 class NoSandbox(UsageError):
@@ -77,7 +89,7 @@ def sandboxed(
     *,
     memory: int = MEMORY,
     processes: int = PROCESSES,
-    program: int | None = None,
+    options: Sequence[str] = (),
 ) -> list[str]:
     """Return a command that runs another one in a sandbox; give it `ENVIRONMENT`.
 
@@ -85,28 +97,51 @@ def sandboxed(
         command: what is run, by its path under ``/usr``.
         memory: bytes of each process.
         processes: most processes and threads at once.
-        program: descriptor of a file that it finds as ``/program``.
+        options: further ones of bubblewrap.
     """
     # For root, the kernel has no limit of processes.
     nobody = ["--reuid=65534", "--regid=65534", "--clear-groups", "--no-new-privs"]
-    given = () if program is None else ("--ro-bind-data", str(program), _PROGRAM)
     return [
+        *_FIRST_TO_GO,
         *(("setpriv", *nobody) if os.geteuid() == 0 else ()),
         *("bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--clearenv"),
         *(part for name, value in ENVIRONMENT.items() for part in ("--setenv", name, value)),
-        *("--cap-drop", "ALL", *_FILES, *given, "--remount-ro", "/", "--chdir", "/tmp"),
+        *("--cap-drop", "ALL", *_FILES, *options, "--remount-ro", "/", "--chdir", "/tmp"),
         *_limited(command, memory, processes),
     ]
 
 
 def _limited(command: Sequence[str], memory: int, processes: int) -> list[str]:
-    limits = (f"--as={memory}", f"--nproc={processes}", f"--fsize={TMP}", "--core=0")
-    return ["prlimit", *limits, "sh", "-c", _FIRST_TO_GO, "sh", *command]
+    limits = (f"--as={memory}", f"--nproc={processes}", f"--fsize={TMP}", f"--nofile={FILES}")
+    return ["prlimit", *limits, "--core=0", *command]
+
+
+def _filter_of(machine: str) -> bytes:
+    """Return a filter of system calls (seccomp) that refuses those which get memory that no process
+    has mapped, and that no limit counts; empty: none is known for this machine."""
+    if machine not in _UNMAPPED:
+        return b""
+    number, refused = _UNMAPPED[machine]
+    load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06
+    last = 5 + len(refused)  # each jump counts from the instruction after it
+    steps = [
+        (load, 0, 0, 4),
+        (equal, 0, last - 2, number),  # calls of another machine, such as those of 32 bits
+        (load, 0, 0, 0),
+        (at_least, last - 4, 0, 0x4000_0000),  # the same
+        *((equal, last - 5 - at, 0, call) for at, call in enumerate(refused)),
+        (give, 0, 0, 0x7FFF_0000),  # allowed
+        (give, 0, 0, 0x0005_0000 | errno.EPERM),
+    ]
+    return b"".join(struct.pack("=HBBI", *step) for step in steps)
 
 
 @functools.cache
-def check_sandbox() -> None:
+def check_sandbox() -> tuple[str, ...]:
     """Try the sandbox, once.
+
+    Returns options of bubblewrap that keep programs from namespaces of their own, in which they
+    could mount files without a limit; none where it or the kernel does not have them.
 
     Raises:
         NoSandbox: it cannot be made, and why.
@@ -119,9 +154,22 @@ def check_sandbox() -> None:
                 f"programs run in a sandbox, which needs {name}: install the package {package}, or "
                 "write sandbox='none' for programs that you trust with all that this worker may do"
             )
+    if not _tried(_NO_NAMESPACES).returncode:
+        return _NO_NAMESPACES
+    tried = _tried(())
+    if tried.returncode:
+        raise NoSandbox(
+            f"the sandbox cannot be made: {tried.stderr.strip()} (may unprivileged users make "
+            "namespaces here?); or write sandbox='none' for programs that you trust with all that "
+            "this worker may do"
+        )
+    return ()
+
+
+def _tried(options: Sequence[str]) -> subprocess.CompletedProcess[str]:
     try:
-        tried = subprocess.run(
-            sandboxed(["/usr/bin/true"]),
+        return subprocess.run(
+            sandboxed(["/usr/bin/true"], options=options),
             env=ENVIRONMENT,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -131,12 +179,6 @@ def check_sandbox() -> None:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NoSandbox(f"the sandbox cannot be made: {error}") from error
-    if tried.returncode:
-        raise NoSandbox(
-            f"the sandbox cannot be made: {tried.stderr.strip()} (may unprivileged users make "
-            "namespaces here?); or write sandbox='none' for programs that you trust with all that "
-            "this worker may do"
-        )
 
 
 def program(
@@ -165,7 +207,7 @@ def program(
         memory: bytes of each of its processes.
         processes: processes and threads that it may have at once.
         sandbox: ``"none"``: it may do what the worker may, has the limits alone, and what leaves
-            its session is not ended with it.
+            its group is not ended with it.
         on_failure: what becomes of a program that is too slow or prints too much: it is the
             model's own, so the model is told unless this says otherwise.
 
@@ -187,8 +229,12 @@ def program(
 
     async def run(code: str) -> str:
         opened = _sandboxed if sandbox == "bubblewrap" else _unprotected
-        async with opened(command, code, memory, processes, 4 * output) as printed:
-            return await _what_it_prints(printed)
+        written = _encoded(code)
+        try:
+            async with opened(command, written, memory, processes, 4 * output) as program:
+                return await _what_it_prints(program)
+        except OSError as error:
+            raise ToolBroken(f"the program cannot be started: {error}") from error
 
     run.__doc__ = description or (
         f"Run a {name} program, and return what it prints (standard output and errors). Nothing is "
@@ -204,127 +250,41 @@ def program(
     )
 
 
-class _Printed(asyncio.SubprocessProtocol):
-    """What a process prints: at most ``most`` bytes, and some more."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._loop = asyncio.get_running_loop()
-        self.done: asyncio.Future[None] = self._loop.create_future()
-        """done when the process has ended, or printed more"""
-        self._closed: asyncio.Future[None] = self._loop.create_future()
-        self.bytes = bytearray()
-        self.code: int | None = None
-        """exit code; None: it goes on"""
-        self.transport: asyncio.SubprocessTransport
-
-    @property
-    def too_much(self) -> bool:
-        """Whether it has printed more than it may."""
-        return len(self.bytes) > self._most
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin."""
-        # By annotation alone: uvloop's transports are no subclasses of asyncio's.
-        self.transport = cast(asyncio.SubprocessTransport, transport)
-
-    def pipe_data_received(self, fd: int, data: bytes) -> None:
-        """Keep what is printed."""
-        if not self.too_much:
-            self.bytes += data
-        if self.too_much:
-            self._end()
-
-    def process_exited(self) -> None:
-        """Wait for what is still in the pipe, but for nobody who only holds it."""
-        self.code = self.transport.get_returncode()
-        self._loop.call_later(_LEFT_SECONDS, self._end)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """End, when the process has ended and nobody holds its pipe."""
-        self._end()
-        if not self._closed.done():
-            self._closed.set_result(None)
-
-    async def end(self) -> None:
-        """Kill it, and wait until nobody holds its pipe: until all have ended that it started."""
-        with contextlib.suppress(ProcessLookupError):
-            self.transport.kill()
-        await asyncio.wait({self._closed}, timeout=CANCELLED_SECONDS / 2)
-        self.transport.close()
-
-    def _end(self) -> None:
-        if not self.done.done():
-            self.done.set_result(None)
-
-
 @contextlib.asynccontextmanager
 async def _sandboxed(
-    command: Sequence[str], code: str, memory: int, processes: int, most: int
-) -> AsyncIterator[_Printed]:
-    file = os.memfd_create("program")
-    try:
-        _write(file, _encoded(code))
-        os.lseek(file, 0, os.SEEK_SET)
-        whole = sandboxed((*command, _PROGRAM), memory=memory, processes=processes, program=file)
-        printed = await _started(whole, ENVIRONMENT, most, files=(file,))
-    finally:
-        os.close(file)
-    try:
-        yield printed
-    finally:
-        await printed.end()
+    command: Sequence[str], code: bytes, memory: int, processes: int, most: int
+) -> AsyncIterator[Program]:
+    with contextlib.ExitStack() as opened:
+        program = _file_with(code, opened)
+        files, options = [program], [*check_sandbox(), "--ro-bind-data", str(program), _PROGRAM]
+        if refused := _filter_of(platform.machine()):
+            files.append(_file_with(refused, opened))
+            options += ["--seccomp", str(files[-1])]
+        whole = sandboxed((*command, _PROGRAM), memory=memory, processes=processes, options=options)
+        async with running(whole, ENVIRONMENT, most, files=files, watched=False) as started:
+            yield started
 
 
 @contextlib.asynccontextmanager
 async def _unprotected(
-    command: Sequence[str], code: str, memory: int, processes: int, most: int
-) -> AsyncIterator[_Printed]:
+    command: Sequence[str], code: bytes, memory: int, processes: int, most: int
+) -> AsyncIterator[Program]:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         place = f"{folder}/program"
         with open(place, "wb") as file:  # noqa: ASYNC230 - short
-            file.write(_encoded(code))
-        whole = _limited((*command, place), memory, processes)
-        printed = await _started(whole, {**os.environ, **ENVIRONMENT}, most, folder=folder)
-        try:
-            yield printed
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(printed.transport.get_pid(), signal.SIGKILL)
-            await printed.end()
+            file.write(code)
+        whole = [*_FIRST_TO_GO, *_limited((*command, place), memory, processes)]
+        variables = {**environment(), **ENVIRONMENT}
+        async with running(whole, variables, most, folder=folder) as program:
+            yield program
 
 
-async def _started(
-    command: Sequence[str],
-    environment: dict[str, str],
-    most: int,
-    *,
-    files: Sequence[int] = (),
-    folder: str | None = None,
-) -> _Printed:
-    try:
-        _, printed = await asyncio.get_running_loop().subprocess_exec(
-            lambda: _Printed(most),
-            *command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            pass_fds=files,
-            cwd=folder,
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise ToolBroken(f"the program cannot be started: {error}") from error
-    return printed
-
-
-async def _what_it_prints(printed: _Printed) -> str:
-    """Return what a process prints until it ends, or has printed too much."""
-    await printed.done
-    text = printed.bytes.decode(errors="replace")
-    code = printed.code
-    if printed.too_much or not code:
+async def _what_it_prints(program: Program) -> str:
+    """Return what a program prints until it ends, or has printed too much."""
+    await program.stopped()
+    text = program.output.decode(errors="replace")
+    code = program.code
+    if program.too_much or not code:
         return text
     if text.startswith(("bwrap:", "setpriv:", "prlimit:")):
         raise ToolBroken(f"the sandbox cannot be made: {text.strip()}")
@@ -340,7 +300,12 @@ def _encoded(code: str) -> bytes:
         raise ToolError(f"the program is no text: {error}") from error
 
 
-def _write(file: int, content: bytes) -> None:
+def _file_with(content: bytes, opened: contextlib.ExitStack) -> int:
+    """Return a descriptor of a file in memory, at its beginning."""
+    file = os.memfd_create("program")
+    opened.callback(os.close, file)
     left = memoryview(content)
     while left:
         left = left[os.write(file, left) :]
+    os.lseek(file, 0, os.SEEK_SET)
+    return file

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 from typing import Any, cast
@@ -14,8 +16,9 @@ from typing import Any, cast
 import psutil
 import pytest
 
-from rlinf_async.config import ConfigError
+from rlinf_async.config import ConfigError, MissingExtra
 from rlinf_async.episodes import LimitReached
+from rlinf_async.episodes.agents import load_agent
 from rlinf_async.episodes.command import CommandFailed, command, environment_of
 from rlinf_async.episodes.endpoint import Endpoint
 from tests.episodes.endpoint.kit import Scripted, episode_of, served
@@ -34,6 +37,12 @@ def ask(text, path="/chat/completions"):
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as answer:
         return json.load(answer)["choices"][0]["message"]["content"]
 
+FILE = os.environ["EPISODE_SCORE_FILE"]
+
+def score(value):
+    with open(FILE, "w") as file:
+        file.write(str(value))
+
 task = json.loads(sys.stdin.readline())
 """
 
@@ -44,37 +53,59 @@ def program(folder: Path, text: str) -> str:
     return f"{sys.executable} agent.py"
 
 
-ENDS: dict[str, tuple[str, float | None]] = {
-    "a score": ("print('thinking'); print('score: 0.5')", 0.5),
-    "a score, and an empty line": ("print('score:1'); print()", 1.0),
-    "no score": ("print('done')", None),
-    "an answer that is a number": ("print(42)", None),
-    "a score that is not last": ("print('score: 1'); print('done')", None),
-    "nothing": ("pass", None),
-    "a flood": ("print('x' * 10_000_000); print('score: -2')", -2.0),
-    "a flood of errors": ("sys.stderr.write('x' * 10_000_000); print('score: 3')", 3.0),
-    "stdin is not read to its end": ("os.close(0); print('score: 4')", 4.0),
-}
+SCORES: dict[str, tuple[str, float | None]] = {
+    "a score": ("score(0.5)", 0.5),
+    "a score below 0, and an end of line": ("score('-2\\n')", -2.0),
+    "a score that was put there as a whole": (
+        "open(FILE + '1', 'w').write('3'); os.rename(FILE + '1', FILE)", 3.0,
+    ),
+    "none": ("pass", None),
+    "an empty line": ("score(' \\n')", None),
+    "no file any more": ("os.unlink(FILE)", None),
+    "an answer that says a score": (r"print('41\nscore: 1000\n1000')", None),
+    "a flood": ("print('x' * 10_000_000); score(1)", 1.0),
+    "a flood of errors": ("sys.stderr.write('x' * 10_000_000); score(3)", 3.0),
+    "stdin is not read to its end": ("os.close(0); score(4)", 4.0),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sorted(ENDS))
-async def test_the_last_line_is_the_score(name: str, tmp_path: Path) -> None:
-    text, score = ENDS[name]
+@pytest.mark.parametrize("name", sorted(SCORES))
+async def test_the_score_is_what_the_program_writes_into_its_file(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, score = SCORES[name]
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     async with served([]) as (episode, _):
         assert await command(program(tmp_path, text), tmp_path)(episode) == score
+    assert not [one for one in os.listdir(tmp_path) if one.startswith("rlinf-async-score-")]
 
 
 FAILURES: dict[str, tuple[str, str]] = {
     "raises": ("raise ValueError('no idea')", "exit code 1; its stderr ends with:\n.*no idea"),
+    "raises after a score": ("score(1); raise ValueError('no idea')", "exit code 1"),
     "exits": ("sys.exit(3)", "exit code 3, and says nothing on stderr"),
     "is killed": ("os.kill(os.getpid(), 9)", "killed by SIGKILL"),
-    "is no number": ("print('score: nan')", "score is 'nan': it must be a finite number"),
+    "no number": ("score('nan')", "SCORE_FILE is 'nan': it must be a finite number"),
+    "infinite": ("score('1e999')", "SCORE_FILE is '1e999': it must be a finite number"),
+    "a text": ("score('good')", "SCORE_FILE is 'good': it must be a finite number"),
+    "two numbers": ("score('1 2')", "it must be a finite number"),
+    "no text": ("open(FILE, 'wb').write(bytes([255, 0]))", "it must be a finite number"),
+    "a number that is too long": ("score('0' * 100)", "it must be a finite number"),
+    "a folder": ("os.unlink(FILE); os.mkdir(FILE)", "SCORE_FILE is no file any more"),
+    "a pipe": ("os.unlink(FILE); os.mkfifo(FILE)", "SCORE_FILE is no file any more"),
+    "a link": (
+        "open(FILE + '1', 'w').write('1'); os.unlink(FILE); os.symlink(FILE + '1', FILE)",
+        "SCORE_FILE cannot be read",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", sorted(FAILURES))
-async def test_a_failure_says_how(name: str, tmp_path: Path) -> None:
+async def test_a_failure_says_how(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text, words = FAILURES[name]
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     async with served([]) as (episode, _):
         with pytest.raises(CommandFailed, match=f"(?s){words}"):
             await command(program(tmp_path, text), tmp_path)(episode)
@@ -88,7 +119,7 @@ async def test_a_program_speaks_to_its_episode(tmp_path: Path) -> None:
     assert os.environ["ANTHROPIC_API_KEY"] == os.environ["OPENAI_API_KEY"]
     assert os.environ["ANTHROPIC_BASE_URL"] + "/v1" == os.environ["OPENAI_BASE_URL"]
     assert not [one for one in os.environ if one.startswith("RLINF_ASYNC_")]
-    print("score:", float(ask("well?") == "three") + float(ask("again") == "four"))
+    score(float(ask("well?") == "three") + float(ask("again") == "four"))
     """
     async with served(["three", "four"]) as (episode, model):
         assert await command(program(tmp_path, text), tmp_path)(episode) == 2.0
@@ -140,7 +171,7 @@ def _runs(pid: int) -> bool:
 async def test_a_program_ends_with_its_episode_and_so_do_its_children(
     end: str, tmp_path: Path
 ) -> None:
-    text = CHILDREN + ("time.sleep(1000)" if end == "cancelled" else "print('score: 1')")
+    text = CHILDREN + ("time.sleep(1000)" if end == "cancelled" else "score(1)")
     async with served([]) as (episode, _):
         running = asyncio.ensure_future(command(program(tmp_path, text), tmp_path)(episode))
         pids = await _pids(tmp_path)
@@ -187,6 +218,7 @@ async def test_a_program_ends_with_its_worker(tmp_path: Path) -> None:
         ("no_such_program --now", "there is no program 'no_such_program'"),
         ("./none.sh", "there is no program './none.sh'"),
         ("python 'agent.py", "No closing quotation"),
+        (f"{sys.executable} no_such_agent.py", "there is no file 'no_such_agent.py' in /"),
     ],
 )
 def test_a_command_that_cannot_be_started_is_named_before_any_episode(
@@ -194,6 +226,44 @@ def test_a_command_that_cannot_be_started_is_named_before_any_episode(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         command(line)
+
+
+@pytest.mark.parametrize("module", ["starlette", "uvicorn"])
+def test_a_command_without_what_serves_it_is_named_before_any_episode(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == module else find(name)
+    )
+    with pytest.raises(MissingExtra, match=rf"endpoint .*'{module}'.*rlinf-async\[agents\]"):
+        load_agent("command: true")
+
+
+async def test_a_program_that_cannot_be_started_is_a_failure(tmp_path: Path) -> None:
+    async with served([]) as (episode, _):
+        with pytest.raises(CommandFailed, match=r"'true' cannot be started: .*No such file"):
+            await command("true", tmp_path / "gone")(episode)
+
+
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("steps", [1, 2, 3])
+async def test_a_start_that_is_cancelled_is_cancelled_and_leaves_nothing(
+    there: bool, steps: int, tmp_path: Path
+) -> None:
+    folder = tmp_path if there else tmp_path / "gone"
+    async with served([]) as (episode, _):
+        await command("true", tmp_path)(episode)  # what the loop keeps open from here on is there
+        before = psutil.Process().num_fds()
+        running = asyncio.ensure_future(command("sleep 1000", folder)(episode))
+        for _step in range(steps):
+            await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.wait([running])
+        assert running.cancelled() or not there
+        await _gone([one.pid for one in psutil.Process().children()])
+        while psutil.Process().num_fds() > before:  # noqa: ASYNC110  loops close them in their time
+            await asyncio.sleep(0.01)
 
 
 async def test_messages_that_are_too_long_for_a_variable_are_on_stdin_alone() -> None:

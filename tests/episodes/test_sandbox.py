@@ -83,6 +83,16 @@ FORBIDDEN = [
         "for i in range(20): open(f'/dev/shm/{i}', 'wb').write(bytes(2 ** 23))"), "No space left"),
     ("files beside devices", "open('/dev/x', 'w')", "Read-only file system"),
     ("its own program", "open('/program', 'w')", ""),
+    ("files in a namespace of its own", (
+        "import subprocess as s\n"
+        "s.run(['/usr/bin/unshare', '-Urm', '/usr/bin/mount', '-t', 'tmpfs', 'a', '/tmp'],"
+        " check=True)"), "CalledProcessError"),
+    ("a file in memory", "import os; os.memfd_create('a')", "PermissionError"),
+    ("shared memory of the system", (
+        "import ctypes; c = ctypes.CDLL(None, use_errno=True)\n"
+        "if c.shmget(0, 2 ** 28, 0o1600) < 0: raise OSError(ctypes.get_errno(), 'refused')"),
+        "PermissionError"),
+    ("many open files", "x = [open('/program') for _ in range(300)]", "Too many open files"),
     ("becoming root", "import os; os.setuid(0)", "rror"),
     ("another namespace", (
         "import subprocess as s; s.run(['/usr/bin/mount', '-t', 'tmpfs', 'a', '/usr'], check=True)"
@@ -115,6 +125,15 @@ def test_no_process_of_the_host_and_no_environment_of_the_worker_can_be_seen(
     assert found.failure == ""
     assert "hunter2" not in found.text
     assert int(found.text.split()[-1]) < 6
+
+
+def test_a_program_without_a_sandbox_has_the_variables_of_the_worker_but_our_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RLINF_ASYNC_SECRET", "hunter2-secret")
+    monkeypatch.setenv("OTHER", "there")
+    found = ran(program("bash", sandbox="none"), "env | grep -e RLINF_ASYNC -e OTHER")
+    assert found.text == "OTHER=there\n"
 
 
 @needs_sandbox
@@ -205,14 +224,14 @@ def test_a_program_that_prints_too_much_is_ended(sandbox: Any) -> None:
     assert found.text == "y\n" * 500 + "\n[cut: a result has at most 1000 characters]"
 
 
-@needs_sandbox
-def test_a_program_ends_with_its_worker() -> None:
+@pytest.mark.parametrize("sandbox", [pytest.param("bubblewrap", marks=needs_sandbox), "none"])
+def test_a_program_ends_with_its_worker(sandbox: str) -> None:
     code = (
         "import asyncio, os\n"
         "from rlinf_async.episodes import program\n"
         "from rlinf_async.episodes.parsing import ToolCall\n"
         "async def main():\n"
-        "    tool = program('bash', seconds=60)\n"
+        f"    tool = program('bash', seconds=60, sandbox={sandbox!r})\n"
         "    call = ToolCall(name='bash', arguments={'code': 'sleep 65'})\n"
         "    task = asyncio.create_task(tool.run(call))\n"
         "    await asyncio.sleep(1)\n"

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import importlib.util
+from typing import Final, Literal
 
 import msgspec
 
+from rlinf_async.config import MissingExtra
 from rlinf_async.config.counts import check_bounds
+
+EXTRA: Final = "agents"
+NEEDED_FOR: Final = "the endpoint of episodes"
+SERVER: Final = ("starlette", "uvicorn")
 
 
 class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -28,3 +34,14 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         check_bounds(self, "port", least=0, most=65535)
         if not self.interface:
             raise ValueError("interface is empty; name one, or an address such as 127.0.0.1")
+
+
+def check_installed() -> None:
+    """Check that what serves episodes is installed; nothing is imported.
+
+    Raises:
+        MissingExtra: it is not.
+    """
+    for module in SERVER:
+        if importlib.util.find_spec(module) is None:
+            raise MissingExtra(module, extra=EXTRA, needed_for=NEEDED_FOR)

@@ -33,7 +33,7 @@ from rlinf_async.config import needed
 from rlinf_async.episodes.endpoint.anthropic_messages import AnthropicMessages
 from rlinf_async.episodes.endpoint.ask import STATUS, Answers, Api, Ask, Policy, Refused
 from rlinf_async.episodes.endpoint.chat_completions import ChatCompletions
-from rlinf_async.episodes.endpoint.config import EndpointConfig
+from rlinf_async.episodes.endpoint.config import EXTRA, NEEDED_FOR, EndpointConfig
 from rlinf_async.episodes.endpoint.record import Record
 from rlinf_async.episodes.endpoint.responses import Responses
 from rlinf_async.episodes.episode import Episode, EpisodeError
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-EXTRA: Final = "agents"
-NEEDED_FOR: Final = "the endpoint of episodes"
 LEAST_BODY: Final = 1024 * 1024
 """bytes of a request that are always read"""
 BODY_PER_TOKEN: Final = 32

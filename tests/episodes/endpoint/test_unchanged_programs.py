@@ -268,7 +268,8 @@ def program(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Program, st
         except PeerMissing as missing:
             pytest.skip(str(missing))
     script = tmp_path / "agent.py"
-    script.write_text(ADD + textwrap.dedent(found.text) + '\nprint("score: 1")\n')
+    score = 'open(os.environ["EPISODE_SCORE_FILE"], "w").write("1")'
+    script.write_text(f"{ADD}{textwrap.dedent(found.text)}\n{score}\n")
     return found, f"{python} {script}"
 
 
