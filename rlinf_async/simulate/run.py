@@ -342,7 +342,7 @@ class SimulatedRun:
             WeightsTaken, name="weights taken", capacity=16 * config.hardware.devices
         )
         self.orders: Latest[Orders] = cluster.latest(Orders, name="orders")
-        self.verdicts: Latest[Verdict] = cluster.latest(Verdict, name="verdicts")
+        self.verdicts: Channel[Verdict] = cluster.channel(Verdict, name="verdicts")
         self.told: Channel[SchedulerReport] = cluster.channel(
             SchedulerReport, name="scheduler reports", capacity=64 * config.hardware.devices
         )

@@ -2,7 +2,7 @@
 
 ::
 
-    rank 0          ActorReady --> scheduler --Orders--> rank 0 --Verdict--> other ranks
+    rank 0          ActorReady --> scheduler --Orders--> rank 0 --Verdict--> each other rank
     all ranks       change together, or offload and wait, as often as they are told
     all ranks       ActorChanged --> scheduler
     rank 0          DataShare --> dispatcher
@@ -16,19 +16,21 @@
     a change        all launched ranks                    they follow the same verdict
 
 Rank 0 alone asks: if the scheduler does not answer, all ranks still do the same, and the run goes
-on with the strategy that it has. An actor that has lent its devices does not take them back by
-itself: others hold them.
+on with the strategy that it has. A rank follows every verdict, in order: where no all-reduce has
+ranks wait for one another, one that is behind trains what it was given. An actor that has lent its
+devices does not take them back by itself: others hold them.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from typing import Any, ClassVar
 
 import msgspec
 
 from rlinf_async.backends.base import made_by
-from rlinf_async.channels import EndOfChannel, LatestReceiver, LatestSender, Receiver, Sender
+from rlinf_async.channels import EndOfChannel, LatestReceiver, Receiver, Sender
 from rlinf_async.channels.batching import BatchSizes
 from rlinf_async.messages.language import Boundary, DataShare, LanguageTrainReport, SampleGroup
 from rlinf_async.parallel import Strategy
@@ -51,7 +53,7 @@ class SchedulerLink:
         worker: the rank.
         orders: the scheduler's.
         reports: to the scheduler.
-        verdicts: rank 0's.
+        verdicts: rank 0's, by the rank that follows it.
         followed: verdicts of rank 0, on other ranks.
         shares: to the dispatcher.
         patience: seconds that rank 0 waits for the scheduler.
@@ -63,8 +65,8 @@ class SchedulerLink:
         worker: Worker,
         orders: LatestReceiver[Orders],
         reports: Sender[SchedulerReport],
-        verdicts: LatestSender[Verdict],
-        followed: LatestReceiver[Verdict],
+        verdicts: Sender[Verdict],
+        followed: Receiver[Verdict],
         shares: Sender[DataShare],
         patience: float,
         again: Sender[SampleGroup] | None = None,
@@ -76,9 +78,8 @@ class SchedulerLink:
         self._shares = shares
         self._patience = patience
         self._newest: Orders | None = None
-        self._verdict: Verdict | None = None
-        self._followed_number = 0
-        """number of the last verdict that this rank has followed, or published"""
+        self._unread: deque[Verdict] = deque()
+        """verdicts that this rank has not followed yet"""
         self._asked: tuple[Boundary, int] | None = None
         """boundary at which this rank has said that it is ready, and to which scheduler"""
         self._answered = 0
@@ -106,23 +107,19 @@ class SchedulerLink:
                 self._changed.notify_all()
 
     async def _follow_verdicts(self) -> None:
-        seen = 0
+        self._verdicts.close()  # rank 0's end is the last: then this rank's verdicts have ended
         while True:
-            self._verdict = await self._followed.get(newer_than=seen)
-            seen = self._followed.version
+            self._unread.append(await self._followed.get(key=self._worker.rank))
             async with self._changed:
                 self._changed.notify_all()
 
     async def decided(self, ready: ActorReady) -> Verdict:
         """Return what all ranks do next where this rank is, or, on another rank than 0, at the
-        later boundary that rank 0 has reached."""
+        boundary at which rank 0 has ended the iteration."""
         if self._worker.rank:
             return await self._verdict_on(ready)
         orders = await self._ask(ready)
-        self._followed_number += 1
-        verdict = Verdict(
-            boundary=ready.boundary, number=self._followed_number, strategy=ready.strategy
-        )
+        verdict = Verdict(boundary=ready.boundary, strategy=ready.strategy)
         if orders is not None:
             self._answered = orders.sequence
             changed = _new_strategy(orders, ready)
@@ -134,28 +131,26 @@ class SchedulerLink:
                 goes_on=orders.goes_on,
                 changes=_changes(orders, ready) or orders.ranks_report,
             )
-        await self._verdicts.publish(verdict)
+        for rank in range(1, self._worker.world_size):
+            await self._verdicts.put(verdict, key=rank)
         return verdict
 
     async def _verdict_on(self, ready: ActorReady) -> Verdict:
         boundary = ready.boundary
         async with self._changed:
-            await self._changed.wait_for(lambda: self._over or self._is_new(boundary))
-        verdict = self._verdict
-        if verdict is None or not self._is_new(boundary):
+            await self._changed.wait_for(lambda: self._over or self._is_next(boundary))
+        if not self._is_next(boundary):
             return Verdict(boundary=boundary)
-        if verdict.boundary.iteration > boundary.iteration:  # this one has ended, in what it had
+        if self._unread[0].boundary.iteration > boundary.iteration:  # this one has ended, as it was
             return Verdict(boundary=Boundary(boundary.iteration, ready.mini_batches))
-        self._followed_number = verdict.number
-        return verdict
+        return self._unread.popleft()
 
-    def _is_new(self, boundary: Boundary) -> bool:
-        verdict = self._verdict
-        return (
-            verdict is not None
-            and verdict.boundary >= boundary
-            and verdict.number > self._followed_number
-        )
+    def _is_next(self, boundary: Boundary) -> bool:
+        """Whether there is a verdict for this boundary or, at the end of an iteration, a later
+        one."""
+        while self._unread and self._unread[0].boundary < boundary:
+            self._unread.popleft()
+        return bool(self._unread)
 
     async def _ask(self, ready: ActorReady) -> Orders | None:
         """Say that this actor is ready, once to each scheduler, and return the orders to follow;
@@ -304,8 +299,8 @@ class ScheduledActor(LanguageActor):
         self,
         orders: LatestReceiver[Orders],
         reports: Sender[SchedulerReport],
-        verdicts: LatestSender[Verdict],
-        followed: LatestReceiver[Verdict],
+        verdicts: Sender[Verdict],
+        followed: Receiver[Verdict],
         shares: Sender[DataShare],
         patience: float,
         again: Sender[SampleGroup] | None = None,
@@ -315,7 +310,7 @@ class ScheduledActor(LanguageActor):
         Args:
             orders: the scheduler's.
             reports: to the scheduler.
-            verdicts: sender of rank 0, for what all ranks do at a boundary.
+            verdicts: sender of rank 0, for what each other rank does at a boundary, by rank.
             followed: receiver of these verdicts, for the other ranks.
             shares: to whoever dispatches samples: who trains the next global batch.
             patience: seconds that rank 0 waits for orders at a boundary; then nothing changes.
@@ -379,7 +374,6 @@ class ScheduledActor(LanguageActor):
         if verdict.holds and wanted is not None and not same_sizes(wanted, before):
             error = await self._changes.at_boundary(wanted)
         now = self._changes.strategy
-        # A rank that missed a verdict follows it with the next one.
         if verdict.changes or self._holds != held or not same_sizes(now, before):
             await self._link.changed(verdict, now, holds=self._holds, error=error)
 

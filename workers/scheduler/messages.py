@@ -10,7 +10,7 @@
                     watches hosts
     ActorReady      actor rank 0 -> scheduler        at a boundary between two mini-batches
     ActorChanged    actor        -> scheduler        of each rank: what is in force now
-    Verdict         actor rank 0 -> other ranks      what all ranks do at a boundary (`Latest`)
+    Verdict         actor rank 0 -> other ranks      what each rank does at a boundary, by rank
     DataShare       actor rank 0 -> collector        who trains the next global batch
 
 Orders say how things are to be, not what to do: who missed some, or was restarted, reads the newest
@@ -179,12 +179,10 @@ SchedulerReport = InstanceReport | InstanceNews | ActorReady | ActorChanged | De
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """actor rank 0 -> other ranks: what all ranks do at a boundary. A rank that missed one goes on
-    from the next."""
+    """actor rank 0 -> each other rank: what all ranks do at a boundary. Each follows every one, in
+    order."""
 
     boundary: Boundary
-    number: int = 0
-    """number of this verdict, which counts up"""
     sequence: int = 0
     """sequence of the orders that the verdict follows"""
     strategy: Strategy | None = None

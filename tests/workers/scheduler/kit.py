@@ -127,7 +127,7 @@ class Run:
         self.channels = Channels(cluster)
         self.groups = cluster.channel(SampleGroup, name="groups", capacity=64)
         self.orders = cluster.latest(Orders, name="orders")
-        self.verdicts = cluster.latest(Verdict, name="verdicts")
+        self.verdicts = cluster.channel(Verdict, name="verdicts")
         self.reports: Any = cluster.channel(SchedulerReport, name="reports", capacity=256)
         self.shares = cluster.channel(DataShare, name="shares", capacity=8)
         self.ran = Ran()

@@ -3,7 +3,7 @@
 ::
 
     actor rank 0, rollout --SchedulerReport--> scheduler --Orders, `Latest`--> actor, rollout
-    actor rank 0 --Verdict, `Latest`--> other ranks of the actor
+    actor rank 0 --Verdict, by rank--> other ranks of the actor
     actor rank 0 --DataShare--> Dispatcher --SampleGroup--> actors
     actors --SampleGroup, trained, where there are several epochs--> Dispatcher
 
@@ -114,7 +114,7 @@ class Scheduling:
         self._cluster, self._layout = cluster, layout
         self._config = config
         self._orders: Latest[Orders] = cluster.latest(Orders, name="orders")
-        self._verdicts: Latest[Verdict] = cluster.latest(Verdict, name="verdicts")
+        self._verdicts: Channel[Verdict] = cluster.channel(Verdict, name="verdicts")
         self._reports: Channel[SchedulerReport] = cluster.channel(
             SchedulerReport, name="scheduler reports", capacity=64 * (config.rollout_ranks + 1)
         )
