@@ -33,6 +33,9 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """options of each task, by its name"""
     task_size: int = 10_000
     """number of different entries, over all tasks"""
+    environment_tasks: int = 0
+    """number of tasks that the environment of ``episode.run`` makes itself, from their number;
+    instead of ``path``"""
     prompt_column: str = "prompt"
     """column with text or a list of chat messages; a dot leads into a nested column"""
     reference_column: str = "answer"
@@ -62,10 +65,10 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """number of passes over the records; 0: no limit"""
 
     def __post_init__(self) -> None:
-        if bool(self.path) == bool(self.tasks):
+        if bool(self.path) + bool(self.tasks) + bool(self.environment_tasks) != 1:
             raise ValueError(
-                'which data? give either path, as in path = "train.jsonl", or tasks, as in '
-                'tasks = ["chain_sum"]'
+                'which data? give one of path, as in path = "train.jsonl", tasks, as in '
+                'tasks = ["chain_sum"], and environment_tasks, as in environment_tasks = 1000'
             )
         if self.verifier and self.verifier_column:
             raise ValueError(
@@ -81,12 +84,16 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ValueError(
                 "tasks have no verifier_column: give verifier, or leave it to the tasks' own"
             )
+        if self.environment_tasks and (self.verifier or self.verifier_column):
+            raise ValueError(
+                "an environment scores its own tasks: leave verifier and verifier_column out"
+            )
         if strange := sorted(set(self.task_options) - set(self.tasks)):
             raise ValueError(
                 f"task_options has {strange[0]!r}, which is not among tasks = {list(self.tasks)}"
             )
         check_bounds(self, "max_prompt_tokens", "task_size", least=1)
-        check_bounds(self, "held_out", "epochs", "seed", least=0)
+        check_bounds(self, "held_out", "epochs", "seed", "environment_tasks", least=0)
         if not self.chat and (self.chat_template or self.chat_options or self.system_prompt):
             raise ValueError(
                 "chat is false, so chat_template, chat_options and system_prompt have no use: "
@@ -100,7 +107,7 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def name(self) -> str:
         """The name of the data in reports."""
-        return self.path or ", ".join(self.tasks)
+        return self.path or ", ".join(self.tasks) or f"{self.environment_tasks} environment tasks"
 
 
 class DataError(UsageError):

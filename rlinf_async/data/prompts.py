@@ -41,6 +41,7 @@ from rlinf_async.data.config import DataChanged, DataConfig, DataError, PromptsT
 from rlinf_async.data.records import (
     REFERENCE_COLUMN,
     WHOLE,
+    NumberRecords,
     Record,
     Records,
     TableRecords,
@@ -134,7 +135,10 @@ class Renderer:
         self._tokenizer = tokenizer
         self._template = _template(config, tokenizer) if config.chat else None
         task = bool(config.tasks)
-        self._verifier = config.verifier or ("reasoning_gym" if task else "")
+        own_verifier = (
+            "reasoning_gym" if task else "environment" if config.environment_tasks else ""
+        )
+        self._verifier = config.verifier or own_verifier
         own = task and self._verifier == "reasoning_gym"
         self._reference = REFERENCE_COLUMN if own else config.reference_column
 
@@ -289,6 +293,8 @@ def open_records(config: DataConfig) -> Records:
     """
     if config.tasks:
         return TaskRecords(config.tasks, config.task_options, config.seed, config.task_size)
+    if config.environment_tasks:
+        return NumberRecords(config.environment_tasks, config)
     return open_file(config)
 
 

@@ -526,3 +526,24 @@ class TaskRecords:
     def where(self, index: int) -> str:
         name = self._names[index % len(self._names)]
         return f"task {name}, entry {index // len(self._names)}"
+
+
+class NumberRecords:
+    """Tasks that an environment makes from their number: record ``i`` is ``i``."""
+
+    made_on_demand = True
+
+    def __init__(self, size: int, config: DataConfig) -> None:
+        self._size = size
+        self._columns = config.prompt_column, config.reference_column
+        self.fingerprint = f"environment tasks: {size}"
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> Record:
+        return dict.fromkeys(self._columns, str(index))
+
+    def where(self, index: int) -> str:
+        """Return the record's name in errors."""
+        return f"environment task {index}"

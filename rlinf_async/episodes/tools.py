@@ -157,7 +157,8 @@ class _Threads(Executor):
         return future
 
 
-_THREADS: Final = _Threads()
+THREAD_EACH: Final = _Threads()
+"""calls each function in a thread of its own"""
 
 
 class Tool:
@@ -277,7 +278,7 @@ class Tool:
         else:
             loop = asyncio.get_running_loop()
             here = contextvars.copy_context()
-            work = loop.run_in_executor(_THREADS, here.run, going.in_thread)
+            work = loop.run_in_executor(THREAD_EACH, here.run, going.in_thread)
         try:
             done, _ = await asyncio.wait({work}, timeout=self.seconds)
         except asyncio.CancelledError:

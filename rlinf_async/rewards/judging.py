@@ -140,6 +140,7 @@ def cut_text(text: str, limit: int = MAX_TEXT) -> str:
 UnknownVerifier = UnknownName
 
 BUILT_IN: Final = {
+    "environment": "rlinf_async.rewards.matching:environment",
     "exact": "rlinf_async.rewards.matching:exact",
     "math": "rlinf_async.rewards.mathematics:equal",
     "numeric": "rlinf_async.rewards.matching:numeric",
@@ -152,7 +153,7 @@ verifiers: Registry[Verifier] = Registry(
 )
 register_verifier = verifiers.register
 
-INLINE: Final = frozenset({"exact", "numeric"})
+INLINE: Final = frozenset({"environment", "exact", "numeric"})
 """verifiers that take microseconds and cannot hang, so they run without a process of their own"""
 
 

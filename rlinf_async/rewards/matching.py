@@ -295,6 +295,11 @@ def _decimal(digits: str) -> Fraction | None:
     return Fraction(f"{whole or 0}.{rest or 0}")
 
 
+def environment(answer: Answer) -> float:
+    """Fail: of a task of an environment, what the environment scores is the outcome."""
+    raise ValueError("the environment has ended without a score, and nothing else can judge it")
+
+
 def exact(answer: Answer) -> float:
     """Return 1 where the answer is the reference, white space at either end aside; else 0."""
     return float(answer.text.strip() == answer.reference.strip())

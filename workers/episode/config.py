@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -17,7 +17,10 @@ class EpisodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     run: str = ""
     """coroutine function of one argument, an `Episode`: ``"file.py:name"``, ``"module:name"``, or
-    the name that a package gives it; left out: each sample is one answer"""
+    the name that a package gives it, or that of an environment; left out: each sample is one
+    answer"""
+    environment: dict[str, Any] = {}
+    """settings of the environment that ``run`` names"""
     max_turns: int = 8
     """most turns of an episode, over all of its branches"""
     max_tokens: int = 2048

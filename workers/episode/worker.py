@@ -90,7 +90,9 @@ class EpisodeWorker(Worker):
             TemplateError: the tokenizer has no chat template.
         """
         # A user's module may import what takes seconds: not in the event loop.
-        self._agent = await self.compute(load_agent, self.config.run)
+        self._agent = await self.compute(
+            load_agent, self.config.run, environment=self.config.environment
+        )
         self._language = await self.compute(self.make_language)
 
     async def teardown(self) -> None:

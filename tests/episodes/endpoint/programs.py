@@ -12,5 +12,7 @@ PACKAGES = {
         ("pydantic-ai", "pydantic-ai-slim[openai,anthropic]==2.66.0"),
         ("mini-swe-agent", "mini-swe-agent==2.4.6"),
         ("verifiers", "verifiers==0.4.0"),
+        ("textarena", "textarena==0.7.4"),
+        ("openenv", "openenv-core==0.3.0"),
     )
 }

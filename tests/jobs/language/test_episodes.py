@@ -64,6 +64,16 @@ def test_what_the_verifier_judges_is_the_last_answer(job: Job) -> None:
     check_records(job, 4)
 
 
+def test_an_environment_makes_its_own_tasks(job: Job) -> None:
+    own = ("--data.path", "", "--data.verifier", "", "--data.environment_tasks", 40)
+    guess = ("--episode.environment.id", "tests.episodes.environments.worlds:Guess-v0")
+    job.succeed("--episode.run", "gymnasium", *guess, *own, "--cluster.episode_workers", 1)
+    check_records(job, 4)
+    for row in job.iterations:
+        assert float(row["turns"]) > 1.0
+        assert float(row["episode_return"]) == pytest.approx(-0.25 * float(row["turns"]))
+
+
 def test_an_agent_that_returns_no_reward_ends_the_run_with_the_reason(job: Job) -> None:
     ended = job.train("--episode.run", f"{AGENTS}:says_a_word", "--cluster.episode_workers", 1)
     assert ended.code == 1

@@ -106,7 +106,7 @@ TALKS = ("--episode.run", f"{AGENTS}:talks", "--cluster.episode_workers", 1)
         ((*TALKS, "--data.chat", "false"), "data.chat: an episode is a conversation, whose"),
         (
             (*TALKS, "--episode.run", "talks"),
-            "no coroutine of an episode is called 'talks' (known: none)",
+            "no coroutine or environment of an episode is called 'talks' (known: 'gymnasium', ",
         ),
         ((*TALKS, "--episode.run", "none.py:run"), "episode.run: 'none.py:run': 'none.py' cannot"),
         ((*TALKS, "--episode.run", f"{AGENTS}:nobody"), "has no function 'nobody'"),

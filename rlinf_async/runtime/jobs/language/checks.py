@@ -375,6 +375,11 @@ def _check_reference(config: LanguageConfig) -> None:
 def _check_episodes(config: LanguageConfig) -> None:
     """Refuse settings of episodes without episodes, and episodes that could not have a turn."""
     episode, workers = config.episode, config.cluster.episode_workers
+    if config.data.environment_tasks and not episode.run:
+        raise ConfigError(
+            "no environment makes these tasks: name one in episode.run",
+            path=("data", "environment_tasks"),
+        )
     if not episode.run:
         given = [
             name
@@ -421,7 +426,7 @@ def check_agent(config: LanguageConfig) -> None:
         ConfigError: one cannot be imported, or is none.
     """
     if config.has_episodes:
-        load_agent(config.episode.run, ("episode", "run"))
+        load_agent(config.episode.run, ("episode", "run"), config.episode.environment)
         parsers.check(config.episode.tools, ("episode", "tools"), apart=True)
 
 

@@ -1,0 +1,125 @@
+"""Environments of Gymnasium whose observations and actions are text::
+
+    [episode]
+    run = "gymnasium"
+
+    [episode.environment]
+    id = "my_package:Riddles-v0"       # the module is imported, and registers the environment
+    options = { level = 2 }            # further arguments of gymnasium.make
+
+Each episode has an environment of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from rlinf_async.config.registry import ConfigError, Path, needed, raised
+from rlinf_async.episodes.environments import (
+    Calls,
+    EnvironmentFailed,
+    EnvironmentPart,
+    Going,
+    Step,
+    number,
+    play,
+    text_of,
+)
+from rlinf_async.episodes.episode import Episode, RunEpisode
+
+
+class GymnasiumConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which environment."""
+
+    id: str
+    """``"Name-v0"``, or ``"module:Name-v0"``: the module registers it"""
+    options: dict[str, Any] = {}
+    """further arguments of ``gymnasium.make``"""
+
+    @property
+    def name(self) -> str:
+        """Its name in errors."""
+        return f"environment {self.id!r}"
+
+
+class GymnasiumPart(EnvironmentPart):
+    Config = GymnasiumConfig
+    library, extra = "gymnasium", "gymnasium"
+
+    def check(self, settings: GymnasiumConfig, path: Path) -> None:
+        """Make an environment, and look at its spaces."""
+        try:
+            env = _made(settings)
+        except (Exception, SystemExit) as error:
+            raise ConfigError(
+                f"{settings.name} cannot be made: {raised(error)}", path=(*path, "id")
+            ) from error
+        try:
+            text = needed("gymnasium", extra="gymnasium", needed_for=settings.name).spaces.Text
+            for what in ("observation", "action"):
+                space = getattr(env, f"{what}_space", None)
+                if not isinstance(space, text):
+                    raise ConfigError(
+                        f"{settings.name} has the {what}_space {space}: a model reads and writes "
+                        "text. Wrap it in an environment whose spaces are gymnasium.spaces.Text",
+                        path=(*path, "id"),
+                    )
+        finally:
+            env.close()
+
+    def make(self, settings: GymnasiumConfig, /) -> RunEpisode:
+        """Return the coroutine function."""
+        going = Going()
+
+        async def run(episode: Episode) -> float:
+            """Play one episode of the environment."""
+            return await play(episode, _World(settings, going))
+
+        return run
+
+
+def _made(settings: GymnasiumConfig) -> Any:
+    library = needed("gymnasium", extra="gymnasium", needed_for=settings.name)
+    # Its own checker holds what a model writes against the characters of the space, and warns.
+    return library.make(settings.id, **{"disable_env_checker": True, **settings.options})
+
+
+class _World:
+    def __init__(self, settings: GymnasiumConfig, going: Going) -> None:
+        self._settings = settings
+        self._call = Calls(settings.name, going)
+        self._env: Any = None
+
+    async def reset(self, seed: int) -> Step:
+        """Make and reset the environment."""
+        return await self._call(self._reset, seed)
+
+    async def step(self, action: str) -> Step:
+        """Take a step; the episode is over when it is terminated or truncated."""
+        return await self._call(self._step, action)
+
+    def close(self) -> None:
+        """Close the environment."""
+        if self._env is not None:
+            self._call.last(self._env.close)
+
+    def _reset(self, seed: int) -> Step:
+        self._env = _made(self._settings)
+        observation, _ = _parts(self._settings.name, self._env.reset(seed=seed), 2)
+        return Step(text_of(self._settings.name, observation))
+
+    def _step(self, action: str) -> Step:
+        name = self._settings.name
+        observation, reward, terminated, truncated, _ = _parts(name, self._env.step(action), 5)
+        done = bool(terminated) or bool(truncated)
+        said = "" if done else text_of(name, observation)
+        return Step(said, number(name, "reward", reward), done)
+
+
+def _parts(name: str, found: object, count: int) -> tuple[Any, ...]:
+    if not isinstance(found, tuple) or len(found) != count:
+        what = "reset" if count == 2 else "step"
+        raise EnvironmentFailed(f"{name}: {what} returned {found!r:.200}, not {count} values")
+    return found
