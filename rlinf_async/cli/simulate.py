@@ -77,9 +77,17 @@ def simulate(
             f"{config.name}: work.max_staleness is {config.work.max_staleness}; the oracle plans "
             "iterations one by one, so it needs 0"
         )
+    if knows_all and config.episode.turns:
+        raise UsageError(
+            f"{config.name}: samples are episodes (episode.turns); the oracle plans single answers"
+        )
+    try:
+        configs = [runs.with_policy(config, one) for one in policies]
+    except ValueError as error:
+        raise UsageError(f"{config.name}: {error}") from None
     if sweep:
         return _compare_candidates(config, policies, json_file)
-    records = _run([runs.with_policy(config, one) for one in policies])
+    records = _run(configs)
     _table(records, _limits(config, records[0], at_best=oracle) if knows_all else {})
     if oracle:
         _causes(records)
@@ -164,12 +172,20 @@ def _table(records: Sequence[SimulationRecord], limits: Mapping[str, float]) -> 
     table = Table()
     names = ["policy", "samples/device-h", "gain", "step s", "rollout idle", "actor idle"]
     names += ["lag", "device-h", "cost", "decisions", "took s"]
+    episodes = any(record.result.turns for record in records)
+    names += ["samples/s", "turns", "tool s", "cut"] * episodes
     names += ["of oracle"] * bool(limits)
     for name in names:
         table.add_column(name, justify="left" if name == "policy" else "right")
     base = records[0].result.samples_per_device_hour
     for record in records:
         result = record.result
+        acted = [
+            f"{result.samples_per_second:,.2f}",
+            f"{result.turns / result.samples:.2f}",
+            f"{result.tool_seconds / result.samples:.2f}",
+            f"{result.cut / result.samples:.0%}",
+        ] * episodes
         share = [f"{result.samples_per_device_hour / limits[ORACLE]:.0%}"] if limits else []
         table.add_row(
             result.policy,
@@ -183,11 +199,12 @@ def _table(records: Sequence[SimulationRecord], limits: Mapping[str, float]) -> 
             f"{result.cost:,.0f}",
             str(result.decisions),
             f"{result.real_seconds:.1f}",
+            *acted,
             *share,
         )
     for name, rate in limits.items():
         table.add_row(name, f"{rate:,.1f}", f"{rate / base:.2f}")
-    Console(width=150).print(table)
+    Console(width=170).print(table)
 
 
 def _compare_candidates(

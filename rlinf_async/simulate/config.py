@@ -8,6 +8,7 @@ from rlinf_async.backends.cost.config import (
     CostEngineConfig,
     CostTrainerConfig,
     EnvCostConfig,
+    EpisodeCostConfig,
     InferenceCostConfig,
 )
 from rlinf_async.config.counts import check_bounds
@@ -111,6 +112,7 @@ class SimulationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     hardware: HardwareConfig = HardwareConfig()
     inference: InferenceCostConfig = InferenceCostConfig()
     env: EnvCostConfig = EnvCostConfig()
+    episode: EpisodeCostConfig = EpisodeCostConfig()
     scheduler: ScalingPolicyConfig = ScalingPolicyConfig()
     faults: FaultConfig = FaultConfig()
 
@@ -129,6 +131,11 @@ class SimulationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
                 f"data-parallel size of {home}, which cannot share a mini-batch of "
                 f"{self.mini_batch} samples in groups of {self.work.group_size}; sizes that can: "
                 f"{self.dp_sizes}"
+            )
+        if self.episode.turns and self.scheduler.policy != "static":
+            raise ValueError(
+                f"scheduler.policy is {self.scheduler.policy!r}, which counts finished answers, "
+                "and does not know of open episodes (episode.turns): set it to 'static'"
             )
 
     @property
@@ -155,7 +162,9 @@ class SimulationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     @property
     def mean_tokens(self) -> float:
         """Return the mean tokens of a sample, with its prompt."""
-        return self.work.prompt_tokens + float(self.generation.lengths.many(4096, 1).mean())
+        turns, answer = self.episode.mean_turns, float(self.generation.lengths.many(4096, 1).mean())
+        given = (turns - 1.0) * self.episode.given_tokens
+        return self.work.prompt_tokens + turns * answer + given
 
     @property
     def dp_sizes(self) -> list[int]:

@@ -8,6 +8,9 @@
       +---- version ---- |                                ^    ^                    |
                          +-- Orders -- SimulatedScheduler +    +----SampleGroup-----+
 
+    with episodes: Source --Request--> SimulatedEpisodes --Sample--> Scorer
+                   SimulatedEpisodes <--a turn's Request, Sample--> SimulatedRollout
+
 The scheduler's own channels are those of a job with a scheduler: see ``runtime/jobs/language``.
 """
 
@@ -27,6 +30,7 @@ import numpy as np
 from rlinf_async.channels import Channel, Latest
 from rlinf_async.messages.language import (
     DataShare,
+    EpisodeRecord,
     LanguageTrainReport,
     Prompt,
     Request,
@@ -46,7 +50,9 @@ from rlinf_async.simulate.bounds import by_cause
 from rlinf_async.simulate.config import ScalingPolicyConfig, SimulationConfig, placements
 from rlinf_async.simulate.site import Moment, Site
 from rlinf_async.simulate.workers import (
+    TOOL,
     SimulatedActor,
+    SimulatedEpisodes,
     SimulatedInference,
     SimulatedRollout,
     SimulatedScheduler,
@@ -191,6 +197,12 @@ class Simulated(msgspec.Struct, kw_only=True):
     """price of a device-hour"""
     spent: dict[str, float] = {}
     """share of all device-seconds, by cause"""
+    turns: int = 0
+    """turns of all episodes; 0 where each sample is one answer"""
+    tool_seconds: float = 0.0
+    """seconds that episodes waited for tools, all of them together"""
+    cut: int = 0
+    """episodes that a limit ended"""
     fault: str = ""
     """why the policy was given up"""
     real_seconds: float = 0.0
@@ -202,6 +214,11 @@ class Simulated(msgspec.Struct, kw_only=True):
     def device_hours(self) -> float:
         """Hours of all devices of the cluster."""
         return self.devices * self.seconds / 3600.0
+
+    @property
+    def samples_per_second(self) -> float:
+        """Throughput, over all iterations."""
+        return self.samples / self.seconds
 
     @property
     def samples_per_device_hour(self) -> float:
@@ -328,6 +345,10 @@ class SimulatedRun:
             Request, name="requests", capacity=room, max_deliveries=1_000_000
         )
         self.generated: Channel[Sample] = cluster.channel(Sample, name="generated", capacity=room)
+        self.tasks, self.turns = self.requests, self.generated
+        if config.episode.turns:
+            self.tasks = cluster.channel(Request, name="tasks", capacity=room)
+            self.turns = cluster.channel(Sample, name="turns", capacity=room)
         self.scored: Channel[ScoredSample] = cluster.channel(
             ScoredSample, name="scored", capacity=room
         )
@@ -358,7 +379,7 @@ class SimulatedRun:
         self.source = Source(
             self.ledger,
             self._prompts,
-            self.requests.sender,
+            self.tasks.sender,
             version=0,
             iterations=config.work.iterations,
         )
@@ -383,6 +404,7 @@ class SimulatedRun:
         """response tokens of the trained samples, by iteration"""
         self._reports: list[LanguageTrainReport] = []
         self._step_seconds: list[float] = []
+        self._records: list[EpisodeRecord] = []
         self._faults = Faults(config, self.site, self._tell)
         self._next_prompt = 0
 
@@ -431,6 +453,14 @@ class SimulatedRun:
         [self.inference] = await launch(
             SimulatedInference, site, config.inference, name="inference"
         )
+        if config.episode.turns:
+            self.episodes = await launch(
+                SimulatedEpisodes,
+                config.episode,
+                config.work.prompt_tokens,
+                count=config.episode.workers,
+                name="episode",
+            )
 
     async def train(self, on_step: OnStep) -> None:
         """Run all iterations."""
@@ -440,6 +470,8 @@ class SimulatedRun:
                 ends.enter_context(end)
             for sender in (self.groups.sender, self.requests.sender):
                 ends.enter_context(sender)
+            if self.tasks is not self.requests:
+                ends.enter_context(self.tasks.sender)
             self.told.sender.open()  # closed at the end, which ends the scheduler
             ends.enter_context(self.shares.sender)
             await self._train(on_step)
@@ -449,11 +481,18 @@ class SimulatedRun:
         serving: Any = self.rollout.call(
             SimulatedRollout.serve_scheduled,
             self.requests.receiver,
-            self.generated.sender,
+            self.turns.sender,
             self.weights.receiver,
             self.taken.sender,
             self.orders.receiver,
             self.told.sender,
+        )
+        acting: Any = self._config.episode.turns and self.episodes.call(
+            SimulatedEpisodes.run,
+            self.tasks.receiver,
+            self.requests.sender,
+            self.turns.receiver,
+            self.generated.sender,
         )
         inferred = self._config.inference.devices > 0
         scored = self.unchecked if inferred else self.scored
@@ -462,15 +501,8 @@ class SimulatedRun:
             SimulatedInference.log_probs, self.unchecked.receiver, self.scored.sender
         )
         following, deciding = await self._follow()
-        background = [
-            asyncio.create_task(one)
-            for one in (
-                self.collector.run(),
-                self.dispatcher.run(),
-                self._drop_taken(),
-                self._faults.run(),
-            )
-        ]
+        running = self.collector.run(), self.dispatcher.run(), self._drop_taken()
+        background = [asyncio.create_task(one) for one in (*running, self._faults.run())]
         self.site.settle()
         await self._publish()
         self.site.restart()
@@ -497,6 +529,9 @@ class SimulatedRun:
         self.orders.sender.close()
         self.verdicts.sender.close()
         await following
+        if acting:
+            self.tasks.sender.close()
+            await acting
         self.requests.sender.close()
         await serving
         for task in background:
@@ -541,7 +576,8 @@ class SimulatedRun:
         self._reports += reports
         samples = [one.sample for group in self.collector.trained(number) for one in group]
         self.trained += [one.request.name for one in samples]
-        self.lengths.append([len(one.generated.token_ids) for one in samples])
+        self.lengths.append([one.generated.drawn_tokens for one in samples])
+        self._records += [one.episode for one in samples if one.episode is not None]
         self.site.check_home()
 
     async def result(self) -> Simulated:
@@ -567,6 +603,9 @@ class SimulatedRun:
             lost_hosts=self._faults.lost_hosts,
             price=config.hardware.price,
             fault=fault,
+            turns=sum(one.turns for one in self._records),
+            tool_seconds=sum(one.tool_seconds.get(TOOL, 0.0) for one in self._records),
+            cut=sum(bool(one.cut) for one in self._records),
             spent=by_cause(config, self.lengths, site.usage.spent, sum(self._step_seconds)),
         )
 

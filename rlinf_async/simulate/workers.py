@@ -6,6 +6,7 @@
     SimulatedActor      `ScheduledActor` over `CostTrainer`, one for each copy of the model: it
                         stands for the tensor-parallel ranks, which do the same at the same time
     SimulatedScheduler  `SchedulerWorker`
+    SimulatedEpisodes   `EpisodeWorker`, whose agent makes turns and lets the time of tools pass
     Scorer              lets the time of environment steps pass, and scores, as a reward worker does
     SimulatedInference  lets the time of log-probs pass, on devices of its own
 
@@ -18,18 +19,35 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, Final, Self
 
-from rlinf_async.backends.cost.config import EnvCostConfig, InferenceCostConfig
+import numpy as np
+
+from rlinf_async.backends.cost.config import (
+    EnvCostConfig,
+    EpisodeCostConfig,
+    InferenceCostConfig,
+)
 from rlinf_async.backends.cost.engine import CostEngine
 from rlinf_async.backends.cost.trainer import CostTrainer
 from rlinf_async.backends.language import GenerationEngine
-from rlinf_async.channels import EndOfChannel, Receiver, Sender
-from rlinf_async.messages.language import Sample, Scored, ScoredSample, TrainingSample
+from rlinf_async.channels import EndOfChannel, Lease, Receiver, Sender
+from rlinf_async.episodes import Episode, Parsed
+from rlinf_async.messages.language import (
+    Request,
+    Sample,
+    Scored,
+    ScoredSample,
+    Tokens,
+    TrainingSample,
+)
 from rlinf_async.scheduling import ClusterState, ScalingDecision, safe
 from rlinf_async.simulate.site import Site, scheduling
 from rlinf_async.workers.actor.iteration import Batches, Iteration, Waiting
 from rlinf_async.workers.base import Worker
+from rlinf_async.workers.episode import EpisodeConfig, EpisodeWorker
+from rlinf_async.workers.episode.worker import Language
 from rlinf_async.workers.scheduler import ScheduledActor, ScheduledRollout, SchedulerWorker
 
 ENGINE = "rlinf_async.backends.cost.engine:CostEngine"
@@ -170,9 +188,95 @@ class SimulatedScheduler(SchedulerWorker):
         """Note it."""
         self._site.decided(state, decision)
 
+    def _has_progressed(self) -> bool:
+        if not self._site.config.episode.turns:
+            return super()._has_progressed()
+        # Answers of episodes are no samples: how many there are says nothing. `static`, which
+        # decides here, has only to say when the actor may go on.
+        control, actor = self._control, self._control.actor
+        if actor is None or self._phase == "end" or not control.fresh:
+            return False
+        waits = control.is_open and actor.collects and self._arrived_at != actor.boundary
+        return waits and control.monitor.has_next(actor)
+
     async def decisions(self) -> tuple[int, str]:
         """Return the requests that were handed back, and why the policy was given up."""
         return self._changes.summary.migrated, self.policy.fault
+
+
+TOOL: Final = "tool"
+"""name of whatever an episode waits for between two turns"""
+NO_LIMIT: Final = 1e9
+"""seconds that an episode may take"""
+
+
+class Counted:
+    """Stands for a chat template, and for what was read: of texts it gives the number of tokens."""
+
+    def __init__(self, given: Tokens, between: Tokens) -> None:
+        self.given, self._between = given, between
+
+    def opening(self, *_: Any) -> Tokens:
+        """Return the tokens of a prompt."""
+        return self.given
+
+    def read(self, *_: Any) -> Self:
+        """Return what is read of a prompt."""
+        return self
+
+    def followed_by(self, *_: Any, **__: Any) -> Counted:
+        """Return what is read between two answers."""
+        return Counted(self._between, self._between)
+
+
+class SimulatedEpisodes(EpisodeWorker):
+    """Runs episodes whose turns and waits are drawn by the seed of their task.
+
+    Args:
+        costs: how many turns, how long the waits.
+        prompt_tokens: tokens of a prompt.
+    """
+
+    def __init__(self, costs: EpisodeCostConfig, prompt_tokens: int) -> None:
+        config = EpisodeConfig(
+            run="simulated",
+            max_turns=costs.max_turns,
+            max_tokens=costs.max_tokens,
+            concurrent=costs.concurrent,
+            seconds=NO_LIMIT,
+        )
+        super().__init__(config, model="")
+        self._costs, self._prompt_tokens = costs, prompt_tokens
+        self._seed = ContextVar[int]("seed of the episode that this task runs")
+
+    async def setup(self) -> None:
+        self._agent = self._act
+        self._language = self.make_language()
+
+    def make_language(self) -> Language:
+        given, prompt = (
+            np.broadcast_to(np.int32(1), count)
+            for count in (self._costs.given_tokens, self._prompt_tokens)
+        )
+        template: Any = Counted(prompt, given)
+        return Language(template, lambda text: Parsed(text=text), lambda tokens: "")
+
+    async def _play(self, lease: Lease[Request], *ends: Any) -> None:
+        self._seed.set(lease[0].seed)
+        await super()._play(lease, *ends)
+
+    async def _act(self, episode: Episode) -> float:
+        costs, seed, chat = self._costs, self._seed.get(), episode.chat()
+        for turn in range(costs.turns_of(seed)):
+            if turn:
+                seconds = costs.seconds_of(seed, turn)
+                with episode.watch(TOOL):
+                    await asyncio.sleep(seconds)
+                episode.tool_calls[TOOL] += 1
+                episode.tool_seconds[TOOL] += seconds
+                chat.say("", "tool")
+            await chat.turn()
+        return 0.0
 
 
 class SimulatedScorer(Worker):

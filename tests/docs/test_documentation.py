@@ -19,6 +19,7 @@ from rlinf_async.config import Document
 from rlinf_async.runtime.jobs.embodied.settings import EmbodiedConfig
 from rlinf_async.runtime.jobs.embodied_sac.config import SacConfig
 from rlinf_async.runtime.jobs.language.config import ClusterConfig, LanguageConfig
+from rlinf_async.simulate import SimulationConfig
 from tests.docs.pages import PAGES, ROOT, Block, Script, anchors, blocks, links, scripts, settings
 
 EVERY_BLOCK = [block for page in PAGES for block in blocks(page)]
@@ -122,6 +123,8 @@ def test_every_configuration_shown_can_be_read(block: Block) -> None:
     jobs = {"language_rl": LanguageConfig, "embodied_sac": SacConfig}
     shown = [kind for name, kind in jobs.items() if f'job = "{name}"' in block.text]
     job: Any = shown[0] if shown else EmbodiedConfig
+    if "[generation]" in block.text:
+        job = SimulationConfig
     if block.page.name == "placement.md":  # one section
         job = msgspec.defstruct("Section", [("cluster", ClusterConfig)], forbid_unknown_fields=True)
     if block.page.name == "jobs.md":  # tests/jobs/test_own_job.py runs that one

@@ -5,6 +5,7 @@ length by its seed. All times are in seconds of the simulated hardware.
 from __future__ import annotations
 
 import math
+import sys
 from statistics import NormalDist
 from typing import TypeAlias
 
@@ -88,6 +89,26 @@ def _uniform(seed: int) -> float:
 
 
 Lengths: TypeAlias = LogNormal | Empirical
+
+
+class LogNormalSeconds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Log-normal: ``median x ratio ** (z / 2.326)`` with a standard normal ``z``, cut."""
+
+    median: float
+    """median, in seconds"""
+    ratio: float = 8.0
+    """99th percentile over the median"""
+    longest: float = 120.0
+    """seconds at which it is cut"""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "median", "longest", above=0)
+        check_bounds(self, "ratio", least=1)
+
+    def at(self, share: float) -> float:
+        """Return the seconds below which this share lies."""
+        log_ratio = math.log(self.ratio) * NORMAL.inv_cdf(share) / Z99
+        return min(self.longest, self.median * math.exp(log_ratio))
 
 
 class CostEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -185,3 +206,56 @@ class EnvCostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def seconds(self) -> float:
         """Seconds of all steps of a sample."""
         return self.steps * self.step_seconds
+
+
+class EpisodeCostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Episodes in place of single answers. ``generation.lengths`` are those of an answer then."""
+
+    turns: tuple[int, ...] = ()
+    """turns that an episode would make; each episode draws one of them. Empty: each sample is one
+    answer"""
+    tool_seconds: tuple[float, ...] | LogNormalSeconds = (0.0,)
+    """seconds from an answer to the next turn: tools, or whatever the agent waits for. Each wait
+    draws one of them, or from a distribution"""
+    given_tokens: int = 0
+    """tokens that the model is given between two answers: results of tools, text of the template"""
+    max_turns: int = 8
+    """most turns of an episode"""
+    max_tokens: int = sys.maxsize
+    """most tokens of an episode, its prompt and what it is given included"""
+    concurrent: int = 256
+    """episodes that a worker has open at a time"""
+    workers: int = 1
+    """episode workers; they need no devices"""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "max_turns", "concurrent", "workers", least=1)
+        check_bounds(self, "max_tokens", least=2)
+        check_bounds(self, "given_tokens", least=0)
+        if any(one < 1 for one in self.turns):
+            raise ValueError(f"turns has {min(self.turns)}; an episode has at least 1 turn")
+        seconds = self.tool_seconds
+        if isinstance(seconds, LogNormalSeconds):
+            return
+        if not seconds or not all(0.0 <= one < math.inf for one in seconds):
+            raise ValueError(
+                f"tool_seconds is {list(seconds)}; it must hold at least one number of seconds, "
+                "and none below 0"
+            )
+
+    @property
+    def mean_turns(self) -> float:
+        """Mean turns of an episode; 1 where each sample is one answer."""
+        return float(np.minimum(self.turns, self.max_turns).mean()) if self.turns else 1.0
+
+    def turns_of(self, seed: int) -> int:
+        """Return the turns that the episode with this seed would make."""
+        return self.turns[int(_uniform(seed) * len(self.turns))]
+
+    def seconds_of(self, seed: int, turn: int) -> float:
+        """Return the seconds before turn ``turn``, from 1 on, of the episode with this seed."""
+        share = _uniform(seed + (turn << 40))
+        seconds = self.tool_seconds
+        if isinstance(seconds, LogNormalSeconds):
+            return seconds.at(share)
+        return seconds[int(share * len(seconds))]

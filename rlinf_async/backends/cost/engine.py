@@ -98,6 +98,8 @@ class CostEngine:
         self._arrived = 0
         self._timer: asyncio.TimerHandle | None = None
         self._dead = False
+        self._read: dict[tuple[int, int], int] = {}
+        """tokens in the prefix cache, by sample: of episodes, whose turns begin with them"""
         self._versions: list[tuple[float, int]] = []
         """position from which each version made the tokens"""
 
@@ -168,6 +170,7 @@ class CostEngine:
         self.stall(self.config.load_seconds, "loading")
         await asyncio.sleep(self.config.load_seconds * self.slowness)
         self._check_alive()
+        self._read.clear()
         self.version = update.version
         self._newest = np.broadcast_to(np.int32(update.version), self.config.lengths.longest)
         self._versions.append((self._position, update.version))
@@ -189,6 +192,7 @@ class CostEngine:
 
     async def offload(self) -> None:
         """Take the time of it."""
+        self._read.clear()
         self._offloaded = True
         self._spend("moving", self.config.move_seconds)
         await asyncio.sleep(self.config.move_seconds * self.slowness)
@@ -211,6 +215,7 @@ class CostEngine:
     def forget(self) -> None:
         """Lose all tokens that were made here: those that requests brought are theirs."""
         self._advance()
+        self._read.clear()
         for row in self._running.values():
             row.began = self._position
 
@@ -296,13 +301,19 @@ class CostEngine:
             row = heapq.heappop(self._waiting)[2]
             if row.answer.done():
                 continue
-            prompt = len(row.request.prompt.token_ids) + row.brought
             row.began, row.version = self._position, self.version
             row.end = self._position + (row.length - row.brought)
             self._running[row.request.name] = row
             heapq.heappush(self._ends, (row.end, self._arrived, row))
             self._arrived += 1
-            self.stall(self._prefill_seconds(prompt), "prefill")
+            self.stall(self._prefill_seconds(self._unread(row)), "prefill")
+
+    def _unread(self, row: CostRow) -> int:
+        """Return the tokens of a prompt, partial response included, without those that an earlier
+        turn of its episode has left in the prefix cache."""
+        request = row.request
+        prompt = len(request.prompt.token_ids) + row.brought
+        return max(0, prompt - self._read.get((request.group, request.index), 0))
 
     def _plan(self) -> None:
         """Set the timer to the end of the next sequence."""
@@ -339,8 +350,14 @@ class CostEngine:
 
     def _answer(self, row: CostRow, finish: Literal["stop", "length", "abort"]) -> None:
         self._running.pop(row.request.name, None)
-        if not row.answer.done():
-            row.answer.set_result(self._generated(row, finish))
+        if row.answer.done():
+            return
+        generated = self._generated(row, finish)
+        request = row.request
+        if request.turn and row.began >= 0.0:
+            read = len(request.prompt.token_ids) + len(generated.token_ids)
+            self._read[request.group, request.index] = read
+        row.answer.set_result(generated)
 
     def _generated(self, row: CostRow, finish: Literal["stop", "length", "abort"]) -> Generated:
         made = row.length if finish != "abort" else row.made(self._position)
