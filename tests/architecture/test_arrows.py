@@ -33,7 +33,8 @@ ARROWS: dict[str, set[str]] = {
     # Of the algorithms a job needs what they can be told: that part does not import torch.
     "runtime": LIGHT
     | {"algorithms", "backends", "channels", "data", "episodes", "observe", "rewards", "workers"},
-    "simulate": LIGHT | {"backends", "channels", "observe", "runtime", "testing", "workers"},
+    "simulate": LIGHT
+    | {"backends", "channels", "episodes", "observe", "runtime", "testing", "workers"},
     "testing": LIGHT | {"channels", "runtime", "workers"},
     "cli": LIGHT | {"channels", "observe", "runtime", "simulate", "workers"},
 }
