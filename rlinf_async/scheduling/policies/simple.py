@@ -309,7 +309,14 @@ class IterationPolicy(ABC):
         nothing = ScalingDecision(iteration=state.iteration)
         if state.phase == "begin":
             return spread(all_serve(self.begin(state) or nothing, state), state)
-        return self.step(state) or nothing
+        decision = self.step(state) or nothing
+        comes = decision.resume or any(
+            one.serves or (one.due and set(one.due).isdisjoint(state.lost))
+            for one in state.instances
+        )
+        if state.unfinished and not comes:  # the last one is lost, or does not answer any more
+            return all_serve(decision, state)
+        return decision
 
     def begin(self, state: ClusterState) -> ScalingDecision | None:
         """Return what changes as an iteration begins: rollout borrows the actor's devices."""

@@ -477,3 +477,14 @@ def test_runs_with_random_faults_train_every_sample_once(part: int) -> None:
     """More of them: ``python -m tests.workers.scheduler``."""
     for seed in range(part * 25, part * 25 + 25):
         try_seed(seed)
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(91993, id="a rank without collectives falls behind rank 0"),
+        pytest.param(94984, id="the last instance that serves stops answering"),
+    ],
+)
+def test_runs_that_went_wrong_once(seed: int) -> None:
+    try_seed(seed)
