@@ -483,6 +483,7 @@ def test_runs_with_random_faults_train_every_sample_once(part: int) -> None:
     "seed",
     [
         pytest.param(91993, id="a rank without collectives falls behind rank 0"),
+        pytest.param(99688, id="a rank without collectives falls behind rank 0, again"),
         pytest.param(94984, id="the last instance that serves stops answering"),
     ],
 )
