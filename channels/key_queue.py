@@ -6,7 +6,8 @@ Invariants, each with a test of that name:
   the dead letters, or taken;
 * the order is FIFO: entries that come back go to the place that their sequence number says. Waits
   are served in arrival order; receivers with several gets that wait are served in turn;
-* no wakeup is lost: an item never rests here while a get that could take it waits;
+* no wakeup is lost: an item never rests here while a get that could take it waits (of a channel
+  that is `stealing`: while any get waits);
 * at most ``capacity`` items and ``max_weight`` weight are admitted. Credit that senders in other
   processes hold, and items that were prefetched, count as taken room. (A single heavier item is let
   in when nothing else is there; what is returned goes back over and above.)
@@ -287,13 +288,14 @@ class ChannelState(abc.ABC):
         "item_type", "leases_ended", "leasing", "loaded", "lost", "max_deliveries", "max_weight",
         "name", "no_receivers_left", "open", "opened_at", "prefetched", "prefetched_weight",
         "put_turn", "put_wait_seconds", "put_waits", "receivers", "redelivered", "refused",
-        "rule", "senders", "sequence", "shared", "stale", "touched", "unconfirmed",
+        "rule", "senders", "sequence", "shared", "stale", "stealing", "touched", "unconfirmed",
         "withdrawn",
     )  # fmt: skip
 
     def __init__(
-        self, item_type: Any, name: str, capacity: int, max_weight: int | None, max_deliveries: int
-    ) -> None:
+        self, item_type: Any, name: str, capacity: int, max_weight: int | None, max_deliveries: int,
+        stealing: bool = False,
+    ) -> None:  # fmt: skip
         self.item_type = item_type
         self.rule = channel_rule(item_type, name)
         self.fits = self.rule.fits
@@ -301,6 +303,8 @@ class ChannelState(abc.ABC):
         self.capacity = capacity
         self.max_weight = max_weight
         self.max_deliveries = max_deliveries
+        self.stealing = stealing
+        """whether a get takes what lies under other keys, too: see `steal`"""
         self.senders: dict[int, str] = {}
         """who holds each open end, by its number"""
         self.receivers: dict[int, str] = {}
@@ -351,6 +355,20 @@ class ChannelState(abc.ABC):
     @abc.abstractmethod
     def touch(self, end: int, queue: Any) -> None:
         """Find this `KeyQueue`, of a key, when something becomes of this end: see ``touched``."""
+
+    @abc.abstractmethod
+    def steal(self, queue: Any) -> bool:
+        """Move the oldest item of any other key to this `KeyQueue`, in which a get waits: where
+        there is none here, or that one has been overtaken often enough. Whether one was moved."""
+
+    @abc.abstractmethod
+    def offer(self, queue: Any) -> None:
+        """What lies in this `KeyQueue` is asked for by no get of its key: let the gets of other
+        keys steal it; once the channel has ended, let them see that."""
+
+    @abc.abstractmethod
+    def unsettled(self) -> list[Delivery]:
+        """Return everything that was handed out and is not settled."""
 
     @abc.abstractmethod
     def ended_error(self, key: Key | None) -> errors.ChannelError:
@@ -538,6 +556,8 @@ class KeyQueue:
         self.weight += weight
         if self.getters.first:
             self.serve()
+        elif channel.stealing:
+            channel.offer(self)
         return None
 
     def _check_put(self, weight: object) -> None:
@@ -607,7 +627,8 @@ class KeyQueue:
     def get(self, delivery: Delivery) -> bool:
         """Serve this delivery in its turn; whether it has to wait for that."""
         self.getters.add(delivery)
-        if self.entries or self.putters or self.channel.ended:  # else there is nothing to serve
+        channel = self.channel
+        if self.entries or self.putters or channel.ended or channel.stealing:  # else: nothing
             self.serve()
             if not delivery.waiting:
                 return False
@@ -615,8 +636,8 @@ class KeyQueue:
             for link in list(self.prefetching.values()):
                 link.recall(delivery.receiver)
         if self.key is not None:
-            self.channel.touch(delivery.receiver, self)
-        self.channel.get_waits += 1
+            channel.touch(delivery.receiver, self)
+        channel.get_waits += 1
         return True
 
     def get_nowait(self, delivery: Delivery) -> bool:
@@ -686,6 +707,8 @@ class KeyQueue:
                 link.settled()
         if self.getters.first or self.putters or self.room_wanted:
             self.serve()
+        if self.channel.stealing and not self.paused:
+            self.channel.offer(self)
         if self.key is not None:
             self.channel.forget(self.key)
 
@@ -797,8 +820,12 @@ class KeyQueue:
                 self.insert(delivery.release())  # its own process stands still: others go on
                 getters.pass_over()
                 continue
+            if channel.stealing:
+                channel.steal(self)
             full = self.collect(delivery)
-            while not full and self.putters and self.admit():
+            while not full and (
+                (self.putters and self.admit()) or (channel.stealing and channel.steal(self))
+            ):
                 full = self.collect(delivery)
             if not (
                 full or delivery.weight >= delivery.at_least or self._nothing_can_come(delivery)
@@ -820,6 +847,8 @@ class KeyQueue:
                 self.admit()
         if self.room_wanted:
             self.offer_room()
+        if channel.stealing and not getters.first:
+            channel.offer(self)
 
     def collect(self, delivery: Delivery) -> bool:
         """Move what fits from the entries to this delivery; whether nothing more would fit."""
@@ -859,7 +888,8 @@ class KeyQueue:
         """
         if not self.channel.ended or self.prefetching:
             return False
-        holders = {one.owner for one in self.deliveries}
+        every = self.channel.unsettled() if self.channel.stealing else self.deliveries
+        holders = {one.owner for one in every}
         if holders <= {delivery.owner}:
             return True
         if delivery.owner not in self.channel.leasing:  # it holds up nobody
@@ -937,7 +967,7 @@ class KeyQueue:
             push(Entry(item, each, sequence))
         channel.sequence = sequence
         self.weight += each * len(items)
-        if self.getters.first:
+        if self.getters.first or channel.stealing:
             self.serve()
 
     def recall_credit(self) -> None:
@@ -968,6 +998,8 @@ def paused(queues: Iterable[KeyQueue]) -> Iterator[None]:
             queue.paused = False
         for queue in stopped:
             queue.serve()
+            if queue.channel.stealing:
+                queue.channel.offer(queue)
             queue.channel.forget(queue.key)
 
 

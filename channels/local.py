@@ -142,6 +142,10 @@ class Channel(Generic[T]):
         max_weight: their total weight (tokens, sequences, bytes) under each key, if it is bounded
             too.
         max_deliveries: how often an item is handed out by lease before it goes to the dead letters.
+        stealing: a key is a wish, not a route. A get takes what lies under its own key first, else
+            the oldest item of any other key, as does a get without a key; so no item waits while
+            any get does, and none is overtaken by more than 1,024 later ones. What a lease gives
+            back lies under the key of the lease. Nothing is sent to receivers in advance.
 
     ``sender`` and ``receiver`` are the channel's own ends; each counts as open from its first use.
     ``channel.sender.clone()`` makes another one, also where this one was closed already.
@@ -160,6 +164,7 @@ class Channel(Generic[T]):
         capacity: int = 64,
         max_weight: int | None = None,
         max_deliveries: int = 5,
+        stealing: bool = False,
     ) -> None:
         limits = {"capacity": capacity, "max_weight": max_weight, "max_deliveries": max_deliveries}
         for what, value in limits.items():
@@ -167,7 +172,7 @@ class Channel(Generic[T]):
                 raise ValueError(
                     f"channel {name!r}: {what} must be a whole number from 1, got {value!r}"
                 )
-        self.queue = Queue(item_type, name, capacity, max_weight, max_deliveries)
+        self.queue = Queue(item_type, name, capacity, max_weight, max_deliveries, stealing)
         self.queue.channel = weakref.ref(self)
         self.sender: Sender[T] = LocalSender(self.queue, own=True)
         self.receiver: Receiver[T] = LocalReceiver(self.queue, own=True)
@@ -366,7 +371,7 @@ class LocalSender(_LocalEnd, Sender[T_contra]):
             and channel.accepts
             and channel.max_weight is None
             and len(entries) + queue.reserved < channel.capacity
-            and not (queue.putters or queue.getters.first)
+            and not (queue.putters or queue.getters.first or channel.stealing)
         ):  # as `KeyQueue.put`, of which this is most of the time, without a call
             channel.sequence = sequence = sequence + 1
             entries.append(Entry(item, weight, sequence))
@@ -437,12 +442,15 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
                 or queue.getters.first
                 or queue.prefetching
                 or queue.room_wanted
+                or channel.stealing
             )
         ):  # as `KeyQueue.take`, of which this is most of the time, without a call
             entry = entries.popleft()
             queue.weight -= entry.weight
             channel.gets = gets + 1
-        elif not channel.direct and (known := channel.known(key)) and known.entries:
+        elif channel.direct or channel.stealing:
+            pass
+        elif (known := channel.known(key)) and known.entries:
             entry = known.take()
         if entry is None:
             delivery = await self._deliver(1, 1, key, lease=False)
@@ -455,6 +463,9 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
         self.open()
         channel = self._queue
         queue = channel.known(key)
+        if channel.stealing:
+            queue = channel.of_key(key)
+            channel.steal(queue)
         if queue is not None and queue.entries and is_lost(queue.entries[0].item):
             channel.drop_lost()
             queue = channel.known(key)
@@ -469,6 +480,7 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
             )
         entry = None if queue is None else queue.take() or self._take_in_turn(queue)
         if entry is None:
+            channel.forget(key)
             raise channel.empty_error(key)
         item: T_co = self._decoded(entry)
         return item

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Iterable, Iterator
 from itertools import chain, count, islice
@@ -25,6 +26,8 @@ from rlinf_async.channels.statistics import KeyState, Statistics, Wait
 log = logging.getLogger(__name__)
 LOOKED_AT: Final = 16
 """most keys with items that an error names"""
+OVERTAKEN: Final = 1024
+"""most items that came later and are taken before one that lies under another key"""
 MIN_TOUCHED: Final = 64
 """keys, beside twice those in use, after which a set of touched queues drops idle ones"""
 
@@ -35,9 +38,10 @@ class Queue(ChannelState):
     __slots__ = ("__weakref__", "_numbers", "keys", "unkeyed")
 
     def __init__(
-        self, item_type: Any, name: str, capacity: int, max_weight: int | None, max_deliveries: int
-    ) -> None:
-        super().__init__(item_type, name, capacity, max_weight, max_deliveries)
+        self, item_type: Any, name: str, capacity: int, max_weight: int | None, max_deliveries: int,
+        stealing: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(item_type, name, capacity, max_weight, max_deliveries, stealing)
         self.unkeyed = KeyQueue(self, None)
         self.keys: dict[Key, KeyQueue] = {}
         """queues of the keys that are in use"""
@@ -78,6 +82,33 @@ class Queue(ChannelState):
         found.add(queue)
         if len(found) > 2 * len(self.keys) + MIN_TOUCHED:  # keys come and go
             found.intersection_update(self.keys.values())
+
+    def steal(self, queue: KeyQueue) -> bool:
+        others = [one for one in self.every_key() if one.entries and not one.paused]
+        oldest = min(others, key=_head, default=queue)
+        if oldest is queue or (queue.entries and _head(queue) - _head(oldest) <= OVERTAKEN):
+            return False
+        entry = oldest.entries.popleft()
+        oldest.weight -= entry.weight
+        queue.insert([entry])
+        if oldest.putters:
+            oldest.admit()
+        if oldest.room_wanted:
+            oldest.offer_room()
+        self.forget(oldest.key)
+        return True
+
+    def offer(self, queue: KeyQueue) -> None:
+        if not (queue.entries or self.ended):
+            return
+        waiting = [one for one in self.every_key() if one.getters.first and one is not queue]
+        for other in sorted(waiting, key=_waiting_since):
+            other.serve()
+            if other.key in self.keys:  # of those that wait equally long, the next one in turn
+                self.keys[other.key] = self.keys.pop(other.key)
+            self.forget(other.key)
+            if not (queue.entries or self.ended):
+                break
 
     def _touched(self, ends: Iterable[int]) -> list[KeyQueue]:
         """Return the queues in use in which these ends have waited, and that without a key."""
@@ -190,8 +221,8 @@ class Queue(ChannelState):
         queue = self.known(key)
         for link in list(queue.prefetching.values()) if queue else ():
             link.recall()
-        busy = queue is not None and (queue.entries or queue.deliveries)
-        if self.ended and not busy:
+        looked_at = list(self.every_key()) if self.stealing else [queue] if queue else []
+        if self.ended and not any(one.entries or one.deliveries for one in looked_at):
             return self.ended_error(key)
         return ChannelEmpty(f"channel {self.name!r} is empty")
 
@@ -228,7 +259,8 @@ class Queue(ChannelState):
         waits: dict[object, list[set[object]]] = {}
         holding: set[object] = set()
         for queue in self.every_key():
-            holders = {delivery.owner for delivery in queue.deliveries}
+            of_key = self.unsettled() if self.stealing else queue.deliveries
+            holders = {delivery.owner for delivery in of_key}
             holding |= holders
             for delivery in queue.getters:
                 waits.setdefault(delivery.owner, []).append(holders - {delivery.owner})
@@ -260,6 +292,15 @@ class Queue(ChannelState):
             self.count_lost(lost)
             queue.serve()
             self.forget(queue.key)
+
+
+def _head(queue: KeyQueue) -> int:
+    """Return the place of its first item in the order of the channel."""
+    return queue.entries[0].sequence
+
+
+def _waiting_since(queue: KeyQueue) -> float:
+    return queue.getters.first.since if queue.getters.first else math.inf
 
 
 def waits_of(queue: Queue) -> list[Wait]:
@@ -300,7 +341,8 @@ def _unblockers(queue: Queue, of_key: KeyQueue, wait: WaitingPut | Delivery) -> 
     settled: their items may come back."""
     others = list((queue.receivers if isinstance(wait, WaitingPut) else queue.senders).values())
     if not others and isinstance(wait, Delivery):
-        others = [one.holder for one in of_key.deliveries if one.owner != wait.owner]
+        unsettled = queue.unsettled() if queue.stealing else of_key.deliveries
+        others = [one.holder for one in unsettled if one.owner != wait.owner]
     return tuple(dict.fromkeys(others))
 
 

@@ -266,7 +266,10 @@ class RemoteDelivery(Delivery):
     def _may_prefetch(self) -> bool:
         """Whether there are items that nobody else waits for."""
         queue, get = self.queue, self.request.meta
-        if not queue.entries or queue.getters.first or queue.channel.failure is not None:
+        channel = queue.channel
+        if not queue.entries or queue.getters.first or channel.failure is not None:
+            return False
+        if channel.stealing:  # another key's get could not have it
             return False
         prefetch = self._prefetches.get((get.end, get.key))
         if (prefetch is not None and prefetch.recalled) or any(

@@ -146,6 +146,9 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True):
     drawn: Mask | None = None
     """``[R]``: tokens that the model drew; the others were given to it between two turns, with
     log-prob 0 and version -1. None: all"""
+    cached: int | None = None
+    """tokens of what was read before the first one that the engine had in its prefix cache; None:
+    it does not say"""
 
     @property
     def drawn_mask(self) -> Mask:
@@ -191,6 +194,31 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True):
     """position of its first token in ``[R]``; it ends where the next one begins"""
 
 
+class EngineUse(msgspec.Struct, kw_only=True):
+    """What the engines did for the turns of an episode."""
+
+    moved: int = 0
+    """turns that went to another rollout worker than the turn before"""
+    read_tokens: int = 0
+    """tokens of what was read for all turns of which engines say what they had cached"""
+    cached_tokens: int = 0
+    """number of these that were in a prefix cache"""
+    seconds: float = 0.0
+    """seconds of the rollout workers, each since it had sent its last turn"""
+    idle_seconds: float = 0.0
+    """seconds of these in which there was nothing to do until an episode went on: see
+    `Sample.idle_seconds`"""
+
+    def add(self, sample: Sample, before: int) -> None:
+        """Count the answer to a turn; the one before was drawn by rollout worker ``before``."""
+        self.moved += before not in (-1, sample.rollout_rank)
+        if sample.generated.cached is not None:
+            self.read_tokens += len(sample.request.prompt.token_ids)
+            self.cached_tokens += sample.generated.cached
+        self.seconds += sample.engine_seconds
+        self.idle_seconds += sample.idle_seconds
+
+
 class EpisodeRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What happened in an episode, for metrics."""
 
@@ -206,6 +234,7 @@ class EpisodeRecord(msgspec.Struct, frozen=True, kw_only=True):
     """limit that ended it (``turns``, ``tokens``, ``seconds``); empty: it ended by itself"""
     metrics: dict[str, float] = {}
     """numbers of the user's own"""
+    engines: EngineUse = msgspec.field(default_factory=EngineUse)
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -290,6 +319,11 @@ class Sample(msgspec.Struct, kw_only=True):
     turns: tuple[TurnSpan, ...] = ()
     """turns of an episode, oldest first in each branch"""
     episode: EpisodeRecord | None = None
+    engine_seconds: float = 0.0
+    """of a turn: seconds since its rollout worker had sent the last one"""
+    idle_seconds: float = 0.0
+    """of a turn: seconds of these in which its rollout worker had no request, until one came that
+    was not the first of its episode: it waited for an agent or its tools"""
 
     @property
     def tokens(self) -> int:

@@ -580,6 +580,7 @@ class Cluster:
         capacity: int = 64,
         max_weight: int | None = None,
         max_deliveries: int = 5,
+        stealing: bool = False,
     ) -> Channel[T]:
         """A new channel. See `Channel` for the arguments.
 
@@ -593,6 +594,7 @@ class Cluster:
             capacity=capacity,
             max_weight=max_weight,
             max_deliveries=max_deliveries,
+            stealing=stealing,
         )
 
     async def channel_at(

@@ -108,8 +108,9 @@ def test_a_full_channel_that_nobody_reads_any_more_says_so_rather_than_full() ->
 
 @pytest.mark.parametrize("limit", ["capacity", "max_weight", "max_deliveries"])
 def test_a_limit_below_one_is_refused_by_name(limit: str) -> None:
+    zero: dict[str, Any] = {limit: 0}
     with pytest.raises(ValueError, match=rf"{limit} must be a whole number from 1, got 0"):
-        Channel(int, name="numbers", **{limit: 0})
+        Channel(int, name="numbers", **zero)
     wrong: Any = "3"
     with pytest.raises(ValueError, match=rf"{limit} must be a whole number from 1, got '3'"):
         Channel(int, name="numbers", **{limit: wrong})

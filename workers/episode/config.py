@@ -39,6 +39,9 @@ class EpisodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     on_tool_failure: Literal["tell", "fail"] = "tell"
     """what becomes of a tool that raises, hangs, dies or floods, unless it says so itself:
     ``tell``: the model reads of it; ``fail``: the episode fails"""
+    sticky: bool = True
+    """whether a turn goes to the rollout worker that drew the one before, whose prefix cache has
+    its context, unless that has no room while another one has"""
     endpoint: EndpointConfig = EndpointConfig()
     """where agents that speak HTTP find their episode"""
     on_rewrite: Literal["fail", "branch", "keep"] = "fail"

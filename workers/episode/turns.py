@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from rlinf_async.channels import Receiver, Sender
-from rlinf_async.messages.language import Generated, Request, Sample, Tokens
+from rlinf_async.messages.language import EngineUse, Generated, Request, Sample, Tokens
 from rlinf_async.workers.episode.clock import AgentClock
 
 
@@ -53,6 +53,8 @@ class TurnEnds(NamedTuple):
     requests: Sender[Request]
     answers: Receiver[Sample]
     """by key of the turn's name"""
+    sticky: bool = False
+    """whether a turn goes under the key of the rollout worker that drew the one before"""
 
 
 class Turns:
@@ -92,6 +94,8 @@ class Turns:
         """gives what can be restored of the episode, which each request carries"""
         self.rollout_rank = -1
         """rank of the rollout worker that drew the newest answer"""
+        self.engines = EngineUse()
+        """what engines did for this life of the episode"""
         self.broken: BaseException | None = None
         """error of a channel, which is not the agent's even where that has caught it"""
 
@@ -142,6 +146,7 @@ class Turns:
             await asyncio.wait(drawing)
 
     def _told(self, sample: Sample) -> Generated:
+        self.engines.add(sample, self.rollout_rank)
         self.rollout_rank = sample.rollout_rank
         return sample.generated
 
@@ -160,7 +165,8 @@ class Turns:
         )
 
     async def _answer(self, request: Request) -> Sample:
-        await self._ends.requests.put(request)
+        near = self._ends.sticky and self.rollout_rank >= 0  # it has the beginning of the context
+        await self._ends.requests.put(request, key=self.rollout_rank if near else None)
         self._report.turns += 1
         context, most = request.prompt.token_ids, request.sampling.max_tokens
         while not _answers(found := await self._leased(request.name), context, most):

@@ -28,6 +28,8 @@ from contextlib import AsyncExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, Final, NamedTuple
 
+import msgspec
+
 from rlinf_async.channels import EndOfChannel, Lease, Receiver, Sender
 from rlinf_async.data import load_tokenizer
 from rlinf_async.data.prompts import SLOW_IMPORTS
@@ -114,6 +116,7 @@ class EpisodeWorker(Worker):
         requests: Sender[Request],
         turns: Receiver[Sample],
         episodes: Sender[Sample],
+        sticky: bool = False,
     ) -> EpisodeReport:
         """Run an episode for each task until there are no more.
 
@@ -124,12 +127,14 @@ class EpisodeWorker(Worker):
             requests: channel to the rollout workers.
             turns: answers of the rollout workers, by key of the turn's name.
             episodes: gets the finished episodes.
+            sticky: a turn goes to the rollout worker that drew the one before, if it has room:
+                under its rank as key of ``requests``, which is `stealing`.
 
         Raises:
             NoReceivers: nobody takes finished episodes any more.
         """
         report = EpisodeReport()
-        ends = TurnEnds(requests, turns)
+        ends = TurnEnds(requests, turns, sticky)
         # A lease is known to its holder by the context of its task: each episode begins with one
         # in which there is none.
         context = contextvars.copy_context()
@@ -205,6 +210,8 @@ class EpisodeWorker(Worker):
             if turns.broken is not None:  # not the agent's error, whatever it made of it
                 raise turns.broken
             sample = finished(config.run, task, episode, ending, turns.rollout_rank)
+            if sample.episode is not None:
+                sample.episode = msgspec.structs.replace(sample.episode, engines=turns.engines)
             await episodes.put(sample)
         _count(report, sample)
 

@@ -126,6 +126,45 @@ def _is_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
+class IdleTime:
+    """Seconds in which a rollout worker had nothing to do because agents were at their tools.
+
+    ::
+
+        requests   ===|      |===|      |====
+        next is             turn 2     turn 1 of another episode: it waited for that to be admitted
+        idle          |======|
+    """
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        """when the last request left; None: there is one"""
+        self._told = self._seconds = 0.0
+        """when a sample was last told; the idle seconds since then"""
+
+    def begin(self) -> None:
+        """The worker begins to serve, or goes on."""
+        self._since = now = asyncio.get_running_loop().time()
+        self._told = self._told or now
+
+    def left(self) -> None:
+        """The last request has left."""
+        self._since = asyncio.get_running_loop().time()
+
+    def came(self, request: Request) -> None:
+        """A request was taken."""
+        if self._since is not None and request.turn > 1:
+            self._seconds += asyncio.get_running_loop().time() - self._since
+        self._since = None
+
+    def tell(self) -> tuple[float, float]:
+        """Return the seconds since this was last asked, and those of them that were idle."""
+        now = asyncio.get_running_loop().time()
+        found = now - self._told, self._seconds
+        self._told, self._seconds = now, 0.0
+        return found
+
+
 class LanguageRolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One language rollout worker, whatever its engine."""
 
@@ -192,6 +231,9 @@ class LanguageRolloutWorker(Worker):
         self._interrupted: frozenset[str] = frozenset()
         """names of the requests that are to be handed back"""
         self._handed_back = self._samples = self._tokens = 0
+        self._idle = IdleTime()
+        self._key: int | None = None
+        """key of the requests that are taken before all others"""
         self.serves_on: tuple[int, ...] = ()
         """devices that its engine serves on; none: those that it was made for"""
 
@@ -226,8 +268,17 @@ class LanguageRolloutWorker(Worker):
         samples: Sender[Sample],
         weights: LatestReceiver[WeightUpdate],
         taken: Sender[WeightsTaken],
+        sticky: bool = False,
     ) -> LanguageRolloutReport:
         """Answer requests until there are no more.
+
+        Args:
+            requests: what is to be answered.
+            samples: gets the answers; those to turns of episodes by key of their name.
+            weights: newer weights.
+            taken: is told of each version that is served.
+            sticky: requests whose key is this rank come first; the channel is `stealing`, and
+                others take them where this worker has no room.
 
         Raises:
             ModelOutputError: the model gave NaN or infinity.
@@ -236,6 +287,7 @@ class LanguageRolloutWorker(Worker):
             WeightsEnded: the weights that a request asks for will not come.
             EngineDied: more often than ``config.engine_restarts``.
         """
+        self._key = self.rank if sticky else None
         async with task_group() as group:
             return await self._serve(group, requests, samples, weights, taken)
 
@@ -252,6 +304,7 @@ class LanguageRolloutWorker(Worker):
         live = self._live
         loads, restarts = live.weights.loads, live.restarts
         live.listen(weights)
+        self._idle.begin()
         held = self.config.max_concurrent or _held(live.engine.max_concurrent)
         room = asyncio.Semaphore(held)
         following = group.create_task(live.follow(weights, taken, self.rank))
@@ -332,6 +385,8 @@ class LanguageRolloutWorker(Worker):
         if self.stopped:
             with self.span("onload"):
                 await self._live.onload()
+        if not self._answering:
+            self._idle.begin()
         self._taking.open()
 
     @property
@@ -411,16 +466,22 @@ class LanguageRolloutWorker(Worker):
         async with AsyncExitStack() as held:
             await held.enter_async_context(room)
             try:
-                lease = await held.enter_async_context(requests.lease())
+                lease = await held.enter_async_context(requests.lease(key=self._key))
             except EndOfChannel:
                 return False
             [request] = lease
             work = self._answer(lease, held.pop_all(), samples, report)
             task = answering.create_task(work, name=f"{self.name} {request.name}")
             self._answering[task] = request
+            self._idle.came(request)
             self.began(request)
-            task.add_done_callback(self._answering.pop)
+            task.add_done_callback(self._answered)
         return True
+
+    def _answered(self, task: asyncio.Task[None]) -> None:
+        del self._answering[task]
+        if not self._answering:
+            self._idle.left()
 
     async def _answer(
         self,
@@ -503,11 +564,14 @@ class LanguageRolloutWorker(Worker):
             )
 
     def _sample(self, request: Request, generated: Generated) -> Sample:
+        seconds, idle = self._idle.tell() if request.turn else (0.0, 0.0)
         return Sample(
             request=msgspec.structs.replace(request, partial=None) if request.partial else request,
             generated=generated,
             text=self._live.engine.decode(generated.token_ids),
             rollout_rank=self.rank,
+            engine_seconds=seconds,
+            idle_seconds=idle,
         )
 
 

@@ -81,6 +81,7 @@ class ScheduledRollout(LanguageRolloutWorker):
         taken: Sender[WeightsTaken],
         orders: LatestReceiver[Orders],
         reports: Sender[SchedulerReport],
+        sticky: bool = False,
     ) -> LanguageRolloutReport:
         """Answer requests until there are no more, but stop and resume as ``orders`` say, from the
         first of them on, until they end with the run.
@@ -88,6 +89,7 @@ class ScheduledRollout(LanguageRolloutWorker):
         To ``reports`` it says once for each orders that they are carried out. Raises what `serve`
         does.
         """
+        self._key = self.rank if sticky else None
         await self._taking.close()  # until the first orders
         async with task_group() as group:
             group.create_task(self.follow(requests, orders, reports))

@@ -138,7 +138,10 @@ class VllmEngine:
             output = await self._ask(prompt, params, identity, request.priority)
         finally:
             del self._running[identity]
-        return joined(request, output.outputs[0], self._vocabulary)
+        cached = output.num_cached_tokens
+        if cached is not None:
+            cached = min(cached, len(request.prompt.token_ids))  # of a partial response more
+        return joined(request, output.outputs[0], self._vocabulary, cached)
 
     @property
     def _vocabulary(self) -> int:

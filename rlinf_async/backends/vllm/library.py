@@ -272,8 +272,9 @@ def collected(llm: Any, running: Mapping[str, Request], vocabulary: int) -> dict
     return found
 
 
-def joined(request: Request, output: Any, vocabulary: int) -> Generated:
-    """Return the response: the tokens of the partial one, and those of the engine.
+def joined(request: Request, output: Any, vocabulary: int, cached: int | None = None) -> Generated:
+    """Return the response: the tokens of the partial one, and those of the engine, which had
+    ``cached`` tokens of the prompt in its prefix cache.
 
     Raises `ModelOutputError` where more tokens were kept than were asked for.
     """
@@ -295,7 +296,12 @@ def joined(request: Request, output: Any, vocabulary: int) -> Generated:
             kept = None if partial.kept is None else partial.kept.followed_by(kept)
     finish: Literal["stop", "length", "abort"] = output.finish_reason
     return Generated(
-        token_ids=tokens, log_prob=log_probs, version=versions, finish=finish, kept=kept
+        token_ids=tokens,
+        log_prob=log_probs,
+        version=versions,
+        finish=finish,
+        kept=kept,
+        cached=cached,
     )
 
 

@@ -38,7 +38,7 @@ def item(number: int) -> Item:
     return Item(number, np.full(ELEMENTS, number, np.int64))
 
 
-def items(capacity: int = 8, **options: int) -> Channel[Item]:
+def items(capacity: int = 8, **options: Any) -> Channel[Item]:
     """A channel of them."""
     return Channel(Item, name="items", capacity=capacity, **options)
 

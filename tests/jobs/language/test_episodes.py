@@ -54,8 +54,10 @@ def test_a_run_with_inference_workers_and_two_of_each_role(
     two = ("--cluster.episode_workers", 2, "--cluster.rollout_workers", 2)
     job.succeed(*TALKS, *two, "--cluster.inference_workers", 1, *more)
     check_records(job, 4)
-    assert job.summary.staleness is not None
-    assert job.summary.staleness.max <= (1 if more else 0)
+    idle = [float(row["idle_for_tools"]) for row in job.iterations]
+    assert 0.0 <= min(idle) <= max(idle) < 1.0
+    moved = [float(row["turns_moved"]) for row in job.iterations]
+    assert more or sum(moved) / len(moved) < 0.75  # of two; 1 would be chance
 
 
 def test_what_the_verifier_judges_is_the_last_answer(job: Job) -> None:

@@ -245,13 +245,16 @@ class Wandering(Acting):
 class World:
     """Episode workers and rollout workers, and what befalls them."""
 
-    def __init__(self, cluster: ra.Cluster, chance: random.Random) -> None:
+    def __init__(self, cluster: ra.Cluster, chance: random.Random, *, sticky: bool) -> None:
         self.chance = chance
+        self.sticky = sticky
+        """whether a turn goes to the rollout worker that drew the one before, if it has room"""
         self.tasks = cluster.channel(Request, name="tasks", capacity=1000, max_deliveries=1000)
         self.episodes = cluster.channel(Sample, name="episodes", capacity=1000)
         self.around = language_kit.Channels(cluster)
         for one in (self.around.requests, self.around.samples):
             one.queue.max_deliveries = 1000
+        self.around.requests.queue.stealing = sticky
         self.acting: list[Any] = []
         self.serving: dict[int, Any] = {}
         self.version = self.deaths = 0
@@ -288,10 +291,10 @@ class World:
             self.around.samples.receiver,
             self.episodes.sender,
         )
-        return self.workers.call_on([rank], EpisodeWorker.run, *ends)
+        return self.workers.call_on([rank], EpisodeWorker.run, *ends, sticky=self.sticky)
 
     def _serve(self, rank: int) -> Any:
-        return self.around.serve(self.rollouts, [rank])
+        return self.around.serve(self.rollouts, [rank], sticky=self.sticky)
 
     async def disturb(self) -> None:
         """Let something befall one of them."""
@@ -396,14 +399,14 @@ def drew(asked: Request, context: Any, tokens: Any) -> bool:
 
 
 async def wander(seed: int, count: int) -> None:
-    """Run so many random episodes, and check each of them."""
+    """Run so many random episodes, and check each of them; `sticky` ones for every other seed."""
     chance = random.Random(seed)
     tasks = {}
     for number in range(seed * count, (seed + 1) * count):
         one = replaced(task(number, f"{number}?"), sampling=Sampling(max_tokens=MOST))
         tasks[one.name] = one
     async with ra.Cluster.local() as cluster:
-        world = World(cluster, chance)
+        world = World(cluster, chance, sticky=bool(seed % 2))
         await world.start(cluster)
         around = world.around
         with (

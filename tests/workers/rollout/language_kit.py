@@ -86,6 +86,7 @@ class Channels:
         ranks: Iterable[int] = (0,),
         *more: Any,
         method: Any = Rollout.serve,
+        sticky: bool = False,
     ) -> ra.GroupCall[list[LanguageRolloutReport]]:
         """Have these ranks serve; ``more``: arguments of another method than `serve`."""
         return rollout.call_on(
@@ -96,6 +97,7 @@ class Channels:
             self.weights.receiver,
             self.taken.sender,
             *more,
+            sticky=sticky,
         )
 
     async def collect(self, count: int) -> dict[str, Sample]:

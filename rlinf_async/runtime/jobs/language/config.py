@@ -529,6 +529,11 @@ class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return bool(self.episode.run)
 
     @property
+    def sticky(self) -> bool:
+        """Whether a turn goes to the rollout worker that drew the one before, if it has room."""
+        return self.has_episodes and self.episode.sticky and self.rollout_ranks > 1
+
+    @property
     def has_critic(self) -> bool:
         """Whether sample groups pass through critics before the actors."""
         return self.cluster.critics > 0

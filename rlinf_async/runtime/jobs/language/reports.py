@@ -15,6 +15,7 @@ import numpy as np
 
 from rlinf_async.channels import Sender
 from rlinf_async.messages.language import (
+    EngineUse,
     Failed,
     Outcome,
     Prompt,
@@ -92,8 +93,19 @@ def summed_up(iteration: int, groups: Groups) -> TrainedOn:
         lag_mean=sum(float(lag.sum()) for lag in lags) / made,
         lag_max=max((int(lag.max()) for lag in lags if lag.size), default=0),
         outcomes=Counter(type(one.outcome).__name__.lower() for one in every),
-        metrics=metrics | _of_episodes(samples),
+        metrics=metrics | _of_caches(samples) | _of_episodes(samples),
     )
+
+
+def _of_caches(samples: Sequence[Sample]) -> dict[str, float]:
+    """The column of prefix caches: none where engines do not tell."""
+    told = [one for one in samples if one.generated.cached is not None]
+    uses = [one.episode.engines for one in samples if one.episode is not None]
+    read = sum(len(one.request.prompt.token_ids) for one in told)
+    read += sum(one.read_tokens for one in uses)
+    cached = sum(one.generated.cached or 0 for one in told)
+    cached += sum(one.cached_tokens for one in uses)
+    return {"prefix_cache_hits": cached / read} if read else {}
 
 
 def _of_episodes(samples: Sequence[Sample]) -> dict[str, float]:
@@ -124,9 +136,19 @@ def _of_episodes(samples: Sequence[Sample]) -> dict[str, float]:
     own = _summed(one.metrics for one in records)
     return {
         **{name: total / len(records) for name, total in totals.items()},
+        **_of_engines([one.engines for one in records]),
         **{f"tool_seconds_{name}": seconds.get(name, 0.0) / calls[name] for name in sorted(calls)},
         **{f"episode_{name}": total / having[name] for name, total in sorted(own.items())},
     }
+
+
+def _of_engines(uses: Sequence[EngineUse]) -> dict[str, float]:
+    """Columns of what engines did for episodes."""
+    seconds = sum(one.seconds for one in uses)
+    columns = {"turns_moved": sum(one.moved for one in uses) / len(uses)}
+    if seconds:
+        columns["idle_for_tools"] = sum(one.idle_seconds for one in uses) / seconds
+    return columns
 
 
 def _summed(tables: Iterable[Mapping[str, float]]) -> dict[str, float]:

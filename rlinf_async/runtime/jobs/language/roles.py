@@ -107,6 +107,7 @@ class LanguageChannels:
             name="requests",
             capacity=samples,
             max_deliveries=restarted(config.rollout_ranks + config.scheduled),
+            stealing=config.sticky,
         )
         self.tasks: Channel[Request] = self.requests
         """first request of each sample; ``requests`` where a sample is one answer"""
@@ -482,7 +483,8 @@ class Roles:
         )
         self._serving: GroupCall[list[LanguageRolloutReport]]
         if self.scheduling is None:
-            self._serving = self._rollouts.call(LanguageRolloutWorker.serve, *ends)
+            serve = LanguageRolloutWorker.serve
+            self._serving = self._rollouts.call(serve, *ends, sticky=self._config.sticky)
         else:
             self._serving = self.scheduling.serve(self._rollouts, *ends)
         if self._config.has_episodes:
@@ -492,6 +494,7 @@ class Roles:
                 channels.requests.sender,
                 channels.turns.receiver,
                 channels.generated.sender,
+                sticky=self._config.sticky,
             )
         if self._config.needs_inference:
             self._inferring = self._inference.call(

@@ -140,7 +140,7 @@ class Scheduling:
     ) -> GroupCall[list[LanguageRolloutReport]]:
         """Have rollout workers serve, with these ends of channels, as the scheduler says."""
         scheduled = cast(WorkerGroup[ScheduledRollout], rollouts)  # see `launch_rollouts`
-        ends = (*ends, self._orders.receiver, self._reports.sender)
+        ends = (*ends, self._orders.receiver, self._reports.sender, self._config.sticky)
         return scheduled.call(ScheduledRollout.serve_scheduled, *ends)
 
     async def prepare(self, actors: WorkerGroup[LanguageActor]) -> None:
