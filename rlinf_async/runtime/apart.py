@@ -101,6 +101,7 @@ def apart(
     raises: Sequence[type[Exception]] = (),
     imports: Sequence[str] = (),
     quiet: bool = False,
+    python: str = "",
 ) -> T:
     """Call a function in a process of its own, and wait for it.
 
@@ -112,6 +113,7 @@ def apart(
         raises: errors that are raised here as they are, besides `UsageError`; each takes one text.
         imports: modules that it needs, see `Worker.slow_imports`.
         quiet: whether what it prints is left out, and shown only where the process dies.
+        python: its interpreter; by default that of this process.
 
     Raises:
         WorkerDied: the process has ended, or was killed because it hung.
@@ -120,7 +122,7 @@ def apart(
     """
     known = [ConfigError, UsageError, *raises]
     arguments = (function, args, [one.__name__ for one in known], imports)
-    calling = partial(_called, name, arguments)
+    calling = partial(_called, name, arguments, {"py_executable": python} if python else None)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log") if quiet else None
         try:
@@ -162,7 +164,9 @@ def _run(main: Callable[[], Any]) -> FunctionEnd:
         return thread.submit(lambda: _run(main)).result()
 
 
-async def _called(name: str, arguments: tuple[Any, ...], log: Path | None) -> FunctionEnd:
+async def _called(
+    name: str, arguments: tuple[Any, ...], runtime_env: dict[str, Any] | None, log: Path | None
+) -> FunctionEnd:
     async with Cluster.process(deadlock_after=None, grace=1.0, log=log) as cluster:
-        one = await cluster.launch(Apart, *arguments, count=1, name=name)
+        one = await cluster.launch(Apart, *arguments, name=name, runtime_env=runtime_env)
         return (await one.call(Apart.run))[0]

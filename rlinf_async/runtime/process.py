@@ -48,6 +48,7 @@ from typing import Any, Final
 from rlinf_async.processes import how_it_ended
 from rlinf_async.runtime.child import Boot, child_main
 from rlinf_async.runtime.forked import LOST, ForkedProcess, NotForked
+from rlinf_async.runtime.interpreters import OtherPython, what_is_wrong
 from rlinf_async.runtime.launching import device_environment, host_devices
 from rlinf_async.runtime.remote_worker import (
     LISTEN_VARIABLE,
@@ -302,9 +303,10 @@ def _spawn(boot: Boot, output: OutputPipe) -> SpawnProcess:
         "target": child_main, "args": (output, boot), "name": boot.life, "daemon": False,
     }  # fmt: skip
     extra = device_environment(boot.spec.info.devices) | boot.spec.env_vars
+    python = boot.spec.runtime_env.get("py_executable")
     imports = (
         _slow_imports(boot.spec)
-        if may_be_forked(*(one.kind for one in boot.spec.info.devices))
+        if python is None and may_be_forked(*(one.kind for one in boot.spec.info.devices))
         else ()
     )
     if imports:
@@ -316,6 +318,8 @@ def _spawn(boot: Boot, output: OutputPipe) -> SpawnProcess:
             log.warning("%s is not forked, and so starts more slowly: %s", boot.life, why)
     # Its environment is set here, because its modules are imported first of all.
     with _spawn_lock, _environment(extra):
+        if python is not None:
+            return _started(OtherPython(python=python, **process))
         return _started(multiprocessing.get_context("spawn").Process(**process))
 
 
@@ -469,7 +473,13 @@ class ProcessBackend(RemoteBackend):
 
     async def place(self, ranks: Sequence[WorkerSpec]) -> Sequence[WorkerSpec]:
         check_importable(ranks[0].cls)
-        return on_this_host(ranks, self.listeners.socket.parent)
+        here = on_this_host(ranks, self.listeners.socket.parent, processes=True)
+        first = ranks[0]
+        if python := first.runtime_env.get("py_executable"):
+            wrong = await asyncio.to_thread(what_is_wrong, python, first.env_vars)
+            if wrong:
+                raise BuildError(f"{first.info.group}: py_executable = {python!r}: {wrong}")
+        return here
 
     async def start(self, spec: WorkerSpec) -> RemoteWorker:
         return await self.start_by(spec, self._spawn)

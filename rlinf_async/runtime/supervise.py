@@ -55,23 +55,29 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     resources: Mapping[str, float] = {}
     """what its host must have besides devices, by name: ``{"robot": 1}``"""
     runtime_env: Mapping[str, Any] = {}
-    """Ray's runtime environment, without ``env_vars`` of the rank"""
+    """Ray's runtime environment, without ``env_vars`` of the rank; ``py_executable`` alone, another
+    Python, also where each rank is a process of this host"""
     restartable: bool = False
     """whether the run goes on after its death: then what it has put must not be lost with it"""
 
 
-def on_this_host(ranks: Sequence[WorkerSpec], folder: Path) -> list[WorkerSpec]:
+def on_this_host(
+    ranks: Sequence[WorkerSpec], folder: Path, *, processes: bool = False
+) -> list[WorkerSpec]:
     """The ranks of a launch on this host. Where they use torch.distributed, they meet at a file of
-    this folder.
+    this folder. ``processes``: each has its own, whose Python may be another one.
 
     Raises:
         BuildError: they ask for what only a cluster of Ray can give them.
     """
     for rank in ranks:
         for name in ("resources", "runtime_env"):
-            if asked := getattr(rank, name):
+            asked = dict(getattr(rank, name))
+            if processes:
+                asked.pop("py_executable", None)
+            if asked:
                 raise BuildError(
-                    f"{rank.info.group}: {name}={dict(asked)} cannot be had here, only on a "
+                    f"{rank.info.group}: {name}={asked} cannot be had here, only on a "
                     f"cluster of Ray: leave {name} out, or use Cluster.ray()"
                 )
     return with_rendezvous(ranks, (folder / f"rendezvous-{uuid4().hex}").as_uri())

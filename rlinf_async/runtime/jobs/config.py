@@ -41,6 +41,7 @@ from rlinf_async.observe.files import MetricsError, atomic_write
 from rlinf_async.observe.metrics import find_sink
 from rlinf_async.observe.run_folder import MARKER, RunFolder
 from rlinf_async.runtime.cluster import Cluster
+from rlinf_async.runtime.interpreters import what_is_wrong
 from rlinf_async.runtime.launching import host_devices
 from rlinf_async.runtime.ray.session import is_installed, not_installed
 from rlinf_async.workers.base import BuildError, Device
@@ -110,7 +111,7 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             )
 
     def check_roles(self, placement: object) -> None:
-        """Raise `ConfigError` for what a role's table asks and only a cluster of Ray can give.
+        """Raise `ConfigError` for what a role's table asks and this backend cannot give.
 
         ``placement``: the settings of the roles, or a preset.
         """
@@ -118,6 +119,12 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             return
         for field in msgspec.structs.fields(placement):
             settings = getattr(placement, field.name)
+            if getattr(settings, "python", "") and not self.processes:
+                raise ConfigError(
+                    "with cluster.backend = 'local' all workers are in the process of the command, "
+                    "which has one Python: set it to 'process', or leave python out",
+                    path=("cluster", "placement", field.encode_name, "python"),
+                )
             for name in ("resources", "runtime_env"):
                 if getattr(settings, name, None):
                     raise ConfigError(
@@ -125,6 +132,24 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                         "out",
                         path=("cluster", "placement", field.encode_name, name),
                     )
+
+    def check_interpreters(self, placement: object) -> None:
+        """Ask the Python of each role that has its own whether workers can be started with it. With
+        Ray, the hosts are asked when they are.
+
+        Raises:
+            ConfigError: it is not there, has not what workers need, or other versions.
+        """
+        if self.backend != "process" or not isinstance(placement, msgspec.Struct):
+            return
+        for field in msgspec.structs.fields(placement):
+            settings = getattr(placement, field.name)
+            python = getattr(settings, "python", "")
+            if python and (wrong := what_is_wrong(python, settings.env_vars)):
+                raise ConfigError(
+                    f"{python!r}: {wrong}",
+                    path=("cluster", "placement", field.encode_name, "python"),
+                )
 
     @property
     def processes(self) -> bool:

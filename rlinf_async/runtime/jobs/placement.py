@@ -48,16 +48,29 @@ class RolePlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """what the host of each worker must have besides devices, ``{ robot = 1 }``; Ray alone"""
     env_vars: dict[str, str] = {}
     """environment variables of each worker's process"""
+    python: str = ""
+    """Python of the role's workers, with packages of its own: path of an interpreter; left out:
+    that of the command"""
     runtime_env: dict[str, Any] = {}
-    """Ray's runtime environment of the role: ``py_executable``, ``pip``, ...; Ray alone"""
+    """Ray's runtime environment of the role: ``pip``, ...; Ray alone"""
 
     def __post_init__(self) -> None:
+        if self.python and "py_executable" in self.runtime_env:
+            raise ValueError(
+                f"python is {self.python!r}, and runtime_env has a py_executable: give one of them"
+            )
         each = self.devices_per_worker
         if not (0.0 < each <= 1.0 or (1.0 < each < math.inf and each == int(each))):
             raise ValueError(
                 f"devices_per_worker is {each}; it must be a whole number, or a fraction up to 1"
             )
         check_resources(self.resources)
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """What its workers are launched with as ``runtime_env``."""
+        own = {"py_executable": self.python} if self.python else {}
+        return {**self.runtime_env, **own}
 
 
 class LaunchOptions(TypedDict):
@@ -130,7 +143,7 @@ class PlacementPlan(msgspec.Struct, frozen=True):
             placement=self.placement(role),
             env_vars={**environment, **settings.env_vars},
             resources=settings.resources or None,
-            runtime_env=settings.runtime_env or None,
+            runtime_env=settings.environment or None,
         )
 
     def accelerated(self, role: str) -> bool:

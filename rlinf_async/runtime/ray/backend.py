@@ -21,16 +21,12 @@ dies by SIGSEGV of the classes that Ray sends it.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import multiprocessing.spawn
 import os
 import pickle
-import platform
 import re
-import shlex
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
@@ -43,6 +39,7 @@ import msgspec
 
 from rlinf_async.channels.wire.session.endpoint import TcpAddress
 from rlinf_async.runtime.child import Boot, remove_unused_torch_cache, serve
+from rlinf_async.runtime.interpreters import SECONDS, answer_of, in_words, versions
 from rlinf_async.runtime.process import OutputLog, cannot_be_sent, check_importable
 from rlinf_async.runtime.ray.output import (
     KILL_GROUP,
@@ -88,13 +85,6 @@ class Standing(msgspec.Struct, frozen=True):
 
     pid: int
     error: str = ""
-
-
-def versions() -> dict[str, str]:
-    """Versions that have to be the same on all hosts."""
-    python = ".".join(platform.python_version_tuple()[:2])
-    package: Any = sys.modules[__name__.partition(".")[0]]
-    return {"Python": python, "rlinf_async": package.__version__}
 
 
 def main_module() -> dict[str, Any]:
@@ -173,11 +163,6 @@ def _import_main(main: dict[str, Any]) -> str:
     names = ("init_main_from_name", "init_main_from_path")
     multiprocessing.spawn.prepare({name: main[name] for name in names if name in main})
     return ""
-
-
-def in_words(named: dict[str, str]) -> str:
-    """Versions by name, in words."""
-    return " and ".join(f"{name} {version}" for name, version in named.items())
 
 
 def _name(error: BaseException) -> str:
@@ -303,10 +288,8 @@ def _detail(text: str) -> str:
     return text
 
 
-SECONDS: Final = 300.0
-"""time in which it answers; a command such as ``uv run`` may install packages first"""
 QUESTION: Final = (
-    "import json, ray; from rlinf_async.runtime.ray.backend import versions; "
+    "import json, ray; from rlinf_async.runtime.interpreters import versions; "
     "print(json.dumps({**versions(), 'Ray': ray.__version__}))"
 )
 
@@ -358,24 +341,7 @@ def _ask(command: str, env_vars: dict[str, str], host: Host) -> Any:
 
 def versions_of(command: str, env_vars: dict[str, str]) -> dict[str, str] | str:
     """Versions that the interpreter has on this host, or what is wrong with it."""
-    try:
-        ended = subprocess.run(
-            [*shlex.split(command), "-c", QUESTION],
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            env=os.environ | env_vars,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return f"it does not answer within {SECONDS:g} s"
-    except (OSError, ValueError) as error:
-        return f"it cannot be run: {error}"
-    if ended.returncode:
-        said = [*ended.stderr.strip().splitlines(), f"exit code {ended.returncode}"]
-        return f"it cannot import Ray and rlinf_async: {said[-2] if said[:-1] else said[-1]}"
-    answer: dict[str, str] = json.loads(ended.stdout.splitlines()[-1])
-    return answer
+    return answer_of(command, env_vars, QUESTION, "Ray and rlinf_async")
 
 
 T = TypeVar("T")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pathlib
+import shutil
 from typing import Any
 
 import pytest
@@ -10,7 +12,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from rlinf_async.runtime.jobs.embodied import run as evaluation
 from rlinf_async.runtime.jobs.embodied.collectors import EmbodiedChannels
 from rlinf_async.runtime.jobs.view import LiveView
-from tests.jobs.embodied.kit import Job, record_training
+from tests.interpreters import OURS, make_python, packages_of
+from tests.jobs.embodied.kit import ENTRY, Job, record_training
 
 PROCESS = ("--cluster.backend", "process")
 TOGETHER = ("--cluster.rollout_workers", 0)
@@ -26,6 +29,26 @@ def test_a_run_leaves_records_that_agree(job: Job, form: tuple[object, ...], env
     assert summary.restarts == {}
     assert set(summary.dropped.values()) == {0}
     assert job.checkpoints == ["version-000004", "version-000006"]
+
+
+@pytest.mark.slow
+def test_env_workers_have_a_python_of_their_own(job: Job, tmp_path: pathlib.Path) -> None:
+    python = make_python(tmp_path / "walks", OURS)
+    walks = packages_of(tmp_path / "walks") / "only_walks.py"
+    register = f"gymnasium.register('Walk-v9', '{ENTRY}:Walk', max_episode_steps=10)"
+    walks.write_text(f"import gymnasium\n{register}\n")
+    walk = ("--env.id", "only_walks:Walk-v9", *PROCESS)
+    ended = job.train(*walk)
+    assert ended.code == 2
+    assert "only_walks" in ended.err
+    role = ("--cluster.placement.env.python", python)
+    for form in ((), TOGETHER):
+        job.succeed(*walk, *role, *form, "--cluster.max_restarts", 0)
+        job.check_records(6, 64)
+        shutil.rmtree(job.out)
+    ended = job.train(*walk, "--cluster.placement.env.python", "/no/python")
+    assert ended.code == 2
+    assert "cluster.placement.env.python: '/no/python': it cannot be run: [Errno 2]" in ended.err
 
 
 def test_tensorboard_shows_what_the_csv_holds(job: Job) -> None:

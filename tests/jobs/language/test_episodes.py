@@ -10,7 +10,10 @@ from functools import partial
 
 import pytest
 
+from benchmarks.harness.peers import PeerMissing, default_store
 from rlinf_async.runtime.jobs.language.samples import load_language_progress, load_unfinished
+from tests.episodes.endpoint.programs import PACKAGES
+from tests.interpreters import OURS, make_python, packages_of
 from tests.jobs.killing import nothing_left_behind
 from tests.jobs.language.killing import Killer
 from tests.jobs.language.kit import Job
@@ -74,6 +77,29 @@ def test_an_environment_makes_its_own_tasks(job: Job) -> None:
     for row in job.iterations:
         assert float(row["turns"]) > 1.0
         assert float(row["episode_return"]) == pytest.approx(-0.25 * float(row["turns"]))
+
+
+@pytest.mark.slow
+def test_episode_workers_have_a_python_of_their_own(job: Job, tmp_path: pathlib.Path) -> None:
+    try:
+        peer = default_store().python(PACKAGES["textarena"])
+    except PeerMissing as missing:
+        pytest.skip(str(missing))
+    python = make_python(tmp_path / "games", packages_of(peer.parents[1]), OURS)
+    own = ("--data.path", "", "--data.verifier", "", "--data.environment_tasks", 40)
+    game = ("--episode.run", "textarena", "--episode.environment.id", "GuessTheNumber-v0")
+    workers = (*PROCESS, "--cluster.episode_workers", 1)
+    ended = job.train(*own, *game, *workers)  # it is not installed here
+    assert ended.code == 2
+    assert "pip install 'rlinf-async[textarena]'" in ended.err
+    role = ("--cluster.placement.episode.python", python)
+    job.succeed(*own, *game, *workers, *role)
+    check_records(job, 4)
+    assert {float(row["episode_invalid_move"]) for row in job.iterations} == {1.0}
+    wrong = ("--episode.environment.id", "GuessTheNumbr-v0")
+    ended = job.train(*own, *game, *workers, *role, *wrong)
+    assert ended.code == 2
+    assert "did you mean 'GuessTheNumber-v0" in ended.err
 
 
 def test_an_agent_that_returns_no_reward_ends_the_run_with_the_reason(job: Job) -> None:

@@ -76,6 +76,7 @@ def test_a_wrong_setting_is_named_with_what_to_do(
 
 
 AGENTS = "tests.jobs.language.agents"
+PROCESS = ("--cluster.backend", "process")
 TALKS = ("--episode.run", f"{AGENTS}:talks", "--cluster.episode_workers", 1)
 
 
@@ -108,6 +109,15 @@ TALKS = ("--episode.run", f"{AGENTS}:talks", "--cluster.episode_workers", 1)
             (*TALKS, "--episode.run", "talks"),
             "no coroutine or environment of an episode is called 'talks' (known: 'gymnasium', ",
         ),
+        (
+            (*TALKS, "--cluster.placement.episode.python", "/no/python"),
+            "cluster.placement.episode.python: with cluster.backend = 'local' all workers are in",
+        ),
+        (
+            (*TALKS, *PROCESS, "--cluster.placement.episode.python", "/no/python"),
+            "cluster.placement.episode.python: '/no/python': it cannot be run: [Errno 2]",
+        ),
+        ((*TALKS, "--episode.environment.id", "Wordle-v0"), "is no environment, so that this has"),
         ((*TALKS, "--episode.run", "none.py:run"), "episode.run: 'none.py:run': 'none.py' cannot"),
         ((*TALKS, "--episode.run", f"{AGENTS}:nobody"), "has no function 'nobody'"),
         ((*TALKS, "--episode.run", f"{AGENTS}:at_once"), "is no coroutine function: an episode is"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from rlinf_async.runtime.ray.backend import environment_of, versions, versions_of
+from rlinf_async.runtime.interpreters import versions
+from rlinf_async.runtime.ray.backend import environment_of, versions_of
 from rlinf_async.runtime.ray.session import of_ray
 from rlinf_async.runtime.supervise import WorkerSpec
 from rlinf_async.workers.base import Worker, WorkerInfo

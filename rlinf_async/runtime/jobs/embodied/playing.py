@@ -47,6 +47,7 @@ from rlinf_async.runtime.jobs.embodied.settings import (
     EnvironmentSettings,
     ended_in,
     in_own_process,
+    python_of,
 )
 from rlinf_async.workers.base import WorkerDied
 from rlinf_async.workers.env import EnvConfig, EnvError, EnvFailed, EvaluatedEpisode
@@ -87,7 +88,7 @@ def check_scripted_policy(config: EmbodiedConfig) -> None:
         load_scripted_policy(name, path)
         return
     try:
-        in_own_process(_load, config.env, name, path, returns=None)
+        in_own_process(_load, config.env, name, path, returns=None, python=python_of(config))
     except EnvError as error:
         raise ConfigError(f"{name!r}: {error}", path=path) from error
 
@@ -116,6 +117,7 @@ def record_apart(
             returns=DemonstrationsInfo,
             name="Env",
             raises=(EnvError,),
+            python=python_of(config),
         )
     except WorkerDied as death:
         raise EnvFailed(ended_in(config.env, death)) from death
@@ -400,6 +402,7 @@ def _call_in_env_process(
             returns=returns,
             name="Env",
             raises=(EnvError, VideoError),
+            python=python_of(config),
             imports=policy_backends.load(DEFAULT_POLICY_BACKEND).slow_imports,
         )
     except WorkerDied as death:

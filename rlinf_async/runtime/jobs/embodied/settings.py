@@ -243,6 +243,7 @@ def check_host(config: EnvironmentSettings, devices: Sequence[Device] | None, de
             path=("actor", "fsdp", "device"),
         )
     config.plan(config.cluster.devices() if devices is None else devices)
+    config.cluster.check_interpreters(config.cluster.placement)
     check_sinks(config.training.metrics)
 
 
@@ -265,7 +266,9 @@ def described(config: EnvironmentSettings) -> EnvSpec:
     env, apart = config.env, config.cluster.processes
     with _located(env):
         if apart:
-            found: EnvSpec = in_own_process(describe_env, env, returns=EnvSpec)
+            found: EnvSpec = in_own_process(
+                describe_env, env, returns=EnvSpec, python=python_of(config)
+            )
         else:
             found = _in_thread(describe_env, env)
     if not found.action_size:
@@ -301,7 +304,9 @@ def tried(config: EnvironmentSettings, measure: float) -> Stepped | None:
         if not config.cluster.processes:
             _in_thread(describe_env, env, probe=True)
             return None
-        found: Stepped | None = in_own_process(try_env, env, measure, returns=Stepped | None)
+        found: Stepped | None = in_own_process(
+            try_env, env, measure, returns=Stepped | None, python=python_of(config)
+        )
         return found
 
 
@@ -311,19 +316,34 @@ def _in_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         return thread.submit(function, *args, **kwargs).result()
 
 
-def in_own_process(function: Callable[..., Any], env: EnvConfig, *args: Any, returns: Any) -> Any:
-    """Call a function of an environment in a process of its own, and be quiet of what that prints.
+def in_own_process(
+    function: Callable[..., Any], env: EnvConfig, *args: Any, returns: Any, python: str = ""
+) -> Any:
+    """Call a function of an environment in a process of its own, and be quiet of what that prints;
+    ``python``: its interpreter, by default that of this process.
 
     Raises:
         EnvError: its process has ended, or hung; or as the function.
     """
     try:
         return run_apart(
-            function, env, *args, returns=returns, name="Env", raises=(EnvError,), quiet=True
+            *(function, env, *args),
+            returns=returns,
+            name="Env",
+            raises=(EnvError,),
+            quiet=True,
+            python=python,
         )
     except WorkerDied as death:
         died = EnvError("\n".join([ended_in(env, death), *getattr(death, "__notes__", ())]))
         raise died from death
+
+
+def python_of(config: EnvironmentSettings) -> str:
+    """Return the Python of env workers; empty: that of this process."""
+    placement = config.cluster.placement
+    env = "" if isinstance(placement, str) else placement.env
+    return "" if isinstance(env, str) else env.python
 
 
 def ended_in(env: EnvConfig, death: WorkerDied) -> str:

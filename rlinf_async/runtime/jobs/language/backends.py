@@ -94,6 +94,12 @@ def plan_roles(config: LanguageConfig, devices: Sequence[Device]) -> PlacementPl
             asked=asked.reward,
             accelerated=False,
         ),
+        Role(
+            name="episode",
+            count=cluster.episode_workers,
+            asked=asked.episode,
+            accelerated=False,
+        ),
     ]
     return make_plan(
         roles,

@@ -24,7 +24,7 @@ import msgspec
 
 from rlinf_async.backends.language import UnsupportedModel, check_family
 from rlinf_async.backends.parts import EngineRun, TrainerRun, engines, language_trainers
-from rlinf_async.config import ConfigError, MissingExtra
+from rlinf_async.config import ConfigError, MissingExtra, UsageError
 from rlinf_async.data import DataError, Prompts, PromptsTooLong, load_tokenizer
 from rlinf_async.episodes.agents import load_agent
 from rlinf_async.episodes.parsing import parsers
@@ -32,11 +32,14 @@ from rlinf_async.messages.language import Rejected
 from rlinf_async.parallel.splits import nearest_divisors
 from rlinf_async.rewards import ScoringPool, load_verifier
 from rlinf_async.rewards.judging import BUILT_IN, INLINE, Answer, judge, verifiers
+from rlinf_async.runtime.apart import apart as run_apart
 from rlinf_async.runtime.jobs.language.backends import has_weights
 from rlinf_async.runtime.jobs.language.config import ActorConfig, LanguageConfig
 from rlinf_async.runtime.jobs.language.model import check_weights
+from rlinf_async.runtime.jobs.placement import PlacementPlan
 from rlinf_async.runtime.signals import run
 from rlinf_async.workers.actor.language import DEFAULT_MICRO_BATCH_TOKENS
+from rlinf_async.workers.base import WorkerDied, WorkerError
 from rlinf_async.workers.episode.config import EpisodeConfig
 
 COMPARING = frozenset({"grpo", "turn_grpo", "rloo", "reinforce++_baseline"})
@@ -419,15 +422,43 @@ def _check_episodes(config: LanguageConfig) -> None:
         )
 
 
-def check_agent(config: LanguageConfig) -> None:
-    """Load the coroutine of the episodes, and the format of their tool calls.
+def check_agent(config: LanguageConfig, plan: PlacementPlan) -> None:
+    """Load the coroutine of the episodes, and the format of their tool calls; with the Python of
+    episode workers, where they have one of their own.
 
     Raises:
         ConfigError: one cannot be imported, or is none.
+        MissingExtra: the environment's package is not installed.
     """
     if config.has_episodes:
-        load_agent(config.episode.run, ("episode", "run"), config.episode.environment)
+        settings = plan.settings.get("episode")
+        if settings is not None and settings.python:
+            _check_agent_apart(config, settings.python)
+        else:
+            load_agent(config.episode.run, ("episode", "run"), config.episode.environment)
         parsers.check(config.episode.tools, ("episode", "tools"), apart=True)
+
+
+def _check_agent_apart(config: LanguageConfig, python: str) -> None:
+    where = ("episode", "run")
+    try:
+        run_apart(
+            *(_load_agent, config.episode.run, config.episode.environment),
+            returns=bool,
+            name="Episode",
+            quiet=True,
+            python=python,
+        )
+    except (WorkerDied, WorkerError) as error:
+        raise ConfigError(f"with {python!r}: {error}", path=where) from error
+    except ConfigError:
+        raise
+    except UsageError as error:
+        raise UsageError(f"with {python!r}: {error}") from error
+
+
+def _load_agent(name: str, environment: dict[str, Any]) -> bool:
+    return callable(load_agent(name, ("episode", "run"), environment))
 
 
 def _nearest(number: int, divisor: int) -> str:

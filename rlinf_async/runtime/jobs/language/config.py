@@ -352,6 +352,8 @@ class LanguagePlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     rollout: str | RolePlacement = ""
     reward: str | RolePlacement = ""
     """devices of reward workers; none when left out, whatever the preset"""
+    episode: str | RolePlacement = ""
+    """the same of episode workers"""
 
 
 class ClusterConfig(HostConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -80,7 +80,8 @@ class LanguageRL:
         checkpoint_folder(config.model)
         check_families(config)
         check_verifiers(config)
-        check_agent(config)
+        config.cluster.check_interpreters(config.cluster.placement)
+        check_agent(config, plan)
         for data, path in ((config.data, ("data",)), (config.warm_start.data, WARM_START_DATA)):
             if data is not None and data.path:
                 _check_there(data, (*path, "path"))

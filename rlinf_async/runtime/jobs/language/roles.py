@@ -640,7 +640,7 @@ class Roles:
                 count=counts.episode_workers,
                 name="Episode",
                 restart=Restart(max=counts.max_restarts),
-                env_vars=counts.environment,
+                **self._plan.options("episode", counts.environment),
             )
         if config.needs_inference:
             device = self._plan.device("inference", own_process=counts.processes)
