@@ -23,6 +23,7 @@ it. Saved to a folder, it is an ordinary Hugging Face tokenizer, which transform
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import string
 import time
@@ -36,7 +37,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rlinf_async.config import needed
+from rlinf_async.config import MissingExtra, needed
 from rlinf_async.data.config import DataChanged, DataConfig, DataError, PromptsTooLong
 from rlinf_async.data.records import (
     REFERENCE_COLUMN,
@@ -108,6 +109,36 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     except Exception as error:  # transformers and tokenizers raise errors of many types
         raise DataError(f"the tokenizer in {path} cannot be loaded: {error}") from error
     return tokenizer
+
+
+def end_tokens(folder: str | Path, tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the tokens at which engines end an answer of a model: the tokenizer's, and those of
+    config.json, or else of its kind of model, and of generation_config.json.
+
+    Raises:
+        DataError: one of the files is damaged.
+        MissingExtra: transformers is not installed.
+    """
+    path = Path(folder).expanduser()
+    given: list[Any] = [tokenizer.eos_token_id]
+    try:
+        if (path / "config.json").is_file():
+            library = needed("transformers", extra="llm", needed_for=f"the model in {path}")
+            config = library.AutoConfig.from_pretrained(
+                str(path), local_files_only=True, trust_remote_code=False
+            )
+            given.append(config.get_text_config(decoder=True).eos_token_id)
+        settings = path / "generation_config.json"
+        if settings.is_file():
+            given.append(json.loads(settings.read_text(encoding="utf-8")).get("eos_token_id"))
+    except MissingExtra:
+        raise
+    except Exception as error:  # transformers raises errors of many types
+        raise DataError(f"the end tokens in {path} cannot be read: {error}") from error
+    found: set[int] = set()
+    for one in given:
+        found.update(one if isinstance(one, list | tuple) else [] if one is None else [int(one)])
+    return frozenset(found)
 
 
 def decode(tokenizer: Tokenizer, token_ids: Sequence[int] | Tokens) -> str:

@@ -422,6 +422,8 @@ class Episode:
         """what the environment can be restored from: see `resume`"""
         self._made: Sequence[Sequence[Message]] = ()
         """what was said before each turn that `resume` makes again"""
+        self.rendered_anew = 0
+        """times that the template did not let a conversation go on, which was rendered anew"""
         self.metrics: dict[str, float] = {}
         """numbers of the user's own, which the run averages"""
         self.tool_calls: Counter[str] = Counter()
@@ -609,6 +611,7 @@ class Episode:
             tool_failures={f"{one}/{kind}": n for (one, kind), n in self.tool_failures.items()},
             tool_seconds=dict(self.tool_seconds),
             cut=cut,
+            rendered_anew=self.rendered_anew,
             metrics=dict(self.metrics),
         )
 

@@ -22,12 +22,12 @@ template, and what was drawn is never encoded, so neither can change what is tra
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import re
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
@@ -46,6 +46,8 @@ _MARK: Final = uuid.uuid4().hex
 """what nobody else writes: it stands for answers in renderings, and for nothing in tokens"""
 _QUESTION: Final = {"role": "user", "content": "1"}
 _NAME: Final = re.compile(r"[\w.-]{1,64}", re.ASCII)
+CHECKED: Final = 4096
+"""openings of a conversation that are remembered to have been checked"""
 _SHOWN: Final = 40
 """characters on each side of a difference that an error shows"""
 _WHAT_TO_DO: Final = (
@@ -198,6 +200,7 @@ class ChatTemplate:
             raise TemplateError("the tokenizer has no chat template, and episodes need one")
         self._roles: dict[str, bool] = {}
         self._checked: set[bytes] = set()
+        """digests of tools and roles that were checked, the newest ones"""
         own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
         self.ends = frozenset(own if ends is None else ends)
         """tokens that end an answer"""
@@ -324,10 +327,14 @@ class ChatTemplate:
     def between(self, text: str, drawn: Tokens) -> Tokens:
         """Return the tokens of what follows an answer, without an end that was drawn."""
         at, end = self._next_end(text, 0)
-        if at < 0 or text[:at].strip() or not self._ended(drawn):
-            return self._encode(text)
-        # Encoded behind the token that stands there, as a tokenizer may look at what is before.
-        return self._encode(text[at:])[len(self._encode(end)) :]
+        if at >= 0 and not text[:at].strip() and self._ended(drawn):
+            text = text[at + len(end) :]
+        # Behind a token that ends an answer, as tokenizers look at what is before: SentencePiece
+        # begins each text with a space.
+        end = end or min(self._ends, default="")
+        before, whole = self._encode(end), self._encode(end + text)
+        apart = np.array_equal(whole[: len(before)], before)
+        return whole[len(before) :] if apart else self._encode(text)
 
     def _next_end(self, text: str, start: int) -> tuple[int, str]:
         """Return where the first token that ends an answer is, and its text; -1: nowhere."""
@@ -369,7 +376,8 @@ class ChatTemplate:
     ) -> None:
         """Check that nothing is left out: once for the same tools and order of roles."""
         roles = [str(one["role"]) for one in messages]
-        key = msgspec.json.encode((roles, list(tools)))
+        written = msgspec.json.encode((roles, list(tools)))
+        key = hashlib.blake2b(written, digest_size=16).digest()
         if key in self._checked:
             return
         if tools and text == self.render(messages, (), ask=True):
@@ -387,6 +395,8 @@ class ChatTemplate:
         for at, one in enumerate(checked):
             if one.get("content") == _mark("said", at) and _mark("said", at) not in marked:
                 raise _left_out(roles[at])
+        if len(self._checked) >= CHECKED:  # tools may be other ones in each episode
+            self._checked.clear()
         self._checked.add(key)
 
     def _find_end(self, *, given: bool) -> int | None:
@@ -435,29 +445,6 @@ class ChatTemplate:
             token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return text
-
-
-def ends_of(model: str | Path, tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the tokens at which engines end an answer of a model: those that its folder names in
-    config.json and generation_config.json, and the tokenizer's.
-
-    Raises:
-        TemplateError: one of the files is damaged.
-    """
-    found: set[int] = set()
-    given: list[Any] = [tokenizer.eos_token_id]
-    for name in ("config.json", "generation_config.json"):
-        file = Path(model, name)
-        if file.is_file():
-            try:
-                settings = json.loads(file.read_text(encoding="utf-8"))
-                given += [settings.get("eos_token_id")]
-                given += [settings.get("text_config", {}).get("eos_token_id")]
-            except (ValueError, AttributeError) as error:
-                raise TemplateError(f"{file} is damaged: {error}") from error
-    for one in given:
-        found.update(one if isinstance(one, list) else [] if one is None else [int(one)])
-    return frozenset(found)
 
 
 def stand_in(number: int, answer: Answered, calls: Calls) -> Message:

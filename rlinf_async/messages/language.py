@@ -235,6 +235,8 @@ class EpisodeRecord(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float] = {}
     """numbers of the user's own"""
     engines: EngineUse = msgspec.field(default_factory=EngineUse)
+    rendered_anew: int = 0
+    """times that the template did not let a conversation go on, so that it became a branch"""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+import string
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pytest
+import tokenizers
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlinf_async.backends.transformers.folder import open_folder
+from rlinf_async.data.config import DataError
+from rlinf_async.data.prompts import end_tokens
+from rlinf_async.episodes import template as template_module
 from rlinf_async.episodes.conversation import Conversation
 from rlinf_async.episodes.template import (
     Answered,
@@ -22,7 +30,7 @@ from rlinf_async.episodes.template import (
 from rlinf_async.messages.language import Generated
 from tests.episodes.kit import FAMILIES, Call, ends_of, tokenizer_of
 
-ADD = {
+ADD: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "add",
@@ -433,3 +441,83 @@ def test_calls_that_end_with_a_token_of_their_own() -> None:
     blind = ChatTemplate(tokenizer, own)
     with pytest.raises(TemplateError, match="ends an answer that calls tools with another token"):
         blind.read([QUESTION], [ADD]).followed_by(CALL, drawn_end, [TOOL])
+
+
+def test_what_was_checked_of_a_template_is_remembered_and_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(template_module, "CHECKED", 10)
+    template = ChatTemplate(tokenizer_of("qwen2.5"))
+    for number in range(25):  # tools whose text is another one in each episode
+        tool = {**ADD, "function": {**ADD["function"], "description": "x" * 1000 + str(number)}}
+        template.opening([QUESTION], [tool])
+    assert len(template._checked) == 5
+    assert all(len(one) <= 16 for one in template._checked)
+
+
+def _sentence_piece(scheme: str, end: str) -> Any:
+    """A tokenizer that begins a text with a space, as SentencePiece does, and decodes without."""
+    vocabulary = [("<unk>", 0.0), ("</s>", 0.0), ("\u2581", -1.0)]
+    vocabulary += [(one, -2.0) for one in string.printable if one != " "]
+    made = tokenizers.Tokenizer(tokenizers.models.Unigram(vocabulary, unk_id=0))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    made.decoder = tokenizers.decoders.Metaspace(prepend_scheme=scheme)
+    made.add_special_tokens(["</s>"])
+    template = (
+        "{% for one in messages %}{% if one.role == 'assistant' %}{{ one.content + END }}"
+        "{% else %}{{ '[INST]' + one.content + '[/INST]' }}{% endif %}{% endfor %}"
+    )
+    load: Any = transformers.PreTrainedTokenizerFast  # untyped
+    return load(
+        tokenizer_object=made, eos_token="</s>", chat_template=template.replace("END", repr(end))
+    )
+
+
+@pytest.mark.parametrize("scheme", ["first", "never"])
+@pytest.mark.parametrize("end", ["</s>", "."])
+@pytest.mark.parametrize("ended", [True, False])
+def test_text_between_answers_has_no_space_that_the_whole_text_has_not(
+    scheme: str, end: str, ended: bool
+) -> None:
+    tokenizer = _sentence_piece(scheme, end)
+    reading = ChatTemplate(tokenizer).read([QUESTION])
+    drawn_end = np.array([tokenizer.eos_token_id] if ended else [], np.int32)
+    given = reading.followed_by(Answered(), drawn_end, [{"role": "user", "content": "hi"}]).given
+    tokens = given.tolist()
+    if end == "</s>" and ended:
+        tokens = [tokenizer.eos_token_id, *tokens]
+    whole = tokenizer(f"a{end}[INST]hi[/INST]", add_special_tokens=False)["input_ids"]
+    first = tokenizer.convert_tokens_to_ids(end)
+    assert tokens == whole[whole.index(first) :]
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "ends"),
+    [
+        (None, None, {6}),
+        ({"model_type": "qwen3"}, None, {6}),
+        ({"model_type": "qwen3", "eos_token_id": 3}, None, {3, 6}),
+        ({"model_type": "qwen3", "eos_token_id": [3, 4]}, {"eos_token_id": [4, 5]}, {3, 4, 5, 6}),
+        ({"model_type": "llama"}, {"eos_token_id": 5}, {2, 5, 6}),  # its kind has one of its own
+        ({"model_type": "gemma3", "text_config": {"eos_token_id": 9}}, {}, {6, 9}),
+    ],
+)
+def test_the_end_tokens_are_those_at_which_engines_stop(
+    config: dict[str, Any] | None, generation: dict[str, Any] | None, ends: set[int], tmp_path: Path
+) -> None:
+    tokenizer: Any = tokenizer_of("llama3")
+    tokenizer.save_pretrained(tmp_path)
+    own = int(tokenizer.eos_token_id)
+    for name, written in (("config", config), ("generation_config", generation)):
+        if written is not None:
+            (tmp_path / f"{name}.json").write_text(json.dumps(written))
+    expected = {own if one == 6 else one for one in ends}
+    assert end_tokens(tmp_path, tokenizer) == expected
+    if config is not None:
+        assert open_folder(str(tmp_path), needs_weights=False).stop_token_ids == expected
+
+
+def test_end_tokens_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(DataError, match=f"the end tokens in {tmp_path} cannot be read"):
+        end_tokens(tmp_path, tokenizer_of("llama3"))

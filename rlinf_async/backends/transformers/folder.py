@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlinf_async.backends.language import PromptTooLong
+from rlinf_async.data.prompts import end_tokens
 from rlinf_async.messages.language import Request, Tokens
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -104,7 +104,7 @@ def open_folder(
             f"context is {context}, but the model in {path!r} was made for {own} tokens "
             "(max_position_embeddings)"
         )
-    stops = _stop_token_ids(folder, config, tokenizer)
+    stops = end_tokens(folder, tokenizer)
     return ModelFolder(path, config, tokenizer, stops, context or own or 2**31)
 
 
@@ -116,15 +116,3 @@ def _import() -> Any:
             "a language model needs the package 'transformers', which is not installed: "
             "pip install transformers"
         ) from error
-
-
-def _stop_token_ids(folder: Path, config: Any, tokenizer: Any) -> frozenset[int]:
-    """Return the end tokens of the model, its generation settings, and the tokenizer."""
-    given = [config.eos_token_id, tokenizer.eos_token_id]
-    settings = folder / "generation_config.json"
-    if settings.is_file():
-        given.append(json.loads(settings.read_text()).get("eos_token_id"))
-    found: set[int] = set()
-    for one in given:
-        found.update(one if isinstance(one, list | tuple) else [] if one is None else [one])
-    return frozenset(found)

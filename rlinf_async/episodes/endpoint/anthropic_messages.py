@@ -8,10 +8,12 @@ from typing import Any, Final
 import msgspec
 
 from rlinf_async.episodes.endpoint.ask import (
+    PART,
     Answer,
     Answers,
     Ask,
     Kind,
+    Part,
     Policy,
     Refused,
     Said,
@@ -29,6 +31,10 @@ from rlinf_async.episodes.endpoint.ask import (
 HARMLESS: Final = frozenset({"metadata", "service_tier", "cache_control"})
 NEUTRAL: Final[Mapping[str, Sequence[Any]]] = {"mcp_servers": ([],), "betas": ([],)}
 PARTS: Final = ("text",)
+FAILED: Final = "error:"
+"""what the text of a tool that failed begins with, as that of a tool of ours does"""
+TOOL: Final = frozenset({"cache_control", "eager_input_streaming"})
+"""fields of tools that do not change what the model reads"""
 KINDS: Final[Mapping[Kind, str]] = {
     "invalid": "invalid_request_error",
     "context": "invalid_request_error",
@@ -58,6 +64,7 @@ class Block(msgspec.Struct):
     input: Any = None
     tool_use_id: str = ""
     content: Any = None
+    is_error: bool | None = None
 
 
 class Tool(msgspec.Struct):
@@ -65,6 +72,7 @@ class Tool(msgspec.Struct):
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class Thinking(msgspec.Struct):
@@ -84,6 +92,7 @@ class Body(msgspec.Struct):
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     thinking: Thinking | None = None
+    output_config: dict[str, Any] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -95,7 +104,20 @@ class AnthropicMessages:
     def read(self, body: Mapping[str, Any], policy: Policy) -> Ask:
         """Return what a request asks; raises `Refused`."""
         given = policy.fields(body, Body, harmless=HARMLESS, neutral=NEUTRAL)
+        policy.parts(body["messages"], Spoken, (), "messages[]")
+        policy.parts(body.get("system"), Part, PART, "system[]")
+        policy.parts(body.get("tools"), Tool, TOOL, "tools[]")
         sampled(given.temperature, given.top_p, given.top_k, policy)
+        for name, value in (given.output_config or {}).items():
+            if name == "effort":
+                policy.sampled("output_config.effort", value, None)
+            elif value is not None:
+                policy.unknown(f"output_config.{name}", "the model answers as it is, in no format")
+        for one in given.tools or ():
+            policy.sampled("tools[].strict", one.strict or None, None)
+        if isinstance(given.tool_choice, dict):
+            alone = given.tool_choice.get("disable_parallel_tool_use")
+            policy.sampled("tool_choice.disable_parallel_tool_use", alone or None, None)
         thinking = given.thinking is not None and given.thinking.type != "disabled"
         if given.thinking is not None:
             policy.sampled("thinking.budget_tokens", given.thinking.budget_tokens, None)
@@ -192,6 +214,8 @@ def _said(said: Said, blocks: Sequence[Mapping[str, Any]], where: str) -> None:
         say()
         block = converted(given, Block, f"{where}[{at}]")
         content = text_of(block.content, f"{where}[{at}].content", PARTS)
+        if block.is_error and not content.startswith(FAILED):  # no template knows of it
+            content = f"{FAILED} {content}"
         said.result(block.tool_use_id, content)
     say()
 

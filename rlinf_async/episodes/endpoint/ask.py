@@ -21,7 +21,7 @@ settings are the run's.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, Protocol, TypeVar
 
 import msgspec
@@ -178,13 +178,14 @@ class Policy:
             instead = "changes nothing" if used is None else f"the run's {used!r} is used"
             self.warn(
                 f"{field} = {asked!r} is asked for, and {instead}: what is trained has to be what "
-                "was sampled"
+                "was sampled",
+                once=field,
             )
 
-    def warn(self, text: str) -> None:
-        """Log a warning, each text once."""
-        if text not in self._warned:
-            self._warned.add(text)
+    def warn(self, text: str, once: str = "") -> None:
+        """Log a warning, once of each text, or of what ``once`` names."""
+        if (once or text) not in self._warned:
+            self._warned.add(once or text)
             logger.warning("an agent's request: %s", text)
 
     def model(self, name: str) -> str:
@@ -215,12 +216,37 @@ class Policy:
                 self.unknown(name, "it is not known here, or cannot be honoured")
         return converted(body, shape)
 
-    def parts(self, given: object, shape: type, harmless: frozenset[str], where: str) -> None:
-        """Warn of fields of messages or items that are not known: they are left out."""
+    def parts(self, given: object, shape: type, harmless: Collection[str], where: str) -> None:
+        """Warn of fields of messages, parts of them, or tools that are not known: they are left
+        out. Those that have a ``content`` are looked into."""
         for one in given if isinstance(given, list) else ():
-            for name in one.keys() - _names(shape) - harmless if isinstance(one, Mapping) else ():
+            if not isinstance(one, Mapping):
+                continue
+            for name in one.keys() - _names(shape) - set(harmless):
                 if one[name]:
-                    self.warn(f"{where}[].{name}: it is not known here, and is left out")
+                    field = f"{where}.{name}"
+                    self.warn(f"{field}: it is not known here, and is left out", once=field)
+            self.parts(one.get("content"), Part, PART, f"{where}.content[]")
+
+
+class Part(msgspec.Struct):
+    """A part of a message, with the fields of all interfaces that are understood."""
+
+    type: str
+    text: Any = None
+    thinking: Any = None
+    id: Any = None
+    name: Any = None
+    input: Any = None
+    tool_use_id: Any = None
+    content: Any = None
+    is_error: Any = None
+
+
+PART: Final = frozenset(
+    {"cache_control", "annotations", "logprobs", "signature", "caller", "citations"}
+)
+"""fields of parts that do not change what the model reads"""
 
 
 def converted(given: object, shape: type[T], where: str = "") -> T:

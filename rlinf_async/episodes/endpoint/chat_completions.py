@@ -28,7 +28,7 @@ from rlinf_async.episodes.endpoint.ask import (
 HARMLESS: Final = frozenset(
     {
         *("user", "metadata", "store", "service_tier", "safety_identifier"),
-        *("prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"),
+        *("prompt_cache_key", "prompt_cache_retention"),
     }
 )
 NEUTRAL: Final[Mapping[str, Sequence[Any]]] = {
@@ -82,6 +82,7 @@ class Declared(msgspec.Struct):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class Tool(msgspec.Struct):
@@ -111,6 +112,7 @@ class Body(msgspec.Struct):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
 
@@ -121,7 +123,15 @@ class ChatCompletions:
     def read(self, body: Mapping[str, Any], policy: Policy) -> Ask:
         """Return what a request asks; raises `Refused`."""
         given = policy.fields(body, Body, harmless=HARMLESS, neutral=NEUTRAL)
-        policy.parts(body["messages"], Spoken, SPOKEN, "messages")
+        policy.parts(body["messages"], Spoken, SPOKEN, "messages[]")
+        policy.parts(body.get("tools"), Tool, (), "tools[]")
+        declared = [one.get("function") for one in body.get("tools") or ()]
+        policy.parts(declared, Declared, (), "tools[].function")
+        for one in given.tools or ():
+            policy.sampled(
+                "tools[].function.strict", (one.function and one.function.strict) or None, None
+            )
+        policy.sampled("parallel_tool_calls", given.parallel_tool_calls, True)
         sampled(given.temperature, given.top_p, given.top_k, policy)
         policy.sampled("reasoning_effort", given.reasoning_effort, None)
         policy.sampled("verbosity", given.verbosity, None)
@@ -269,9 +279,14 @@ def logprobs_of(answer: Answer) -> list[dict[str, Any]]:
     """Return the log-probs of all tokens of an answer, thoughts and calls included."""
     pairs = zip(answer.tokens, answer.drawn.log_prob.tolist(), strict=True)
     return [
-        {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+        {"token": text, "logprob": value, "bytes": _bytes(text), "top_logprobs": []}
         for text, value in pairs
     ]
+
+
+def _bytes(text: str) -> list[int] | None:
+    """Return the bytes of a token; None: it is a part of a character, which no text tells."""
+    return None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
 
 
 def _usage(answers: Answers) -> dict[str, int]:

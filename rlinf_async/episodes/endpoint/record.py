@@ -22,10 +22,11 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import hashlib
 import secrets
 import time
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -35,6 +36,8 @@ from rlinf_async.episodes.episode import Chat, Episode, EpisodeError, LimitReach
 from rlinf_async.episodes.parsing import thoughts_and_rest
 from rlinf_async.episodes.template import Message, Rewrites, TemplateError
 
+REMEMBERED: Final = 64
+"""answers of an episode that can be told again"""
 _Key = tuple[Any, ...]
 
 
@@ -61,21 +64,40 @@ class Record:
         """context of the episode's coroutine, in which its answers are drawn"""
         self.asking: set[asyncio.Future[Any]] = set()
         """questions that are not answered yet"""
-        self.ended = False
         self._claimed: set[Chat] = set()
         """branches in which somebody asks"""
         self._roots: dict[bytes, _Node] = {}
         """by the tools of the conversation, which the prompt has"""
         self._responses: dict[str, list[Message]] = {}
         """conversations up to responses, by their identifiers"""
+        self._answered: dict[bytes, Answers] = {}
+        """the newest answers, by a digest of what was asked"""
+        self._undelivered: set[str] = set()
+        """identifiers of answers whose client had gone away when they were there"""
 
-    async def answers(self, ask: Ask) -> Answers:
-        """Have the model answer.
+    async def answers(self, ask: Ask, *, again: bool = False) -> Answers:
+        """Have the model answer; what it has answered already to the same question, where the
+        client says that it asks ``again``, or has not got that answer.
 
         Raises:
             Refused: a limit is reached, the template refuses the messages, the agent goes on from a
                 response that it was not given, or the answers cannot be had.
         """
+        asked = hashlib.blake2b(msgspec.json.encode(ask), digest_size=16).digest()
+        found = self._answered.get(asked)
+        if found is not None and (again or found.id in self._undelivered):
+            self._undelivered.discard(found.id)
+            return found
+        answers = self._answered[asked] = await self._new_answers(ask)
+        while len(self._answered) > REMEMBERED:
+            self._undelivered.discard(self._answered.pop(next(iter(self._answered))).id)
+        return answers
+
+    def lost(self, answers: Answers) -> None:
+        """Note that the client had gone away before it got its answers."""
+        self._undelivered.add(answers.id)
+
+    async def _new_answers(self, ask: Ask) -> Answers:
         messages = self._whole(ask)
         root = self._roots.setdefault(msgspec.json.encode(ask.tools), _Node())
         if self.episode.limits.turns - self.episode.turns < ask.n:
@@ -143,12 +165,21 @@ class Record:
                 return await self._drawn(chat, ask, claimed)
             except Rewrites:
                 raise
-            except TemplateError:
+            except TemplateError as error:
                 claimed.clear()
+                self.episode.rendered_anew += 1
+                self.policy.warn(
+                    f"the conversation cannot go on: {error}. It is rendered anew, as a branch "
+                    "with a prompt of its own, now and wherever the template does not let one go "
+                    "on (column rendered_anew of the metrics)",
+                    once="rendered anew",
+                )
         return await self._drawn(self.episode.chat(ask.tools, messages), ask, claimed)
 
     async def _drawn(self, chat: Chat, ask: Ask, claimed: list[Chat]) -> list[Turn]:
-        chats = [chat, *(chat.fork() for _ in range(ask.n - 1))]
+        chats = [chat] if ask.n == 1 else [chat.fork() for _ in range(ask.n)]
+        if ask.n > 1:
+            chat.unsay()  # it is theirs
         claimed.extend(chats)
         self._claimed.update(chats)
         try:
@@ -156,7 +187,10 @@ class Record:
                 return [await self._turn(chat, ask)]
             return await _together([self._turn(one, ask) for one in chats])
         except BaseException:
-            chat.unsay()
+            if ask.n == 1:
+                chat.unsay()
+            else:  # also those that have their answer, which nobody is told
+                self.episode.chats = [one for one in self.episode.chats if one not in chats]
             self._claimed.difference_update(chats)
             raise
 
@@ -243,11 +277,12 @@ def _longest(root: _Node, messages: Sequence[Message]) -> tuple[_Node | None, in
         if following is None:
             break
         node = following
-        if (
-            node.chat is not None
-            and message.get("reasoning_content", node.thoughts) == node.thoughts
-        ):
-            found, known = node, at
+        if node.chat is None:
+            continue
+        thoughts = message.get("reasoning_content", node.thoughts)
+        if thoughts.strip() != node.thoughts.strip():
+            break  # edited: so is whatever follows
+        found, known = node, at
     return found, known
 
 
@@ -257,7 +292,17 @@ def _key(message: Message) -> _Key:
     if role != "assistant":
         return role, content, message.get("tool_call_id")
     calls = message.get("tool_calls")
-    return role, content.strip(), msgspec.json.encode(calls, order="sorted") if calls else b""
+    written = msgspec.json.encode(_as_javascript(calls), order="sorted") if calls else b""
+    return role, content.strip(), written
+
+
+def _as_javascript(value: Any) -> Any:
+    """Return a value of JSON in which 1.0 is 1, as agents in JavaScript send it back."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, Mapping):
+        return {name: _as_javascript(one) for name, one in value.items()}
+    return [_as_javascript(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _as_message(answer: Answer) -> Message:

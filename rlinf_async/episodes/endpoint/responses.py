@@ -28,7 +28,7 @@ from rlinf_async.episodes.endpoint.chat_completions import ROLES, ChatCompletion
 HARMLESS: Final = frozenset(
     {
         *("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"),
-        *("prompt_cache_retention", "parallel_tool_calls", "stream_options"),
+        *("prompt_cache_retention", "stream_options"),
     }
 )
 LOGPROBS: Final = "message.output_text.logprobs"
@@ -48,6 +48,7 @@ class Tool(msgspec.Struct):
     name: str = ""
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class Item(msgspec.Struct):
@@ -80,6 +81,7 @@ class Body(msgspec.Struct):
     include: list[str] | None = None
     store: bool | None = None
     stream: bool | None = None
+    parallel_tool_calls: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
     reasoning: dict[str, Any] | None = None
@@ -94,7 +96,11 @@ class Responses:
     def read(self, body: Mapping[str, Any], policy: Policy) -> Ask:
         """Return what a request asks; raises `Refused`."""
         given = policy.fields(body, Body, harmless=HARMLESS, neutral=NEUTRAL)
-        policy.parts(body["input"], Item, ITEM, "input")
+        policy.parts(body["input"], Item, ITEM, "input[]")
+        policy.parts(body.get("tools"), Tool, (), "tools[]")
+        for one in given.tools or ():
+            policy.sampled("tools[].strict", one.strict or None, None)
+        policy.sampled("parallel_tool_calls", given.parallel_tool_calls, True)
         sampled(given.temperature, given.top_p, None, policy)
         for name, value in (given.reasoning or {}).items():
             policy.sampled(f"reasoning.{name}", value, None)

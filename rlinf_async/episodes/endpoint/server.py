@@ -23,6 +23,7 @@ import contextvars
 import logging
 import secrets
 import socket
+import weakref
 from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
@@ -70,6 +71,7 @@ class Endpoint:
         self._warned: set[str] = set()
         self._records: dict[str, Record] = {}
         self._keys: dict[Episode, str] = {}
+        self._ended = weakref.WeakSet[Episode]()
         self._address = ""
         self._server: Any = None
         self._serving: asyncio.Task[None] | None = None
@@ -87,7 +89,13 @@ class Endpoint:
         return self._address
 
     def key(self, episode: Episode) -> str:
-        """Return the key that opens an episode, until `end`."""
+        """Return the key that opens an episode, until `end`.
+
+        Raises:
+            EpisodeError: it has ended.
+        """
+        if episode in self._ended:
+            raise EpisodeError("the episode is over: no key opens it any more")
         if episode not in self._keys:
             self._keys[episode] = key = f"sk-{secrets.token_urlsafe(24)}"
             policy = Policy(
@@ -101,6 +109,7 @@ class Endpoint:
 
     async def end(self, episode: Episode) -> None:
         """End the key of an episode; what is still asked is given up."""
+        self._ended.add(episode)
         key = self._keys.pop(episode, None)
         if key is None:
             return
@@ -213,7 +222,10 @@ class Endpoint:
     async def _answers(self, request: Request, record: Record, ask: Ask) -> Answers:
         """Have the model answer, unless the client goes away or the episode ends before."""
         loop = asyncio.get_running_loop()
-        asked = loop.create_task(record.answers(ask), context=record.context.copy())
+        # Counted by the clients of OpenAI and Anthropic; it begins with 0.
+        again = request.headers.get("x-stainless-retry-count", "0") != "0"
+        asking = record.answers(ask, again=again)
+        asked = loop.create_task(asking, context=record.context.copy())
         left = asyncio.ensure_future(_left(request))
         record.asking.add(asked)
         try:
@@ -222,7 +234,10 @@ class Endpoint:
                 raise Refused("the client has gone away, and the answer was given up")
             if asked.cancelled():
                 raise Refused("the episode has ended", "key")
-            return asked.result()
+            answers = asked.result()
+            if left.done():
+                record.lost(answers)
+            return answers
         finally:
             for one in (asked, left):
                 one.cancel()

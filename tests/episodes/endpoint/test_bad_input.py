@@ -126,6 +126,98 @@ async def test_what_cannot_be_honoured_is_left_out_with_a_warning_where_configur
             assert text.count(words) == 1
 
 
+WARNED: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, {"tools": [{**ADD, "input_examples": [1]}]}, "tools[].input_examples: it is not known"),
+    (CHAT, {"tools": [{"type": "function", "function": {**ADD["function"], "limit": 1}}]},
+     "tools[].function.limit: it is not known"),
+    (CHAT, {"tools": [{"type": "function", "function": {**ADD["function"], "strict": True}}]},
+     "tools[].function.strict = True is asked for, and changes nothing"),
+    (CHAT, {"parallel_tool_calls": False}, "parallel_tool_calls = False is asked for"),
+    (CHAT, {"messages": [{**QUESTION, "weight": 2}]}, "messages[].weight: it is not known"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "at": 1}]}]},
+     "messages[].content[].at: it is not known"),
+    (RESPONSES, {"tools": [{"type": "function", "name": "f", "strict": True}]},
+     "tools[].strict = True"),
+    (RESPONSES, {"tools": [{"type": "function", "name": "f", "defer_loading": True}]},
+     "tools[].defer_loading: it is not known"),
+    (RESPONSES, {"parallel_tool_calls": False}, "parallel_tool_calls = False is asked for"),
+    (RESPONSES, {"input": [{**QUESTION, "weight": 2}]}, "input[].weight: it is not known"),
+    (MESSAGES, {"tools": [{"name": "f", "input_schema": {}, "input_examples": [{}]}]},
+     "tools[].input_examples: it is not known"),
+    (MESSAGES, {"tools": [{"name": "f", "strict": True}]}, "tools[].strict = True"),
+    (MESSAGES, {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+     "tool_choice.disable_parallel_tool_use = True"),
+    (MESSAGES, {"output_config": {"effort": "low"}}, "output_config.effort = 'low'"),
+    (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "text", "text": "", "at": 1}]}]},
+     "messages[].content[].at: it is not known"),
+    (MESSAGES, {"system": [{"type": "text", "text": "x", "at": 1}]}, "system[].at: it is not"),
+]  # fmt: skip
+
+
+async def test_what_is_left_out_of_tools_and_messages_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for path, fields, words in WARNED:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "rlinf_async.episodes.endpoint"):
+            async with served(["a", "b"]) as (episode, _), client_of(episode) as client:
+                for _ in range(2):
+                    answer = await client.post(path, json=ASKED[path] | fields)
+                    assert answer.status_code == 200, answer.text
+        assert caplog.text.count(words) == 1, (path, fields, words)
+
+
+async def test_what_changes_no_answer_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    cached = {"cache_control": {"type": "ephemeral"}}
+    text = [{"type": "text", "text": "x", **cached}]
+    fields: dict[str, dict[str, Any]] = {
+        CHAT: {"parallel_tool_calls": True, "user": "u", "metadata": {"a": "b"}, "tools": [ADD]},
+        RESPONSES: {"parallel_tool_calls": True, "store": False, "metadata": {}},
+        MESSAGES: {
+            "system": text,
+            "messages": [{"role": "user", "content": text}],
+            "tools": [{"name": "f", "input_schema": {}, **cached}],
+            "tool_choice": {"type": "auto", "disable_parallel_tool_use": False},
+        },
+    }
+    async with served(lambda _: "a") as (episode, _), client_of(episode) as client:
+        with caplog.at_level(logging.WARNING, "rlinf_async.episodes.endpoint"):
+            for path, more in fields.items():
+                answer = await client.post(path, json=ASKED[path] | more)
+                assert answer.status_code == 200, answer.text
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"content": "no such file"}, "no such file"),
+        ({"content": "no such file", "is_error": False}, "no such file"),
+        ({"content": "no such file", "is_error": True}, "error: no such file"),
+        ({"content": "error: no file", "is_error": True}, "error: no file"),
+        ({"is_error": True}, "error: "),
+        ({"content": [{"type": "text", "text": "none"}], "is_error": True}, "error: none"),
+    ],
+)
+async def test_a_tool_that_has_failed_reads_as_one_that_has(
+    fields: dict[str, Any], said: str
+) -> None:
+    async with served([CALL, "3"]) as (episode, model), client_of(episode) as client:
+        tools = [{"name": "add", "input_schema": {"type": "object"}}]
+        body = ASKED[MESSAGES] | {"tools": tools, "max_tokens": 500}
+        first = (await client.post(MESSAGES, json=body)).json()
+        (call,) = first["content"]
+        result = {"type": "tool_result", "tool_use_id": call["id"], **fields}
+        body["messages"] = [
+            QUESTION,
+            {"role": "assistant", "content": first["content"]},
+            {"role": "user", "content": [result]},
+        ]
+        assert (await client.post(MESSAGES, json=body)).status_code == 200
+        written = model.tokenizer.decode(model.draws[1].context)
+        assert f"<tool_response>\n{said}\n</tool_response>" in written
+
+
 KEYS: dict[str, dict[str, str]] = {
     "none": {},
     "foreign": {"authorization": "Bearer sk-other"},
@@ -158,6 +250,8 @@ async def test_a_key_opens_its_own_episode_and_ends_with_it() -> None:
             assert (await client.post(CHAT, json=ASKED[CHAT])).status_code == 200
             assert (first.turns, second.turns) == (1, 0)
             await endpoint.end(first)
+            with pytest.raises(EpisodeError, match="the episode is over"):
+                assert first.key  # a task that was left running asks for it
             assert (await client.post(CHAT, json=ASKED[CHAT])).status_code == 401
             assert (await other.post(MESSAGES, json=ASKED[MESSAGES])).status_code == 200
             assert (first.turns, second.turns) == (1, 1)
@@ -197,6 +291,48 @@ async def test_a_client_that_goes_away_gives_its_answer_up(stream: bool) -> None
         answer = await client.post(CHAT, json=ASKED[CHAT])
         assert answer.json()["choices"][0]["message"]["content"] == "b"
         assert [len(chat.turns) for chat in episode.chats if chat.turns] == [1]
+
+
+class Lossy(httpx.AsyncHTTPTransport):
+    """A network that loses the first answers."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self._left = count
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Send a request; its answer may be lost."""
+        response = await super().handle_async_request(request)
+        if not self._left:
+            return response
+        self._left -= 1
+        await response.aread()
+        raise httpx.ReadError("lost", request=request)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_was_lost_is_told_again_and_costs_no_turn(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openai.AsyncOpenAI, "_calculate_retry_timeout", lambda *_, **__: 0.0)
+    messages: Any = [QUESTION]
+    async with served(["a", "b", "c", "d"]) as (episode, model):
+        options: Any = {"base_url": episode.base_url, "api_key": episode.key, "max_retries": 2}
+        network: Any = httpx.AsyncClient(transport=Lossy(2))
+        async with openai.AsyncOpenAI(**options, http_client=network) as client:
+            create: Any = client.chat.completions.create
+            found = await create(model="m", messages=messages, stream=stream)
+            texts = [one.choices[0].delta.content async for one in found] if stream else []
+            text = "".join(filter(None, texts)) or found.choices[0].message.content
+            assert text == "a"
+            assert (await create(model="m", messages=messages)).choices[0].message.content == "b"
+        async with client_of(episode) as other:
+            told = [
+                (await other.post(MESSAGES, json=ASKED[MESSAGES], headers=headers)).json()
+                for headers in ({}, {"x-stainless-retry-count": "1"})
+            ]
+            assert told[0] == told[1]
+        assert (episode.turns, len(model.draws)) == (3, 3)
 
 
 RAW: dict[str, tuple[bytes, str]] = {

@@ -280,6 +280,16 @@ async def test_choices_logprobs_and_seeds_are_honoured() -> None:
         assert len(part.content[0].logprobs) == len(model.draws[2].generated.token_ids)
 
 
+async def test_a_token_that_is_a_part_of_a_character_has_no_bytes() -> None:
+    async with served(["a🙂"]) as (episode, model), openai_client(episode) as client:
+        found = await client.chat.completions.create(model="m", messages=QUESTION, logprobs=True)
+        logprobs: Any = found.choices[0].logprobs
+        tokens = logprobs.content
+        assert len(tokens) == len(model.draws[0].generated.token_ids) > 3
+        assert (tokens[0].token, tokens[0].bytes) == ("a", [97])
+        assert [one.bytes for one in tokens[1:-1]] == [None] * (len(tokens) - 2)
+
+
 async def test_many_calls_at_once_are_branches() -> None:
     async with served(lambda _: "well") as (episode, model), openai_client(episode) as client:
         async with asyncio.TaskGroup() as group:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 from rlinf_async.episodes import Episode
 from rlinf_async.episodes.endpoint.ask import Answer, Ask, Policy, Refused
 from rlinf_async.episodes.endpoint.record import Record
+from rlinf_async.episodes.template import ChatTemplate
+from rlinf_async.messages.language import Generated
 from rlinf_async.testing import run
 from tests.episodes.endpoint.kit import (
     ADD,
@@ -316,17 +319,22 @@ def test_whatever_an_agent_does_each_answer_is_trained_once_as_it_was_drawn(
         episode = episode_of(model, turns=100, branches=True)
         record = Record(episode, POLICY)
         histories: list[list[Mapping[str, Any]]] = [[user("q")]]
+        told: list[Generated] = []
         async with asyncio.TaskGroup() as group:
             for _ in range(3):
-                group.create_task(_agent(record, model, histories, random.Random(draw.random())))
-        assert_exact(episode, model)
-        assert sum(shape(episode)) == len(model.draws)
+                own = random.Random(draw.random())
+                group.create_task(_agent(record, histories, told, own))
+        assert_exact(episode, model, told)
+        assert sum(shape(episode)) == len(told)
 
     run(main())
 
 
 async def _agent(
-    record: Record, model: Scripted, histories: list[list[Mapping[str, Any]]], draw: random.Random
+    record: Record,
+    histories: list[list[Mapping[str, Any]]],
+    told: list[Generated],
+    draw: random.Random,
 ) -> None:
     for _ in range(8):
         messages = list(draw.choice(histories))
@@ -342,8 +350,149 @@ async def _agent(
         await asyncio.wait([asking])
         if asking.cancelled():
             continue
+        told.extend(answer.drawn for answer in asking.result())
         histories.extend([*messages, as_sent(answer)] for answer in asking.result())
         await asyncio.sleep(draw.random())
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("how", ["the client says so", "its answer was lost"])
+def test_a_question_that_is_repeated_has_the_answer_that_there_is(how: str, n: int) -> None:
+    async def main() -> None:
+        model = Scripted(["1", "2", "3", "4", "5", "6"])
+        episode = episode_of(model)
+        record = Record(episode, POLICY)
+        question = Ask(model="m", messages=[user("q")], n=n)
+        first = await record.answers(question)
+        if how == "its answer was lost":
+            record.lost(first)
+            assert await record.answers(question) is first
+        else:
+            for _ in range(3):
+                assert await record.answers(question, again=True) is first
+        assert (episode.turns, shape(episode)) == (n, [1] * n)
+        assert (await record.answers(question)).id != first.id  # asked twice: branches
+        assert (episode.turns, shape(episode)) == (2 * n, [1] * 2 * n)
+        other = Ask(model="m", messages=[user("other")], n=n)
+        assert (await record.answers(other, again=True)).id != first.id  # its answer never was
+        assert episode.turns == 3 * n
+        assert_exact(episode, model)
+
+    run(main())
+
+
+def test_answers_that_can_be_told_again_are_bounded() -> None:
+    async def main() -> None:
+        record = Record(episode_of(Scripted(lambda _: "1"), turns=1000), POLICY)
+        for number in range(200):
+            answers = await record.answers(Ask(model="m", messages=[user(str(number))]))
+            record.lost(answers)
+        assert len(record._answered) == len(record._undelivered) == 64
+
+    run(main())
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_of_choices_one_of_which_fails_none_is_trained(begun: bool) -> None:
+    async def main() -> None:
+        model = Scripted(["1", "2", "3"])
+        episode = episode_of(model)
+        record = Record(episode, POLICY)
+        messages: list[Mapping[str, Any]] = [user("q")]
+        told = []
+        if begun:
+            (first,) = await ask(record, messages)
+            told = [first.drawn]
+            messages += [as_sent(first), user("on")]
+        drawn = len(model.draws)
+        with pytest.raises(IndexError):  # the script is over before the last choice
+            await ask(record, messages, n=4 - drawn)
+        assert shape(episode) == [1] * drawn
+        assert len(model.draws) == 3
+        assert_exact(episode, model, told)
+        model._answers = 1
+        (after,) = await ask(record, messages)  # as it was before
+        assert shape(episode) == [1 + drawn]
+        assert_exact(episode, model, [*told, after.drawn])
+
+    run(main())
+
+
+NO_END = """
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.tool_calls %}
+        {{- '<tool_call>\\n' + message.tool_calls[0].function | tojson + '\\n</tool_call>' }}
+    {%- else %}
+        {{- message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+{{- tools | tojson if tools else '' }}"""
+
+
+def test_a_template_that_does_not_let_a_conversation_go_on_is_warned_of_once_and_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def main() -> None:
+        warned: set[str] = set()
+        for _ in range(2):  # episodes of one worker
+            model = Scripted([CALL, CALL, "3"])
+            episode = episode_of(model)
+            episode.template = ChatTemplate(model.tokenizer, NO_END)
+            record = Record(episode, Policy(SAMPLING, (), refuses=True, warned=warned))
+            messages: list[Mapping[str, Any]] = [user("q")]
+            for _turn in range(3):
+                (answer,) = await ask(record, messages, tools=[ADD])
+                messages.append(as_sent(answer))
+                messages += [
+                    {"role": "tool", "content": "3", "tool_call_id": one["id"]}
+                    for one in answer.calls
+                ]
+            assert shape(episode) == [1, 1, 1]
+            assert episode.record().rendered_anew == 2
+            assert_exact(episode, model)
+
+    with caplog.at_level(logging.WARNING, "rlinf_async.episodes.endpoint"):
+        run(main())
+    assert caplog.text.count("the conversation cannot go on: the chat template") == 1
+
+
+def test_thoughts_that_were_edited_are_rendered_anew_with_all_that_follows() -> None:
+    async def main() -> None:
+        model = Scripted(["<think>\nwell\n</think>\n\n12", "1", "2"])
+        episode = episode_of(model)
+        record = Record(episode, POLICY)
+        messages: list[Mapping[str, Any]] = [user("q")]
+        (first,) = await ask(record, messages)
+        messages += [{**as_sent(first), "reasoning_content": "well"}, user("on")]
+        (second,) = await ask(record, messages)
+        messages += [as_sent(second), user("on")]
+        messages[1] = {**messages[1], "reasoning_content": "no"}
+        await ask(record, messages)
+        assert shape(episode) == [2, 1]
+        assert "well" not in model.tokenizer.decode(model.draws[2].context)
+        assert_exact(episode, model)
+
+    run(main())
+
+
+def test_arguments_come_back_as_other_languages_write_their_numbers() -> None:
+    async def main() -> None:
+        call = '<tool_call>{"name": "add", "arguments": {"a": 1.0, "b": [2e3, 0.5]}}</tool_call>'
+        model = Scripted([call, "3"])
+        episode = episode_of(model)
+        record = Record(episode, POLICY)
+        (first,) = await ask(record, [user("q")], tools=[ADD])
+        (one,) = first.calls
+        function = {"name": "add", "arguments": {"b": [2000, 0.5], "a": 1}}
+        sent = {**as_sent(first), "tool_calls": [{**one, "function": function}]}
+        result = {"role": "tool", "content": "3", "tool_call_id": one["id"]}
+        await ask(record, [user("q"), sent, result], tools=[ADD])
+        assert shape(episode) == [2]
+        assert_exact(episode, model)
+
+    run(main())
 
 
 def test_an_end_that_is_no_question_is_refused() -> None:

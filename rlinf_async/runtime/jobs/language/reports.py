@@ -125,6 +125,7 @@ def _of_episodes(samples: Sequence[Sample]) -> dict[str, float]:
         "given_tokens": sum(int((~one.generated.drawn_mask).sum()) for one in samples),
         "turns": sum(one.turns for one in records),
         "branches": sum(1 + len(one.branches) for one in samples),
+        "rendered_anew": sum(one.rendered_anew for one in records),
         "tool_calls": sum(calls.values()),
         "tool_failures": sum(failures.values()),
         "episodes_cut": cut.total(),
