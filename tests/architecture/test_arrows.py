@@ -35,7 +35,7 @@ ARROWS: dict[str, set[str]] = {
     | {"algorithms", "backends", "channels", "data", "episodes", "observe", "rewards", "workers"},
     "simulate": LIGHT
     | {"backends", "channels", "episodes", "observe", "runtime", "testing", "workers"},
-    "testing": LIGHT | {"channels", "runtime", "workers"},
+    "testing": LIGHT | {"channels", "data", "episodes", "runtime", "workers"},
     "cli": LIGHT | {"channels", "observe", "runtime", "simulate", "workers"},
 }
 """What each part may import of the others when it is imported."""
