@@ -56,7 +56,7 @@ environments: Registry[EnvironmentPart] = Registry(
     "environment of episodes",
     entries={
         name: f"rlinf_async.episodes.environments.{name}:{name.capitalize()}Part"
-        for name in ("gymnasium", "textarena")
+        for name in ("gymnasium", "openenv", "textarena")
     },
     group="rlinf_async.episode_environments",
     described_by=EnvironmentPart,
@@ -101,8 +101,8 @@ class World(Protocol):
         """Carry out what the model said."""
         ...
 
-    def close(self) -> None:
-        """Let go of it, also where a step goes on."""
+    async def aclose(self) -> None:
+        """Let go of it, in some seconds at most, also where a step goes on."""
         ...
 
 
@@ -149,7 +149,7 @@ async def play(episode: Episode, world: World) -> float:
         episode.metrics["unfinished"] = 1.0
         return 0.0
     finally:
-        world.close()
+        await world.aclose()
     episode.metrics.update(now.metrics)
     return now.reward or 0.0
 

@@ -100,7 +100,7 @@ class _World:
         """Take a step; the episode is over when it is terminated or truncated."""
         return await self._call(self._step, action)
 
-    def close(self) -> None:
+    async def aclose(self) -> None:
         """Close the environment."""
         if self._env is not None:
             self._call.last(self._env.close)

@@ -184,7 +184,7 @@ class _World:
         """Carry out the model's move, and those of others up to its next one."""
         return await self._call(self._step, action)
 
-    def close(self) -> None:
+    async def aclose(self) -> None:
         """Nothing is held."""
 
     def _reset(self, seed: int) -> Step:
