@@ -15,16 +15,19 @@ trained as they are. An episode has one outcome, whatever number of branches.
 
 from __future__ import annotations
 
+import asyncio
+import numbers
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, NamedTuple, Protocol
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
 from rlinf_async.episodes.conversation import Conversation, cut_at, joined
-from rlinf_async.episodes.parsing import Parser, ToolCall
+from rlinf_async.episodes.parsing import Parser, ParserError, ToolCall
 from rlinf_async.episodes.template import (
     Answered,
     Called,
@@ -32,13 +35,16 @@ from rlinf_async.episodes.template import (
     Message,
     Reading,
     Rewrites,
+    TemplateError,
     ToolSchema,
 )
 from rlinf_async.episodes.tools import OnFailure, Tool, ToolResult, by_name, ends_episode, run_all
 from rlinf_async.messages.language import (
+    MAX_REWARD,
     Branch,
     EpisodeRecord,
     Generated,
+    Sample,
     Sampling,
     Tokens,
     TurnSpan,
@@ -48,6 +54,10 @@ OnRewrite = Literal["fail", "branch", "keep"]
 """What is done where the template would write what came before otherwise: the episode fails; it
 goes on in a branch, which the model reads as the template writes it now; or what the model has read
 stays as it is."""
+
+PAUSE: Final = 0.05
+"""seconds after which a turn that cannot be asked for is refused: an agent that asks again and
+again would leave its worker no time for other episodes"""
 
 
 class EpisodeError(Exception):
@@ -99,9 +109,9 @@ class Model(Protocol):
     async def draw(self, context: Tokens, most: int, seed: int | None = None) -> Generated:
         """Draw up to ``most`` tokens after ``context`` ``[P]``.
 
-        ``seed``: of the caller's own, mixed with the run's for this sample: an episode draws the
-        same again for the same seed and context, where the engine can seed a single request, and
-        samples of one group still draw differently.
+        ``seed``: of the caller's own, mixed with the run's for this sample and with the number of
+        the turn: an episode that is run again draws the same, where the engine can seed a single
+        request; samples of one group, branches, and two turns with one seed draw differently.
         """
         ...
 
@@ -117,6 +127,17 @@ class Endpoint(Protocol):
     def key(self, episode: Episode) -> str:
         """Return the key that opens an episode."""
         ...
+
+
+class _Asked(NamedTuple):
+    """How a turn was asked for."""
+
+    said: list[Message]
+    """what was said to the model since its answer before, or since the branch began"""
+    stop: tuple[str, ...]
+    """texts that end the answer"""
+    number: int
+    """number of the turn in the episode, from 0 on"""
 
 
 class Turn:
@@ -147,8 +168,18 @@ class Turn:
         """the answer as text, as later renderings have it"""
         self.reading: Reading | None = None
         """what the model had read when it answered; None: it did so in no `Chat`"""
-        self.reward: float | None = None
-        """reward of this turn alone, beside the episode's; set it where credit is given by turn"""
+        self.asked = _Asked([], (), 0)
+        """how it was asked for"""
+        self._reward: float | None = None
+
+    @property
+    def reward(self) -> float | None:
+        """Reward of this turn alone, beside the episode's; set it where credit is given by turn."""
+        return self._reward
+
+    @reward.setter
+    def reward(self, reward: float | None) -> None:
+        self._reward = None if reward is None else _finite("the reward of a turn", reward)
 
     @property
     def cut(self) -> bool:
@@ -163,6 +194,21 @@ class _Line(NamedTuple):
     turns: list[Turn]
 
 
+class _Next(NamedTuple):
+    """What the model reads before it answers."""
+
+    conversation: Conversation
+    """that its answer belongs to"""
+    reading: Reading
+    given: Tokens
+    """what is not in the conversation yet"""
+
+    @property
+    def context(self) -> Tokens:
+        """``[P]``"""
+        return np.concatenate([self.conversation.tokens, self.given])
+
+
 class Chat:
     """One branch of an episode: a conversation with the model. Made by `Episode.chat`.
 
@@ -173,25 +219,36 @@ class Chat:
     def __init__(
         self,
         episode: Episode,
-        conversation: Conversation,
+        opening: Reading,
         messages: Sequence[Message],
         tools: Sequence[Tool | ToolSchema],
     ) -> None:
         self._episode = episode
         self._given_tools = tools
-        self._lines = [_Line(conversation, [])]
         self._tools = by_name([one for one in tools if not isinstance(one, Mapping)])
         self._schemas = _schemas(tools)
+        self._opening = opening
+        self._first = list(messages)
+        """messages that it began with"""
+        self._lines = [_Line(Conversation(opening.given), [])]
         self._unsaid: list[Message] = []
-        self._said: list[list[Message]] = []
-        """what was said before each turn"""
+        """messages that the model has not read yet"""
+        self._asked: _Asked | None = None
+        """how the answer was asked for that the model is drawing"""
         self._last: Turn | None = None
-        self._asking = False
-        """whether the model is drawing an answer"""
-        self.messages: list[Message] = list(messages)
-        """the conversation as text, for people; what is trained are its tokens"""
-        self.turns: list[Turn] = []
-        """turns of this branch, oldest first"""
+
+    @property
+    def turns(self) -> list[Turn]:
+        """Turns of this branch, oldest first."""
+        return [turn for line in self._lines for turn in line.turns]
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation as text, for people; what is trained are its tokens."""
+        found = list(self._first)
+        for turn in self.turns:
+            found += [*turn.asked.said, turn.message]
+        return [*found, *self._pending]
 
     @property
     def tokens(self) -> Tokens:
@@ -204,24 +261,18 @@ class Chat:
         return self._lines
 
     @property
-    def said(self) -> list[list[Message]]:
-        """Messages before each of its turns, and before the next one, beside those that it began
-        with."""
-        return [*self._said, list(self._unsaid)]
+    def last(self) -> Turn | None:
+        """The turn that the next one follows; None: there was none."""
+        return self._last
 
     @property
     def _conversation(self) -> Conversation:
         return self._lines[-1].conversation
 
     @property
-    def last(self) -> Turn | None:
-        """The turn that the next one follows; None: there was none."""
-        return self._last
-
-    @property
-    def asking(self) -> bool:
-        """Whether the model is drawing an answer."""
-        return self._asking
+    def _pending(self) -> list[Message]:
+        """What was said since the last answer."""
+        return [*(self._asked.said if self._asked else ()), *self._unsaid]
 
     async def turn(
         self,
@@ -241,49 +292,60 @@ class Chat:
 
         Raises:
             LimitReached: no turn, or no token, is left.
+            ParserError: a parser of the user's own cannot read the answer.
             Rewrites: the template would write what came before otherwise (see `OnRewrite`).
         """
-        if self._asking:
+        try:
+            coming, most = self._ready(max_tokens)
+        except Exception:
+            await asyncio.sleep(PAUSE)
+            raise
+        self._asked, self._unsaid = _Asked(self._unsaid, tuple(stop), self._episode.turns), []
+        turn = None
+        try:
+            drawn = await self._episode.draw(coming.context, most, seed)
+            turn = self._answered(coming, drawn, self._asked)
+        finally:
+            if turn is None:
+                self._unsaid = self._pending  # what was said stays unsaid where no answer came
+            self._asked = None
+        return turn
+
+    def _ready(self, max_tokens: int | None) -> tuple[_Next, int]:
+        """Return what the model reads next, and how many tokens its answer may have."""
+        if self._asked is not None:
             raise EpisodeError(
                 "the model is answering in this branch already: fork() it for two answers at once"
             )
         if self._last is not None and not self._unsaid:
             raise EpisodeError("the model spoke last: answer its turn, or say something")
-        conversation, reading, given = self._next()
-        room = self._episode.room(len(conversation) + len(given))
-        most = room if max_tokens is None else min(room, max_tokens)
-        asked, self._asking = len(self._unsaid), True
-        try:
-            context = np.concatenate([conversation.tokens, given])
-            drawn = await self._episode.draw(context, most, seed)
-        finally:
-            self._asking = False  # what was said stays unsaid where no answer came
-        if conversation is not self._conversation:
-            self._lines.append(_Line(conversation, []))
-        if len(given):
-            conversation.give(given)
-        drawn, stopped = cut_at(drawn, stop, self._episode.decode)
-        conversation.answer(drawn)
-        self._said.append(self._unsaid[:asked])
-        del self._unsaid[:asked]
-        turn = self._episode.read(drawn, stopped)
-        turn.reading = reading
-        self._last = self._episode.last = turn
+        coming = self._next()
+        room = self._episode.room(len(coming.conversation) + len(coming.given))
+        return coming, room if max_tokens is None else min(room, max_tokens)
+
+    def _answered(self, coming: _Next, drawn: Generated, asked: _Asked) -> Turn:
+        """Append an answer of the model."""
+        # A parser of the user's own may raise: before anything is appended.
+        turn = self._episode.read(*cut_at(drawn, asked.stop, self._episode.decode))
+        turn.reading, turn.asked = coming.reading, asked
+        if coming.conversation is not self._conversation:
+            if self._last is None:
+                self._lines.clear()  # what was said before the first answer belongs to its prompt
+            self._lines.append(_Line(coming.conversation, []))
+        if len(coming.given):
+            coming.conversation.give(coming.given)
+        coming.conversation.answer(turn.drawn)
         self._lines[-1].turns.append(turn)
-        self.turns.append(turn)
-        self.messages.append(turn.message)
+        self._last = turn
+        self._episode.answered(turn)
         return turn
 
     def say(self, content: str, role: str = "user", **fields: Any) -> None:
         """Append a message, which the model reads at its next turn."""
-        message = {"role": role, "content": content, **fields}
-        self._unsaid.append(message)
-        self.messages.append(message)
+        self._unsaid.append({"role": role, "content": content, **fields})
 
     def unsay(self) -> None:
-        """Take back what was said since the last answer."""
-        if self._unsaid:
-            del self.messages[-len(self._unsaid) :]
+        """Take back what was said since the last answer, but for what the model is answering."""
         self._unsaid.clear()
 
     async def answer(self, turn: Turn) -> list[ToolResult]:
@@ -310,15 +372,41 @@ class Chat:
         Args:
             turn: of this branch, after which the new one goes on; by default from here.
         """
-        conversation, messages, unsaid = self._conversation.fork(), self.messages, self._unsaid
-        if turn is not None:
-            conversation, unsaid = self._until(turn), []
-            messages = messages[: 1 + _position(messages, turn.message)]
-        branch = Chat(self._episode, conversation, messages, self._given_tools)
-        branch._unsaid = list(unsaid)
+        branch = Chat(self._episode, self._opening, self._first, self._given_tools)
+        if turn is None:
+            branch._lines = [_Line(self._conversation.fork(), [])]
+            branch._unsaid = self._pending
+            branch._first = self.messages[: -len(branch._unsaid) or None]
+        else:
+            branch._lines = [_Line(self._until(turn), [])]
+            branch._first = self.messages[: 1 + _position(self.messages, turn.message)]
         branch._last = turn or self._last
         self._episode.chats.append(branch)
         return branch
+
+    def made(self) -> list[_Made]:
+        """Return the turns so far, and the one that is being asked for."""
+        found = [
+            _Made(*turn.asked, digest(turn.drawn.token_ids), turn.reward) for turn in self.turns
+        ]
+        return [*found, _Made(*self._asked)] if self._asked else found
+
+    def make_again(self, made: _Made, recorded: list[Sample]) -> bool:
+        """Make a turn of an earlier life again: its answer is taken out of those that were
+        recorded. Return whether it is there, and has read the same as now."""
+        self._unsaid = made.said
+        coming = self._next()
+        context = coming.context
+        for at, sample in enumerate(recorded):
+            drawn, _ = cut_at(sample.generated, made.stop, self._episode.decode)
+            same = np.array_equal(sample.request.prompt.token_ids, context)
+            if same and made.digest in (None, digest(drawn.token_ids)):
+                del recorded[at]
+                self._unsaid = []
+                asked = _Asked(made.said, made.stop, made.number)
+                self._answered(coming, sample.generated, asked).reward = made.reward
+                return True
+        return False
 
     def _until(self, turn: Turn) -> Conversation:
         """Return a conversation whose prompt is what was said up to the end of a turn."""
@@ -328,22 +416,24 @@ class Chat:
                 return conversation.fork(len(conversation.prompt) + end)
         raise EpisodeError("this turn is none of this branch")
 
-    def _next(self) -> tuple[Conversation, Reading, Tokens]:
-        """Return the conversation that the next answer belongs to, what the model will have read
-        then, and the tokens of it that are not in the conversation yet."""
+    def _next(self) -> _Next:
         nothing = np.zeros(0, np.int32)
-        if self._last is None:  # nothing was drawn: what was said belongs to the prompt
-            reading = self._episode.template.read(self.messages, self._schemas)
-            self._lines[-1] = _Line(Conversation(reading.given), [])
-            return self._conversation, reading, nothing
+        if self._last is None:
+            if not self._unsaid:
+                return _Next(self._conversation, self._opening, nothing)
+            return self._anew()
         try:
             reading = self._following(self._last)
-            return self._conversation, reading, reading.given
+            return _Next(self._conversation, reading, reading.given)
         except Rewrites:
             if self._episode.on_rewrite != "branch":
                 raise
+        return self._anew()
+
+    def _anew(self) -> _Next:
+        """Return all of it as the template writes it now: a conversation of its own."""
         reading = self._episode.template.read(self.messages, self._schemas)
-        return Conversation(reading.given), reading, nothing
+        return _Next(Conversation(reading.given), reading, np.zeros(0, np.int32))
 
     def _following(self, last: Turn) -> Reading:
         if last.reading is None:
@@ -354,6 +444,25 @@ class Chat:
             self._unsaid,
             keep=self._episode.on_rewrite == "keep",
         )
+
+
+class _Made(msgspec.Struct, frozen=True, array_like=True):
+    """A turn of an earlier life, beside its answer."""
+
+    said: list[Message]
+    stop: tuple[str, ...]
+    number: int
+    digest: int | None = None
+    """of the tokens of its answer, up to a stop sequence; None: it was not there yet"""
+    reward: float | None = None
+
+
+class _Saved(msgspec.Struct, frozen=True, array_like=True):
+    """What can be restored of an episode."""
+
+    state: bytes
+    turns: list[_Made]
+    record: EpisodeRecord
 
 
 class Transcript(NamedTuple):
@@ -414,14 +523,11 @@ class Episode:
         self.turns = 0
         """turns of all branches"""
         self.last: Turn | None = None
-        """newest turn of all branches"""
+        """newest turn of all branches: of those that were answered the one that was asked for last;
+        the verifier of the data judges it"""
         self.reached: LimitReached | None = None
-        """limit of which somebody else's agent was told over HTTP; whatever error it makes of
-        that, the episode is judged as it stands"""
-        self.state = b""
-        """what the environment can be restored from: see `resume`"""
-        self._made: Sequence[Sequence[Message]] = ()
-        """what was said before each turn that `resume` makes again"""
+        """limit of which somebody else's agent was told over HTTP, and after which it had no answer
+        yet; whatever error it makes of that, the episode is judged as it stands"""
         self.rendered_anew = 0
         """times that the template did not let a conversation go on, which was rendered anew"""
         self.metrics: dict[str, float] = {}
@@ -439,6 +545,12 @@ class Episode:
         self._closed = False
         self._calls = 0
         """calls of tools in all turns"""
+        self._state = b""
+        self._may_read_state = False
+        self._saved: _Saved | None = None
+        """what `resume` takes up"""
+        self._recorded: list[Sample] = []
+        """answers of an earlier life"""
 
     @property
     def base_url(self) -> str:
@@ -459,6 +571,26 @@ class Episode:
         if self._endpoint is None:
             raise EpisodeError("this episode has no endpoint: it was made without one")
         return self._endpoint
+
+    @property
+    def state(self) -> bytes:
+        """What the environment can be restored from: see `resume`.
+
+        Raises:
+            EpisodeError: it was not set, and `resume`, which says what it is, was not awaited.
+            TypeError: it is set to something else than bytes.
+        """
+        if not self._may_read_state:
+            raise EpisodeError(
+                "episode.state is known once `await episode.resume()` has returned: call it before"
+            )
+        return self._state
+
+    @state.setter
+    def state(self, state: bytes) -> None:
+        if not isinstance(state, bytes):
+            raise TypeError(f"episode.state is {state!r:.80} (a {type(state).__name__}), not bytes")
+        self._state, self._may_read_state = state, True
 
     @property
     def limits(self) -> Limits:
@@ -482,8 +614,8 @@ class Episode:
         """
         by_name([one for one in tools if not isinstance(one, Mapping)])
         first = self.task.messages if messages is None else messages
-        tokens = self.template.opening(first, _schemas(tools))
-        chat = Chat(self, Conversation(tokens), first, tools)
+        opening = self.template.read(first, _schemas(tools))
+        chat = Chat(self, opening, first, tools)
         self.chats.append(chat)
         return chat
 
@@ -495,11 +627,11 @@ class Episode:
         """Begin a conversation, or go on with the one of an earlier life of this episode.
 
         For an environment that can be restored: whoever sets ``episode.state`` before each turn
-        finds it here where the worker has died meanwhile, as it was when the last turn was asked
-        for, and the conversation up to that turn's answer::
+        finds it there after this where the worker has died meanwhile, as it was when the last turn
+        was asked for, and the conversation up to that turn's answer::
 
-            game = Game.load(episode.state) if episode.state else Game()
             chat = await episode.resume()
+            game = Game.load(episode.state) if episode.state else Game()
             turn = chat.turns[-1] if chat.turns else None
             while not game.over:
                 if turn is None:
@@ -508,31 +640,61 @@ class Episode:
                 chat.say(game.play(turn.text))
                 turn = None
 
-        Nothing is restored of an episode of several chats; its coroutine begins anew, over the
-        answers that there are. Arguments and errors are those of `chat`.
+        Rewards of turns, metrics and counts of tools are as they were at that time, too. Nothing is
+        restored of an episode of several chats, nor where an answer is missing, or belongs to
+        another conversation than arguments and template make now: then ``episode.state`` is empty,
+        and the coroutine begins anew, over the answers that there are. Arguments and errors are
+        those of `chat`.
         """
-        chat = self.chat(tools, messages)
-        for said in self._made:
-            for message in said:
-                fields = {
-                    name: one for name, one in message.items() if name not in ("role", "content")
-                }
-                chat.say(message["content"], message["role"], **fields)
-            await chat.turn()
-        self._made = ()
+        self._may_read_state = True
+        saved, self._saved = self._saved, None
+        found = None if saved is None or self.chats else self._restored(saved, tools, messages)
+        return found or self.chat(tools, messages)
+
+    def _restored(
+        self, saved: _Saved, tools: Sequence[Tool], messages: Sequence[Message] | None
+    ) -> Chat | None:
+        recorded = list(self._recorded)
+        try:
+            chat = self.chat(tools, messages)
+            whole = all(chat.make_again(made, recorded) for made in saved.turns)
+        except (TemplateError, ParserError):  # raised again, if the coroutine comes there again
+            whole = False
+        if not whole:
+            self.chats.clear()
+            self.last, self._calls = None, 0
+            return None
+        self._recorded[:] = recorded
+        record, self._state = saved.record, saved.state
+        self.turns, self.rendered_anew = record.turns, record.rendered_anew
+        self.metrics.update(record.metrics)
+        self.tool_calls.update(record.tool_calls)
+        self.tool_seconds.update(record.tool_seconds)
+        for name, count in record.tool_failures.items():
+            tool, _, kind = name.rpartition("/")
+            self.tool_failures[tool, kind] += count
         return chat
 
     def saved(self) -> bytes:
         """Return what `restore` takes; empty: nothing can be restored."""
-        if not self.state or len(self.chats) != 1:
+        if not self._state or len(self.chats) != 1:
             return b""
-        return msgspec.msgpack.encode((self.state, self.chats[0].said))
+        saved = _Saved(self._state, self.chats[0].made(), self.record())
+        try:
+            return msgspec.msgpack.encode(saved)
+        except Exception as error:  # messages may have fields of any type
+            raise EpisodeError(f"what was said cannot be kept for a resume: {error}") from error
 
-    def restore(self, saved: bytes) -> None:
-        """Take up what was saved with the last turn of an earlier life."""
-        if saved:
-            kind = tuple[bytes, list[list[dict[str, Any]]]]
-            self.state, self._made = msgspec.msgpack.decode(saved, type=kind)
+    def restore(self, recorded: list[Sample]) -> None:
+        """Let `resume` take up an earlier life.
+
+        Args:
+            recorded: its answers, in their order; those that are taken up are taken out of it.
+        """
+        self._recorded = recorded
+        state = recorded[-1].request.state if recorded else b""
+        with suppress(msgspec.MsgspecError):  # of another version of this package
+            self._saved = msgspec.msgpack.decode(state, type=_Saved)
 
     def room(self, tokens: int) -> int:
         """Return the number of tokens that a branch of so many may still get.
@@ -540,6 +702,8 @@ class Episode:
         Raises:
             LimitReached: none, or there was the last turn.
         """
+        if self._closed:
+            raise EpisodeError("the episode is over: its coroutine has returned, or was cancelled")
         limits = self._limits
         left = limits.tokens - tokens
         if self.turns >= limits.turns:
@@ -550,8 +714,6 @@ class Episode:
 
     async def draw(self, context: Tokens, most: int, seed: int | None = None) -> Generated:
         """Have the model draw an answer."""
-        if self._closed:
-            raise EpisodeError("the episode is over: its coroutine has returned")
         self.turns += 1
         return await self._model.draw(context, most, seed)
 
@@ -571,6 +733,13 @@ class Episode:
         )
         self._calls += len(turn.tool_calls)
         return turn
+
+    def answered(self, turn: Turn) -> None:
+        """Note that the model has answered."""
+        self.reached = None  # it has gone on after all
+        # Not the one that came last: which of two that does depends on the engine.
+        if self.last is None or turn.asked.number >= self.last.asked.number:
+            self.last = turn
 
     def count(self, result: ToolResult) -> None:
         """Count a call of a tool."""
@@ -601,10 +770,16 @@ class Episode:
             at += len(conversation.response().token_ids)
         parts = [line.conversation.response() for line in lines]
         response = parts[0] if len(parts) == 1 else joined(parts)
+        if self.last is not None:  # that whose text is judged, in whichever branch
+            response = msgspec.structs.replace(response, finish=self.last.drawn.finish)
         return Transcript(lines[0].conversation.prompt, response, tuple(branches), tuple(spans))
 
     def record(self, cut: str = "") -> EpisodeRecord:
-        """Return what happened, for metrics."""
+        """Return what happened, for metrics.
+
+        Raises:
+            EpisodeError: a metric is no finite number.
+        """
         return EpisodeRecord(
             turns=self.turns,
             tool_calls=dict(self.tool_calls),
@@ -612,7 +787,10 @@ class Episode:
             tool_seconds=dict(self.tool_seconds),
             cut=cut,
             rendered_anew=self.rendered_anew,
-            metrics=dict(self.metrics),
+            metrics={
+                str(name): _finite(f"episode.metrics[{name!r}]", one)
+                for name, one in self.metrics.items()
+            },
         )
 
 
@@ -650,6 +828,23 @@ def as_call(call_id: str, call: ToolCall) -> Mapping[str, Any]:
 
 def _schemas(tools: Sequence[Tool | ToolSchema]) -> list[ToolSchema]:
     return [one if isinstance(one, Mapping) else one.schema for one in tools]
+
+
+def digest(tokens: Tokens) -> int:
+    """Return a checksum of tokens, the same in every process."""
+    return zlib.crc32(np.ascontiguousarray(tokens, np.int32))
+
+
+def _finite(what: str, value: object) -> float:
+    """Return a number that an agent has set, as a float; `EpisodeError` where it is none."""
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        with suppress(OverflowError):
+            if abs(found := float(value)) <= MAX_REWARD:
+                return found
+    raise EpisodeError(
+        f"{what} is {value!r:.80} (a {type(value).__name__}), not a finite number of at most "
+        f"{MAX_REWARD:g}"
+    )
 
 
 def _position(messages: Sequence[Message], wanted: Message) -> int:

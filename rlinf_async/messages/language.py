@@ -35,6 +35,8 @@ Unsigned = NDArray[np.uint8 | np.uint16 | np.uint32]
 LEAST_TEMPERATURE = 0.01
 """lowest temperature besides 0: below it, rounding of the logits decides what is drawn, and vLLM
 would silently use this one"""
+MAX_REWARD = 1e18
+"""largest size of a reward: training squares rewards in float32, which ends at 3e38"""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

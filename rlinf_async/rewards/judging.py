@@ -16,12 +16,13 @@ import math
 import numbers
 import traceback
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any, Final, Literal, Self
 
 import msgspec
 
 from rlinf_async.config.registry import Registry, UnknownName, raised
-from rlinf_async.messages.language import Failed, Outcome, Rejected, Sample, Scored
+from rlinf_async.messages.language import MAX_REWARD, Failed, Outcome, Rejected, Sample, Scored
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,8 +66,8 @@ Verifier = Callable[[Answer], Verdict] | Callable[[Answer], Awaitable[Verdict]]
 Finish = Callable[[Awaitable[Any]], Any]
 """Awaits the result of an asynchronous verifier."""
 
-MAX_REWARD: Final = 1e18
-"""largest size of a reward: training squares rewards in float32, which ends at 3e38"""
+PACKAGE: Final = str(Path(__file__).parents[1])
+"""folder of our own code"""
 MAX_TEXT: Final = 2_000
 """characters of a reason or an error: thousands of samples may fail alike"""
 
@@ -125,8 +126,9 @@ def _wrong(value: Any) -> str | None:
 
 
 def described(error: BaseException) -> str:
-    """The error, with the place in the verifier where it was raised."""
+    """The error, with the place where it was raised: in the user's code, if it was that."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
+    frames = [one for one in frames if not one.filename.startswith(PACKAGE)] or frames
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{cut_text(raised(error))}{where}"
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from rlinf_async.deadlines import Timer
 
@@ -24,25 +25,22 @@ class AgentClock:
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self.expired = False
-        """whether the limit has run out"""
         self._left = seconds
         self._timer: Timer | None = None
-        self._scope: asyncio.Timeout | None = None
+        self._over: asyncio.Future[None] | None = None
+        """done once the limit has run out; None: nobody waits for it"""
         self._answers = 0
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Cancel the block when the limit runs out, and raise TimeoutError, as `asyncio.timeout`
-        does."""
-        # Its own deadline never comes: a stall of this process runs no limit out (`Timer`).
-        async with asyncio.timeout(None) as self._scope:
-            self._go_on()
-            try:
-                yield
-            finally:
-                self._stop()
-                self._scope = None
+    async def wait(self, agent: asyncio.Future[Any]) -> bool:
+        """Wait until an agent has ended, or the limit has run out; return whether it has ended."""
+        self._over = over = asyncio.get_running_loop().create_future()
+        self._go_on()
+        try:
+            await asyncio.wait({agent, over}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._stop()
+            self._over = None
+        return agent.done()
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
@@ -56,16 +54,12 @@ class AgentClock:
             self._go_on()
 
     def _go_on(self) -> None:
-        if self._scope is not None and not self._answers and not self.expired:
-            self._timer = Timer(self._left, self._expire)
+        if self._over is not None and not self._answers and not self._over.done():
+            # A stall of this process runs no limit out.
+            self._timer = Timer(self._left, self._over.set_result, None)
 
     def _stop(self) -> None:
         if self._timer is not None:
             self._left = self._timer.left
             self._timer.cancel()
             self._timer = None
-
-    def _expire(self) -> None:
-        self.expired, self._timer = True, None
-        if self._scope is not None:
-            self._scope.reschedule(asyncio.get_running_loop().time())

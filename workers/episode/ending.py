@@ -14,16 +14,28 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Literal, NamedTuple
+from contextlib import ExitStack
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 
 from rlinf_async.episodes import Episode, LimitReached
 from rlinf_async.episodes.conversation import joined
 from rlinf_async.episodes.episode import RunEpisode
-from rlinf_async.messages.language import Failed, Outcome, Rejected, Request, Sample
+from rlinf_async.messages.language import (
+    EpisodeRecord,
+    Failed,
+    Outcome,
+    Rejected,
+    Request,
+    Sample,
+    Tokens,
+)
 from rlinf_async.rewards.judging import Reject, cut_text, described, outcome_of
 from rlinf_async.workers.episode.clock import AgentClock
+
+GRACE: Final = 5.0
+"""seconds that a coroutine has to end once it is cancelled"""
 
 
 class Ending(NamedTuple):
@@ -44,6 +56,9 @@ async def run_to_end(
 ) -> Ending:
     """Run the coroutine of an episode, whatever becomes of it.
 
+    Once its time is over, and where this is cancelled, it is cancelled, and left alone if it has
+    not ended `GRACE` later: `Episode.watch` is told of it as long as it goes on.
+
     Args:
         name: name of the coroutine, for errors.
         agent: the coroutine function.
@@ -52,24 +67,38 @@ async def run_to_end(
         on_timeout: what it comes to when that has run out.
 
     Raises:
-        CancelledError: the task was cancelled by somebody else.
+        CancelledError: this was cancelled.
     """
+    # A task of its own: whatever it does with a cancellation is not done to this one.
+    running = asyncio.create_task(_ending(name, agent, episode), name=f"agent {name}")
     try:
-        async with clock.running():
-            verdict = await agent(episode)
+        if await clock.wait(running):
+            if running.cancelled():
+                return Ending(Failed(error=f"episode {name!r} has cancelled its own task"))
+            return running.result()
+    finally:
+        if not running.done():
+            episode.close()
+            stopping = ExitStack()
+            stopping.enter_context(episode.watch("its agent, which was cancelled, to end"))
+            running.add_done_callback(lambda _: stopping.close())
+            running.cancel()
+            await asyncio.wait({running}, timeout=GRACE)
+    return _timed_out(name, clock, on_timeout, goes_on=not running.done())
+
+
+async def _ending(name: str, agent: RunEpisode, episode: Episode) -> Ending:
+    """Run the coroutine; raises nothing."""
+    try:
+        verdict = await agent(episode)
+        return Ending(None if verdict is None else outcome_of(name, verdict, "episode"))
     except Reject as reason:
         return Ending(Rejected(reason=cut_text(str(reason)) or "no reason was given"))
-    except asyncio.CancelledError as error:
-        if (task := asyncio.current_task()) is not None and task.cancelling():
-            raise
-        return Ending(_failed(name, error))
-    except (Exception, SystemExit) as error:
-        if clock.expired and isinstance(error, TimeoutError):
-            return _timed_out(name, clock, on_timeout)
+    # One that exits would end the worker; of one that was cancelled from outside nobody asks.
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
         if (reached := _limit(error) or episode.reached) is not None:
             return Ending(None, reached.limit)
         return Ending(_failed(name, error))
-    return Ending(None if verdict is None else outcome_of(name, verdict, "episode"))
 
 
 def finished(name: str, task: Request, episode: Episode, ending: Ending, rank: int) -> Sample:
@@ -82,33 +111,58 @@ def finished(name: str, task: Request, episode: Episode, ending: Ending, rank: i
         ending: how it ended.
         rank: the rollout worker that drew its last answer.
     """
-    found, outcome = episode.transcript(), ending.outcome
+    try:
+        found, record = episode.transcript(), episode.record(ending.cut)
+    except Exception as error:  # what the agent has left in the episode may be anything
+        return unsendable(name, task, error, ending)
+    outcome = ending.outcome
     if found is None and (outcome is None or not isinstance(outcome, Failed | Rejected)):
         limit = f": max_{ending.cut} is reached before" if ending.cut else ""
         outcome = Failed(error=f"episode {name!r} ended without an answer of the model{limit}")
-    replace = msgspec.structs.replace
     prompt = task.prompt.token_ids if found is None else found.prompt
     return Sample(
-        request=replace(
-            task, replay=False, prompt=replace(task.prompt, token_ids=prompt, messages=())
-        ),
+        request=_asked(task, prompt),
         generated=joined([]) if found is None else found.response,
         text="" if episode.last is None else episode.last.text,
         rollout_rank=rank,
         outcome=outcome,
         branches=() if found is None else found.branches,
         turns=() if found is None else found.turns,
-        episode=episode.record(ending.cut),
+        episode=record,
     )
 
 
-def _timed_out(name: str, clock: AgentClock, on_timeout: Literal["fail", "score"]) -> Ending:
+def unsendable(name: str, task: Request, error: Exception, ending: Ending) -> Sample:
+    """Return the sample of an episode in which is what cannot be sent on: it has failed."""
+    outcome = ending.outcome
+    if not isinstance(outcome, Failed):
+        outcome = Failed(error=cut_text(f"episode {name!r} cannot be sent on: {error}"))
+    return Sample(
+        request=_asked(task, task.prompt.token_ids),
+        generated=joined([]),
+        text="",
+        rollout_rank=-1,
+        outcome=outcome,
+        episode=EpisodeRecord(turns=0, cut=ending.cut),
+    )
+
+
+def _asked(task: Request, prompt: Tokens) -> Request:
+    replace = msgspec.structs.replace
+    return replace(task, replay=False, prompt=replace(task.prompt, token_ids=prompt, messages=()))
+
+
+def _timed_out(
+    name: str, clock: AgentClock, on_timeout: Literal["fail", "score"], *, goes_on: bool
+) -> Ending:
     if on_timeout == "score":
         return Ending(None, "seconds")
     text = (
         f"episode {name!r} took longer than seconds = {clock.seconds:g}, the time of the model not "
         "counted"
     )
+    if goes_on:
+        text += f"; {GRACE:g} s after it was cancelled it still runs: let CancelledError through"
     return Ending(Failed(error=text), "seconds")
 
 

@@ -42,8 +42,8 @@ class EpisodeReport(msgspec.Struct, kw_only=True):
     last_failure: str = ""
 
 
-GAP: Final = 8
-"""numbers of turns in a row without an answer, after which no further one is looked for: where
+GAP: Final = 64
+"""most numbers of turns in a row without an answer, after which no further one is looked for: where
 several branches ask at once, a later answer may be there before an earlier one"""
 
 
@@ -65,7 +65,6 @@ class Turns:
         ends: where turns go, and come back from.
         held: holds the leases of all answers; whoever closes it has sent the episode on.
         clock: stands still while an answer is drawn.
-        again: whether answers of an earlier life of this episode may be there.
         report: counts.
     """
 
@@ -76,19 +75,18 @@ class Turns:
         held: AsyncExitStack,
         clock: AgentClock,
         report: EpisodeReport,
-        *,
-        again: bool,
     ) -> None:
         self._task = task
         self._ends = ends
         self._held = held
         self._clock = clock
         self._report = report
-        self._again = again
         self._number = 0
         """number of the newest turn"""
-        self._recorded: list[Sample] = []
+        self.recorded: list[Sample] = []
         """answers of an earlier life that were not asked for yet"""
+        self._recalled = 0
+        """number of those that there were"""
         self._drawing: set[asyncio.Task[Sample]] = set()
         self.saved: Callable[[], bytes] = bytes
         """gives what can be restored of the episode, which each request carries"""
@@ -99,28 +97,25 @@ class Turns:
         self.broken: BaseException | None = None
         """error of a channel, which is not the agent's even where that has caught it"""
 
-    async def recall(self) -> bytes:
-        """Take the answers that an earlier life of this episode has had.
-
-        Returns what was saved with the last of them.
-        """
+    async def recall(self, most: int) -> None:
+        """Take the answers that an earlier life of this episode has had; ``most``: turns that a
+        life has at most."""
         number = 0
-        while self._again and number < self._number + GAP:
+        while number < self._number + min(most, GAP):
             number += 1
             name = msgspec.structs.replace(self._task, turn=number).name
             if (await self._ends.answers.state(key=name)).depth:
-                self._recorded.append(await self._leased(name))
-                self._number = number
-        return self._recorded[-1].request.state if self._recorded else b""
+                self.recorded.append(sample := await self._leased(name))
+                self._number, self.rollout_rank = number, sample.rollout_rank
+        self._recalled = len(self.recorded)
 
     async def draw(self, context: Tokens, most: int, seed: int | None = None) -> Generated:
         """Draw up to ``most`` tokens after ``context`` ``[P]``; ``seed``: see `Model.draw`."""
         # By what was read, not by the number of the turn: where two branches wait for their tools,
         # which of them goes on first may be another one this time.
-        for at, sample in enumerate(self._recorded):
+        for at, sample in enumerate(self.recorded):
             if _answers(sample, context, most):
-                self._report.replayed += 1
-                return self._told(self._recorded.pop(at))
+                return self._told(self.recorded.pop(at))
         self._number += 1
         request = self._request(self._number, context, most, seed)
         with self._clock.stopped():
@@ -137,8 +132,9 @@ class Turns:
 
     async def close(self) -> None:
         """End what is still being drawn: nobody waits for it any more."""
-        self._report.dropped += len(self._recorded)
-        self._recorded.clear()
+        self._report.replayed += self._recalled - len(self.recorded)
+        self._report.dropped += len(self.recorded)
+        self.recorded.clear()
         drawing = list(self._drawing)
         for one in drawing:
             one.cancel()
@@ -152,7 +148,7 @@ class Turns:
 
     def _request(self, number: int, context: Tokens, most: int, seed: int | None) -> Request:
         task = self._task
-        seeds = (task.seed, number) if seed is None else (task.seed, 0, seed % 2**64)
+        seeds = (task.seed, number) if seed is None else (task.seed, number, 1 + seed % 2**64)
         replace = msgspec.structs.replace
         return replace(
             task,
@@ -179,7 +175,9 @@ class Turns:
 
 
 def _answers(sample: Sample, context: Tokens, most: int) -> bool:
-    """Whether a sample could be the answer to a turn: it has read the same."""
-    return len(sample.generated.token_ids) <= most and np.array_equal(
-        sample.request.prompt.token_ids, context
-    )
+    """Whether a sample could be the answer to a turn: it has read the same, and would not have been
+    longer."""
+    made, asked = sample.generated, sample.request
+    cut_elsewhere = made.finish == "length" and asked.sampling.max_tokens != most
+    fits = len(made.token_ids) <= most and not cut_elsewhere
+    return fits and np.array_equal(asked.prompt.token_ids, context)

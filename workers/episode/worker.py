@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
 from functools import partial
@@ -30,7 +31,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from rlinf_async.channels import EndOfChannel, Lease, Receiver, Sender
+from rlinf_async.channels import EndOfChannel, Lease, Receiver, Sender, WrongItemType
 from rlinf_async.data import load_tokenizer
 from rlinf_async.data.prompts import SLOW_IMPORTS, end_tokens
 from rlinf_async.episodes import Episode, Task
@@ -42,7 +43,7 @@ from rlinf_async.messages.language import Failed, Request, Sample, Tokens
 from rlinf_async.workers.base import Worker, task_group
 from rlinf_async.workers.episode.clock import AgentClock
 from rlinf_async.workers.episode.config import EpisodeConfig
-from rlinf_async.workers.episode.ending import finished, run_to_end
+from rlinf_async.workers.episode.ending import finished, run_to_end, unsendable
 from rlinf_async.workers.episode.turns import EpisodeReport, TurnEnds, Turns
 
 NAMED: Final = 3
@@ -177,43 +178,51 @@ class EpisodeWorker(Worker):
     ) -> None:
         """Run one episode, and send it on; the leases of its answers are held until then."""
         [task] = lease
-        config, language = self.config, self._language
+        config, name = self.config, self.config.run
         clock = AgentClock(config.seconds)
-        again = lease.deliveries[0] > 1 or task.replay
         async with AsyncExitStack() as held:
-            turns = Turns(task, ends, held, clock, report, again=again)
-            episode = Episode(
-                Task(
-                    index=task.prompt.index,
-                    messages=task.prompt.messages,
-                    reference=task.prompt.reference,
-                ),
-                turns,
-                *language,
-                config.limits(task.sampling.max_tokens),
-                watch=partial(self._watch, task.name),
-                on_tool_failure=config.on_tool_failure,
-                on_rewrite=config.on_rewrite,
-                endpoint=self._endpoint,
-                sampling=task.sampling,
-            )
+            turns = Turns(task, ends, held, clock, report)
+            if lease.deliveries[0] > 1 or task.replay:
+                await turns.recall(config.max_turns)
+            episode = self._episode(task, turns)
             turns.saved = episode.saved
-            episode.restore(await turns.recall())
+            episode.restore(turns.recorded)
             try:
-                ending = await run_to_end(
-                    config.run, self._agent, episode, clock, config.on_timeout
-                )
+                ending = await run_to_end(name, self._agent, episode, clock, config.on_timeout)
             finally:
                 episode.close()
                 await self._endpoint.end(episode)
                 await turns.close()
             if turns.broken is not None:  # not the agent's error, whatever it made of it
                 raise turns.broken
-            sample = finished(config.run, task, episode, ending, turns.rollout_rank)
+            sample = finished(name, task, episode, ending, turns.rollout_rank)
             if sample.episode is not None:
                 sample.episode = msgspec.structs.replace(sample.episode, engines=turns.engines)
-            await episodes.put(sample)
+            try:
+                await episodes.put(sample)
+            except (WrongItemType, UnicodeError) as error:  # text of a parser of the user's own
+                sample = unsendable(name, task, error, ending)
+                await episodes.put(sample)
         _count(report, sample)
+
+    def _episode(self, task: Request, turns: Turns) -> Episode:
+        prompt, config = task.prompt, self.config
+        return Episode(
+            # Copied: agents change messages, and samples of one group may share them.
+            Task(
+                index=prompt.index,
+                messages=copy.deepcopy(prompt.messages),
+                reference=prompt.reference,
+            ),
+            turns,
+            *self._language,
+            config.limits(task.sampling.max_tokens),
+            watch=partial(self._watch, task.name),
+            on_tool_failure=config.on_tool_failure,
+            on_rewrite=config.on_rewrite,
+            endpoint=self._endpoint,
+            sampling=task.sampling,
+        )
 
     @contextmanager
     def _watch(self, episode: str, what: str) -> Iterator[None]:

@@ -246,9 +246,11 @@ class Record:
         for message in messages:
             node = node.children.setdefault(_key(message), _Node())
         # Two choices may have the same text: then it is the first one that the agent goes on from.
+        if self.episode.last in [turn for _, turn in turns]:
+            self.episode.last = turns[0][1]  # which an agent takes that wants one
         for (chat, turn), answer in reversed(list(zip(turns, answers.choices, strict=True))):
             message = _as_message(answer)
-            chat.messages[-1] = turn.message = message  # as the agent has it, in later renderings
+            turn.message = message  # as the agent has it, in later renderings
             found = node.children.setdefault(_key(message), _Node())
             found.chat, found.turn, found.thoughts = chat, turn, answer.thoughts
             if ask.kept:

@@ -8,7 +8,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from rlinf_async.rewards.judging import MAX_REWARD
+from rlinf_async.messages.language import MAX_REWARD
 from rlinf_async.workers.env import EnvConfig, EnvError, EnvFailed, describe_env
 from rlinf_async.workers.env.worker import Environments
 from tests.workers.env.failing import Failing, FailingInTurn

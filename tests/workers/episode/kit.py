@@ -15,6 +15,7 @@ import rlinf_async as ra
 from rlinf_async.channels.queue import statistics_of
 from rlinf_async.data.prompts import arithmetic_tokenizer, decode
 from rlinf_async.episodes import Parsed, ToolCall, tool
+from rlinf_async.episodes.parsing import Parser
 from rlinf_async.episodes.template import ChatTemplate
 from rlinf_async.messages.language import (
     Generated,
@@ -71,14 +72,16 @@ def encoded(text: str) -> Tokens:
 
 
 class Acting(EpisodeWorker):
-    """Runs an agent of the test."""
+    """Runs an agent of the test; ``parser``: reads answers."""
 
-    def __init__(self, agent: Any, config: EpisodeConfig | None = None) -> None:
+    def __init__(
+        self, agent: Any, config: EpisodeConfig | None = None, parser: Parser = parse
+    ) -> None:
         super().__init__(config or EpisodeConfig(run="agent"), "")
-        self._agent = agent
+        self._agent, self._parser = agent, parser
 
     async def setup(self) -> None:
-        self._language = language()
+        self._language = language()._replace(parser=self._parser)
 
 
 def task(group: int = 0, question: str = "2+2=", **fields: Any) -> Request:
@@ -178,12 +181,16 @@ class Flow:
 
 @asynccontextmanager
 async def flowing(
-    agent: Any, engine: Engine, config: EpisodeConfig | None = None, workers: int = 1
+    agent: Any,
+    engine: Engine,
+    config: EpisodeConfig | None = None,
+    workers: int = 1,
+    parser: Parser = parse,
 ) -> AsyncIterator[tuple[Flow, ra.WorkerGroup[Any]]]:
     """Workers that do not run yet, and an engine that does."""
     async with ra.Cluster.local() as cluster:
         flow = Flow(cluster)
-        group = await cluster.launch(Acting, agent, config, count=workers)
+        group = await cluster.launch(Acting, agent, config, parser, count=workers)
         serving = asyncio.create_task(
             engine.serve(flow.requests.receiver.clone(), flow.turns.sender.clone())
         )
@@ -194,12 +201,16 @@ async def flowing(
 
 
 async def played(
-    agent: Any, script: Script | Mapping[str, str], *tasks: Request, **config: Any
+    agent: Any,
+    script: Script | Mapping[str, str],
+    *tasks: Request,
+    parser: Parser = parse,
+    **config: Any,
 ) -> tuple[list[Sample], EpisodeReport]:
     """Run an episode for each task, by default one; the samples by name, and the report."""
     say = script.__getitem__ if isinstance(script, Mapping) else script
     settings = EpisodeConfig(run="agent", **config)
-    async with flowing(agent, Engine(say), settings) as (flow, group):
+    async with flowing(agent, Engine(say), settings, parser=parser) as (flow, group):
         running = flow.run(group)
         await flow.put(*(tasks or (task(),)))
         flow.tasks.sender.close()

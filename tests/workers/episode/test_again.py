@@ -233,8 +233,8 @@ class Plays:
 
     async def __call__(self, episode: Episode) -> float:
         """Four turns."""
-        total = int(episode.state or b"0")
         chat = await episode.resume(tools=[wait])
+        total = int(episode.state or b"0")
         turn = chat.turns[-1] if chat.turns else None
         while True:
             if turn is None:
