@@ -832,7 +832,7 @@ def _schemas(tools: Sequence[Tool | ToolSchema]) -> list[ToolSchema]:
 
 def digest(tokens: Tokens) -> int:
     """Return a checksum of tokens, the same in every process."""
-    return zlib.crc32(np.ascontiguousarray(tokens, np.int32))
+    return zlib.crc32(np.asarray(tokens, np.int32).tobytes())
 
 
 def _finite(what: str, value: object) -> float:
