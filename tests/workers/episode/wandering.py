@@ -140,8 +140,8 @@ async def wanders(episode: Episode, chance: random.Random) -> float:
 
 async def plays(episode: Episode, chance: random.Random) -> float:
     """A game that counts its moves, and is restored."""
-    most, moves = chance.randrange(1, 7), int(episode.state or b"0")
     chat = await episode.resume()
+    most, moves = chance.randrange(1, 7), int(episode.state or b"0")
     turn = chat.turns[-1] if chat.turns else None
     assert moves == max(0, len(chat.turns) - 1), "the state is not that of the conversation"
     while moves < most:
