@@ -18,9 +18,8 @@ import asyncio
 import contextlib
 import os
 import re
-import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import IO, Any, Final
+from typing import Any, Final
 
 import msgspec
 
@@ -108,8 +107,7 @@ class _Server:
         self._command = command
         self._url = url
         self._environment = environment
-        self._errors: IO[bytes] | None = None
-        self._words = ""
+        self._words: _Words
         self._stop = asyncio.Event()
         self._ready: asyncio.Future[tuple[Any, list[Any]]]
         self._task: asyncio.Task[None]
@@ -117,6 +115,7 @@ class _Server:
     async def begin(self, seconds: float) -> list[Any]:
         """Connect; return the tools. Raises `ToolBroken`."""
         self._ready = asyncio.get_running_loop().create_future()
+        self._words = _Words()
         self._task = asyncio.create_task(self._hold())
         either: set[asyncio.Future[Any]] = {self._ready, self._task}
         await asyncio.wait(either, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -124,9 +123,9 @@ class _Server:
             return self._ready.result()[1]
         if not self._task.done():
             raise ToolBroken(
-                f"{self.where} has not answered for {seconds:g} s{self._last_words()}", "timeout"
+                f"{self.where} has not answered for {seconds:g} s{self._words.last()}", "timeout"
             )
-        raise ToolBroken(f"{self.where} cannot be used: {self._why()}{self._last_words()}")
+        raise ToolBroken(f"{self.where} cannot be used: {self._why()}{self._words.last()}")
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
         """Return the result of a call. Raises `ToolBroken`, `ToolError`."""
@@ -137,11 +136,11 @@ class _Server:
         try:
             await asyncio.wait({asked, self._task}, return_when=asyncio.FIRST_COMPLETED)
             if not asked.done():
-                raise ToolBroken(f"{self.where} has ended: {self._why()}{self._last_words()}")
+                raise ToolBroken(f"{self.where} has ended: {self._why()}{self._words.last()}")
             return asked.result()
         except mcp.MCPError as error:
             if error.code == types.CONNECTION_CLOSED:
-                raise ToolBroken(f"{self.where} has ended{self._last_words()}") from error
+                raise ToolBroken(f"{self.where} has ended{self._words.last()}") from error
             raise ToolError(str(error)) from error
         except ToolBroken:
             raise
@@ -162,27 +161,22 @@ class _Server:
             self._task.cancel()
             if self._task.done() and not self._task.cancelled():
                 self._task.exception()
+            self._words.close()
 
     async def _hold(self) -> None:
         mcp = needed("mcp", extra="agents", needed_for="an MCP server")
-        with tempfile.TemporaryFile() as errors:
-            server: Any = self._url
-            if self._command:
-                self._errors = errors
-                parameters = mcp.StdioServerParameters(
-                    command=self._command[0],
-                    args=list(self._command[1:]),
-                    env=self._environment,
-                    encoding_error_handler="replace",
-                )
-                server = mcp.stdio_client(parameters, errlog=errors)
-            try:
-                async with mcp.Client(server) as client:
-                    self._ready.set_result((client, await _listed(client)))
-                    await self._stop.wait()
-            finally:
-                self._words = self._last_words()
-                self._errors = None
+        server: Any = self._url
+        if self._command:
+            parameters = mcp.StdioServerParameters(
+                command=self._command[0],
+                args=list(self._command[1:]),
+                env=self._environment,
+                encoding_error_handler="replace",
+            )
+            server = mcp.stdio_client(parameters, errlog=self._words)
+        async with mcp.Client(server) as client:
+            self._ready.set_result((client, await _listed(client)))
+            await self._stop.wait()
 
     def _why(self) -> str:
         """Return what has failed: of a group of errors, the first."""
@@ -193,14 +187,36 @@ class _Server:
             error = error.exceptions[0]
         return "the connection has ended" if error is None else raised(error)
 
-    def _last_words(self) -> str:
-        """Return what a server wrote to standard error last."""
-        if self._errors is None:
-            return self._words
-        # Its place in the file is also that of the server, which goes on writing.
-        file = self._errors.fileno()
-        size = os.fstat(file).st_size
-        shown = os.pread(file, _SHOWN, max(size - _SHOWN, 0)).decode(errors="replace").strip()
+
+class _Words:
+    """A pipe for what a server writes to standard error, of which the last is kept."""
+
+    def __init__(self) -> None:
+        self._read, self._written = os.pipe()
+        os.set_blocking(self._read, False)
+        self._kept = b""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._read, self._more)
+
+    def fileno(self) -> int:
+        """Return the descriptor that the server gets."""
+        return self._written
+
+    def close(self) -> None:
+        """Let nothing more be written."""
+        self._loop.remove_reader(self._read)
+        os.close(self._read)
+        os.close(self._written)
+
+    def _more(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while found := os.read(self._read, 65_536):
+                self._kept = (self._kept + found)[-_SHOWN:]
+
+    def last(self) -> str:
+        """Return what it wrote last, for an error."""
+        self._more()
+        shown = self._kept.decode(errors="replace").strip()
         return f"; its last words: {shown}" if shown else ""
 
 

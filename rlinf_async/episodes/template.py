@@ -28,13 +28,14 @@ import re
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
 from rlinf_async.data.config import DataError
-from rlinf_async.data.prompts import Tokenizer
+from rlinf_async.data.prompts import Tokenizer, end_tokens, load_tokenizer
 from rlinf_async.messages.language import Tokens
 
 Message = Mapping[str, Any]
@@ -445,6 +446,21 @@ class ChatTemplate:
             token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return text
+
+
+def load_template(model: str | Path, options: Mapping[str, Any] | None = None) -> ChatTemplate:
+    """Return the chat template of a model's folder.
+
+    Args:
+        model: the folder.
+        options: variables of the template.
+
+    Raises:
+        DataError: tokenizer or end tokens cannot be read.
+        TemplateError: see `ChatTemplate`.
+    """
+    tokenizer = load_tokenizer(model)
+    return ChatTemplate(tokenizer, options=options, ends=end_tokens(model, tokenizer) or None)
 
 
 def stand_in(number: int, answer: Answered, calls: Calls) -> Message:

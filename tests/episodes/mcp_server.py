@@ -53,6 +53,7 @@ def variables() -> list[str]:
 
 
 if __name__ == "__main__":
+    print("x" * int(os.environ.get("GRUMBLES", "0")), "too much", file=sys.stderr, flush=True)
     if len(sys.argv) > 1:
         server.run("streamable-http", port=int(sys.argv[1]))
     else:

@@ -32,13 +32,12 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from rlinf_async.channels import EndOfChannel, Lease, Receiver, Sender, WrongItemType
-from rlinf_async.data import load_tokenizer
-from rlinf_async.data.prompts import SLOW_IMPORTS, end_tokens
+from rlinf_async.data.prompts import SLOW_IMPORTS
 from rlinf_async.episodes import Episode, Task
 from rlinf_async.episodes.agents import load_agent
 from rlinf_async.episodes.endpoint import Endpoint
 from rlinf_async.episodes.parsing import Parser, parser_of
-from rlinf_async.episodes.template import ChatTemplate
+from rlinf_async.episodes.template import ChatTemplate, load_template
 from rlinf_async.messages.language import Failed, Request, Sample, Tokens
 from rlinf_async.workers.base import Worker, task_group
 from rlinf_async.workers.episode.clock import AgentClock
@@ -104,10 +103,7 @@ class EpisodeWorker(Worker):
 
     def make_language(self) -> Language:
         """Load tokenizer, template and parser. Override it to bring your own."""
-        tokenizer = load_tokenizer(self._model)
-        template = ChatTemplate(
-            tokenizer, options=self._chat_options, ends=end_tokens(self._model, tokenizer) or None
-        )
+        template = load_template(self._model, self._chat_options)
         parser = parser_of(self.config.tools, ("episode", "tools"))
         return Language(template, parser, template.decode)
 

@@ -34,6 +34,11 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         check_bounds(self, "port", least=0, most=65535)
         if not self.interface:
             raise ValueError("interface is empty; name one, or an address such as 127.0.0.1")
+        if self.interface in ("0.0.0.0", "::"):  # agents are told it as an address
+            raise ValueError(
+                f"interface is {self.interface!r}, which no agent can call: name the interface by "
+                "which agents reach this host, or its address"
+            )
 
 
 def check_installed() -> None:

@@ -130,8 +130,8 @@ class Endpoint:
     def _start(self) -> None:
         uvicorn = needed("uvicorn", extra=EXTRA, needed_for=NEEDED_FOR)
         app = self._app()
-        listener = _listener(self._config)
-        host, port = listener.getsockname()[:2]
+        listening = listener(self._config)
+        host, port = listening.getsockname()[:2]
         self._address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         config = uvicorn.Config(
             app,
@@ -149,7 +149,7 @@ class Endpoint:
         self._server.capture_signals = contextlib.nullcontext  # signals are the worker's
         # Not in the context of the episode that was the first to ask for it.
         self._serving = asyncio.get_running_loop().create_task(
-            self._server.serve([listener]), name="endpoint", context=contextvars.Context()
+            self._server.serve([listening]), name="endpoint", context=contextvars.Context()
         )
 
     def _app(self) -> Any:
@@ -312,24 +312,28 @@ def _response(body: bytes, media_type: str, status: int = 200) -> Response:
     return Response(body, status, media_type=media_type)
 
 
-def _listener(config: EndpointConfig) -> socket.socket:
-    """Return a socket that listens; raises `EpisodeError`."""
+def listener(config: EndpointConfig) -> socket.socket:
+    """Return a socket that listens.
+
+    Raises:
+        EpisodeError: it cannot: the interface does not exist, or the port is taken.
+    """
     address = _address(config.interface)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     # By its protocol asyncio knows that small writes are not to wait for one another (Nagle).
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, config.port))
-        listener.listen(BACKLOG)
-        listener.setblocking(False)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind((address, config.port))
+        made.listen(BACKLOG)
+        made.setblocking(False)
     except (OSError, OverflowError) as error:
-        listener.close()
+        made.close()
         raise EpisodeError(
             f"the endpoint cannot listen on {config.interface} port {config.port}: {error}; with "
             "port = 0 any that is free is taken"
         ) from error
-    return listener
+    return made
 
 
 def _address(interface: str) -> str:

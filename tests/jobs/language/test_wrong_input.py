@@ -117,6 +117,22 @@ TALKS = ("--episode.run", f"{AGENTS}:talks", "--cluster.episode_workers", 1)
             (*TALKS, *PROCESS, "--cluster.placement.episode.python", "/no/python"),
             "cluster.placement.episode.python: '/no/python': it cannot be run: [Errno 2]",
         ),
+        (
+            (*TALKS, "--episode.endpoint.port", 8000, "--cluster.episode_workers", 2),
+            "episode.endpoint.port: 2 episode workers of this host cannot listen on one port",
+        ),
+        (
+            (*TALKS, "--episode.endpoint.interface", "eth99"),
+            "episode.endpoint.interface: the endpoint cannot listen on eth99",
+        ),
+        (
+            (*TALKS, "--episode.endpoint.interface", "0.0.0.0"),
+            "interface is '0.0.0.0', which no agent can call: name the interface by which",
+        ),
+        (
+            (*TALKS, "--episode.run", "command: python none.py"),
+            "episode.run: command 'python none.py': there is no file 'none.py' in ",
+        ),
         ((*TALKS, "--episode.environment.id", "Wordle-v0"), "is no environment, so that this has"),
         ((*TALKS, "--episode.run", "none.py:run"), "episode.run: 'none.py:run': 'none.py' cannot"),
         ((*TALKS, "--episode.run", f"{AGENTS}:nobody"), "has no function 'nobody'"),
@@ -141,6 +157,21 @@ def test_episodes_that_could_not_be_run_are_refused(
     checked = job.command("check", job.file, *settings)
     assert checked.code == 2
     assert message in checked.err
+
+
+@pytest.mark.parametrize("command", ["train", "check"])
+def test_a_template_in_which_no_episode_could_go_on_is_refused(
+    job: Job, command: str, tmp_path: pathlib.Path
+) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m.content if m.role == 'user' }}{% endfor %}")
+    settings = (*TALKS, "--data.chat_template", template)
+    words = "data: the chat template leaves the content of an answer out"
+    if command == "train":
+        assert words in said(job, *settings)
+        return
+    checked = job.command("check", job.file, *settings)
+    assert (checked.code, words in checked.err) == (2, True), checked.err
 
 
 def test_prompts_that_cannot_be_divided_among_actors_are_refused_with_what_would_do(

@@ -27,6 +27,9 @@ from rlinf_async.backends.parts import EngineRun, TrainerRun, engines, language_
 from rlinf_async.config import ConfigError, MissingExtra, UsageError
 from rlinf_async.data import DataError, Prompts, PromptsTooLong, load_tokenizer
 from rlinf_async.episodes.agents import load_agent
+from rlinf_async.episodes.endpoint import EndpointConfig
+from rlinf_async.episodes.endpoint.server import listener
+from rlinf_async.episodes.episode import EpisodeError
 from rlinf_async.episodes.parsing import parsers
 from rlinf_async.messages.language import Rejected
 from rlinf_async.parallel.splits import nearest_divisors
@@ -407,6 +410,12 @@ def _check_episodes(config: LanguageConfig) -> None:
             f"nobody would run {episode.run!r}: set it to at least 1",
             path=("cluster", "episode_workers"),
         )
+    if episode.endpoint.port and workers > 1 and config.cluster.backend != "ray":
+        raise ConfigError(
+            f"{workers} episode workers of this host cannot listen on one port: leave it out, so "
+            "that each takes one that is free, or set cluster.episode_workers to 1",
+            path=("episode", "endpoint", "port"),
+        )
     if not config.data.chat:
         raise ConfigError(
             "an episode is a conversation, whose messages go through a chat template: set it to "
@@ -420,6 +429,20 @@ def _check_episodes(config: LanguageConfig) -> None:
             f"{episode.max_tokens} (episode.max_tokens): raise this, or lower that",
             path=("actor", "max_tokens"),
         )
+
+
+def check_endpoint(config: LanguageConfig) -> None:
+    """Listen where the endpoint of episodes will, on any free port; with Ray that is other hosts.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if not config.has_episodes or config.cluster.backend == "ray":
+        return
+    try:
+        listener(EndpointConfig(interface=config.episode.endpoint.interface)).close()
+    except EpisodeError as error:
+        raise ConfigError(str(error), path=("episode", "endpoint", "interface")) from error
 
 
 def check_agent(config: LanguageConfig, plan: PlacementPlan) -> None:

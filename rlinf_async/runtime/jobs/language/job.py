@@ -13,6 +13,7 @@ import msgspec
 from rlinf_async.config import ConfigError
 from rlinf_async.data import DataConfig, DataError, Prompts
 from rlinf_async.data.records import existing
+from rlinf_async.episodes.template import load_template
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import LanguageSummary
 from rlinf_async.runtime.jobs.config import Reads, check_sinks, model_files
@@ -21,6 +22,7 @@ from rlinf_async.runtime.jobs.language.checks import (
     check_agent,
     check_backends,
     check_critic,
+    check_endpoint,
     check_engine,
     check_families,
     check_scoring,
@@ -82,6 +84,8 @@ class LanguageRL:
         check_verifiers(config)
         config.cluster.check_interpreters(config.cluster.placement)
         check_agent(config, plan)
+        if devices is None:
+            check_endpoint(config)
         for data, path in ((config.data, ("data",)), (config.warm_start.data, WARM_START_DATA)):
             if data is not None and data.path:
                 _check_there(data, (*path, "path"))
@@ -164,6 +168,8 @@ def _inputs(config: LanguageConfig, into: Path) -> _Inputs:
         check_forward(model, ("model", "config"))
     try:
         prompts = open_prompts(config, model)
+        if config.has_episodes:
+            load_template(model, config.data.chat_options)
         if config.model.path and config.actor.part.has_weights:
             check_weights(Path(config.model.path).expanduser(), ("model", "path"))
         check_critic(config, model)
