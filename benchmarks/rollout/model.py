@@ -11,7 +11,9 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
 
-def save_model(folder: Path, *, hidden: int, layers: int, vocabulary: int = 256) -> str:
+def save_model(
+    folder: Path, *, hidden: int, layers: int, vocabulary: int = 256, context: int = 512
+) -> str:
     """Write the folder; its path."""
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -22,7 +24,7 @@ def save_model(folder: Path, *, hidden: int, layers: int, vocabulary: int = 256)
         num_attention_heads=max(4, hidden // 64),
         num_key_value_heads=2,
         head_dim=64 if hidden >= 256 else 32,
-        max_position_embeddings=512,
+        max_position_embeddings=context,
         eos_token_id=1,
         pad_token_id=0,
         tie_word_embeddings=True,
