@@ -47,7 +47,7 @@ BENCH = Bench(
         "tools: 768 episodes of 1 to 6 turns, 256 open, 64 slots; the same requests put again,",
         "256 at a time; pairs of measurements in one run, while all episodes are open",
         "8 turns with calls of a tool, 16 tools in the prompt; the agent in a process of its own",
-        "CPU: of the process of the episodes, with an engine that costs nothing, and what",
-        "a turn costs there beside it: template, tokenizer, parsing, and, over HTTP, the server",
+        "CPU: of the process of the episodes, with an engine that answers at once: template,",
+        "tokenizer, parsing, the wait for another process, and, over HTTP, the server",
     ),
 )

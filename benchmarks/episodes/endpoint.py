@@ -1,6 +1,7 @@
 """The same episodes twice: turns that a coroutine makes, and those of an agent over HTTP.
 
-The engine costs nothing: what is measured is what a turn costs beside it.
+The engine is a process that answers at once: what is measured is what a turn costs beside it, where
+each one waits for another process, as it does in a run.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import http.client
 import json
 import multiprocessing
 import os
+import socket
 import statistics
 import sys
 import time
@@ -20,6 +22,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 import numpy as np
+import uvloop
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -59,9 +62,14 @@ TOOLS: Final[list[dict[str, Any]]] = [
 
 
 class Drawn:
-    """A model that draws the same call of a tool each time."""
+    """A model that draws the same call of a tool each time.
 
-    def __init__(self) -> None:
+    Args:
+        engine: the socket of a process that answers each byte by a byte.
+    """
+
+    def __init__(self, engine: socket.socket) -> None:
+        self._engine = engine
         tokenizer: Any = tokenizer_of(FAMILY)
         end = FAMILIES[FAMILY].end
         thoughts = "<think>\nlet us look at the next place of the list\n</think>\n\n" * 3
@@ -77,11 +85,20 @@ class Drawn:
         )
 
     async def draw(self, context: Tokens, most: int, seed: int | None = None) -> Generated:
-        """Return the answer."""
+        """Return the answer, once the other process has been asked."""
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(self._engine, b"?")
+        await loop.sock_recv(self._engine, 1)
         return self._answer
 
 
-def episode_of(endpoint: Endpoint) -> Episode:
+def echo(theirs: socket.socket) -> None:
+    """Answer each byte by a byte, in another process, until the socket is closed."""
+    while asked := theirs.recv(1):
+        theirs.send(asked)
+
+
+def episode_of(endpoint: Endpoint, engine: socket.socket) -> Episode:
     """Return an episode with this model."""
     tokenizer: Any = tokenizer_of(FAMILY)
     end = int(tokenizer.convert_tokens_to_ids(FAMILIES[FAMILY].end))
@@ -92,7 +109,7 @@ def episode_of(endpoint: Endpoint) -> Episode:
 
     return Episode(
         Task(index=0, messages=(QUESTION,), reference=""),
-        Drawn(),
+        Drawn(engine),
         ChatTemplate(tokenizer),
         parsers.load("hermes"),
         decode,
@@ -143,28 +160,30 @@ async def over_http(episode: Episode, connection: Connection) -> list[float]:
     return seconds
 
 
-async def measured(connection: Connection) -> dict[str, float]:
+async def measured(connection: Connection, engine: socket.socket) -> dict[str, float]:
     """Alternate rounds of both kinds."""
     endpoint = Endpoint(EndpointConfig())
-    await one_round(endpoint, connection, WARM_UP)
-    rounds = [await one_round(endpoint, connection, EPISODES) for _ in range(ROUNDS)]
+    await one_round(endpoint, connection, engine, WARM_UP)
+    rounds = [await one_round(endpoint, connection, engine, EPISODES) for _ in range(ROUNDS)]
     await endpoint.aclose()
     found = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
     return found | {"load": os.getloadavg()[0]}
 
 
-async def one_round(endpoint: Endpoint, connection: Connection, episodes: int) -> dict[str, float]:
+async def one_round(
+    endpoint: Endpoint, connection: Connection, engine: socket.socket, episodes: int
+) -> dict[str, float]:
     """Return milliseconds of a turn: CPU of this process, and the clock's."""
     began, clock = time.process_time(), time.perf_counter()
     for _ in range(episodes):
-        await native(episode_of(endpoint))
+        await native(episode_of(endpoint, engine))
     turns = episodes * TURNS
     native_cpu = (time.process_time() - began) / turns * 1000
     native_ms = (time.perf_counter() - clock) / turns * 1000
     began = time.process_time()
     seconds: list[float] = []
     for _ in range(episodes):
-        episode = episode_of(endpoint)
+        episode = episode_of(endpoint, engine)
         seconds += await over_http(episode, connection)
         await endpoint.end(episode)
     cpu = (time.process_time() - began) / turns * 1000
@@ -185,9 +204,16 @@ def main(_: Sequence[str] = ()) -> None:
     ours, theirs = context.Pipe()
     process = context.Process(target=agent, args=(theirs,))
     process.start()
-    print(json.dumps(asyncio.run(measured(ours))))
+    engine, far = socket.socketpair()
+    engine.setblocking(False)
+    answering = context.Process(target=echo, args=(far,))
+    answering.start()
+    far.close()
+    print(json.dumps(uvloop.run(measured(ours, engine))))  # workers run uvloop, too
     ours.send(None)
+    engine.close()
     process.join()
+    answering.join()
 
 
 if __name__ == "__main__":
