@@ -319,3 +319,24 @@ def test_tools_of_one_name_are_refused() -> None:
         episode.chat(tools=[add.function])  # type: ignore[list-item]
     with pytest.raises(TemplateError, match="leaves tools out"):
         episode_of("gemma")[0].chat(tools=[add])
+
+
+@pytest.mark.parametrize("said", [False, True])
+def test_a_prompt_is_read_once_unless_more_is_said_before_the_first_turn(
+    said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    episode, model = episode_of("qwen2.5", "yes")
+    openings: list[int] = []
+    read = ChatTemplate.read
+
+    def counted(self: ChatTemplate, messages: Any, tools: Any = ()) -> Any:
+        openings.append(len(messages))
+        return read(self, messages, tools)
+
+    monkeypatch.setattr(ChatTemplate, "read", counted)
+    chat = episode.chat(tools=[add])
+    if said:
+        chat.say("and more?")
+    asyncio.run(chat.turn())
+    assert openings == ([1, 2] if said else [1])
+    assert ("and more?" in model.read[0]) == said

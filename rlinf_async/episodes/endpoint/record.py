@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import hashlib
+import re
 import secrets
 import time
 from collections.abc import Coroutine, Mapping, Sequence
@@ -39,6 +40,10 @@ from rlinf_async.episodes.template import Message, Rewrites, TemplateError
 REMEMBERED: Final = 64
 """answers of an episode that can be told again"""
 _Key = tuple[Any, ...]
+
+
+FLOAT: Final = re.compile(rb"[0-9](\.0|e)")
+"""what JSON has in it that holds a float without a fraction; may be a text, too"""
 
 
 class _Node:
@@ -294,7 +299,9 @@ def _key(message: Message) -> _Key:
     if role != "assistant":
         return role, content, message.get("tool_call_id")
     calls = message.get("tool_calls")
-    written = msgspec.json.encode(_as_javascript(calls), order="sorted") if calls else b""
+    written = msgspec.json.encode(calls, order="sorted") if calls else b""
+    if FLOAT.search(written):
+        written = msgspec.json.encode(_as_javascript(calls), order="sorted")
     return role, content.strip(), written
 
 
