@@ -397,7 +397,7 @@ class Chat:
         self._unsaid = made.said
         coming = self._next()
         context = coming.context
-        for at, sample in enumerate(recorded):
+        for at, sample in reversed(list(enumerate(recorded))):  # the newest: others were given up
             drawn, _ = cut_at(sample.generated, made.stop, self._episode.decode)
             same = np.array_equal(sample.request.prompt.token_ids, context)
             if same and made.digest in (None, digest(drawn.token_ids)):

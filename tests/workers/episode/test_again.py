@@ -5,22 +5,26 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import pytest
 
 from rlinf_async.episodes import Episode
-from rlinf_async.messages.language import Request, Sample, Scored
+from rlinf_async.messages.language import EngineUse, Failed, Request, Sample, Scored
 from rlinf_async.testing import explore, run
 from tests.workers.episode.kit import (
     Engine,
+    Flow,
     Script,
     answer,
     encoded,
     flowing,
     language,
+    played,
     replaced,
     task,
     wait,
@@ -58,9 +62,13 @@ def as_told(sample: Sample) -> tuple[Any, ...]:
     """All of an episode that must be the same, however often it was run."""
     made = sample.generated
     starts = tuple((one.start, tuple(one.prompt_ids.tolist())) for one in sample.branches)
-    spans = tuple((one.start, one.stop) for one in sample.turns)
+    spans = tuple((one.start, one.stop, one.reward) for one in sample.turns)
+    assert sample.episode is not None
+    seconds = {name: round(one, 6) for name, one in sample.episode.tool_seconds.items()}
+    record = msgspec.structs.replace(sample.episode, tool_seconds=seconds, engines=EngineUse())
     tokens = tuple(made.token_ids.tolist()), tuple(made.log_prob.tolist())
-    return sample.request.name, tokens, tuple(made.version.tolist()), starts, spans, sample.outcome
+    versions = tuple(made.version.tolist())
+    return sample.request.name, tokens, versions, starts, spans, sample.outcome, record
 
 
 async def told(agent: Any, *tasks: Request, script: Script = counts) -> dict[str, tuple[Any, ...]]:
@@ -271,5 +279,233 @@ def test_an_environment_that_can_be_restored_goes_on_after_the_last_complete_tur
         done = int(seconds)
         again = [done] if done else []  # the answer to the last turn is looked at again
         assert agent.steps == [*range(1, done + 1), *again, *range(done + 1, 5)]
+
+    run(body())
+
+
+class Case(NamedTuple):
+    """What an agent makes use of."""
+
+    fork: bool
+    stop: bool
+    reward: bool
+    resume: bool
+    state: bool
+
+
+def digits(text: str) -> str:
+    """Some digits that depend on all that was read, each fourth time a call."""
+    seen = sum((at + 1) * one for at, one in enumerate(text.encode()))
+    return f"!wait {seen % 2 + 1}" if seen % 4 == 0 else str(seen**5 % 10**8)
+
+
+def acts(case: Case) -> Any:
+    """An agent whose environment adds up what it was told: four turns, and one in a fork."""
+    stop = ["7"] if case.stop else []
+
+    async def agent(episode: Episode) -> float:
+        chat = await episode.resume([wait]) if case.resume else episode.chat([wait])
+        total = int(episode.state or b"0") if case.resume else 0
+        turn = chat.turns[-1] if chat.turns else None
+        while True:
+            if turn is None:
+                if case.state:
+                    episode.state = str(total).encode()
+                turn = await chat.turn(stop=stop)
+            total = total * 3 + len(turn.text)
+            turn.reward = total / 8 if case.reward else None
+            episode.metrics["total"] = episode.metrics.get("total", 0.0) + total
+            if len(chat.turns) == 4:
+                break
+            await chat.answer(turn)
+            chat.say(f"so far {total}")
+            turn = None
+        if case.fork:
+            other = chat.fork(chat.turns[1])
+            other.say("or")
+            (await other.turn(stop=stop)).reward = 1.0 if case.reward else None
+        return float(total)
+
+    return agent
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(*used) for used in itertools.product([False, True], repeat=5)],
+    ids=lambda case: "-".join(name for name, used in case._asdict().items() if used) or "plain",
+)
+def test_an_episode_comes_to_the_same_however_often_its_worker_dies(case: Case) -> None:
+    async def body(deaths: Sequence[float], expected: tuple[Any, ...]) -> None:
+        async with flowing(acts(case), Engine(digits)) as (flow, group):
+            running = flow.run(group)
+            await flow.put(task())
+            for seconds in deaths:
+                await asyncio.sleep(seconds)
+                running.cancel()
+                await running.finished(within=1)
+                running = flow.run(group)
+            found = await flow.episodes.receiver.get()
+            flow.tasks.sender.close()
+            await running
+            assert as_told(found) == expected
+
+    expected = run(told(acts(case), task(), script=digits))["0/0"]
+    for seconds in range(8):
+        run(body([seconds + 0.5], expected))
+    run(body([1.5, 1.5, 0.5, 2.5], expected))
+
+
+class Remembers:
+    """An agent that is restored, and keeps what it found."""
+
+    def __init__(self, *tools: Any) -> None:
+        self._tools = list(tools)
+        """tools in each of its lives"""
+        self.found: list[tuple[bytes, list[str]]] = []
+        """state and earlier answers in each of its lives"""
+
+    async def __call__(self, episode: Episode) -> float:
+        """Three turns, the first of them asked for twice."""
+        chat = await episode.resume(self._tools.pop(0) if self._tools else ())
+        self.found.append((episode.state, [turn.text for turn in chat.turns]))
+        while len(chat.turns) < 3:
+            if chat.turns:
+                chat.say("more")
+            episode.state = f"after {len(chat.turns)}".encode()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None if chat.turns or episode.turns else 0.5):
+                    await chat.turn()
+        return float("".join(turn.text for turn in chat.turns))
+
+
+def numbers() -> Script:
+    """Says 1, 2, 3, ... whatever it reads."""
+    count = itertools.count(1)
+    return lambda _: str(next(count))
+
+
+async def lost(agent: Remembers, seconds: float, lose: Callable[[Flow], None]) -> Sample:
+    """An episode whose worker dies once, and what is lost with it."""
+    async with flowing(agent, Engine(numbers())) as (flow, group):
+        running = flow.run(group)
+        await flow.put(task())
+        await asyncio.sleep(seconds)
+        running.cancel()
+        await running.finished(within=1)
+        lose(flow)
+        running = flow.run(group)
+        found = await flow.episodes.receiver.get()
+        flow.tasks.sender.close()
+        await running
+        return found
+
+
+def nothing(flow: Flow) -> None:
+    """Lose nothing."""
+
+
+def first_answer(flow: Flow) -> None:
+    """Lose the first answer that the agent has had: turn 1 was given up."""
+    flow.turns.receiver.get_nowait(key="0/0.2")
+
+
+def state_of_its_time(flow: Flow) -> None:
+    """Have the newest answer carry a state that nobody can read."""
+    newest = flow.turns.receiver.get_nowait(key="0/0.3")
+    newest.request = replaced(newest.request, state=b"of another version")
+    flow.turns.sender.put_nowait(newest, key="0/0.3")
+
+
+@pytest.mark.parametrize(("lose", "tools", "found", "reward"), [
+    (nothing, ((), ()), (b"after 1", ["2", "3"]), 234.0),
+    (first_answer, ((), ()), (b"", []), 156.0),
+    (state_of_its_time, ((), ()), (b"", []), 156.0),
+    (nothing, ((), [wait]), (b"", []), 678.0),
+])  # fmt: skip
+def test_a_conversation_is_restored_as_it_was_or_not_at_all(
+    lose: Callable[[Flow], None], tools: Any, found: tuple[bytes, list[str]], reward: float
+) -> None:
+    async def body() -> None:
+        agent = Remembers(*tools)
+        sample = await lost(agent, 2.7, lose)
+        assert agent.found == [(b"", []), found]
+        assert sample.outcome == Scored(reward=reward)
+
+    run(body())
+
+
+def test_the_state_is_read_after_resume() -> None:
+    async def reads_it_first(episode: Episode) -> float:
+        return float(episode.state or b"0")
+
+    async def body() -> None:
+        [sample], _ = await played(reads_it_first, digits)
+        assert isinstance(sample.outcome, Failed)
+        assert "await episode.resume()" in sample.outcome.error
+
+    run(body())
+
+
+async def seeded(episode: Episode) -> float:
+    """Turns, forks and choices with one seed."""
+    chat = episode.chat()
+    choices = [chat, chat.fork(), chat.fork()]
+    for one in choices:
+        await one.turn(seed=7)
+    chat.say("more")
+    await chat.turn(seed=7)
+    chat.say("more")
+    await chat.turn(seed=8)
+    chat.say("more")
+    await chat.turn()
+    return 1.0
+
+
+def test_no_two_turns_draw_on_one_seed_and_an_episode_that_is_run_again_draws_the_same() -> None:
+    async def body() -> list[int]:
+        engine = Engine(digits)
+        async with flowing(seeded, engine) as (flow, group):
+            running = flow.run(group)
+            await flow.put(task(1), task(2))
+            for _ in range(2):
+                await flow.episodes.receiver.get()
+            flow.tasks.sender.close()
+            await running
+        return [one.seed for one in sorted(engine.asked, key=lambda one: (one.group, one.turn))]
+
+    first = run(body())
+    assert len(set(first)) == 12
+    assert run(body()) == first
+
+
+def test_an_answer_that_was_cut_is_none_to_a_turn_that_may_be_longer() -> None:
+    lives = 0
+
+    async def asks_for_more(episode: Episode) -> float:
+        """Give a short answer up in the first life, and ask for a longer one."""
+        nonlocal lives
+        lives += 1
+        chat = episode.chat()
+        if lives == 1:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.5):
+                    await chat.turn(2)
+        turn = await chat.turn(6)
+        await asyncio.sleep(5.0)
+        return float(turn.text)
+
+    async def body() -> None:
+        async with flowing(asks_for_more, Engine(lambda _: "12345")) as (flow, group):
+            running = flow.run(group)
+            await flow.put(task())
+            await asyncio.sleep(3.0)
+            running.cancel()
+            await running.finished(within=1)
+            running = flow.run(group)
+            sample = await flow.episodes.receiver.get()
+            flow.tasks.sender.close()
+            await running
+        assert sample.outcome == Scored(reward=12345.0)
+        assert sample.generated.finish == "stop"
 
     run(body())

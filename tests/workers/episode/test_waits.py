@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
+
+import pytest
 
 from rlinf_async.episodes import Episode
-from rlinf_async.messages.language import Scored
+from rlinf_async.messages.language import Failed, Scored
 from rlinf_async.testing import run
 from rlinf_async.workers.episode import EpisodeConfig
 from tests.workers.episode.kit import Engine, flowing, task, wait
@@ -67,3 +70,74 @@ def test_a_worker_has_no_more_episodes_open_than_it_may_and_two_share_the_tasks(
 
     run(body())
     assert most == 6
+
+
+def ignores_cancellations(over: asyncio.Event, *, ends_later: bool) -> Any:
+    """An agent of task 0 that goes on when it is cancelled; others answer at once."""
+
+    async def agent(episode: Episode) -> float:
+        chat = episode.chat()
+        await chat.turn()
+        if episode.task.index:
+            return 1.0
+        while not over.is_set():
+            try:
+                await over.wait()
+            except asyncio.CancelledError:
+                if ends_later:
+                    break
+        return 0.5
+
+    return agent
+
+
+@pytest.mark.parametrize("ends_later", [False, True])
+@pytest.mark.parametrize("on_timeout", ["fail", "score"])
+def test_an_agent_that_ignores_the_end_of_its_time_is_left_alone_named_and_counted_as_cut(
+    ends_later: bool, on_timeout: Any
+) -> None:
+    async def body() -> None:
+        over = asyncio.Event()
+        agent = ignores_cancellations(over, ends_later=ends_later)
+        config = EpisodeConfig(run="agent", concurrent=1, seconds=20.0, on_timeout=on_timeout)
+        async with flowing(agent, Engine(lambda _: "4"), config) as (flow, group):
+            running = flow.run(group)
+            await flow.put(task(0), task(1))
+            flow.tasks.sender.close()
+            first, second = [await flow.episodes.receiver.get() for _ in range(2)]
+            await running
+            handle = group.supervisors[0].live
+            assert handle is not None
+            said = await handle.doing()
+            over.set()
+            await asyncio.sleep(1.0)
+            assert await handle.doing() == ()
+        assert second.outcome == Scored(reward=1.0)
+        assert first.episode is not None
+        assert first.episode.cut == "seconds"
+        if on_timeout == "score":
+            assert first.outcome is None
+        else:
+            assert isinstance(first.outcome, Failed)
+            assert "took longer than seconds = 20" in first.outcome.error
+            assert ("let CancelledError through" in first.outcome.error) != ends_later
+        expected = "episode 0/0 has waited 6 s for its agent, which was cancelled, to end"
+        assert (expected in said) != ends_later
+
+    run(body())
+
+
+def test_a_worker_that_is_cancelled_does_not_wait_for_an_agent_that_ignores_it() -> None:
+    async def body() -> None:
+        over = asyncio.Event()
+        agent = ignores_cancellations(over, ends_later=False)
+        async with flowing(agent, Engine(lambda _: "4")) as (flow, group):
+            running = flow.run(group)
+            await flow.put(task(0))
+            await asyncio.sleep(2.0)
+            running.cancel()
+            await running.finished(within=10)
+            over.set()
+            assert flow.left().keys() == {"tasks", "turns"}
+
+    run(body())
