@@ -85,10 +85,9 @@ def what_is_wrong(python: str, env_vars: Mapping[str, str]) -> str:
 
 @functools.cache
 def _what_is_wrong(python: str, env_vars: tuple[tuple[str, str], ...]) -> str:
-    path = f"import sys; sys.path += {_own_path()!r}; "
     # One argument, whatever is in it: a process is started with it, not by a shell.
     answer = answer_of(
-        shlex.quote(python), dict(env_vars), path + QUESTION, "rlinf_async and msgspec"
+        shlex.quote(python), dict(env_vars), _setting_path() + QUESTION, "rlinf_async and msgspec"
     )
     if isinstance(answer, str):
         return answer
@@ -98,9 +97,11 @@ def _what_is_wrong(python: str, env_vars: tuple[tuple[str, str], ...]) -> str:
     return ""
 
 
-def _own_path() -> list[str]:
-    """Return the part of this process's path that is no part of its Python."""
-    return [one for one in sys.path if one and not _is_of_this_python(one)]
+def _setting_path() -> str:
+    """Return the program by which a new interpreter takes over the part of this process's path
+    that is no part of its Python, and leaves out the folder that it runs in."""
+    own = [one for one in sys.path if one and not _is_of_this_python(one)]
+    return f"import sys; sys.path[:] = [*filter(None, sys.path), *{own!r}]; "
 
 
 class OtherPython(SpawnProcess):
@@ -139,8 +140,8 @@ class _Started(popen_spawn_posix.Popen):
         # The process sees by its end of this pipe that this one is gone.
         self.finalizer = util.Finalize(self, _close, (self.sentinel, write_told))
         program = (
-            f"import sys; sys.path += {_own_path()!r}; from multiprocessing.spawn import "
-            f"spawn_main; spawn_main(tracker_fd={tracker}, pipe_handle={read_told})"
+            f"{_setting_path()}from multiprocessing.spawn import spawn_main; "
+            f"spawn_main(tracker_fd={tracker}, pipe_handle={read_told})"
         )
         flags: list[str] = getattr(util, "_args_from_interpreter_flags")()  # noqa: B009
         command = [process_obj.python, *flags, "-c", program, "--multiprocessing-fork"]

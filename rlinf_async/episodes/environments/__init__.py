@@ -56,7 +56,7 @@ environments: Registry[EnvironmentPart] = Registry(
     "environment of episodes",
     entries={
         name: f"rlinf_async.episodes.environments.{name}:{name.capitalize()}Part"
-        for name in ("gymnasium", "openenv", "textarena")
+        for name in ("gymnasium", "openenv", "textarena", "verifiers")
     },
     group="rlinf_async.episode_environments",
     described_by=EnvironmentPart,

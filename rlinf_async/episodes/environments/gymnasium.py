@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from rlinf_async.config.registry import ConfigError, Path, needed, raised
+from rlinf_async.config.registry import ConfigError, Path, UsageError, needed, raised
 from rlinf_async.episodes.environments import (
     Calls,
     EnvironmentFailed,
@@ -52,6 +52,8 @@ class GymnasiumPart(EnvironmentPart):
         """Make an environment, and look at its spaces."""
         try:
             env = _made(settings)
+        except UsageError:
+            raise
         except (Exception, SystemExit) as error:
             raise ConfigError(
                 f"{settings.name} cannot be made: {raised(error)}", path=(*path, "id")

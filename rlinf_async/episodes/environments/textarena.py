@@ -25,6 +25,7 @@ from rlinf_async.config.counts import check_bounds
 from rlinf_async.config.registry import (
     ConfigError,
     Path,
+    UsageError,
     check_arguments,
     load_entry_point,
     nearest,
@@ -101,6 +102,8 @@ class TextarenaPart(EnvironmentPart):
         _opponent(settings, path)
         try:
             _Game(settings, 0)
+        except UsageError:
+            raise
         except (Exception, SystemExit) as error:
             raise ConfigError(
                 f"{settings.name} cannot begin with {settings.players} player(s) and options = "
