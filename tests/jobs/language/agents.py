@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 from rlinf_async.episodes import Episode, Turn, tool
@@ -23,6 +24,20 @@ async def talks(episode: Episode) -> float:
         chat.say("and?")
     episode.metrics["drawn"] = float(drawn)
     return float(drawn % 2)
+
+
+@tool(seconds=600)
+async def search(seconds: float) -> str:
+    """Look for a long time."""
+    await asyncio.sleep(seconds)
+    return "nothing"
+
+
+async def searches(episode: Episode) -> float:
+    """A turn, and a tool that takes long."""
+    await episode.chat().turn()
+    await search(300.0)
+    return 1.0
 
 
 async def forks(episode: Episode) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from typing import Any
 
 from rlinf_async.runtime.jobs.language.samples import load_language_progress
@@ -37,3 +38,24 @@ def test_a_run_is_looked_at_and_stopped_with_a_checkpoint(job: Job, start_driver
     assert progress is not None
     assert progress.version == job.summary.iterations
     assert job.command("stop", job.out).code == 2
+
+
+def test_status_names_the_episodes_that_have_waited_longest_and_the_tool(
+    job: Job, start_driver: Start
+) -> None:
+    searches = ("--episode.run", "tests.jobs.language.agents:searches")
+    workers = ("--cluster.episode_workers", 1, "--episode.seconds", 600)
+    driver = start_driver("train", job.file, "--out", job.out, *PROCESS, *searches, *workers)
+    driver.until((job.out / "run.json").exists, "the folder")
+    names: list[str] = []
+
+    def named() -> bool:
+        names[:] = re.findall(
+            r"episode (-?\d+/\d+) has waited \d+ s for tool search",
+            job.command("status", job.out, "--json").out,
+        )
+        return bool(names)
+
+    driver.until(named, "an episode that waits")
+    assert 1 <= len(set(names)) <= 3
+    driver.kill()
