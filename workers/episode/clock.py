@@ -25,6 +25,8 @@ class AgentClock:
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
+        self.since: float | None = None
+        """when the agent went on, by the loop's clock; None: it has ended, or the model draws"""
         self._left = seconds
         self._timer: Timer | None = None
         self._over: asyncio.Future[None] | None = None
@@ -55,6 +57,7 @@ class AgentClock:
 
     def _go_on(self) -> None:
         if self._over is not None and not self._answers and not self._over.done():
+            self.since = asyncio.get_running_loop().time()
             # A stall of this process runs no limit out.
             self._timer = Timer(self._left, self._over.set_result, None)
 
@@ -62,4 +65,4 @@ class AgentClock:
         if self._timer is not None:
             self._left = self._timer.left
             self._timer.cancel()
-            self._timer = None
+            self._timer = self.since = None

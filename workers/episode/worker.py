@@ -47,6 +47,8 @@ from rlinf_async.workers.episode.turns import EpisodeReport, TurnEnds, Turns
 
 NAMED: Final = 3
 """number of waiting episodes that reports name, the longest ones"""
+QUICK: Final = 1.0
+"""seconds from which on reports name an episode whose agent does something else than call tools"""
 
 
 class Language(NamedTuple):
@@ -79,6 +81,8 @@ class EpisodeWorker(Worker):
         self._slots = self._idle = 0
         self._waits: dict[object, tuple[float, str, str]] = {}
         """since when which episode waits for what, beside the model"""
+        self._clocks: dict[str, AgentClock] = {}
+        """clock of each open episode, by its name"""
 
     @classmethod
     def slow_imports(cls, arguments: Mapping[str, Any]) -> Sequence[str]:
@@ -175,8 +179,9 @@ class EpisodeWorker(Worker):
         """Run one episode, and send it on; the leases of its answers are held until then."""
         [task] = lease
         config, name = self.config, self.config.run
-        clock = AgentClock(config.seconds)
+        clock = self._clocks[task.name] = AgentClock(config.seconds)
         async with AsyncExitStack() as held:
+            held.callback(self._clocks.pop, task.name, None)
             turns = Turns(task, ends, held, clock, report)
             if lease.deliveries[0] > 1 or task.replay:
                 await turns.recall(config.max_turns)
@@ -234,7 +239,13 @@ class EpisodeWorker(Worker):
     def doing(self) -> tuple[str, ...]:
         """Name the episodes that have waited longest for anything but the model."""
         now = asyncio.get_running_loop().time()
-        longest = sorted(self._waits.values())[:NAMED]
+        named = {episode for _, episode, _ in self._waits.values()}
+        agents = [
+            (clock.since, episode, "its agent")
+            for episode, clock in self._clocks.items()
+            if episode not in named and clock.since is not None and now - clock.since >= QUICK
+        ]
+        longest = sorted([*self._waits.values(), *agents])[:NAMED]
         return tuple(
             f"episode {episode} has waited {now - since:.0f} s for {what}"
             for since, episode, what in longest

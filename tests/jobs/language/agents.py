@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from rlinf_async.episodes import Episode, Turn, tool
+from rlinf_async.episodes import Episode, Parsed, ToolCall, Turn, tool
 
 
 @tool
@@ -34,10 +34,18 @@ async def search(seconds: float) -> str:
 
 
 async def searches(episode: Episode) -> float:
-    """A turn, and a tool that takes long."""
-    await episode.chat().turn()
-    await search(300.0)
+    """A turn, and what takes long: a tool, of every second task the agent itself."""
+    chat = episode.chat(tools=[search])
+    turn = await chat.turn()
+    if episode.task.index % 2:
+        await asyncio.sleep(300.0)
+    await chat.answer(turn)
     return 1.0
+
+
+def always_searches(text: str) -> Parsed:
+    """Each answer is a call."""
+    return Parsed(text=text, tool_calls=(ToolCall(name="search", arguments={"seconds": 300.0}),))
 
 
 async def forks(episode: Episode) -> float:

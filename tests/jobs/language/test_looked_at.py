@@ -40,22 +40,31 @@ def test_a_run_is_looked_at_and_stopped_with_a_checkpoint(job: Job, start_driver
     assert job.command("stop", job.out).code == 2
 
 
-def test_status_names_the_episodes_that_have_waited_longest_and_the_tool(
+def test_status_names_the_episodes_that_have_waited_longest_and_for_what(
     job: Job, start_driver: Start
 ) -> None:
-    searches = ("--episode.run", "tests.jobs.language.agents:searches")
-    workers = ("--cluster.episode_workers", 1, "--episode.seconds", 600)
+    agents = "tests.jobs.language.agents"
+    template = job.file.parent / "tools.jinja"
+    template.write_text(
+        "{% if tools %}<system>{{ tools[0].function.name }}{% endif %}"
+        "{% for message in messages %}<{{ 'user' if message.role == 'tool' else message.role }}>"
+        "{{ message.content }}{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    searches = (
+        *("--episode.run", f"{agents}:searches", "--episode.tools", f"{agents}:always_searches"),
+        *("--data.chat_template", template, "--episode.seconds", 600),
+    )
+    workers = ("--cluster.episode_workers", 2)
     driver = start_driver("train", job.file, "--out", job.out, *PROCESS, *searches, *workers)
     driver.until((job.out / "run.json").exists, "the folder")
-    names: list[str] = []
+    seen: dict[str, str] = {}
 
     def named() -> bool:
-        names[:] = re.findall(
-            r"episode (-?\d+/\d+) has waited \d+ s for tool search",
-            job.command("status", job.out, "--json").out,
-        )
-        return bool(names)
+        said = job.command("status", job.out, "--json").out
+        waits = r"episode (-?\d+/\d+) has waited \d+ s for (tool search|its agent)"
+        seen.update(re.findall(waits, said))
+        return {*seen.values()} == {"tool search", "its agent"}
 
-    driver.until(named, "an episode that waits")
-    assert 1 <= len(set(names)) <= 3
+    driver.until(named, "episodes that wait")
     driver.kill()

@@ -44,6 +44,33 @@ def test_the_episodes_that_have_waited_longest_are_named_with_the_tool() -> None
     run(body())
 
 
+def test_an_agent_that_does_something_else_is_named_too_but_not_while_the_model_draws() -> None:
+    async def thinks(episode: Episode) -> float:
+        chat = episode.chat()
+        await chat.turn()
+        await asyncio.sleep(20)
+        chat.say("and?")
+        await chat.turn()
+        return 1.0
+
+    async def body() -> None:
+        async with flowing(thinks, Engine(lambda _: "4", 10.0)) as (flow, group):
+            running = flow.run(group)
+            await flow.put(task(7))
+            handle = group.supervisors[0].live
+            assert handle is not None
+            said = []
+            for _ in range(9):
+                await asyncio.sleep(4.9)
+                said.append(await handle.doing())
+            flow.tasks.sender.close()
+            await running
+        waits = [f"episode 7/0 has waited {seconds} s for its agent" for seconds in (5, 10, 14, 19)]
+        assert said == [(), (), *((one,) for one in waits), (), (), ()]
+
+    run(body())
+
+
 def test_a_worker_has_no_more_episodes_open_than_it_may_and_two_share_the_tasks() -> None:
     open_now: list[str] = []
     most = 0
