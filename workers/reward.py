@@ -160,12 +160,14 @@ class RewardWorker(Worker):
 
 def _labels(sample: Sample) -> dict[str, str | int]:
     """Return what the trace tells of a sample; iteration -1: of an evaluation."""
-    request = sample.request
+    request, generated = sample.request, sample.generated
+    episode = {"turns": len(sample.turns), "drawn": generated.drawn_tokens}
     return {
         "sample": request.name,
         "iteration": -1 if request.evaluation else request.iteration,
-        "tokens": len(sample.generated.token_ids),
+        "tokens": len(generated.token_ids),
         "rollout": sample.rollout_rank,
+        **(episode if sample.episode is not None else {}),
     }
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -27,6 +28,9 @@ from rlinf_async.config import Document, UsageError
 from rlinf_async.observe.metrics import read_columns
 from rlinf_async.observe.trace import Span, by_worker, is_waiting, read_perfetto
 from rlinf_async.simulate.config import SimulationConfig
+
+if TYPE_CHECKING:
+    from rlinf_async.runtime.jobs.language.config import LanguageConfig
 
 Floats = NDArray[np.float64]
 
@@ -201,6 +205,8 @@ def _duration(span: Span) -> int:
 CRITIC = "critic"
 """what the names of critics begin with; there are none in a simulation, so their spans are left
 out"""
+TOOL = "tool "
+"""what the names of spans begin with in which an episode waits for tools"""
 LENGTHS = 200
 """most lengths that are kept to stand for those of all samples"""
 LEAST_ITERATIONS = 4
@@ -227,6 +233,9 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     hardware: dict[str, int] = {}
     """settings of ``[hardware]`` in a simulation of the same run; empty where the folder has no
     configuration"""
+    episode: dict[str, Any] = {}
+    """settings of ``[episode]`` in a simulation of the same run; empty where samples are single
+    answers, or the folder has no configuration"""
 
 
 def calibrate(run: Path) -> Calibration:
@@ -285,6 +294,7 @@ def calibrate(run: Path) -> Calibration:
         step_seconds=float(np.diff(ends).mean()),
         work=work,
         hardware=hardware,
+        episode=_episode(run, every, rows) if work else {},
     )
 
 
@@ -300,6 +310,7 @@ def simulation_of(found: Calibration, iterations: int = 32) -> SimulationConfig 
             "hardware": found.hardware,
             "generation": found.generation | {"lengths": lengths},
             "actor": found.actor,
+            "episode": found.episode,
             "scheduler": {"policy": "static"},
         },
         SimulationConfig,
@@ -314,9 +325,7 @@ def _shape(
     file = run / "config.toml"
     if not file.is_file():
         return {}, {}, {}
-    from rlinf_async.runtime.jobs.language.config import LanguageConfig
-
-    config = Document.read(file).to(LanguageConfig, {})
+    config = _config(file)
     devices = workers + ranks
     work: dict[str, float | int | bool] = {
         "prompts_per_device": config.training.prompts / devices,
@@ -335,6 +344,12 @@ def _shape(
     engine = config.rollout.engine
     slots = min(getattr(engine, "slots", getattr(engine, "max_concurrent", samples)), samples)
     return work, hardware, {"slots": config.rollout.serving.max_concurrent or slots}
+
+
+def _config(file: Path) -> LanguageConfig:
+    from rlinf_async.runtime.jobs.language.config import LanguageConfig
+
+    return Document.read(file).to(LanguageConfig, {})
 
 
 def _between(
@@ -356,13 +371,52 @@ def _between(
 
 
 def _lengths(spans: Iterable[Span]) -> tuple[int, ...]:
-    """Return the lengths of the trained responses, or `LENGTHS` quantiles of them."""
+    """Return the lengths of the trained answers, or `LENGTHS` quantiles of them. Of an episode all
+    answers count as equally long."""
+    found: list[float] = []
+    for args in _scored(spans):
+        turns = int(args.get("turns", 1))
+        found += [int(args.get("drawn", args["tokens"])) / max(turns, 1)] * turns
+    return tuple(max(1, round(one)) for one in _quantiles(found))
+
+
+def _episode(run: Path, spans: Sequence[Span], rows: Mapping[str, Floats]) -> dict[str, Any]:
+    """Return the settings of ``[episode]``: turns, and the seconds from an answer to the next turn,
+    0 where no tool was waited for."""
+    config = _config(run / "config.toml")
+    turns = [max(1, int(args["turns"])) for args in _scored(spans) if "turns" in args]
+    if not config.has_episodes or not turns:
+        return {}
+    further = sum(turns) - len(turns)
+    waits = [
+        span.duration / 1e9
+        for span in spans
+        if span.name.startswith(TOOL) and not str((span.args or {}).get("sample")).startswith("-")
+    ]
+    waits += [0.0] * (further - len(waits))
+    given = float(rows["given_tokens"].mean()) * len(turns) / further if further else 0.0
+    return {
+        "turns": tuple(round(one) for one in _quantiles(turns)),
+        "tool_seconds": tuple(float(f"{one:.4g}") for one in _quantiles(waits)) or (0.0,),
+        "given_tokens": round(given),
+        "max_turns": config.episode.max_turns,
+        "concurrent": config.episode.concurrent,
+        "workers": config.cluster.episode_workers,
+    }
+
+
+def _scored(spans: Iterable[Span]) -> list[Mapping[str, Any]]:
+    """Return what the trace tells of the samples that were trained."""
     scored = (span.args or {} for span in spans if span.name == "score")
-    found = [int(args["tokens"]) for args in scored if int(args.get("iteration", -1)) >= 0]
-    if len(found) > LENGTHS:
+    return [args for args in scored if int(args.get("iteration", -1)) >= 0]
+
+
+def _quantiles(values: Sequence[float]) -> list[float]:
+    """Return the values, rising, or `LENGTHS` quantiles of them."""
+    if len(values) > LENGTHS:
         places = (np.arange(LENGTHS) + 0.5) / LENGTHS
-        found = np.quantile(found, places).round().astype(int).tolist()
-    return tuple(sorted(found))
+        return [float(one) for one in np.quantile(values, places)]
+    return sorted(values)
 
 
 def _rows(run: Path) -> dict[str, Floats]:

@@ -145,3 +145,36 @@ def test_a_run_with_its_configuration_is_simulated_whole(
     config = Document("printed", printed).to(SimulationConfig)
     assert (config.samples, config.hardware.actor_devices) == (16, 1)
     assert config.work.pipelined
+
+
+def test_episodes_are_simulated_with_the_turns_and_waits_of_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    agent = tmp_path / "agent.py"
+    agent.write_text("async def run(episode): ...\n")
+    settings = TOY.format(data=tmp_path).replace("prompts = 4", "prompts = 8")
+    settings = settings.replace("[cluster]", "[cluster]\nepisode_workers = 2")
+    episode = f'[episode]\nrun = "{agent}:run"\nmax_turns = 5\n'
+    folder = made(tmp_path, without="score")
+    (folder / "config.toml").write_text(settings + episode)
+    spans = read_perfetto(folder / "trace.json.gz")
+    for sample, turns in ((0, 1), (1, 3)):
+        drawn = {"turns": turns, "drawn": 40 * turns, "tokens": 40 * turns + 9 * (turns - 1)}
+        spans.append(span("reward[0]", "score", 0.0, 0.0, iteration=0, **drawn))
+        evaluation = {"iteration": -1, "turns": 7, "drawn": 7, "tokens": 7}
+        spans.append(span("reward[0]", "score", 0.0, 0.0, **evaluation))
+        spans.append(
+            Span("episode[0]", "tool add", 0, 9_000_000_000, {"sample": f"-{sample + 1}/0"})
+        )
+    spans.append(Span("episode[0]", "tool add", 0, 2_500_000_000, {"sample": "0/1"}))
+    write_perfetto(spans, folder / "trace.json.gz")
+    lines = (folder / "metrics.csv").read_text().splitlines()
+    rows = [lines[0] + ",given_tokens", *(f"{line},9" for line in lines[1:])]
+    (folder / "metrics.csv").write_text("\n".join(rows) + "\n")
+    assert main(["calibrate", str(folder)]) == 0
+    config = Document("printed", capsys.readouterr().out).to(SimulationConfig)
+    assert config.episode.turns == (1, 3)
+    assert config.episode.tool_seconds == (0.0, 2.5)
+    assert (config.episode.given_tokens, config.episode.max_turns) == (9, 5)
+    assert config.episode.workers == 2
+    assert config.generation.lengths.many(4, 0).tolist() == [40.0] * 4
