@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
@@ -31,7 +32,7 @@ from rlinf_async.episodes.endpoint import Endpoint, EndpointConfig
 from rlinf_async.episodes.parsing import parsers
 from rlinf_async.episodes.template import ChatTemplate
 from rlinf_async.messages.language import Generated, Tokens
-from tests.episodes.kit import FAMILIES, tokenizer_of
+from tests.episodes.kit import FAMILIES, ends_of, tokenizer_of
 
 EPISODES: Final = 20
 """of each kind in a round"""
@@ -98,21 +99,21 @@ def echo(theirs: socket.socket) -> None:
         theirs.send(asked)
 
 
+@cache
+def template_of() -> ChatTemplate:
+    """Return the template, which all episodes of a worker share."""
+    return ChatTemplate(tokenizer_of(FAMILY), ends=ends_of(FAMILY))
+
+
 def episode_of(endpoint: Endpoint, engine: socket.socket) -> Episode:
     """Return an episode with this model."""
-    tokenizer: Any = tokenizer_of(FAMILY)
-    end = int(tokenizer.convert_tokens_to_ids(FAMILIES[FAMILY].end))
-
-    def decode(token_ids: Tokens) -> str:
-        text: str = tokenizer.decode([one for one in token_ids.tolist() if one != end])
-        return text
-
+    template = template_of()
     return Episode(
         Task(index=0, messages=(QUESTION,), reference=""),
         Drawn(engine),
-        ChatTemplate(tokenizer),
+        template,
         parsers.load("hermes"),
-        decode,
+        template.decode,
         Limits(turns=100, tokens=1_000_000),
         endpoint=endpoint,
     )

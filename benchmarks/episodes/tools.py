@@ -51,7 +51,7 @@ class Size(NamedTuple):
     slots: int
 
 
-SIZES: Final = {"full": Size(768, 256, 64), "small": Size(24, 8, 2)}
+SIZES: Final = {"full": Size(768, 256, 64), "small": Size(48, 24, 2)}
 TURNS: Final = (1, 6)
 """fewest and most turns of an episode"""
 SECONDS: Final = (0.1, 2.0)
