@@ -27,6 +27,7 @@ from hypothesis import HealthCheck, settings
 
 from rlinf_async.runtime.wakers import mark_internal
 from rlinf_async.testing import no_tasks_left
+from tests.hangs import Hangs
 from tests.loops import run_on_kind
 
 if TYPE_CHECKING:
@@ -51,9 +52,10 @@ settings.register_profile(
 settings.load_profile("tests")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """What is imported while tests are collected stays: the collector need not look at it."""
     gc.disable()
+    config.pluginmanager.register(Hangs(config))
 
 
 def pytest_collection_finish() -> None:

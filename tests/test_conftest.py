@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import subprocess
 import sys
@@ -130,3 +131,44 @@ def test_a_test_that_ends_its_process_is_named_and_the_others_run(tmp_path: Path
 def test_what_is_said_to_stay_together_or_to_take_long_is_there() -> None:
     for group in (*together.TOGETHER, *together.LONGEST):
         assert (ROOT / "tests" / group).is_dir() or (ROOT / "tests" / f"{group}.py").is_file()
+
+
+HANGS = """
+import asyncio, logging
+from pathlib import Path
+import pytest
+
+async def test_it() -> None:
+    async def waits_for_ever() -> None:
+        print("before the wait")
+        logging.getLogger("somebody").warning("nothing has moved")
+        await asyncio.Event().wait()
+
+    await waits_for_ever()
+
+def test_it_with_its_own_capture(capsys: pytest.CaptureFixture[str]) -> None:
+    asyncio.run(test_it())
+"""
+
+
+@pytest.mark.parametrize("test", ["test_it", "test_it_with_its_own_capture"])
+def test_a_test_that_hangs_says_what_it_printed_and_logged_and_where_its_tasks_are(
+    test: str, tmp_path: Path
+) -> None:
+    (tmp_path / "test_hangs.py").write_text(HANGS)
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-o"),
+            *("faulthandler_timeout=3", "-o", "faulthandler_exit_on_timeout=true"),
+            *("-p", "no:cacheprovider", f"--rootdir={tmp_path}", f"test_hangs.py::{test}"),
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    said = ended.stdout + ended.stderr
+    assert ended.returncode == 1
+    assert f"test_hangs.py::{test} hangs" in said
+    for part in ("before the wait", "nothing has moved", "in waits_for_ever", "Timeout (0:00:03)!"):
+        assert part in said

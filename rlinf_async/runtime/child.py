@@ -244,6 +244,7 @@ def child_main(output: None, boot: Boot) -> None:
     ignore_in_worker()
     signal_at_end_of_parent(signal.SIGCONT)  # one that is stopped must see the end, and clean up
     faulthandler.enable()
+    faulthandler.cancel_dump_traceback_later()  # it has begun: see `_print_into`
     folder = Path(boot.socket).parent
     threading.Thread(
         target=_go_with_parent, args=(folder,), name="parent watch", daemon=True

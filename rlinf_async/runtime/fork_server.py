@@ -15,10 +15,11 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver, resource_tracker, spawn
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import msgspec
 
@@ -33,6 +34,8 @@ ASK_ANOTHER: Final = -2
 started threads"""
 MESSAGE_BYTES: Final = 1 << 16
 """most bytes of a request to fork"""
+LEFT_SECONDS: Final = 5.0
+"""time that workers have to clean up and end, once the process that started this one is gone"""
 DESCRIPTORS: Final = 64
 """most file descriptors of a request to fork"""
 
@@ -41,8 +44,10 @@ def main(control: int) -> None:
     """Fork processes until the one that started this is gone."""
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text("fork_server", encoding="utf-8")
+    forks = _Forks(socket.socket(fileno=control))
+    signal.signal(signal.SIGCONT, lambda *_: forks.end_if_orphaned())  # in the midst of an import
     signal_at_end_of_parent(signal.SIGCONT)
-    _Forks(socket.socket(fileno=control)).serve()
+    forks.serve()
     os._exit(0)  # libraries have nothing to take down: what they do is done in other processes
 
 
@@ -56,7 +61,8 @@ class _Forks:
         self._running: dict[int, tuple[int, int]] = {}
         """by the file that is readable once a process has ended: its number, and the pipe for its
         status"""
-        self._parent: int | None = os.pidfd_open(os.getppid())
+        self._ids = os.getpid(), os.getppid()
+        self._parent = os.pidfd_open(os.getppid())
         """a file that is readable once the process that started this one has ended"""
         self._poll.register(self._parent, select.POLLIN)
 
@@ -72,21 +78,36 @@ class _Forks:
         either, at most ``milliseconds``."""
         ready = {descriptor for descriptor, _ in self._poll.poll(milliseconds)}
         if self._parent in ready:
-            ready.discard(self._parent)
-            self._resume_stopped()
+            self._end()
         ended = ready & self._running.keys()
         for one in ended:
             self._ended(one)
         return ready != ended
 
-    def _resume_stopped(self) -> None:
-        """Let those that are stopped go on: they see that they are to end, and clean up."""
-        assert self._parent is not None
-        self._poll.unregister(self._parent)
-        os.close(self._parent)
-        self._parent = None
+    def end_if_orphaned(self) -> None:
+        """End if the process that started this one is gone; in a fork of this one do nothing."""
+        itself, parent = self._ids
+        if os.getpid() == itself and os.getppid() != parent:
+            self._end()
+
+    def _end(self) -> NoReturn:
+        """End, after the processes that this one has forked: they see that they are to end, and
+        clean up. One that does not, because it holds the interpreter lock, or has not begun, is
+        killed."""
+        ends = select.poll()
+        for watched, (child, _) in self._running.items():
+            ends.register(watched, select.POLLIN)
+            os.kill(child, signal.SIGCONT)  # it may be stopped
+        until = time.monotonic() + LEFT_SECONDS
+        while self._running and (left := until - time.monotonic()) > 0:
+            for watched, _ in ends.poll(1000 * left):
+                ends.unregister(watched)
+                self._ended(watched)
         for child, _ in self._running.values():
-            os.kill(child, signal.SIGCONT)
+            for kill in (os.killpg, os.kill):  # it may not lead its own group yet
+                with contextlib.suppress(ProcessLookupError):
+                    kill(child, signal.SIGKILL)
+        os._exit(0)
 
     def _fork(self) -> bool:
         """Fork a process, as asked; False where nobody asks any more."""
@@ -157,9 +178,9 @@ class _Forks:
         """Be the process that was asked for, and end with it."""
         code = 1
         try:
+            signal.signal(signal.SIGCONT, signal.SIG_DFL)
             self._control.close()
-            if self._parent is not None:
-                os.close(self._parent)
+            os.close(self._parent)
             for watched, (_, status) in self._running.items():
                 os.close(watched)
                 os.close(status)

@@ -15,7 +15,8 @@ module of this process as they are now. What libraries read of the environment w
 imported is the same for all workers of a server: another environment has another server. Workers
 that are given accelerators are not forked, nor are those whose imports start threads.
 
-The servers go with the process that started them; if one is killed, its workers count as ended.
+The servers go with the process that started them, and so do their workers, by force where they do
+not end by themselves. If a server is killed, its workers count as ended.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import io
+import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -33,6 +36,7 @@ from multiprocessing import (
     connection,
     forkserver,
     popen_forkserver,
+    popen_spawn_posix,
     reduction,
     resource_tracker,
     spawn,
@@ -47,6 +51,8 @@ from rlinf_async.config.registry import FOLDER, NAMES
 from rlinf_async.runtime.fork_server import ASK_ANOTHER, HAS_THREADS
 from rlinf_async.runtime.wakers import mark_internal
 
+log = logging.getLogger(__name__)
+
 UNREAD: Final = frozenset({"PYTEST_CURRENT_TEST", FOLDER, NAMES})
 """variables that no import reads: environments that differ in them alone share a server"""
 WITHOUT_CUDA: Final = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
@@ -57,7 +63,8 @@ LOST: Final = 256
 SERVERS: Final = 4
 """environments whose servers are kept: each has some hundred MB"""
 ANSWER_SECONDS: Final = 120.0
-"""time that a server has for its imports and a fork"""
+"""time that a server has for its imports and a fork, to tell of an end, and that a new process has
+to read what it is told"""
 END_SECONDS: Final = 1.0
 """time that a server without workers has to end with this process"""
 
@@ -93,6 +100,43 @@ class ForkedProcess(SpawnProcess):
     def _Popen(process_obj: Any) -> Any:
         return _Fork(process_obj)
 
+    def kill_server(self) -> None:
+        """Kill the server that does not say that this process has ended; it has, then."""
+        popen: Any = getattr(self, "_popen")  # noqa: B009
+        popen.server.kill()
+
+
+class SpawnedProcess(SpawnProcess):
+    """A process of multiprocessing's ``spawn`` that is told in a limited time what to do."""
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:
+        return _Spawn(process_obj)
+
+
+class _Spawn(popen_spawn_posix.Popen):
+    """As multiprocessing's own, which waits for ever where the process ends before it has read all,
+    for it holds the other end of the pipe open itself."""
+
+    _fds: list[int]
+    """what the process is handed"""
+
+    def _launch(self, process_obj: SpawnedProcess) -> None:
+        tracker: int = getattr(resource_tracker, "getfd")()  # noqa: B009
+        self._fds.append(tracker)
+        message = _pickled(self, process_obj)
+        self.sentinel, held = os.pipe()
+        read_told, write_told = os.pipe()
+        self.finalizer = util.Finalize(self, _close, (self.sentinel, write_told))
+        self._fds += [read_told, held]
+        command = spawn.get_command_line(tracker_fd=tracker, pipe_handle=read_told)
+        start: Any = getattr(util, "spawnv_passfds")  # noqa: B009
+        try:
+            self.pid = start(spawn.get_executable(), command, self._fds)
+        finally:
+            _close(read_told, held)
+        _tell(self, process_obj.name, write_told, message)
+
 
 class _Fork(popen_forkserver.Popen):
     """A fork that was asked for: as multiprocessing's own, but for which server it comes from."""
@@ -103,16 +147,8 @@ class _Fork(popen_forkserver.Popen):
     def _launch(self, process_obj: ForkedProcess) -> None:
         self._reading = threading.Lock()
         imports = process_obj.imports
-        told = io.BytesIO()
-        set_spawning_popen(self)
-        try:
-            reduction.dump(spawn.get_preparation_data(process_obj.name), told)
-            reduction.dump(process_obj, told)
-        finally:
-            set_spawning_popen(None)
         environment = msgspec.msgpack.encode(process_obj.environment)
-        told.seek(0)
-        message = len(environment).to_bytes(4, "big") + environment + told.read()
+        message = len(environment).to_bytes(4, "big") + environment + _pickled(self, process_obj)
         for _ in range(2):
             if (why := _not_forked.get(imports)) is not None:
                 raise NotForked(why)
@@ -150,9 +186,8 @@ class _Fork(popen_forkserver.Popen):
         except BaseException:
             self.finalizer()
             raise
-        # One that has ended already does not read it, and says by its exit code how it has ended.
-        with contextlib.suppress(BrokenPipeError), open(write_told, "wb", closefd=False) as pipe:
-            pipe.write(message)
+        self.server = server
+        _tell(self, process.name, write_told, message)
         return True
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
@@ -169,6 +204,43 @@ class _Fork(popen_forkserver.Popen):
                 except EOFError:
                     self.returncode = LOST
         return self.returncode
+
+
+def _pickled(popen: Any, process: SpawnProcess) -> bytes:
+    """What a process is told by multiprocessing: about its main module, and what to run."""
+    told = io.BytesIO()
+    set_spawning_popen(popen)
+    try:
+        reduction.dump(spawn.get_preparation_data(process.name), told)
+        reduction.dump(process, told)
+    finally:
+        set_spawning_popen(None)
+    return told.getvalue()
+
+
+def _tell(popen: Any, name: str, pipe: int, message: bytes) -> None:
+    """Tell a process what to do; kill it where it does not read that in time.
+
+    One that has ended does not read it either, and says by its exit code how it has ended.
+    """
+
+    def kill() -> None:
+        log.warning(
+            "%s has not read what it is to do within %g s, and is killed: its process %d is "
+            "stopped, or the import of the main module does not come to its end",
+            *(name, ANSWER_SECONDS, popen.pid),
+        )
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(popen.pid, signal.SIGKILL)
+
+    timer = threading.Timer(ANSWER_SECONDS, kill)
+    mark_internal(timer)
+    timer.start()
+    try:
+        with contextlib.suppress(BrokenPipeError), open(pipe, "wb", closefd=False) as file:
+            file.write(message)
+    finally:
+        timer.cancel()
 
 
 class _Server:
@@ -261,6 +333,10 @@ class _Server:
             self.closed = True
             self._control.close()
 
+    def kill(self) -> None:
+        """Kill the server; its workers count as ended."""
+        self._process.kill()
+
     def forget(self) -> None:
         """Close the server's socket here: it serves the process that forked this one."""
         self._control.close()
@@ -296,15 +372,23 @@ def _server_for(environment: Mapping[str, str]) -> _Server:
         return found
 
 
-@atexit.register
-def close_servers() -> None:
-    """Let all servers end once their workers have; without workers they have ended then."""
+def close_servers() -> list[_Server]:
+    """Let all servers end once their workers have; without workers they have ended then. Returns
+    those that live."""
     with _lock:
         servers = list(_servers)
     for one in servers:
         one.close()
     for one in servers:
         one.wait()
+    return [one for one in servers if one.lives]
+
+
+@atexit.register
+def _end_servers() -> None:
+    """Leave no server: one may be in an import that does not end."""
+    for one in close_servers():
+        one.kill()
 
 
 def _in_forked_child() -> None:

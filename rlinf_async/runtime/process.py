@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import fcntl
 import inspect
 import logging
@@ -45,12 +46,15 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any, Final
 
+from rlinf_async.deadlines import Timer
 from rlinf_async.processes import how_it_ended
+from rlinf_async.runtime import forked
 from rlinf_async.runtime.child import Boot, child_main
-from rlinf_async.runtime.forked import LOST, ForkedProcess, NotForked
+from rlinf_async.runtime.forked import LOST, ForkedProcess, NotForked, SpawnedProcess
 from rlinf_async.runtime.interpreters import OtherPython, what_is_wrong
 from rlinf_async.runtime.launching import device_environment, host_devices
 from rlinf_async.runtime.remote_worker import (
+    CONNECT_SECONDS,
     LISTEN_VARIABLE,
     RemoteBackend,
     RemoteWorker,
@@ -251,6 +255,8 @@ def _print_into(end: Any) -> None:
     os.close(descriptor)
     with suppress(AttributeError, ValueError):
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    # Before it is killed because it has not connected, it prints in which import it is.
+    faulthandler.dump_traceback_later(0.9 * CONNECT_SECONDS, file=2)
 
 
 def _text(line: bytes) -> str:
@@ -320,7 +326,7 @@ def _spawn(boot: Boot, output: OutputPipe) -> SpawnProcess:
     with _spawn_lock, _environment(extra):
         if python is not None:
             return _started(OtherPython(python=python, **process))
-        return _started(multiprocessing.get_context("spawn").Process(**process))
+        return _started(SpawnedProcess(**process))
 
 
 def _started(process: SpawnProcess) -> SpawnProcess:
@@ -417,6 +423,8 @@ class ChildProcess(WorkerProcess):
         self._process = process
         self._output = output
         self._output_place = output_place
+        self._silence: Timer | None = None
+        """what ends its server, if that does not tell of its end"""
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[ProcessEnd] = self._loop.create_future()
         self._death_file = open_death(process)
@@ -425,8 +433,12 @@ class ChildProcess(WorkerProcess):
     def kill(self) -> None:
         """Kill the process, and the processes of the group that it leads."""
         kill_tree(self._process)
+        if isinstance(self._process, ForkedProcess) and self._silence is None:
+            self._silence = Timer(forked.ANSWER_SECONDS, self._process.kill_server)
 
     def _on_exit(self) -> None:
+        if self._silence is not None:
+            self._silence.cancel()
         self._loop.remove_reader(self._death_file)
         os.close(self._death_file)
         if not isinstance(self._process, ForkedProcess) or self._process.exitcode == LOST:

@@ -348,6 +348,8 @@ def shared_secret() -> bytes:
 
 CONNECT_SECONDS: Final = 120.0
 """time that a started process has to connect"""
+SET_UP_SECONDS: Final = 60.0
+"""time that a worker is in its ``__init__`` and ``setup`` before it is first said that it is"""
 
 
 Spawn: TypeAlias = Callable[[Boot], Awaitable[WorkerProcess]]
@@ -391,9 +393,28 @@ class RemoteWorker(WorkerHandle):
             self.lose(f"its process did not connect within {limit:g} s")
             raise await result_of(self.died)
         self.connection = connected.result()
-        outcome = await self.ask("worker.start", CallOutcome)
+        self._report_set_up(SET_UP_SECONDS)
+        try:
+            outcome = await self.ask("worker.start", CallOutcome)
+        finally:
+            self._set_up.cancel()
         if outcome.failure is not None:
             raise WorkerError(outcome.failure)
+
+    def _report_set_up(self, seconds: float) -> None:
+        """Say after so many seconds that the worker is not set up yet, and then ever more rarely:
+        there is no limit, since a large model may take an hour."""
+
+        def report() -> None:
+            log.warning(
+                "%s has been in its __init__ and setup for %g s (process %d on %s: `py-spy dump "
+                "--pid %d` shows where)",
+                *(self.name, seconds, self.process.pid, self.process.host, self.process.pid),
+            )
+            self._report_set_up(2 * seconds)
+
+        passed = 0.0 if seconds == SET_UP_SECONDS else seconds / 2
+        self._set_up = deadlines.Timer(seconds - passed, report)
 
     def begin(self, method: Method, arguments: dict[str, Any], on_end: OnEnd) -> Cancel:
         call = RemoteCall(self._live, self._server, self.died, method, on_end)

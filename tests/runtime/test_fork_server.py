@@ -28,7 +28,7 @@ from rlinf_async.runtime import process as spawning
 from rlinf_async.workers import WorkerDied
 from tests.jobs.processes import until
 from tests.runtime.kit import NewCluster, kill
-from tests.runtime.scripts import gone, running
+from tests.runtime.scripts import gone, process_runs, running
 
 SLOW = ("numpy", "tests.runtime.no_such_module")
 """what cannot be imported is left to the worker"""
@@ -37,7 +37,7 @@ SLOW = ("numpy", "tests.runtime.no_such_module")
 class Look(ra.Worker):
     """Says what its process is like."""
 
-    def __init__(self, slow: bool = True) -> None:
+    def __init__(self, slow: bool = True, more: object = None) -> None:
         self.slow = slow
 
     @classmethod
@@ -398,3 +398,104 @@ def test_a_driver_that_ends_takes_server_and_workers_along(number: signal.Signal
         assert script.left == []
     assert out == ["ready"]
     assert {"Own[0]: here", "Own[1]: here"} <= set(err.splitlines())
+
+
+STUCK = """
+import asyncio, ctypes, os, sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+import rlinf_async as ra
+
+def reach(place: str) -> None:
+    if os.environ.get("STOPS") == place:
+        Path(__file__).with_name(place).touch()
+        while True:
+            ctypes.PyDLL(None).pause()  # holds the interpreter lock: no other thread runs
+
+class Argument:
+    def __setstate__(self, state: object) -> None:
+        reach("argument")
+
+class Own(ra.Worker):
+    def __init__(self, argument: Argument) -> None:
+        reach("init")
+
+    @classmethod
+    def slow_imports(cls, arguments: Mapping[str, object]) -> Sequence[str]:
+        return ("which_stops",)
+
+    async def wait(self) -> None:
+        reach("method")
+        await asyncio.Event().wait()
+
+async def main() -> None:
+    async with ra.Cluster.process() as cluster:
+        def launch(place: str) -> asyncio.Future[object]:
+            argument = Argument()
+            argument.some = "state"
+            return asyncio.ensure_future(
+                cluster.launch(Own, argument, name=place, env_vars={"STOPS": place})
+            )
+
+        for place in ("nowhere", "method"):
+            (await launch(place)).call(Own.wait)
+        launching = [launch(place) for place in ("server", "main", "argument", "init")]
+        await asyncio.wait(launching)
+
+if __name__ == "__main__":
+    ra.run(main())
+elif __name__ == "__mp_main__":
+    reach("main")
+"""
+
+
+def test_nothing_outlives_a_driver_that_is_killed_whatever_it_is_stuck_in() -> None:
+    with running(STUCK) as script:
+        module = "import ctypes, os, pathlib\n" + STUCK[STUCK.index("def reach") :].partition(
+            "class"
+        )[0].replace("Path(", "pathlib.Path(")
+        (script.folder / "which_stops.py").write_text(f"{module}\nreach('server')\n")
+        for place in ("method", "server", "main", "argument", "init"):
+            until((script.folder / place).exists, f"{place} is reached")
+        script.process.kill()
+        assert script.gone()
+        assert script.left == []
+
+
+async def test_a_server_that_does_not_tell_of_an_end_is_killed(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with new_cluster(grace=0.1) as cluster:
+        look = (await cluster.launch(Look))[0]
+        server = psutil.Process(await look.call(Look.parent))
+        assert forked.pids() == {server.pid}
+        server.suspend()
+        monkeypatch.setattr(forked, "ANSWER_SECONDS", 0.1)
+    until(lambda: not process_runs(server.pid), "the server is gone")
+
+
+@pytest.mark.parametrize("slow", [True, False])
+async def test_a_process_that_does_not_read_what_it_is_to_do_is_killed_and_that_is_said(
+    slow: bool,
+    new_cluster: NewCluster,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It stops where it unpickles the first of its arguments; the second is larger than a pipe."""
+    async with new_cluster() as cluster:
+        await cluster.launch(Look, slow, name="first")  # its server has imported all
+        monkeypatch.setattr(forked, "ANSWER_SECONDS", 2.0)
+        with pytest.raises(WorkerDied, match=r"killed by SIGKILL, before it could connect"):
+            await cluster.launch(Look, slow, (Stops(), bytes(1 << 20)))
+    assert "Look[0]#0 has not read what it is to do within 2 s, and is killed" in caplog.text
+
+
+class Stops:
+    """What stops the process in which it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _stop, ()
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
