@@ -122,7 +122,7 @@ class _Spawn(popen_spawn_posix.Popen):
     """what the process is handed"""
 
     def _launch(self, process_obj: SpawnedProcess) -> None:
-        tracker: int = getattr(resource_tracker, "getfd")()  # noqa: B009
+        tracker = resource_tracker.getfd() or 0
         self._fds.append(tracker)
         message = _pickled(self, process_obj)
         self.sentinel, held = os.pipe()

@@ -17,6 +17,7 @@ import pytest
 import rlinf_async as ra
 from rlinf_async.channels.wire.session.streams import Heartbeat
 from rlinf_async.deadlines import Patience
+from rlinf_async.runtime import remote_worker
 from rlinf_async.runtime.process import ProcessBackend
 from rlinf_async.workers import WorkerUnresponsive
 from tests.runtime.kit import (
@@ -347,3 +348,31 @@ async def test_pids_are_those_of_the_processes(new_cluster: NewCluster) -> None:
         )
         assert cluster.pid("nobody") is None
     assert cluster.pid("Teller[0]") is None
+
+
+class Asleep(ra.Worker):
+    """Is in its setup until its file is there."""
+
+    def __init__(self, file: str) -> None:
+        self.file = Path(file)
+
+    async def setup(self) -> None:
+        while not self.file.exists():  # noqa: ASYNC110  # nobody else tells it
+            await asyncio.sleep(0.01)
+
+
+async def test_who_is_long_in_its_setup_is_named_again_and_again(
+    tmp_path: Path,
+    new_cluster: NewCluster,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(remote_worker, "SET_UP_SECONDS", 0.01)
+    async with new_cluster() as cluster:
+        launching = asyncio.create_task(cluster.launch(Asleep, str(tmp_path / "go on")))
+        while len(caplog.messages) < 2:  # noqa: ASYNC110  # nobody tells of a warning
+            await asyncio.sleep(0.01)
+        (tmp_path / "go on").touch()
+        await launching
+    for message, seconds in zip(caplog.messages, ("0.01", "0.02"), strict=False):
+        assert f"Asleep[0] has been in its __init__ and setup for {seconds} s (process " in message
