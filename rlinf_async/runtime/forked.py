@@ -49,6 +49,7 @@ import msgspec
 
 from rlinf_async.config.registry import FOLDER, NAMES
 from rlinf_async.runtime.fork_server import ASK_ANOTHER, HAS_THREADS
+from rlinf_async.runtime.interpreters import is_of_this_python, setting_path
 from rlinf_async.runtime.wakers import mark_internal
 
 log = logging.getLogger(__name__)
@@ -111,31 +112,83 @@ class SpawnedProcess(SpawnProcess):
 
     @staticmethod
     def _Popen(process_obj: Any) -> Any:
-        return _Spawn(process_obj)
+        return Spawn(process_obj)
 
 
-class _Spawn(popen_spawn_posix.Popen):
-    """As multiprocessing's own, which waits for ever where the process ends before it has read all,
-    for it holds the other end of the pipe open itself."""
+class Spawn(popen_spawn_posix.Popen):
+    """A new interpreter. As multiprocessing's own, which waits for ever where the process ends
+    before it has read all, for it holds the other end of the pipe open itself."""
 
     _fds: list[int]
-    """what the process is handed"""
+    """what the process is handed, by `DupFd`"""
 
-    def _launch(self, process_obj: SpawnedProcess) -> None:
+    def _launch(self, process_obj: SpawnProcess) -> None:
+        message = _pickled(self, process_obj, self.preparation(process_obj.name))
         tracker = resource_tracker.getfd() or 0
-        self._fds.append(tracker)
-        message = _pickled(self, process_obj)
         self.sentinel, held = os.pipe()
         read_told, write_told = os.pipe()
+        # The process sees by its end of this pipe that this one is gone.
         self.finalizer = util.Finalize(self, _close, (self.sentinel, write_told))
-        self._fds += [read_told, held]
-        command = spawn.get_command_line(tracker_fd=tracker, pipe_handle=read_told)
-        start: Any = getattr(util, "spawnv_passfds")  # noqa: B009
+        command = self.command(process_obj, tracker, read_told)
+        handed = [tracker, read_told, held, *self._fds]
         try:
-            self.pid = start(spawn.get_executable(), command, self._fds)
+            self.pid = util.spawnv_passfds(os.fsencode(command[0]), command, handed)
         finally:
             _close(read_told, held)
         _tell(self, process_obj.name, write_told, message)
+
+    def preparation(self, name: str) -> dict[str, Any]:
+        """What the process sets up before it reads its worker."""
+        return spawn.get_preparation_data(name)
+
+    def command(self, process_obj: SpawnProcess, tracker: int, pipe: int) -> list[str]:
+        """The interpreter and its arguments.
+
+        Args:
+            process_obj: the process.
+            tracker: file of multiprocessing's resource tracker.
+            pipe: file from which it reads what to do.
+        """
+        return spawn.get_command_line(tracker_fd=tracker, pipe_handle=pipe)
+
+
+class OtherPython(SpawnProcess):
+    """A process like that of multiprocessing's ``spawn``, of another interpreter.
+
+    Args:
+        python: the interpreter's path.
+    """
+
+    def __init__(self, *, python: str, **process: Any) -> None:
+        super().__init__(**process)
+        self.python = python
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:
+        return _Started(process_obj)
+
+
+class _Started(Spawn):
+    """A new interpreter: another one, with its own path."""
+
+    def preparation(self, name: str) -> dict[str, Any]:
+        """What the process sets up: the path is its own, and so are programs that stand beside
+        this process's Python."""
+        found = super().preparation(name)
+        del found["sys_path"]
+        script = found.get("init_main_from_path")
+        if script is not None and is_of_this_python(script):
+            del found["init_main_from_path"]
+        return found
+
+    def command(self, process_obj: SpawnProcess, tracker: int, pipe: int) -> list[str]:
+        assert isinstance(process_obj, OtherPython)
+        program = (
+            f"{setting_path()}from multiprocessing.spawn import spawn_main; "
+            f"spawn_main(tracker_fd={tracker}, pipe_handle={pipe})"
+        )
+        flags: list[str] = getattr(util, "_args_from_interpreter_flags")()  # noqa: B009
+        return [process_obj.python, *flags, "-c", program, "--multiprocessing-fork"]
 
 
 class _Fork(popen_forkserver.Popen):
@@ -148,7 +201,8 @@ class _Fork(popen_forkserver.Popen):
         self._reading = threading.Lock()
         imports = process_obj.imports
         environment = msgspec.msgpack.encode(process_obj.environment)
-        message = len(environment).to_bytes(4, "big") + environment + _pickled(self, process_obj)
+        message = len(environment).to_bytes(4, "big") + environment
+        message += _pickled(self, process_obj, spawn.get_preparation_data(process_obj.name))
         for _ in range(2):
             if (why := _not_forked.get(imports)) is not None:
                 raise NotForked(why)
@@ -206,12 +260,12 @@ class _Fork(popen_forkserver.Popen):
         return self.returncode
 
 
-def _pickled(popen: Any, process: SpawnProcess) -> bytes:
+def _pickled(popen: Any, process: SpawnProcess, preparation: dict[str, Any]) -> bytes:
     """What a process is told by multiprocessing: about its main module, and what to run."""
     told = io.BytesIO()
     set_spawning_popen(popen)
     try:
-        reduction.dump(spawn.get_preparation_data(process.name), told)
+        reduction.dump(preparation, told)
         reduction.dump(process, told)
     finally:
         set_spawning_popen(None)

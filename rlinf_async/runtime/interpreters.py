@@ -12,9 +12,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import io
 import json
 import os
 import platform
@@ -22,8 +20,6 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
-from multiprocessing import popen_spawn_posix, reduction, resource_tracker, spawn, util
-from multiprocessing.context import SpawnProcess, set_spawning_popen
 from pathlib import Path
 from typing import Any, Final
 
@@ -87,7 +83,7 @@ def what_is_wrong(python: str, env_vars: Mapping[str, str]) -> str:
 def _what_is_wrong(python: str, env_vars: tuple[tuple[str, str], ...]) -> str:
     # One argument, whatever is in it: a process is started with it, not by a shell.
     answer = answer_of(
-        shlex.quote(python), dict(env_vars), _setting_path() + QUESTION, "rlinf_async and msgspec"
+        shlex.quote(python), dict(env_vars), setting_path() + QUESTION, "rlinf_async and msgspec"
     )
     if isinstance(answer, str):
         return answer
@@ -97,83 +93,18 @@ def _what_is_wrong(python: str, env_vars: tuple[tuple[str, str], ...]) -> str:
     return ""
 
 
-def _setting_path() -> str:
+def setting_path() -> str:
     """Return the program by which a new interpreter takes over the part of this process's path
     that is no part of its Python, and leaves out the folder that it runs in."""
-    own = [one for one in sys.path if one and not _is_of_this_python(one)]
+    own = [one for one in sys.path if one and not is_of_this_python(one)]
     return f"import sys; sys.path[:] = [*filter(None, sys.path), *{own!r}]; "
 
 
-class OtherPython(SpawnProcess):
-    """A process like that of multiprocessing's ``spawn``, of another interpreter.
-
-    Args:
-        python: the interpreter's path.
-    """
-
-    def __init__(self, *, python: str, **process: Any) -> None:
-        super().__init__(**process)
-        self.python = python
-
-    @staticmethod
-    def _Popen(process_obj: Any) -> Any:
-        return _Started(process_obj)
-
-
-class _Started(popen_spawn_posix.Popen):
-    """A new interpreter: as multiprocessing's own, but for which one it is, and its path."""
-
-    _fds: list[int]
-    """what the process is handed, by `DupFd`"""
-
-    def _launch(self, process_obj: OtherPython) -> None:
-        told = io.BytesIO()
-        set_spawning_popen(self)
-        try:
-            reduction.dump(_preparation(process_obj.name), told)
-            reduction.dump(process_obj, told)
-        finally:
-            set_spawning_popen(None)
-        tracker = resource_tracker.getfd() or 0
-        self.sentinel, write_status = os.pipe()
-        read_told, write_told = os.pipe()
-        # The process sees by its end of this pipe that this one is gone.
-        self.finalizer = util.Finalize(self, _close, (self.sentinel, write_told))
-        program = (
-            f"{_setting_path()}from multiprocessing.spawn import spawn_main; "
-            f"spawn_main(tracker_fd={tracker}, pipe_handle={read_told})"
-        )
-        flags: list[str] = getattr(util, "_args_from_interpreter_flags")()  # noqa: B009
-        command = [process_obj.python, *flags, "-c", program, "--multiprocessing-fork"]
-        handed = [tracker, read_told, write_status, *self._fds]
-        try:
-            self.pid = util.spawnv_passfds(os.fsencode(command[0]), command, handed)
-        finally:
-            _close(read_told, write_status)
-        with contextlib.suppress(BrokenPipeError), open(write_told, "wb", closefd=False) as pipe:
-            pipe.write(told.getbuffer())
-
-
-def _preparation(name: str) -> dict[str, Any]:
-    """Return what the process sets up before it reads its worker: the path is its own, and so are
-    programs that stand beside this process's Python."""
-    found = spawn.get_preparation_data(name)
-    del found["sys_path"]
-    script = found.get("init_main_from_path")
-    if script is not None and _is_of_this_python(script):
-        del found["init_main_from_path"]
-    return found
-
-
-def _is_of_this_python(path: str) -> bool:
+def is_of_this_python(path: str) -> bool:
+    """Whether a path is part of this process's Python, or of what is installed for one."""
     place = Path(path)
     parents = {*place.absolute().parents, *place.resolve().parents}
     if {"site-packages", "dist-packages"} & {*place.parts}:
         return True
     own = (sys.prefix, sys.base_prefix, sys.exec_prefix)
     return any({Path(one).absolute(), Path(one).resolve()} & parents for one in own)
-
-
-def _close(*descriptors: int) -> None:
-    for one in descriptors:
-        os.close(one)

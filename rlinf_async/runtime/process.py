@@ -50,8 +50,14 @@ from rlinf_async.deadlines import Timer
 from rlinf_async.processes import how_it_ended
 from rlinf_async.runtime import forked
 from rlinf_async.runtime.child import Boot, child_main
-from rlinf_async.runtime.forked import LOST, ForkedProcess, NotForked, SpawnedProcess
-from rlinf_async.runtime.interpreters import OtherPython, what_is_wrong
+from rlinf_async.runtime.forked import (
+    LOST,
+    ForkedProcess,
+    NotForked,
+    OtherPython,
+    SpawnedProcess,
+)
+from rlinf_async.runtime.interpreters import what_is_wrong
 from rlinf_async.runtime.launching import device_environment, host_devices
 from rlinf_async.runtime.remote_worker import (
     CONNECT_SECONDS,
