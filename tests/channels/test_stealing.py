@@ -93,8 +93,9 @@ class Program:
                 assert served.key == key or all(one.key != key for one in waiting)
             self.puts += 1
         elif what == "take":
-            wanted = None if waiting else self.wanted(key := self.rng.choice(KEYS))
-            take = Take(self.receiver, self.rng.choice(KEYS) if waiting else key)
+            key = self.rng.choice(KEYS)
+            wanted = None if waiting else self.wanted(key)
+            take = Take(self.receiver, key)
             self.takes.append(take)
             await transport.settle()
             assert take.item == wanted

@@ -164,8 +164,13 @@ def test_a_prompt_in_the_prefix_cache_is_computed_anew_after_an_update(tied: Ser
         model = make_model(qwen3(), seed)
         serve(tied, model, version)
         asked = [request(i, LONG, max_tokens=8) for i in range(3)]
-        for got in [*generate(tied, *asked[:1]), *generate(tied, *asked[1:])]:
+        answers = [*generate(tied, *asked[:1]), *generate(tied, *asked[1:])]
+        for got in answers:
             close(got.log_prob, log_probs(model, LONG, got.token_ids))
+        cached = [got.cached for got in answers]
+        assert cached[0] == 0  # nothing of the version before
+        assert cached[1] == cached[2]
+        assert 0 < (cached[1] or 0) < len(LONG)  # whole blocks
 
 
 def test_new_weights_come_in_flight_and_no_request_is_dropped(tied: Served) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from rlinf_async.channels.wire.codec import Decoder, encode
 from rlinf_async.messages.language import (
     Branch,
+    EngineUse,
     EpisodeRecord,
     Failed,
     Generated,
@@ -158,6 +159,9 @@ def an_episode(request: Request, drawn: Any) -> ScoredSample:
         tool_seconds={"add": 1.5},
         cut="turns" if request.index else "",
         metrics={"tries": 4.0} if request.index else {},
+        engines=EngineUse(
+            moved=request.index, read_tokens=20, cached_tokens=15, seconds=8.0, idle_seconds=2.0
+        ),
     )
     sample = Sample(
         request=request,
@@ -198,7 +202,19 @@ def test_an_iteration_of_episodes_is_summed_up_by_what_was_drawn_and_what_happen
         "episodes_cut": 0.5,
         "episodes_cut_turns": 0.5,
         "episode_tries": 4.0,
+        "rendered_anew": 0.0,
+        "turns_moved": 0.5,
+        "prefix_cache_hits": 0.75,
+        "idle_for_tools": 0.25,
     }
+
+
+def test_hits_of_prefix_caches_are_told_of_answers_whose_engines_tell_them() -> None:
+    group = [scored(one) for one in ledger(count=1, group_size=3).admit(prompts(1))]
+    assert "prefix_cache_hits" not in summed_up(0, [group]).metrics
+    for one, cached in zip(group, (None, 1, 3), strict=True):
+        one.sample.generated = msgspec.structs.replace(one.sample.generated, cached=cached)
+    assert summed_up(0, [group]).metrics["prefix_cache_hits"] == 0.5  # of two prompts of 4 tokens
 
 
 def test_samples_without_an_episode_add_no_columns_of_one() -> None:
