@@ -33,7 +33,11 @@ CONTEXT = 4096
 FOR_EVER = CONTEXT - 96
 """tokens that the engine makes in far more time than a test stands still; not to be waited for"""
 
-SMALL: dict[str, Any] = {"kv_cache_bytes": 64 * 1024 * 1024, "max_concurrent": 64}
+SMALL: dict[str, Any] = {
+    "kv_cache_bytes": 64 * 1024 * 1024,
+    "max_concurrent": 64,
+    "extra": {"block_size": 32},  # on a CPU 128, so that no prompt of a test would be cached
+}
 
 
 class Exported(NamedTuple):
