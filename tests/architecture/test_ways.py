@@ -1,4 +1,4 @@
-"""The ways of an item, a trajectory and a sample that docs/architecture.md describes are those that
+"""The ways of an item, a trajectory, a sample and an episode in docs/architecture.md are those that
 they take, and few files and functions are entered on them."""
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ from tests.architecture.walks import (
 from tests.channels.wire.harness import settle, until, wired
 from tests.jobs.embodied import kit as embodied
 from tests.jobs.language import kit as language
+from tests.jobs.language.agents import WITH_TOOLS
 
 MOST_FILES_OF_AN_ITEM = 18
 MOST_FUNCTIONS_OF_AN_ITEM = 80
 MOST_FILES_OF_A_TRAJECTORY = 50
 MOST_FILES_OF_A_SAMPLE = 45
 MOST_FILES_OF_A_DECISION = 50
+MOST_FILES_OF_AN_EPISODE = 52
 
+AGENTS = "tests.jobs.language.agents"
 ONE_TRAJECTORY = (
     *("--training.total_steps", 16, "--env.envs", 1, "--env.stages", 1),
     *("--evaluation.episodes", 1),
@@ -39,6 +42,11 @@ ONE_TRAJECTORY = (
 ONE_SAMPLE = (
     *("--training.iterations", 1, "--training.prompts", 1, "--training.group_size", 1),
     *("--evaluation.samples", 0, "--data.held_out", 0),
+)
+ONE_EPISODE = (
+    *ONE_SAMPLE,
+    *("--episode.run", f"{AGENTS}:calls", "--episode.tools", f"{AGENTS}:always_looks"),
+    *("--cluster.episode_workers", 1, "--data.chat_template", "tools.jinja"),
 )
 ONE_ITERATION = (*("--devices", 16, "--work.iterations", 1, "--work.prompts_per_device", 1),)
 
@@ -151,8 +159,9 @@ async def test_an_item_enters_few_files_and_functions(
             MOST_FILES_OF_A_TRAJECTORY,
         ),
         ("a sample", language.Job, ONE_SAMPLE, "LanguageRun._account", MOST_FILES_OF_A_SAMPLE),
+        ("an episode", language.Job, ONE_EPISODE, "LanguageRun._account", MOST_FILES_OF_AN_EPISODE),
     ],
-    ids=["a trajectory", "a sample"],
+    ids=["a trajectory", "a sample", "an episode"],
 )
 @pytest.mark.usefixtures("clocks_stand")
 def test_the_walk_through_a_job_is_the_one_that_is_described_and_enters_few_files(
@@ -162,10 +171,13 @@ def test_the_walk_through_a_job_is_the_one_that_is_described_and_enters_few_file
     last: str,
     most: int,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     steps = described(way)
     job = kind(tmp_path, capsys)
+    monkeypatch.chdir(tmp_path)
+    Path("tools.jinja").write_text(WITH_TOOLS)
     walk = WalkOfAJob(steps, first=steps[0][1], last=last)
     walk.run(lambda: job.succeed(*one))
     assert missing(steps, walk.calls) is None

@@ -7,6 +7,14 @@ from collections.abc import AsyncIterator
 
 from rlinf_async.episodes import Episode, Parsed, ToolCall, Turn, tool
 
+WITH_TOOLS = (
+    "{% if tools %}<system>{{ tools[0].function.name }}{% endif %}"
+    "{% for message in messages %}<{{ 'user' if message.role == 'tool' else message.role }}>"
+    "{{ message.content }}{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""a chat template that has tools"""
+
 
 @tool
 async def look(where: str) -> str:
@@ -46,6 +54,18 @@ async def searches(episode: Episode) -> float:
 def always_searches(text: str) -> Parsed:
     """Each answer is a call."""
     return Parsed(text=text, tool_calls=(ToolCall(name="search", arguments={"seconds": 300.0}),))
+
+
+async def calls(episode: Episode) -> float:
+    """A turn that calls a tool, if the parser reads it so, and one more."""
+    chat = episode.chat(tools=[look])
+    await chat.answer(await chat.turn())
+    return float(len((await chat.turn()).drawn.token_ids))
+
+
+def always_looks(text: str) -> Parsed:
+    """Each answer is a call."""
+    return Parsed(text=text, tool_calls=(ToolCall(name="look", arguments={"where": "here"}),))
 
 
 async def forks(episode: Episode) -> float:

@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 from rlinf_async.runtime.jobs.language.samples import load_language_progress
+from tests.jobs.language.agents import WITH_TOOLS
 from tests.jobs.language.kit import Job
 from tests.jobs.language.test_killed_driver import ENDLESS, PROCESS
 from tests.jobs.processes import Start
@@ -45,12 +46,7 @@ def test_status_names_the_episodes_that_have_waited_longest_and_for_what(
 ) -> None:
     agents = "tests.jobs.language.agents"
     template = job.file.parent / "tools.jinja"
-    template.write_text(
-        "{% if tools %}<system>{{ tools[0].function.name }}{% endif %}"
-        "{% for message in messages %}<{{ 'user' if message.role == 'tool' else message.role }}>"
-        "{{ message.content }}{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}"
-        "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
+    template.write_text(WITH_TOOLS)
     searches = (
         *("--episode.run", f"{agents}:searches", "--episode.tools", f"{agents}:always_searches"),
         *("--data.chat_template", template, "--episode.seconds", 600),
