@@ -49,9 +49,11 @@ class Size(NamedTuple):
     episodes: int
     open: int
     slots: int
+    step: float
+    """seconds of a step of the toy engine"""
 
 
-SIZES: Final = {"full": Size(768, 256, 64), "small": Size(48, 24, 2)}
+SIZES: Final = {"full": Size(768, 256, 64, 0.02), "small": Size(48, 24, 2, 0.004)}
 TURNS: Final = (1, 6)
 """fewest and most turns of an episode"""
 SECONDS: Final = (0.1, 2.0)
@@ -240,7 +242,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         engine: Any = ToyEngineConfig(
             slots=size.slots,
-            seconds_per_step=0.02,
+            seconds_per_step=size.step,
             mean_tokens=MEAN_TOKENS,
             tail=0.5,
             vocabulary=16,

@@ -219,10 +219,11 @@ class Policy:
     def parts(self, given: object, shape: type, harmless: Collection[str], where: str) -> None:
         """Warn of fields of messages, parts of them, or tools that are not known: they are left
         out. Those that have a ``content`` are looked into."""
+        known = _names(shape) | frozenset(harmless)
         for one in given if isinstance(given, list) else ():
             if not isinstance(one, Mapping):
                 continue
-            for name in one.keys() - _names(shape) - set(harmless):
+            for name in one.keys() - known:
                 if one[name]:
                     field = f"{where}.{name}"
                     self.warn(f"{field}: it is not known here, and is left out", once=field)
