@@ -28,6 +28,7 @@ from rlinf_async.runtime.jobs.language.samples import (
     LedgerState,
     Unfinished,
     _items,
+    drop_turns,
     in_flight,
     load_unfinished,
 )
@@ -162,10 +163,21 @@ async def test_answers_that_no_open_episode_waits_for_are_dropped_unless_they_ar
             for one in (turn(0, 1), turn(1, 1), turn(1, 1), turn(2, 1), turn(-3, 1)):
                 await sender.put(one, key=one.request.name)
             async with ends.lease(key="2/0.1"):
-                assert channels.drop_turns({"0/0"}) == 3
+                assert drop_turns(channels, [request(0)]) == 3
                 assert await keys_of(channels) == ["0/0.1", "2/0.1"]
-            assert channels.drop_turns(set()) == 1
+            assert drop_turns(channels, []) == 1
             assert await keys_of(channels) == []
+
+
+async def test_answers_of_a_finished_episode_that_is_run_once_more_are_kept_for_it() -> None:
+    async with ra.Cluster.local() as cluster:
+        channels = LanguageChannels(cluster, with_episodes())
+        with channels.held_open(), channels.turns.sender as sender, channels.turns.receiver:
+            await channels.tasks.sender.put(request(0))
+            async with channels.tasks.receiver.lease():
+                await sender.put(turn(0, 1), key="0/0.1")
+                assert drop_turns(channels, []) == 0
+            assert drop_turns(channels, []) == 1
 
 
 def test_a_checkpoint_without_turns_can_still_be_read(tmp_path: Path) -> None:

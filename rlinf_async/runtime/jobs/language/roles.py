@@ -33,8 +33,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import msgspec
 import numpy as np
 
-from rlinf_async.channels import Channel, ChannelEmpty, Latest
+from rlinf_async.channels import Channel, Latest
 from rlinf_async.config.registry import load_entry_point
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import (
@@ -179,27 +179,6 @@ class LanguageChannels:
                 ends.enter_context(channel.sender)
             with self.tasks.sender:
                 yield
-
-    def drop_turns(self, running: Container[str]) -> int:
-        """Drop the answers that wait for an episode that is over: what an earlier life of it, or a
-        task that it left behind, had asked for.
-
-        Args:
-            running: names of the samples that are not finished.
-
-        Returns how many were dropped.
-        """
-        if self.turns is self.generated:
-            return 0
-        receiver, dropped = self.turns.receiver, 0
-        for key in list(self.turns.queue.keys):
-            if str(key).partition(".")[0] in running:
-                continue
-            with suppress(ChannelEmpty):  # it is leased, or on its way
-                while True:
-                    receiver.get_nowait(key=key)
-                    dropped += 1
-        return dropped
 
 
 CRITIC = "critic"

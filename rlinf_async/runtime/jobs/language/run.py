@@ -66,6 +66,7 @@ from rlinf_async.runtime.jobs.language.samples import (
     Source,
     Unfinished,
     check_resumed_critic,
+    drop_turns,
     in_flight,
     load_language_progress,
     load_unfinished,
@@ -245,7 +246,7 @@ class LanguageRun:
     ) -> dict[str, float]:
         """Add the iteration to the progress; its row of the metrics."""
         groups = flow.collector.trained(iteration)
-        flow.channels.drop_turns({one.name for one in self._ledger.running})
+        drop_turns(flow.channels, self._ledger.running)
         seen = summed_up(iteration, groups)
         warn_of_failures(self.config.name, iteration, groups, before=self.progress.outcomes)
         self._warned = warn_of_no_signal(self.config.name, iteration, trained, warned=self._warned)

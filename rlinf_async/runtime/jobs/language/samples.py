@@ -33,6 +33,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,7 +41,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from rlinf_async.channels import Channel, EndOfChannel, Receiver, Sender
+from rlinf_async.channels import Channel, ChannelEmpty, EndOfChannel, Receiver, Sender
 from rlinf_async.channels.encoded import Encoded, copy_of
 from rlinf_async.channels.remote_payload import remote_payload_of
 from rlinf_async.channels.wire.codec import Decoder, encode
@@ -670,6 +671,32 @@ def in_flight(
         partial=[one for one in partial if one.partial is not None and new(one.name)],
         turns=_turns(channels, left),
     )
+
+
+def drop_turns(channels: LanguageChannels, running: Iterable[Request]) -> int:
+    """Drop the answers that wait for an episode that is over: what an earlier life of it, or a
+    task that it left behind, had asked for.
+
+    Args:
+        channels: of the run.
+        running: the samples that are not finished.
+
+    Returns how many were dropped.
+    """
+    if channels.turns is channels.generated:
+        return 0
+    # A finished episode may be run once more, where its worker died before it had said so: it
+    # waits for the answers that it asks for now.
+    names = {one.name for one in (*running, *_items(channels.tasks))}
+    receiver, dropped = channels.turns.receiver, 0
+    for key in list(channels.turns.queue.keys):
+        if str(key).partition(".")[0] in names:
+            continue
+        with suppress(ChannelEmpty):  # it is leased, or on its way
+            while True:
+                receiver.get_nowait(key=key)
+                dropped += 1
+    return dropped
 
 
 def _turns(channels: LanguageChannels, running: Container[str]) -> list[Sample]:
