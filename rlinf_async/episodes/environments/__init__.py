@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from rlinf_async.config.convert import convert
-from rlinf_async.config.registry import Part, Path, Registry, raised
+from rlinf_async.config.registry import ConfigError, Part, Path, Registry, raised
 from rlinf_async.episodes.episode import Episode, EpisodeError, LimitReached, RunEpisode
 from rlinf_async.episodes.tools import THREAD_EACH
 
@@ -74,7 +74,9 @@ def load_environment(name: str, settings: Mapping[str, Any], path: Path) -> RunE
     part = environments.check(name, path, apart=True)
     part.check_installed(f"episode.run = {name!r}")
     where = (*path[:-1], "environment")
-    found = convert(dict(settings), part.Config, where)
+    if part.Config is None and settings:
+        raise ConfigError(f"environment {name!r} has no settings", path=where)
+    found = None if part.Config is None else convert(dict(settings), part.Config, where)
     part.check(found, where)
     return part.make(found)
 

@@ -6,10 +6,14 @@ import asyncio
 import random
 import re
 from collections.abc import Iterator
+from typing import Any
 
+import msgspec
 import pytest
 
 from rlinf_async.config import ConfigError
+from rlinf_async.episodes import Episode
+from rlinf_async.episodes.environments import environments
 from rlinf_async.messages.language import Failed, Scored
 from tests.episodes.environments import worlds
 from tests.episodes.environments.kit import agent, attempt, ended, played, rewards, said
@@ -154,3 +158,43 @@ def test_settings_without_an_environment_are_refused() -> None:
     with pytest.raises(ConfigError, match="'command: true' is no environment") as caught:
         agent("command: true", id=ID)
     assert caught.value.path == ("episode", "environment")
+
+
+class Echoes:
+    """An environment of one's own kind."""
+
+    class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+        times: int = 1
+
+    def __new__(cls, settings: Any) -> Any:
+        """The coroutine function."""
+
+        async def run(episode: Episode) -> float:
+            chat = episode.chat()
+            for _ in range(settings.times):
+                chat.say((await chat.turn()).text)
+            return float(settings.times)
+
+        return run
+
+
+def silent(settings: None) -> Any:
+    """One without settings."""
+
+    async def run(episode: Episode) -> float:
+        return 0.0
+
+    return run
+
+
+async def test_an_environment_of_one_s_own_kind_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = {"echoes": f"{__name__}:Echoes", "silent": f"{__name__}:silent"}
+    monkeypatch.setattr(environments, "paths", {**environments.paths, **named})
+    ending, episode = await played(agent("echoes", times=2), ["a", "b"])
+    assert ending.outcome == Scored(reward=2.0)
+    assert said(episode)[1:] == ["a", "a", "b", "b"]
+    with pytest.raises(ConfigError, match="time"):
+        agent("echoes", time=2)
+    assert agent("silent") is not None
+    with pytest.raises(ConfigError, match="environment 'silent' has no settings"):
+        agent("silent", time=2)

@@ -149,6 +149,23 @@ def nothing_left(job: Job) -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("nothing_left")
+def test_an_environment_is_played_again_over_the_recorded_answers(job: Job, killer: Killer) -> None:
+    victims = 3 * ["Episode[0]", "Rollout[0]", "Episode[1]"]
+    killer.victims = dict(enumerate(victims, 1))
+    own = ("--data.path", "", "--data.verifier", "", "--data.environment_tasks", 40)
+    guess = ("--episode.environment.id", "tests.episodes.environments.worlds:Guess-v0")
+    ahead = ("--training.max_staleness", 1, "--training.iterations", 12)
+    workers = ("--cluster.episode_workers", 2, "--cluster.max_restarts", 100)
+    summary = job.succeed("--episode.run", "gymnasium", *guess, *own, *PROCESS, *ahead, *workers)
+    assert summary.restarts == Counter(victims)
+    check_records(job, 12)
+    for row in job.iterations:
+        assert float(row["episode_return"]) == pytest.approx(-0.25 * float(row["turns"]))
+    assert killer.dead_letters == []
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nothing_left")
 def test_killed_episode_and_rollout_workers_are_replaced_and_every_episode_is_trained_once(
     job: Job, killer: Killer
 ) -> None:
