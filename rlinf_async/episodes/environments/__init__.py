@@ -168,13 +168,13 @@ def text_of(name: str, observation: object) -> str:
     return observation
 
 
-def number(name: str, what: str, value: object) -> float:
-    """Return a finite number; truth values are none."""
-    found = value.item() if hasattr(value, "item") and getattr(value, "size", 0) == 1 else value
+def number(name: str, what: str, value: Any) -> float:
+    """Return a finite number, also one of numpy or in an array of one; truth values are none."""
+    found = value.item() if getattr(value, "size", 0) == 1 else value
     real = isinstance(found, numbers.Real) and not isinstance(found, bool)
-    if not real or not math.isfinite(float(found)):  # type: ignore[arg-type]
+    if not real or not math.isfinite(found):
         raise EnvironmentFailed(f"{name}: the {what} is {value!r:.200}; it must be a finite number")
-    return float(found)  # type: ignore[arg-type]
+    return float(found)
 
 
 class _Ended(NamedTuple):
