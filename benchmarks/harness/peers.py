@@ -53,7 +53,9 @@ class PeerStore:
     def _make(self, peer: PeerSoftware, folder: pathlib.Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         _succeed(peer, [sys.executable, "-m", "venv", str(folder)])
-        pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet"]
+        # What is imported is compiled then: compiling all is half of the work.
+        options = ["--quiet", "--disable-pip-version-check", "--no-compile"]
+        pip = [str(folder / "bin" / "python"), "-m", "pip", "install", *options]
         for stage in peer.requirements:
             _succeed(peer, [*pip, *stage])
         (folder / "complete").write_text("\n".join(peer.pins), encoding="utf-8")
