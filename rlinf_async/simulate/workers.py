@@ -261,9 +261,9 @@ class SimulatedEpisodes(EpisodeWorker):
         template: Any = Counted(prompt, given)
         return Language(template, lambda text: Parsed(text=text), lambda tokens: "")
 
-    async def _play(self, lease: Lease[Request], *ends: Any) -> None:
+    async def _play(self, lease: Lease[Request], *args: Any, **kwargs: Any) -> None:
         self._seed.set(lease[0].seed)
-        await super()._play(lease, *ends)
+        await super()._play(lease, *args, **kwargs)
 
     async def _act(self, episode: Episode) -> float:
         costs, seed, chat = self._costs, self._seed.get(), episode.chat()

@@ -78,10 +78,10 @@ def test_limits_cut_episodes() -> None:
 
 
 def test_longer_waits_and_fewer_open_episodes_take_longer() -> None:
-    seconds = [
-        simulate(with_episodes(**one)).result.seconds
-        for one in ({}, {"tool_seconds": (40.0,)}, {"tool_seconds": (40.0,), "concurrent": 4})
-    ]
+    several: list[dict[str, Any]] = [
+        {}, {"tool_seconds": (40.0,)}, {"tool_seconds": (40.0,), "concurrent": 4},
+    ]  # fmt: skip
+    seconds = [simulate(with_episodes(**one)).result.seconds for one in several]
     assert seconds[0] < seconds[1] < seconds[2]
 
 
