@@ -522,6 +522,8 @@ class Episode:
         """branches, oldest first"""
         self.turns = 0
         """turns of all branches"""
+        self.given_up = 0
+        """answers that were not waited for: no turns, but there may be as many of them"""
         self.last: Turn | None = None
         """newest turn of all branches: of those that were answered the one that was asked for last;
         the verifier of the data judges it"""
@@ -706,7 +708,7 @@ class Episode:
             raise EpisodeError("the episode is over: its coroutine has returned, or was cancelled")
         limits = self._limits
         left = limits.tokens - tokens
-        if self.turns >= limits.turns:
+        if max(self.turns, self.given_up) >= limits.turns:
             raise LimitReached("turns", limits.turns)
         if left < 1:
             raise LimitReached("tokens", limits.tokens)
@@ -715,7 +717,12 @@ class Episode:
     async def draw(self, context: Tokens, most: int, seed: int | None = None) -> Generated:
         """Have the model draw an answer."""
         self.turns += 1
-        return await self._model.draw(context, most, seed)
+        try:
+            return await self._model.draw(context, most, seed)
+        except asyncio.CancelledError:
+            self.turns -= 1
+            self.given_up += 1
+            raise
 
     def read(self, drawn: Generated, stopped: str = "") -> Turn:
         """Return an answer, read; what comes from the stop sequence on is no text of it."""

@@ -88,6 +88,9 @@ class Turns:
         self._recalled = 0
         """number of those that there were"""
         self._drawing: set[asyncio.Task[Sample]] = set()
+        self._given_up: dict[tuple[bytes, int, int | None], asyncio.Task[Sample]] = {}
+        """those of them that nobody waits for, by what was asked: the engine draws them to their
+        end, and whoever asks the same again gets them"""
         self.saved: Callable[[], bytes] = bytes
         """gives what can be restored of the episode, which each request carries"""
         self.rollout_rank = -1
@@ -116,19 +119,27 @@ class Turns:
         for at, sample in enumerate(self.recorded):
             if _answers(sample, context, most):
                 return self._told(self.recorded.pop(at))
-        self._number += 1
-        request = self._request(self._number, context, most, seed)
+        question = context.tobytes(), most, seed
+        drawing = self._given_up.pop(question, None) or self._begun(context, most, seed)
         with self._clock.stopped():
-            # A task of its own, so that whatever is left running can be ended with the episode.
-            drawing = asyncio.create_task(self._answer(request), name=f"turn {request.name}")
-            self._drawing.add(drawing)
             try:
-                return self._told(await drawing)
+                sample = await asyncio.shield(drawing)
+            except asyncio.CancelledError:
+                self._given_up[question] = drawing
+                raise
             except Exception as error:
                 self.broken = error
                 raise
-            finally:
-                self._drawing.discard(drawing)
+        self._drawing.discard(drawing)
+        return self._told(sample)
+
+    def _begun(self, context: Tokens, most: int, seed: int | None) -> asyncio.Task[Sample]:
+        self._number += 1
+        request = self._request(self._number, context, most, seed)
+        # A task of its own, so that whatever is left running can be ended with the episode.
+        drawing = asyncio.create_task(self._answer(request), name=f"turn {request.name}")
+        self._drawing.add(drawing)
+        return drawing
 
     async def close(self) -> None:
         """End what is still being drawn: nobody waits for it any more."""
@@ -140,6 +151,9 @@ class Turns:
             one.cancel()
         if drawing:
             await asyncio.wait(drawing)
+        for one in drawing:
+            if not one.cancelled():
+                one.exception()  # nobody waits for it any more
 
     def _told(self, sample: Sample) -> Generated:
         self.engines.add(sample, self.rollout_rank)

@@ -4,6 +4,7 @@ that what is trained is what the engine drew."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from typing import Any
 
@@ -258,6 +259,96 @@ async def test_raw_streams_of_chat_completions_have_what_was_asked_for() -> None
         for one in chunks:
             texts[one.choices[0].index] += one.choices[0].delta.content or ""
         assert texts == {0: "b", 1: "c"}
+
+
+def assembled(chunks: list[Any]) -> list[dict[str, Any]]:
+    """Choices that a stream of chat completions tells, as clients put them together."""
+    found: dict[int, dict[str, Any]] = {}
+    for chunk in chunks:
+        for one in chunk.choices:
+            made = found.setdefault(
+                one.index, {"text": "", "thoughts": "", "calls": {}, "logprobs": [], "finish": None}
+            )
+            made["text"] += one.delta.content or ""
+            made["thoughts"] += getattr(one.delta, "reasoning_content", None) or ""
+            for call in one.delta.tool_calls or ():
+                told = made["calls"].setdefault(call.index, ["", "", ""])
+                told[0] += call.id or ""
+                told[1] += call.function.name or ""
+                told[2] += call.function.arguments or ""
+            if one.logprobs is not None:
+                made["logprobs"] += [part.logprob for part in one.logprobs.content]
+            made["finish"] = one.finish_reason or made["finish"]
+    return [{**found[at], "calls": list(found[at]["calls"].values())} for at in sorted(found)]
+
+
+def whole(choices: list[Any]) -> list[dict[str, Any]]:
+    """The same of an answer that comes as a whole."""
+    return [
+        {
+            "text": one.message.content or "",
+            "thoughts": getattr(one.message, "reasoning_content", None) or "",
+            "calls": [
+                [call.id, call.function.name, call.function.arguments]
+                for call in one.message.tool_calls or ()
+            ],
+            "logprobs": [part.logprob for part in one.logprobs.content] if one.logprobs else [],
+            "finish": one.finish_reason,
+        }
+        for one in choices
+    ]
+
+
+ANSWERS: dict[str, str] = {
+    "text": "one two three",
+    "a call": CALL,
+    "thoughts, text and two calls": f"{THOUGHT} and\n{CALL}\n{CALL}",
+    "a call that cannot be read": "<tool_call>{bad</tool_call>",
+    "nothing": "",
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "tools": {"tools": [ADD]},
+    "choices": {"n": 3},
+    "logprobs": {"logprobs": True},
+    "stop": {"stop": ["two", "three"]},
+    "a limit": {"max_completion_tokens": 40},
+    "seed": {"seed": 7},
+    "usage": {"stream_options": {"include_usage": True}},
+}
+
+
+SUBSETS = [*itertools.combinations(OPTIONS, 2), tuple(OPTIONS)]
+
+
+@pytest.mark.parametrize("answer", sorted(ANSWERS))
+async def test_a_stream_tells_what_a_whole_answer_tells_whatever_is_asked_for(answer: str) -> None:
+    """Each pair of the options, and all of them."""
+    for names in SUBSETS:
+        asked: dict[str, Any] = {"model": "m", "messages": QUESTION}
+        for name in names:
+            asked |= OPTIONS[name]
+        count = asked.get("n", 1)
+        async with (
+            served([ANSWERS[answer]] * 6) as (episode, model),
+            openai_client(episode) as client,
+        ):
+            create: Any = client.chat.completions.create
+            at_once = {name: one for name, one in asked.items() if name != "stream_options"}
+            told = whole((await create(**at_once)).choices)
+            chunks = [one async for one in await create(**asked, stream=True)]
+            streamed = assembled(chunks)
+            draws = model.draws
+        assert len(told) == len(streamed) == count, names
+        for made, draw in zip([*told, *streamed], draws, strict=True):
+            log_probs = made.pop("logprobs")
+            assert bool(log_probs) == ("logprobs" in names)
+            expected = draw.generated.log_prob.tolist()[: len(log_probs)]
+            assert log_probs == pytest.approx(expected)
+            for call in made["calls"]:
+                assert call.pop(0).startswith("call")
+        assert told == streamed, names
+        tells = [bool(one.usage) for one in chunks]
+        assert tells == [False] * (len(chunks) - 1) + ["usage" in names]
 
 
 async def test_choices_logprobs_and_seeds_are_honoured() -> None:

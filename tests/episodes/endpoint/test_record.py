@@ -173,6 +173,7 @@ def test_an_answer_that_is_given_up_leaves_the_conversation_as_it_was() -> None:
         model.open.set()
         assert [one.text for one in await ask(record, on)] == ["3"]
         assert shape(episode) == [2]
+        assert (episode.turns, episode.given_up) == (2, 1)
         assert_exact(episode, model)
 
     run(main())

@@ -168,3 +168,43 @@ def test_a_worker_that_is_cancelled_does_not_wait_for_an_agent_that_ignores_it()
             assert flow.left().keys() == {"tasks", "turns"}
 
     run(body())
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_who_asks_the_same_again_gets_the_answer_that_was_given_up(same: bool) -> None:
+    async def impatient(episode: Episode) -> float:
+        chat = episode.chat()
+        tries = 0
+        while True:
+            tries += 1
+            try:
+                async with asyncio.timeout(3):
+                    turn = await chat.turn()
+                break
+            except TimeoutError:
+                await asyncio.sleep(1)  # the clock runs, whatever the engine still draws
+                if not same:
+                    chat.say("Well?")
+        episode.metrics["tries"] = tries
+        return float(turn.text == "4")
+
+    async def body() -> None:
+        engine = Engine(lambda _: "4", 10.0)
+        config = EpisodeConfig(run="agent", max_turns=4, seconds=20)
+        async with flowing(impatient, engine, config) as (flow, group):
+            running = flow.run(group)
+            await flow.put(task())
+            flow.tasks.sender.close()
+            (report,) = await running
+            (found,) = [await flow.episodes.receiver.get()]
+        assert found.episode is not None
+        if same:
+            assert found.outcome == Scored(reward=1.0)
+            assert (len(engine.asked), report.turns, found.episode.turns) == (1, 1, 1)
+            assert found.episode.metrics == {"tries": 3.0}
+        else:  # each is a request of its own, and there are no more of them than turns
+            assert isinstance(found.outcome, Failed)
+            assert "without an answer of the model: max_turns is reached" in found.outcome.error
+            assert (len(engine.asked), found.episode.turns) == (4, 0)
+
+    run(body())
