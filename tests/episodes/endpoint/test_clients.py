@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import anthropic
@@ -13,7 +14,7 @@ import openai
 import pytest
 
 from rlinf_async.episodes import Episode
-from tests.episodes.endpoint.kit import ADD, ADD_PARAMETERS, CALL, served
+from tests.episodes.endpoint.kit import ADD, ADD_PARAMETERS, CALL, Scripted, served
 
 pytestmark = pytest.mark.usefixtures("loop_kind")
 
@@ -320,35 +321,42 @@ OPTIONS: dict[str, dict[str, Any]] = {
 SUBSETS = [*itertools.combinations(OPTIONS, 2), tuple(OPTIONS)]
 
 
+@pytest.mark.parametrize("stop", [False, True])
 @pytest.mark.parametrize("answer", sorted(ANSWERS))
-async def test_a_stream_tells_what_a_whole_answer_tells_whatever_is_asked_for(answer: str) -> None:
+async def test_a_stream_tells_what_a_whole_answer_tells_whatever_is_asked_for(
+    answer: str, stop: bool
+) -> None:
     """Each pair of the options, and all of them."""
-    for names in SUBSETS:
-        asked: dict[str, Any] = {"model": "m", "messages": QUESTION}
-        for name in names:
-            asked |= OPTIONS[name]
-        count = asked.get("n", 1)
-        async with (
-            served([ANSWERS[answer]] * 6) as (episode, model),
-            openai_client(episode) as client,
-        ):
-            create: Any = client.chat.completions.create
-            at_once = {name: one for name, one in asked.items() if name != "stream_options"}
-            told = whole((await create(**at_once)).choices)
-            chunks = [one async for one in await create(**asked, stream=True)]
-            streamed = assembled(chunks)
-            draws = model.draws
-        assert len(told) == len(streamed) == count, names
-        for made, draw in zip([*told, *streamed], draws, strict=True):
-            log_probs = made.pop("logprobs")
-            assert bool(log_probs) == ("logprobs" in names)
-            expected = draw.generated.log_prob.tolist()[: len(log_probs)]
-            assert log_probs == pytest.approx(expected)
-            for call in made["calls"]:
-                assert call.pop(0).startswith("call")
-        assert told == streamed, names
-        tells = [bool(one.usage) for one in chunks]
-        assert tells == [False] * (len(chunks) - 1) + ["usage" in names]
+    async with (
+        served(lambda _: ANSWERS[answer], turns=1000) as (episode, model),
+        openai_client(episode) as client,
+    ):
+        for names in SUBSETS:
+            if ("stop" in names) == stop:
+                await _both(client, model, names)
+
+
+async def _both(client: openai.AsyncOpenAI, model: Scripted, names: Sequence[str]) -> None:
+    asked: dict[str, Any] = {"model": "m", "messages": QUESTION}
+    for name in names:
+        asked |= OPTIONS[name]
+    count, before = asked.get("n", 1), len(model.draws)
+    create: Any = client.chat.completions.create
+    at_once = {name: one for name, one in asked.items() if name != "stream_options"}
+    told = whole((await create(**at_once)).choices)
+    chunks = [one async for one in await create(**asked, stream=True)]
+    streamed = assembled(chunks)
+    assert len(told) == len(streamed) == count, names
+    for made, draw in zip([*told, *streamed], model.draws[before:], strict=True):
+        log_probs = made.pop("logprobs")
+        assert bool(log_probs) == ("logprobs" in names)
+        expected = draw.generated.log_prob.tolist()[: len(log_probs)]
+        assert log_probs == pytest.approx(expected)
+        for call in made["calls"]:
+            assert call.pop(0).startswith("call")
+    assert told == streamed, names
+    tells = [bool(one.usage) for one in chunks]
+    assert tells == [False] * (len(chunks) - 1) + ["usage" in names]
 
 
 async def test_choices_logprobs_and_seeds_are_honoured() -> None:
