@@ -37,6 +37,8 @@ from rlinf_async.episodes.template import (
     Rewrites,
     TemplateError,
     ToolSchema,
+    as_answer,
+    as_call,
 )
 from rlinf_async.episodes.tools import OnFailure, Tool, ToolResult, by_name, ends_episode, run_all
 from rlinf_async.messages.language import (
@@ -164,7 +166,7 @@ class Turn:
         """its tokens, as the engine drew them"""
         self.stopped = stopped
         """stop sequence that ended it; its tokens include it, its text does not"""
-        self.message: Message = _as_message(self)
+        self.message: Message = as_answer(text, thoughts, self.told_calls)
         """the answer as text, as later renderings have it"""
         self.reading: Reading | None = None
         """what the model had read when it answered; None: it did so in no `Chat`"""
@@ -180,6 +182,12 @@ class Turn:
     @reward.setter
     def reward(self, reward: float | None) -> None:
         self._reward = None if reward is None else _finite("the reward of a turn", reward)
+
+    @property
+    def told_calls(self) -> list[Message]:
+        """Its calls, as templates read them."""
+        calls = zip(self.call_ids, self.tool_calls, strict=True)
+        return [as_call(call_id, call.name, call.arguments) for call_id, call in calls]
 
     @property
     def cut(self) -> bool:
@@ -724,12 +732,14 @@ class Episode:
             self.given_up += 1
             raise
 
-    def read(self, drawn: Generated, stopped: str = "") -> Turn:
-        """Return an answer, read; what comes from the stop sequence on is no text of it."""
+    def written(self, drawn: Generated, stopped: str = "") -> str:
+        """Return an answer as text; what comes from the stop sequence on is none of it."""
         text = self.decode(drawn.token_ids)
-        if stopped:
-            text = text[: text.find(stopped)]
-        found = self._parser(text)
+        return text[: text.find(stopped)] if stopped else text
+
+    def read(self, drawn: Generated, stopped: str = "") -> Turn:
+        """Return an answer, read; ``stopped``: stop sequence that ended it."""
+        found = self._parser(self.written(drawn, stopped))
         turn = Turn(
             found.text,
             found.thoughts,
@@ -815,22 +825,6 @@ def _kind(turn: Turn, written: str, following: Sequence[Message]) -> Answered:
         calls = ()
     empty: Literal["none", "empty"] = "empty" if "</think>" in written else "none"
     return Answered("some" if turn.thoughts else empty, bool(turn.text), calls)
-
-
-def _as_message(turn: Turn) -> Message:
-    message: dict[str, Any] = {"role": "assistant", "content": turn.text}
-    if turn.thoughts:
-        message["reasoning_content"] = turn.thoughts
-    if turn.tool_calls:
-        calls = zip(turn.call_ids, turn.tool_calls, strict=True)
-        message["tool_calls"] = [as_call(call_id, call) for call_id, call in calls]
-    return message
-
-
-def as_call(call_id: str, call: ToolCall) -> Mapping[str, Any]:
-    """Return a call as templates read it, with its arguments as an object."""
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call_id, "type": "function", "function": function}
 
 
 def _schemas(tools: Sequence[Tool | ToolSchema]) -> list[ToolSchema]:

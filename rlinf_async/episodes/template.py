@@ -527,10 +527,25 @@ def _mark(what: str, number: int) -> str:
     return f"{what}{number}x{_MARK}"
 
 
+def as_call(call_id: str, name: str, arguments: Mapping[str, Any] | str) -> Message:
+    """Return a call of a tool as templates read it."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def as_answer(text: str, thoughts: str = "", calls: Sequence[Message] = ()) -> Message:
+    """Return an answer as templates read it."""
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if thoughts:
+        message["reasoning_content"] = thoughts
+    if calls:
+        message["tool_calls"] = list(calls)
+    return message
+
+
 def _call(call_id: str, name: str, key: str, value: str, *, as_text: bool) -> Message:
     arguments = {key: value}
-    function = {"name": name, "arguments": json.dumps(arguments) if as_text else arguments}
-    return {"id": call_id, "type": "function", "function": function}
+    return as_call(call_id, name, json.dumps(arguments) if as_text else arguments)
 
 
 def _with_arguments(message: Message, *, as_text: bool) -> Message:

@@ -19,7 +19,6 @@ from rlinf_async.episodes.endpoint.ask import (
     Said,
     arguments_of,
     at_least_one,
-    called,
     choice_of_tools,
     converted,
     sampled,
@@ -27,6 +26,7 @@ from rlinf_async.episodes.endpoint.ask import (
     stops,
     text_of,
 )
+from rlinf_async.episodes.template import as_call
 
 HARMLESS: Final = frozenset({"metadata", "service_tier", "cache_control"})
 NEUTRAL: Final[Mapping[str, Sequence[Any]]] = {"mcp_servers": ([],), "betas": ([],)}
@@ -191,7 +191,7 @@ def _answered(said: Said, blocks: Sequence[Mapping[str, Any]], where: str) -> No
         block = converted(given, Block, f"{where}[{at}]")
         if block.type == "tool_use":
             arguments = arguments_of(block.input or {}, f"{where}[{at}].input")
-            said.answer(calls=[called(block.id, block.name, arguments)])
+            said.answer(calls=[as_call(block.id, block.name, arguments)])
         elif block.type == "thinking":
             said.answer(thoughts=block.thinking)
         else:

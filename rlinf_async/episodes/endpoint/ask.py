@@ -347,15 +347,6 @@ def arguments_of(written: object, where: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {"": written}
 
 
-def called(call_id: str, name: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a call as templates read it."""
-    return {
-        "id": call_id,
-        "type": "function",
-        "function": {"name": name, "arguments": arguments},
-    }
-
-
 def schema_of(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> Any:
     """Return a tool as OpenAI's chat completions describe it."""
     function: dict[str, Any] = {"name": name, "description": description or ""}

@@ -17,13 +17,13 @@ from rlinf_async.episodes.endpoint.ask import (
     Said,
     arguments_of,
     at_least_one,
-    called,
     choice_of_tools,
     sampled,
     schema_of,
     stops,
     text_of,
 )
+from rlinf_async.episodes.template import as_call
 
 HARMLESS: Final = frozenset(
     {
@@ -202,7 +202,7 @@ def _messages(given: Sequence[Spoken]) -> list[Mapping[str, Any]]:
             said.result(one.tool_call_id or "", content)
         elif one.role == "assistant":
             calls = [
-                called(call.id, call.function.name, arguments_of(call.function.arguments, where))
+                as_call(call.id, call.function.name, arguments_of(call.function.arguments, where))
                 for call in one.tool_calls or ()
             ]
             said.answer(content, one.reasoning_content or one.reasoning or "", calls)

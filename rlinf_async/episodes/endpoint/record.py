@@ -33,9 +33,9 @@ import msgspec
 import numpy as np
 
 from rlinf_async.episodes.endpoint.ask import Answer, Answers, Ask, Policy, Refused
-from rlinf_async.episodes.episode import Chat, Episode, EpisodeError, LimitReached, Turn, as_call
+from rlinf_async.episodes.episode import Chat, Episode, EpisodeError, LimitReached, Turn
 from rlinf_async.episodes.parsing import thoughts_and_rest
-from rlinf_async.episodes.template import Message, Rewrites, TemplateError
+from rlinf_async.episodes.template import Message, Rewrites, TemplateError, as_answer
 
 REMEMBERED: Final = 64
 """answers of an episode that can be told again"""
@@ -217,18 +217,13 @@ class Record:
         """Return an answer as an agent is told it: calls that cannot be read are text."""
         text, thoughts, calls = turn.text, turn.thoughts, turn.tool_calls
         if calls and (not ask.calls or any(call.problem for call in calls)):
-            written = self.episode.decode(turn.drawn.token_ids)
-            if turn.stopped:
-                written = written[: written.find(turn.stopped)]
-            thoughts, text = thoughts_and_rest(written)
+            thoughts, text = thoughts_and_rest(self.episode.written(turn.drawn, turn.stopped))
             text = text.strip()
             calls = ()
         return Answer(
             text=text,
             thoughts=thoughts,
-            calls=[
-                as_call(call_id, call) for call_id, call in zip(turn.call_ids, calls, strict=False)
-            ],
+            calls=turn.told_calls if calls else [],
             drawn=turn.drawn,
             stopped=turn.stopped,
             tokens=self._tokens(turn) if ask.logprobs else (),
@@ -254,7 +249,7 @@ class Record:
         if self.episode.last in [turn for _, turn in turns]:
             self.episode.last = turns[0][1]  # which an agent takes that wants one
         for (chat, turn), answer in reversed(list(zip(turns, answers.choices, strict=True))):
-            message = _as_message(answer)
+            message = as_answer(answer.text, calls=answer.calls)
             turn.message = message  # as the agent has it, in later renderings
             found = node.children.setdefault(_key(message), _Node())
             found.chat, found.turn, found.thoughts = chat, turn, answer.thoughts
@@ -312,13 +307,6 @@ def _as_javascript(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _as_javascript(one) for name, one in value.items()}
     return [_as_javascript(one) for one in value] if isinstance(value, list | tuple) else value
-
-
-def _as_message(answer: Answer) -> Message:
-    message: dict[str, Any] = {"role": "assistant", "content": answer.text}
-    if answer.calls:
-        message["tool_calls"] = list(answer.calls)
-    return message
 
 
 def _with_names(messages: list[Message]) -> list[Message]:

@@ -17,13 +17,13 @@ from rlinf_async.episodes.endpoint.ask import (
     Said,
     arguments_of,
     at_least_one,
-    called,
     choice_of_tools,
     sampled,
     schema_of,
     text_of,
 )
 from rlinf_async.episodes.endpoint.chat_completions import ROLES, ChatCompletions, logprobs_of
+from rlinf_async.episodes.template import as_call
 
 HARMLESS: Final = frozenset(
     {
@@ -171,7 +171,7 @@ def _messages(given: Body) -> list[Mapping[str, Any]]:
             _message(said, item, where)
         elif item.type == "function_call":
             arguments = arguments_of(item.arguments, f"{where}.arguments")
-            said.answer(calls=[called(item.call_id, item.name, arguments)])
+            said.answer(calls=[as_call(item.call_id, item.name, arguments)])
         elif item.type == "function_call_output":
             content = text_of(item.output, f"{where}.output", PARTS)
             said.result(item.call_id, content)
