@@ -373,8 +373,8 @@ class Remembers:
                 chat.say("more")
             episode.state = f"after {len(chat.turns)}".encode()
             with suppress(TimeoutError):
-                async with asyncio.timeout(None if chat.turns or episode.turns else 0.5):
-                    await chat.turn()
+                async with asyncio.timeout(None if chat.turns or episode.given_up else 0.5):
+                    await chat.turn(seed=episode.given_up)  # another question than that before
         return float("".join(turn.text for turn in chat.turns))
 
 
