@@ -309,15 +309,14 @@ class Chat:
             await asyncio.sleep(PAUSE)
             raise
         self._asked, self._unsaid = _Asked(self._unsaid, tuple(stop), self._episode.turns), []
-        turn = None
         try:
             drawn = await self._episode.draw(coming.context, most, seed)
-            turn = self._answered(coming, drawn, self._asked)
+            return self._answered(coming, drawn, self._asked)
+        except BaseException:
+            self._unsaid = self._pending  # what was said stays unsaid where no answer came
+            raise
         finally:
-            if turn is None:
-                self._unsaid = self._pending  # what was said stays unsaid where no answer came
             self._asked = None
-        return turn
 
     def _ready(self, max_tokens: int | None) -> tuple[_Next, int]:
         """Return what the model reads next, and how many tokens its answer may have."""
@@ -664,13 +663,13 @@ class Episode:
     def _restored(
         self, saved: _Saved, tools: Sequence[Tool], messages: Sequence[Message] | None
     ) -> Chat | None:
-        recorded = list(self._recorded)
+        recorded, chat = list(self._recorded), None
         try:
             chat = self.chat(tools, messages)
             whole = all(chat.make_again(made, recorded) for made in saved.turns)
         except (TemplateError, ParserError):  # raised again, if the coroutine comes there again
             whole = False
-        if not whole:
+        if chat is None or not whole:
             self.chats.clear()
             self.last, self._calls = None, 0
             return None
