@@ -132,11 +132,6 @@ class SimulationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
                 f"{self.mini_batch} samples in groups of {self.work.group_size}; sizes that can: "
                 f"{self.dp_sizes}"
             )
-        if self.episode.turns and self.scheduler.policy != "static":
-            raise ValueError(
-                f"scheduler.policy is {self.scheduler.policy!r}, which counts finished answers, "
-                "and does not know of open episodes (episode.turns): set it to 'static'"
-            )
 
     @property
     def shared_devices(self) -> int:

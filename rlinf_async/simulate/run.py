@@ -45,6 +45,7 @@ from rlinf_async.observe.pictures import COLOURS, FAINT, INK, headline, new_figu
 from rlinf_async.observe.trace import Span
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.language.samples import Collector, Dispatcher, Ledger, Source
+from rlinf_async.runtime.jobs.language.scheduling import EpisodeNews
 from rlinf_async.scheduling import ACTOR, ScalingDecision, instance_name
 from rlinf_async.simulate.bounds import by_cause
 from rlinf_async.simulate.config import ScalingPolicyConfig, SimulationConfig, placements
@@ -390,6 +391,7 @@ class SimulatedRun:
             batches=config.work.mini_batches,
             samples=config.samples,
         )
+        self.news = EpisodeNews(self.orders.receiver, self.told.sender)
         self.collector = Collector(
             self.ledger,
             self.scored.receiver,
@@ -397,6 +399,7 @@ class SimulatedRun:
             ranks=1,
             version=0,
             dispatcher=self.dispatcher,
+            finished=self.news.ended if config.episode.turns else None,
         )
         self.trained: list[str] = []
         """names of all samples that were trained"""
@@ -501,7 +504,12 @@ class SimulatedRun:
             SimulatedInference.log_probs, self.unchecked.receiver, self.scored.sender
         )
         following, deciding = await self._follow()
-        running = self.collector.run(), self.dispatcher.run(), self._drop_taken()
+        running = (
+            self.collector.run(),
+            self.dispatcher.run(),
+            self._drop_taken(),
+            *([self.news.run()] if self._config.episode.turns else []),
+        )
         background = [asyncio.create_task(one) for one in (*running, self._faults.run())]
         self.site.settle()
         await self._publish()
@@ -565,6 +573,7 @@ class SimulatedRun:
                 orders.receiver,
                 told.receiver,
                 self.requests.receiver,
+                self.tasks.receiver if self._config.episode.turns else None,
             ),
         )
 

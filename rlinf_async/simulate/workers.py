@@ -188,17 +188,6 @@ class SimulatedScheduler(SchedulerWorker):
         """Note it."""
         self._site.decided(state, decision)
 
-    def _has_progressed(self) -> bool:
-        if not self._site.config.episode.turns:
-            return super()._has_progressed()
-        # Answers of episodes are no samples: how many there are says nothing. `static`, which
-        # decides here, has only to say when the actor may go on.
-        control, actor = self._control, self._control.actor
-        if actor is None or self._phase == "end" or not control.fresh:
-            return False
-        waits = control.is_open and actor.collects and self._arrived_at != actor.boundary
-        return waits and control.monitor.has_next(actor)
-
     async def decisions(self) -> tuple[int, str]:
         """Return the requests that were handed back, and why the policy was given up."""
         return self._changes.summary.migrated, self.policy.fault

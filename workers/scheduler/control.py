@@ -29,6 +29,7 @@ from rlinf_async.workers.scheduler.messages import (
     ActorChanged,
     ActorReady,
     DevicesReport,
+    EpisodesEnded,
     HandBack,
     InstanceNews,
     InstanceReport,
@@ -73,7 +74,7 @@ class Control:
         self.devices: list[DevicesReport] = []
         """reports on devices that nobody has seen to yet"""
         self.fresh = 0
-        """responses that were finished since the policy was asked"""
+        """samples that were finished since the policy was asked"""
         self.unanswered = 0
         """waits that ended without an answer"""
         self.silent: set[int] = set()
@@ -202,6 +203,9 @@ class Control:
             case InstanceNews():
                 self._began.update(report.began)
                 self._note_ended(report)
+            case EpisodesEnded():
+                self.monitor.responses.note_samples(report.ended)
+                self.fresh += len(report.ended)
             case ActorReady():
                 self.actor, self.is_open, self.asks = report, True, True
                 self.rates.trained(report.tokens, report.seconds, report.strategy)
@@ -214,7 +218,7 @@ class Control:
     def _note_ended(self, report: InstanceReport | InstanceNews) -> None:
         self.monitor.responses.note(report.ended)
         self.rates.decoded(report.ended)
-        self.fresh += len(report.ended)
+        self.fresh += sum(not one.turn for one in report.ended)
 
     # -- waiting ------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@
                                                      (`Latest`: it holds for all later ones, too)
     InstanceReport  rollout      -> scheduler        orders are carried out; how far requests are
     InstanceNews    rollout      -> scheduler        responses are finished, requests have begun
+    EpisodesEnded   the job      -> scheduler        episodes are finished
     DevicesReport   whoever      -> scheduler        devices are lost, or there again
                     watches hosts
     ActorReady      actor rank 0 -> scheduler        at a boundary between two mini-batches
@@ -85,6 +86,8 @@ class EndedCount(msgspec.Struct, frozen=True, kw_only=True):
     """name of the request: where a worker dies it may be finished twice"""
     iteration: int = -1
     """iteration of the request; -1: of an evaluation"""
+    turn: int = 0
+    """number of the turn of an episode, from 1 on; 0: it is a whole sample"""
     made: int = 0
     """tokens that this engine made in one piece; a moved request brought the others along"""
     seconds: float = 0.0
@@ -125,6 +128,13 @@ class InstanceNews(msgspec.Struct, frozen=True, kw_only=True, tag="news"):
     ended: tuple[EndedCount, ...] = ()
     began: tuple[str, ...] = ()
     """names of requests that the instance has taken, while only some instances take any"""
+
+
+class EpisodesEnded(msgspec.Struct, frozen=True, kw_only=True, tag="episodes"):
+    """the job -> scheduler: episodes that are finished. A scheduler that was started again is told
+    of all that are not trained."""
+
+    ended: tuple[EndedCount, ...]
 
 
 class DevicesReport(msgspec.Struct, frozen=True, kw_only=True, tag="devices"):
@@ -175,7 +185,9 @@ class ActorChanged(msgspec.Struct, frozen=True, kw_only=True, tag="changed"):
     """why the strategy is not the one that was ordered"""
 
 
-SchedulerReport = InstanceReport | InstanceNews | ActorReady | ActorChanged | DevicesReport
+SchedulerReport = (
+    InstanceReport | InstanceNews | EpisodesEnded | ActorReady | ActorChanged | DevicesReport
+)
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):

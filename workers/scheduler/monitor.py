@@ -35,7 +35,7 @@ KNOWN_LENGTHS = 8192
 
 
 class Finished:
-    """The responses of one iteration that are finished."""
+    """The responses, or the samples, of one iteration that are finished."""
 
     def __init__(self) -> None:
         self.lengths: dict[str, int] = {}
@@ -59,7 +59,8 @@ class Finished:
 
 
 class Responses:
-    """The responses that are finished, and how long others are expected to be.
+    """The responses that are finished, and how long others are expected to be. A sample is one
+    response, or an episode of several turns.
 
     Within an iteration the short ones are finished first. So the lengths by which others are
     expected are those of whole iterations: of the newest so many responses, once there are more of
@@ -77,8 +78,10 @@ class Responses:
         self._past: list[Sequence[float]] = [lengths] if len(lengths) else []
         """lengths by which others are expected, by iteration"""
         self._predictor = Predictor(lengths) if len(lengths) else None
-        self._finished: dict[int, Finished] = {}
+        self._responses: dict[int, Finished] = {}
         """finished responses by iteration: the present one, and those ahead of it"""
+        self._samples_of: dict[int, Finished] = {}
+        """as `_responses`, finished samples"""
         self.longest = float(max(lengths, default=0.0))
         """tokens of the longest response so far; 0: none was seen"""
 
@@ -87,7 +90,15 @@ class Responses:
         for one in ended:
             self.longest = max(self.longest, float(one.tokens))
             if one.iteration >= 0:
-                self._finished.setdefault(one.iteration, Finished()).add(one, self._group)
+                self._responses.setdefault(one.iteration, Finished()).add(one, self._group)
+            if not one.turn:
+                self.note_samples([one])
+
+    def note_samples(self, ended: Iterable[EndedCount]) -> None:
+        """Take samples that are finished, such as episodes."""
+        for one in ended:
+            if one.iteration >= 0:
+                self._samples_of.setdefault(one.iteration, Finished()).add(one, self._group)
 
     def begin(self, iteration: int) -> None:
         """An iteration begins: lengths are expected by those of the iterations before.
@@ -96,8 +107,10 @@ class Responses:
         it counts where nothing better is known.
         """
         past = self._past
-        for older in sorted(one for one in self._finished if one < iteration):
-            lengths = list(self._finished.pop(older).lengths.values())
+        for older in [one for one in self._samples_of if one < iteration]:
+            del self._samples_of[older]
+        for older in sorted(one for one in self._responses if one < iteration):
+            lengths = list(self._responses.pop(older).lengths.values())
             if not past or 2 * len(lengths) >= self._samples:
                 past.append(lengths)
         while sum(len(one) for one in past[1:]) >= KNOWN_LENGTHS:
@@ -107,12 +120,12 @@ class Responses:
 
     def finished(self, iteration: int) -> int:
         """Return the samples of an iteration that are generated, as far as is known."""
-        here = self._finished.get(iteration)
+        here = self._samples_of.get(iteration)
         return 0 if here is None else len(here.lengths)
 
     def in_whole_groups(self, iteration: int) -> int:
         """Return the number of finished samples of an iteration whose groups are finished."""
-        here = self._finished.get(iteration)
+        here = self._samples_of.get(iteration)
         return 0 if here is None else here.whole * self._group
 
     @property
@@ -121,8 +134,8 @@ class Responses:
         finished responses; 0: there is none."""
         if self._predictor is not None:
             return self._predictor.mean
-        count = sum(len(one.lengths) for one in self._finished.values())
-        return sum(one.tokens for one in self._finished.values()) / count if count else 0.0
+        count = sum(len(one.lengths) for one in self._responses.values())
+        return sum(one.tokens for one in self._responses.values()) / count if count else 0.0
 
     def expected(self, request: RequestCount) -> float:
         """Guess the tokens that are still to come.
@@ -132,7 +145,7 @@ class Responses:
         there are none, the rest of the mean; of a request that is longer already, half as many
         again as it has: lengths have a long tail.
         """
-        known = (one.groups.get(request.group) for one in self._finished.values())
+        known = (one.groups.get(request.group) for one in self._responses.values())
         group = next((one for one in known if one), None)
         if self._predictor is not None and not (group and not request.made):
             return min(float(request.most), self._predictor.left(request.made))
@@ -166,6 +179,8 @@ class Monitor:
         """requests that are with any instance, by the reports on the newest orders"""
         self._sequence = 0
         """sequence of the newest orders on which an instance has reported"""
+        self.episodes: int | None = None
+        """episodes that wait or are open; None: each sample is one response"""
         self.responses = Responses(topology.samples, topology.group, lengths)
         self._refused: tuple[int, list[Strategy]] = (-1, [])
 
@@ -197,8 +212,9 @@ class Monitor:
         return not self.has_next(ready) and self._present() > 0
 
     def _present(self) -> int:
-        """Return the requests that are somewhere."""
-        return self.queued + self._taken
+        """Return the requests that are somewhere, or the episodes: one that waits for a tool has no
+        request."""
+        return self.queued + self._taken if self.episodes is None else self.episodes
 
     def _unfinished(self, ready: ActorReady, phase: str) -> int:
         """Return the samples of the iteration that are still to be generated.
@@ -260,6 +276,8 @@ class Monitor:
         names = tuple(self._request(one) for one in queued or ())
         if queued is not None:
             waiting = len(names)
+        if self.episodes is not None:  # those that wait for tools come back
+            waiting = max(waiting, self.episodes - sum(one.load for one in instances))
         mean = self.responses.mean
         return ClusterState(
             time=time,

@@ -148,7 +148,13 @@ class ScheduledRollout(LanguageRolloutWorker):
     async def _report(
         self, orders: Orders, requests: Receiver[Request], handed_back: int
     ) -> InstanceReport:
-        progress, queue = await self.progress(), await requests.state()
+        progress = await self.progress()
+        if self._key is None:
+            queue = await requests.state()
+            queued, taken = queue.depth, queue.unsettled
+        else:  # requests lie under the keys of several instances
+            every = await requests.statistics()
+            queued, taken = every.depth, every.leases_out
         ended, self._ended = self._ended, []
         return InstanceReport(
             instance=progress.rank,
@@ -157,8 +163,8 @@ class ScheduledRollout(LanguageRolloutWorker):
             slots=progress.slots,
             samples=progress.samples,
             tokens=progress.tokens,
-            queued=queue.depth,
-            taken=queue.unsettled,
+            queued=queued,
+            taken=taken,
             requests=progress.requests,
             handed_back=handed_back,
             ended=tuple(ended),
@@ -185,6 +191,7 @@ class ScheduledRollout(LanguageRolloutWorker):
                 tokens=tokens,
                 name=request.name,
                 iteration=-1 if request.evaluation else request.iteration,
+                turn=request.turn,
                 made=tokens - brought,
                 seconds=loop.time() - began,
                 running=(running + self.running) / 2,

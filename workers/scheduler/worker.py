@@ -76,6 +76,7 @@ class SchedulerWorker(Worker):
             self.make_policy(), self.config.policy, lambda text: self.log.warning("%s", text)
         )
         self._requests: Receiver[Request] | None = None
+        self._tasks: Receiver[Request] | None = None
         self._phase: Phase = "end"
         self._arrived_at: Boundary | None = None
         """boundary of the actor whose mini-batch the policy knows to be there"""
@@ -102,6 +103,7 @@ class SchedulerWorker(Worker):
         newest: LatestReceiver[Orders],
         reports: Receiver[SchedulerReport],
         requests: Receiver[Request] | None = None,
+        tasks: Receiver[Request] | None = None,
     ) -> SchedulerSummary:
         """Decide until nobody reports any more.
 
@@ -110,9 +112,11 @@ class SchedulerWorker(Worker):
             newest: receiver of the orders, the first of which are there before this is called.
             reports: reports of rollout workers and actors.
             requests: requests that rollout workers take, for policies that order them.
+            tasks: tasks that episode workers take, where samples are episodes. Their turns are not
+                ordered: each belongs to the engine that has its context.
         """
         topology, config = self.topology, self.config
-        self._requests = requests
+        self._requests, self._tasks = requests if tasks is None else None, tasks
         control = self._control = Control(
             topology, config, self._holdings, self.incarnation, self.log
         )
@@ -177,6 +181,9 @@ class SchedulerWorker(Worker):
         control.silent = await control.gather(everyone, self.config.answer_seconds, "report")
         if control.actor is not None and control.is_open:
             await changes.ask_all_ranks(control.actor)
+        if self._tasks is not None:
+            tasks = await self._tasks.state()
+            control.monitor.episodes = tasks.depth + tasks.unsettled
         ready = control.actor
         if ready is None:
             return

@@ -56,6 +56,16 @@ def always_searches(text: str) -> Parsed:
     return Parsed(text=text, tool_calls=(ToolCall(name="search", arguments={"seconds": 300.0}),))
 
 
+async def pauses(episode: Episode) -> float:
+    """Three turns, with a wait in between in which no request of it is anywhere."""
+    chat = episode.chat()
+    for _ in range(3):
+        turn = await chat.turn()
+        await asyncio.sleep(0.05)
+        chat.say("and?")
+    return float(turn.drawn.token_ids.sum() % 2)
+
+
 async def calls(episode: Episode) -> float:
     """A turn that calls a tool, if the parser reads it so, and one more."""
     chat = episode.chat(tools=[look])

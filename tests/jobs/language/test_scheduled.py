@@ -48,6 +48,23 @@ def test_a_scheduled_run_corrects_for_staleness_over_its_mini_batches(scheduled:
     assert all(float(row["off_policy_change"]) > 1e-3 for row in stale)
 
 
+@pytest.mark.parametrize("policy", ["tail", "greedy", "longest_first", "turns"])
+def test_episodes_are_trained_while_devices_move(scheduled: Job, policy: str) -> None:
+    """A turn that waits for its tool has no request: nothing of its episode is finished by that."""
+    summary = scheduled.succeed(
+        *("--episode.run", "tests.jobs.language.agents:pauses", "--cluster.episode_workers", 2),
+        *("--scheduler.policy", policy, "--scheduler.guests", 1, "--training.iterations", 3),
+        *("--rollout.toy.slots", 2, "--actor.toy.seconds_per_token", 0.001),
+    )
+    assert summary.samples == summary.outcomes["scored"] == 3 * 16
+    assert summary.dropped == {"second samples": 0}
+    assert {float(row["turns"]) for row in scheduled.iterations} == {3.0}
+    assert summary.scheduler is not None
+    assert summary.scheduler["policy_fault"] == ""
+    assert summary.scheduler["unanswered"] == 0
+    assert int(summary.scheduler["decisions"]) > 0
+
+
 @pytest.mark.parametrize("policy", ["greedy", "longest_first"])
 def test_policies_that_predict_decide_by_what_the_run_takes(scheduled: Job, policy: str) -> None:
     summary = scheduled.succeed(

@@ -100,10 +100,6 @@ TALKS = ("--episode.run", f"{AGENTS}:talks", "--cluster.episode_workers", 1)
             (*TALKS, "--episode.max_tokens", 6),
             "(episode.max_tokens = 6 leaves 5: raise it for longer prompts)",
         ),
-        (
-            (*TALKS, "--scheduler.policy", "tail"),
-            "policy 'tail' counts answers, of which an episod",
-        ),
         ((*TALKS, "--data.chat", "false"), "data.chat: an episode is a conversation, whose"),
         (
             (*TALKS, "--episode.run", "talks"),

@@ -489,7 +489,8 @@ class Roles:
         )
         if self.scheduling is not None:
             await self.scheduling.launch()
-            await self.scheduling.connect(self.learners.actors, channels.requests.receiver)
+            tasks = channels.tasks.receiver
+            await self.scheduling.connect(self.learners.actors, channels.requests.receiver, tasks)
 
     async def _watch_versions(self) -> None:
         """Note that a rollout worker serves new weights, each time one does."""

@@ -159,6 +159,7 @@ class LanguageRun:
         )
         dispatcher = self._dispatcher(channels, roles)
         valued = self.config.has_critic and dispatcher is not None
+        news = None if roles.scheduling is None else roles.scheduling.episodes
         collector = Collector(
             self._ledger,
             channels.scored.receiver,
@@ -166,6 +167,7 @@ class LanguageRun:
             ranks=self.config.data_ranks,
             version=self.progress.version,
             dispatcher=None if valued else dispatcher,
+            finished=None if news is None else news.ended,
         )
         kept = self.config.training.keep_checkpoints
         checkpointer = Checkpointer(cluster, roles.learners, self.folder.checkpoints, kept)

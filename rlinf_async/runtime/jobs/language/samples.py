@@ -492,6 +492,7 @@ class Collector:
         ranks: number of DP ranks.
         version: trained so far: the first iteration to send on.
         dispatcher: gives groups to ranks instead, where the number of ranks changes.
+        finished: is told of every sample that is to be trained.
     """
 
     def __init__(
@@ -503,9 +504,11 @@ class Collector:
         ranks: int,
         version: int,
         dispatcher: Dispatcher | None = None,
+        finished: Callable[[Sample], None] | None = None,
     ) -> None:
         self._ledger = ledger
         self._scored = scored
+        self._finished = finished
         self._groups = groups
         self._ranks = ranks
         self._dispatcher = dispatcher
@@ -523,7 +526,10 @@ class Collector:
             request = scored.sample.request
             if request.evaluation:
                 self._answer(request, scored)
-            elif (group := self._ledger.take(scored)) is not None:
+                continue
+            if self._finished is not None:
+                self._finished(scored.sample)
+            if (group := self._ledger.take(scored)) is not None:
                 await self._take(group)
 
     async def whole(self, iteration: int) -> None:

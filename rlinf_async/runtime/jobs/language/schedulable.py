@@ -29,12 +29,6 @@ def check_scheduler(config: LanguageConfig, plan: PlacementPlan) -> None:
             )
         return
     load_policy(policy, POLICY)
-    if config.has_episodes:  # it would lend devices while all open episodes wait for their tools
-        raise ConfigError(
-            f"policy {policy!r} counts answers, of which an episode has several, and does not know "
-            "when episodes are finished: set it to 'static', or leave episode.run out",
-            path=POLICY,
-        )
     if policy == "turns" and not guests:
         raise ConfigError(
             "policy 'turns' lends the actors' devices to rollout workers that are launched there: "

@@ -6,6 +6,7 @@
     actor rank 0 --Verdict, by rank--> other ranks of the actor
     actor rank 0 --DataShare--> Dispatcher --SampleGroup--> actors
     actors --SampleGroup, trained, where there are several epochs--> Dispatcher
+    Collector --finished episodes--> EpisodeNews --EpisodesEnded--> scheduler
 
 A scheduler that dies is restarted. One that dies too often, or fails, is given up: this process
 takes its place, with policy "static", by which everybody goes home and stays there.
@@ -17,12 +18,20 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import Any, cast
 
 import msgspec
 
-from rlinf_async.channels import Channel, Latest, Receiver
-from rlinf_async.messages.language import DataShare, Request, SampleGroup
+from rlinf_async.channels import (
+    Channel,
+    EndOfChannel,
+    Latest,
+    LatestReceiver,
+    Receiver,
+    Sender,
+)
+from rlinf_async.messages.language import DataShare, Request, Sample, SampleGroup
 from rlinf_async.parallel import Strategy
 from rlinf_async.runtime.calls import GroupCall, WorkerGroup
 from rlinf_async.runtime.cluster import Cluster
@@ -30,11 +39,14 @@ from rlinf_async.runtime.jobs.checkpoints import start_background
 from rlinf_async.runtime.jobs.language.backends import DeviceLayout
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.supervise import Restart
+from rlinf_async.runtime.wakers import WorkEvent
 from rlinf_async.scheduling import SchedulingConfig
 from rlinf_async.workers.actor import LanguageActor
-from rlinf_async.workers.base import WorkerContext, WorkerError, WorkerInfo, make
+from rlinf_async.workers.base import WorkerContext, WorkerError, WorkerInfo, make, task_group
 from rlinf_async.workers.rollout.language import LanguageRolloutReport, LanguageRolloutWorker
 from rlinf_async.workers.scheduler import (
+    EndedCount,
+    EpisodesEnded,
     Orders,
     ScheduledActor,
     ScheduledRollout,
@@ -79,11 +91,12 @@ async def decide(
     orders: Latest[Orders],
     reports: Receiver[SchedulerReport],
     requests: Receiver[Request],
+    tasks: Receiver[Request] | None = None,
 ) -> SchedulerSummary:
     """Have the scheduler decide until the orders end; in this process, where it is given up."""
     try:
         [summary] = await scheduler.call(
-            SchedulerWorker.run, orders.sender, orders.receiver, reports, requests
+            SchedulerWorker.run, orders.sender, orders.receiver, reports, requests, tasks
         )
         return summary
     except WorkerError as failure:
@@ -99,6 +112,69 @@ async def decide(
             summary = await here.run(orders.sender, orders.receiver, reports)
         summary.policy_fault = f"the scheduler was given up: {failure}"
         return summary
+
+
+class EpisodeNews:
+    """Tells the scheduler of finished episodes, which rollout workers do not know.
+
+    A scheduler that is started again is told of all that are not trained: what the one before had
+    read is lost with it.
+
+    Args:
+        orders: the scheduler's.
+        reports: to the scheduler.
+    """
+
+    def __init__(self, orders: LatestReceiver[Orders], reports: Sender[SchedulerReport]) -> None:
+        self._orders, self._reports = orders, reports
+        self._news = WorkEvent()
+        self._ended: list[EndedCount] = []
+        """episodes that the scheduler was not told of"""
+        self._known: dict[int, list[EndedCount]] = {}
+        """episodes that are not trained, by iteration"""
+
+    def ended(self, sample: Sample) -> None:
+        """Take an episode; a second one of its name does no harm."""
+        request = sample.request
+        one = EndedCount(
+            group=request.group,
+            tokens=sample.generated.drawn_tokens,
+            name=request.name,
+            iteration=request.iteration,
+        )
+        self._ended.append(one)
+        self._known.setdefault(one.iteration, []).append(one)
+        self._news.set()
+
+    async def run(self) -> None:
+        """Tell the scheduler until its orders end."""
+        async with task_group() as group:
+            telling = group.create_task(self._tell())
+            await self._follow()
+            telling.cancel()
+
+    async def _follow(self) -> None:
+        seen = scheduler = 0
+        while True:
+            try:
+                newest = await self._orders.get(newer_than=seen)
+            except EndOfChannel:
+                return
+            seen = self._orders.version
+            if (at := newest.boundary) is not None:
+                for over in [one for one in self._known if one < at.iteration]:
+                    del self._known[over]
+            if newest.scheduler != scheduler:
+                scheduler, self._ended = newest.scheduler, [*chain(*self._known.values())]
+                self._news.set()
+
+    async def _tell(self) -> None:
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            ended, self._ended = self._ended, []
+            if ended:
+                await self._reports.put(EpisodesEnded(ended=tuple(ended)))
 
 
 class Scheduling:
@@ -124,6 +200,12 @@ class Scheduling:
             SampleGroup, name="samples of the next epoch", capacity=batches * len(layout.actor)
         )
         """trained once, to be trained again, where there are several epochs"""
+        self.episodes = (
+            EpisodeNews(self._orders.receiver, self._reports.sender)
+            if config.has_episodes
+            else None
+        )
+        self._telling: asyncio.Task[None] | None = None
         self._following: GroupCall[list[None]] | None = None
         self._deciding: asyncio.Task[None] | None = None
         self._summary: SchedulerSummary | None = None
@@ -172,9 +254,14 @@ class Scheduling:
         self,
         actors: WorkerGroup[LanguageActor],
         requests: Receiver[Request],
+        tasks: Receiver[Request],
     ) -> None:
-        """Have actors follow the scheduler, from its first orders on, as rollout workers do."""
+        """Have actors follow the scheduler, from its first orders on, as rollout workers do.
+
+        ``tasks``: of the episodes, if samples are episodes.
+        """
         self._requests = requests
+        self._tasks = tasks if self._config.has_episodes else None
         self._reports.receiver.open()  # while a scheduler is started again, nobody else reads them
         await self._orders.sender.publish(first_orders(self._topology))
         scheduled = cast(WorkerGroup[ScheduledActor], actors)  # a scheduler's run launches these
@@ -189,6 +276,9 @@ class Scheduling:
             self.again.sender,
         )
         self._deciding = start_background(self._cluster, self._decide(), "scheduler")
+        if self.episodes is not None:
+            news = self.episodes.run()
+            self._telling = start_background(self._cluster, news, "news of episodes")
 
     async def _decide(self) -> None:
         self._summary = await decide(
@@ -198,6 +288,7 @@ class Scheduling:
             self._orders,
             self._reports.receiver,
             self._requests,
+            self._tasks,
         )
 
     async def end_orders(self) -> None:
@@ -206,6 +297,9 @@ class Scheduling:
         self._verdicts.sender.close()
         if self._following is not None:
             await self._following
+        if self._telling is not None:
+            await self._telling
+            self._reports.sender.close()
 
     async def finish(self) -> SchedulerSummary | None:
         """Once nobody reports any more: wait for the scheduler; what it did."""
