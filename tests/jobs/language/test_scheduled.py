@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pathlib
+from collections import Counter
 
 import pytest
 
+from tests.jobs.killing import nothing_left_behind
+from tests.jobs.language.killing import Killer
 from tests.jobs.language.kit import LOSSES, TINY, TOY, Job
 
 SCHEDULED = (
@@ -63,6 +66,29 @@ def test_episodes_are_trained_while_devices_move(scheduled: Job, policy: str) ->
     assert summary.scheduler["policy_fault"] == ""
     assert summary.scheduler["unanswered"] == 0
     assert int(summary.scheduler["decisions"]) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["tail", "turns"])
+def test_episodes_are_trained_once_while_devices_move_and_workers_are_killed(
+    scheduled: Job, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    killer = Killer(monkeypatch)
+    victims = 3 * ["Scheduler[0]", "Episode[0]", "Rollout[0]", "Episode[1]", "Rollout[1]"]
+    killer.victims = dict(enumerate(victims, 1))
+    iterations = len(victims) + 3
+    with nothing_left_behind():
+        summary = scheduled.succeed(
+            *("--episode.run", "tests.jobs.language.agents:pauses", "--cluster.episode_workers", 2),
+            *("--scheduler.policy", policy, "--scheduler.guests", 1),
+            *("--training.iterations", iterations, "--cluster.max_restarts", 100),
+        )
+    assert summary.restarts == Counter(victims)
+    assert summary.samples == summary.outcomes["scored"] == 16 * iterations
+    assert [row["iteration"] for row in scheduled.iterations] == [*map(str, range(iterations))]
+    assert killer.dead_letters == []
+    assert summary.scheduler is not None
+    assert summary.scheduler["policy_fault"] == ""
 
 
 @pytest.mark.parametrize("policy", ["greedy", "longest_first"])
