@@ -165,7 +165,8 @@ async def running(
                 start_new_session=True,
             )
             stdin: Any = transport.get_pipe_transport(0)
-            stdin.write(given)
+            if not stdin.is_closing():  # it may have ended already
+                stdin.write(given)
             stdin.close()
             yield program
         finally:

@@ -13,9 +13,10 @@ from benchmarks.harness.peers import PeerMissing, default_store
 from tests.episodes.endpoint.programs import PACKAGES
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def textarena() -> Iterator[None]:
-    """TextArena can be imported, from a virtualenv of its own behind what is installed here."""
+    """TextArena can be imported, from a virtualenv of its own behind what is installed here; to
+    other tests it is not installed."""
     try:
         python = default_store().python(PACKAGES["textarena"])
     except PeerMissing as missing:
@@ -26,3 +27,6 @@ def textarena() -> Iterator[None]:
     importlib.import_module("textarena")
     yield
     sys.path.remove(packages)
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(packages):
+            del sys.modules[name]
