@@ -534,6 +534,10 @@ class Episode:
         self.last: Turn | None = None
         """newest turn of all branches: of those that were answered the one that was asked for last;
         the verifier of the data judges it"""
+        self.short: LimitReached | None = None
+        """limit for which a turn was refused; None once a later one was answered"""
+        self._short_at = 0
+        """turns that there were when it was refused"""
         self.reached: LimitReached | None = None
         """limit of which somebody else's agent was told over HTTP, and after which it had no answer
         yet; whatever error it makes of that, the episode is judged as it stands"""
@@ -716,10 +720,15 @@ class Episode:
         limits = self._limits
         left = limits.tokens - tokens
         if max(self.turns, self.given_up) >= limits.turns:
-            raise LimitReached("turns", limits.turns)
+            raise self.refused(LimitReached("turns", limits.turns))
         if left < 1:
-            raise LimitReached("tokens", limits.tokens)
+            raise self.refused(LimitReached("tokens", limits.tokens))
         return left if limits.answer is None else min(left, limits.answer)
+
+    def refused(self, reached: LimitReached) -> LimitReached:
+        """Note that a turn is refused for this limit, which is returned."""
+        self.short, self._short_at = reached, self.turns
+        return reached
 
     async def draw(self, context: Tokens, most: int, seed: int | None = None) -> Generated:
         """Have the model draw an answer."""
@@ -752,7 +761,8 @@ class Episode:
 
     def answered(self, turn: Turn) -> None:
         """Note that the model has answered."""
-        self.reached = None  # it has gone on after all
+        if turn.asked.number >= self._short_at:  # it has gone on after all
+            self.reached = self.short = None
         # Not the one that came last: which of two that does depends on the engine.
         if self.last is None or turn.asked.number >= self.last.asked.number:
             self.last = turn

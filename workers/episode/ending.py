@@ -91,7 +91,8 @@ async def _ending(name: str, agent: RunEpisode, episode: Episode) -> Ending:
     """Run the coroutine; raises nothing."""
     try:
         verdict = await agent(episode)
-        return Ending(None if verdict is None else outcome_of(name, verdict, "episode"))
+        cut = "" if episode.short is None else episode.short.limit
+        return Ending(None if verdict is None else outcome_of(name, verdict, "episode"), cut)
     except Reject as reason:
         return Ending(Rejected(reason=cut_text(str(reason)) or "no reason was given"))
     # One that exits would end the worker; of one that was cancelled from outside nobody asks.

@@ -106,7 +106,8 @@ class Record:
         messages = self._whole(ask)
         root = self._roots.setdefault(msgspec.json.encode(ask.tools), _Node())
         if self.episode.limits.turns - self.episode.turns < ask.n:
-            self.episode.reached = LimitReached("turns", self.episode.limits.turns)
+            reached = LimitReached("turns", self.episode.limits.turns)
+            self.episode.reached = self.episode.refused(reached)
             raise _too_many_turns(self.episode, ask.n)
         claimed: list[Chat] = []
         try:
@@ -187,6 +188,7 @@ class Record:
             chat.unsay()  # it is theirs
         claimed.extend(chats)
         self._claimed.update(chats)
+        last = self.episode.last
         try:
             if ask.n == 1:
                 return [await self._turn(chat, ask)]
@@ -196,6 +198,8 @@ class Record:
                 chat.unsay()
             else:  # also those that have their answer, which nobody is told
                 self.episode.chats = [one for one in self.episode.chats if one not in chats]
+                if any(self.episode.last in one.turns for one in chats):
+                    self.episode.last = last
             self._claimed.difference_update(chats)
             raise
 

@@ -409,6 +409,8 @@ def test_of_choices_one_of_which_fails_none_is_trained(begun: bool) -> None:
         with pytest.raises(IndexError):  # the script is over before the last choice
             await ask(record, messages, n=4 - drawn)
         assert shape(episode) == [1] * drawn
+        assert (episode.last is None) == (not begun)  # nor is one of them judged
+        assert episode.last is None or episode.last.text == "1"
         assert len(model.draws) == 3
         assert_exact(episode, model, told)
         model._answers = 1
