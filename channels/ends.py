@@ -297,6 +297,7 @@ class Receiver(End, Generic[T_co]):
         The batch never exceeds ``weight``, but for an item that is heavier by itself: it is
         delivered alone. With ``at_least`` the batch is delivered as soon as it weighs that much and
         nothing more is ready. At the end of the channel what is left is delivered, however little.
+        A batch of a channel that is ``stealing`` takes what is there: it needs ``at_least=1``.
 
         Raises: as `get`.
         """
@@ -462,11 +463,12 @@ def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def checked_least(channel: str, weight: object, at_least: object) -> int:
+def checked_least(channel: str, weight: object, at_least: object, stealing: bool = False) -> int:
     """The weight from which on a batch may be delivered.
 
     Raises:
-        TypeError, ValueError: there is no such batch.
+        TypeError, ValueError: there is no such batch; one that waits for more would keep items from
+            the gets of a channel that is ``stealing``.
     """
     least = weight if at_least is None else at_least
     if not (_is_int(weight) and _is_int(least)):
@@ -478,5 +480,10 @@ def checked_least(channel: str, weight: object, at_least: object) -> int:
         raise ValueError(
             f"channel {channel!r}: a batch needs 1 <= at_least <= weight, "
             f"got weight={weight}, at_least={at_least}"
+        )
+    if stealing and least > 1:
+        raise ValueError(
+            f"channel {channel!r} is stealing: no item waits while any get does, so a batch cannot "
+            f"wait until it weighs {least}; pass at_least=1 to take what is there"
         )
     return least

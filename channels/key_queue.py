@@ -358,13 +358,14 @@ class ChannelState(abc.ABC):
 
     @abc.abstractmethod
     def steal(self, queue: Any) -> bool:
-        """Move the oldest item of any other key to this `KeyQueue`, in which a get waits: where
-        there is none here, or that one has been overtaken often enough. Whether one was moved."""
+        """Move the oldest item of any other key to this `KeyQueue`, for the get whose turn it is,
+        if that takes it: where there is none here, or that one has been overtaken often enough.
+        Whether one was moved."""
 
     @abc.abstractmethod
     def offer(self, queue: Any) -> None:
-        """What lies in this `KeyQueue` is asked for by no get of its key: let the gets of other
-        keys steal it; once the channel has ended, let them see that."""
+        """Let the gets of other keys steal what the gets of this `KeyQueue` have left in it; once
+        the channel has ended, let them see that."""
 
     @abc.abstractmethod
     def unsettled(self) -> list[Delivery]:
@@ -830,7 +831,9 @@ class KeyQueue:
             if not (
                 full or delivery.weight >= delivery.at_least or self._nothing_can_come(delivery)
             ):
-                if channel.ended and getters.receivers + len(self.deliveries) > 1:
+                if channel.ended and (
+                    channel.stealing or getters.receivers + len(self.deliveries) > 1
+                ):
                     self._end_waits_of_holders()
                 break
             getters.pop_first()
@@ -847,7 +850,7 @@ class KeyQueue:
                 self.admit()
         if self.room_wanted:
             self.offer_room()
-        if channel.stealing and not getters.first:
+        if self.entries and channel.stealing:
             channel.offer(self)
 
     def collect(self, delivery: Delivery) -> bool:

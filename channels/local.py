@@ -145,7 +145,8 @@ class Channel(Generic[T]):
         stealing: a key is a wish, not a route. A get takes what lies under its own key first, else
             the oldest item of any other key, as does a get without a key; so no item waits while
             any get does, and none is overtaken by more than 1,024 later ones. What a lease gives
-            back lies under the key of the lease. Nothing is sent to receivers in advance.
+            back lies under the key of the lease. A batch takes what is there (``at_least=1``), and
+            nothing is sent to receivers in advance.
 
     ``sender`` and ``receiver`` are the channel's own ends; each counts as open from its first use.
     ``channel.sender.clone()`` makes another one, also where this one was closed already.
@@ -516,7 +517,7 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
         self, *, weight: int, at_least: int | None = None, key: Key | None = None
     ) -> list[T_co]:
         self.open()
-        least = checked_least(self._queue.name, weight, at_least)
+        least = checked_least(self._queue.name, weight, at_least, self._queue.stealing)
         return await self._batch(weight, least, key)
 
     async def _batch(self, weight: int, at_least: int, key: Key | None) -> list[Any]:
@@ -567,7 +568,7 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
         self, weight: int, at_least: int | None, key: Key | None, *, confirmed: bool = True
     ) -> tuple[LocalDelivery, Lease[T_co]]:
         self.open()
-        least = checked_least(self._queue.name, weight, at_least)
+        least = checked_least(self._queue.name, weight, at_least, self._queue.stealing)
         delivery = await self._deliver(weight, least, key, lease=True)
         entries = delivery.held()
         items: list[T_co] = self._values(delivery, await self._copies(delivery))

@@ -35,7 +35,7 @@ MIN_TOUCHED: Final = 64
 class Queue(ChannelState):
     """One channel: the queues of its keys, and its ends."""
 
-    __slots__ = ("__weakref__", "_numbers", "keys", "unkeyed")
+    __slots__ = ("__weakref__", "_numbers", "_offered", "keys", "unkeyed")
 
     def __init__(
         self, item_type: Any, name: str, capacity: int, max_weight: int | None, max_deliveries: int,
@@ -46,6 +46,8 @@ class Queue(ChannelState):
         self.keys: dict[Key, KeyQueue] = {}
         """queues of the keys that are in use"""
         self._numbers = count(1)
+        self._offered: list[KeyQueue] = []
+        """those for which `offer` has been called and has not returned"""
 
     # ---- keys
 
@@ -88,7 +90,10 @@ class Queue(ChannelState):
         oldest = min(others, key=_head, default=queue)
         if oldest is queue or (queue.entries and _head(queue) - _head(oldest) <= OVERTAKEN):
             return False
-        entry = oldest.entries.popleft()
+        entry, get = oldest.entries[0], queue.getters.first
+        if get is not None and get.weight and get.weight + entry.weight > get.target:
+            return False  # it would be left here, under a key that it was not put under
+        oldest.entries.popleft()
         oldest.weight -= entry.weight
         queue.insert([entry])
         if oldest.putters:
@@ -99,8 +104,18 @@ class Queue(ChannelState):
         return True
 
     def offer(self, queue: KeyQueue) -> None:
-        if not (queue.entries or self.ended):
+        if not (queue.entries or (self.ended and not self._offered)):
             return
+        self._offered.append(queue)
+        if len(self._offered) > 1:
+            return  # in its turn, below: calls within calls would be as many as keys
+        try:
+            for one in self._offered:
+                self._serve_others(one)
+        finally:
+            self._offered.clear()
+
+    def _serve_others(self, queue: KeyQueue) -> None:
         waiting = [one for one in self.every_key() if one.getters.first and one is not queue]
         for other in sorted(waiting, key=_waiting_since):
             other.serve()
@@ -258,8 +273,9 @@ class Queue(ChannelState):
     def stuck_holders(self) -> set[object]:
         waits: dict[object, list[set[object]]] = {}
         holding: set[object] = set()
+        every = self.unsettled() if self.stealing else ()
         for queue in self.every_key():
-            of_key = self.unsettled() if self.stealing else queue.deliveries
+            of_key = every or queue.deliveries
             holders = {delivery.owner for delivery in of_key}
             holding |= holders
             for delivery in queue.getters:

@@ -458,7 +458,7 @@ def get(request: Request[Get], end: OpenEnd, prefetches: Prefetches) -> None:
             RemoteDelivery(prefetches, request, queue, end.number).served()
         return
     if asked.weight != 1 or asked.at_least is not None:
-        checked_least(channel.name, asked.weight, asked.at_least)
+        checked_least(channel.name, asked.weight, asked.at_least, channel.stealing)
     channel.check_get()
     queue = channel.of_key(asked.key)
     delivery = RemoteDelivery(prefetches, request, queue, end.number)

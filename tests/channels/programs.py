@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Coroutine, Iterator
 from random import Random
@@ -23,18 +24,21 @@ class Crash(Exception):
 class Program:
     """Puts, gets, batches and leases in a seeded order, with cancellations and broken leases.
 
-    A ``gentle`` program never returns an item to the channel: no leases, no cancelled gets.
+    A ``gentle`` program never returns an item to the channel: no leases, no cancelled gets. Holders
+    of leases of a channel that is ``stealing`` get more, under other keys.
     """
 
-    def __init__(self, rng: Random, *, gentle: bool = False) -> None:
+    def __init__(self, rng: Random, *, gentle: bool = False, stealing: bool = False) -> None:
         self.rng = rng
         self.gentle = gentle
+        self.stealing = stealing
         self.channel = Channel(
             int,
             name="numbers",
             capacity=rng.randint(1, 4),
             max_weight=rng.choice([None, 3, 6]),
             max_deliveries=rng.randint(1, 4),
+            stealing=stealing,
         )
         self.sender = self.channel.sender.open()
         self.receiver = self.channel.receiver.open()
@@ -81,7 +85,7 @@ class Program:
         if choice <= 1:
             self._spawn_put(key, self.rng.randint(1, 4))
         elif choice <= 3:
-            at_least = self.rng.choice([None, 1])
+            at_least = 1 if self.stealing else self.rng.choice([None, 1])
             self._spawn_take(self._batch(key, self.rng.randint(1, 6), at_least))
         elif choice <= 5:
             self._spawn_take(self._lease(key, self.rng.randint(1, 4)))
@@ -135,12 +139,15 @@ class Program:
             raise InvariantBroken(f"key {lane.key!r} holds its items in the order {order}")
 
     def _check_wakeups(self, lane: KeyQueue) -> None:
-        if lane.entries and lane.getters.first:
+        if lane.entries and any(one.getters.first for one in self._takers(lane)):
             raise InvariantBroken(f"key {lane.key!r}: a get waits although items rest")
         if lane.putters and lane.has_room(lane.putters[0].entry.weight):
             raise InvariantBroken(f"key {lane.key!r}: a put waits although there is room")
         if lane.key is not None and lane.idle:
             raise InvariantBroken(f"key {lane.key!r} is idle and still in memory")
+
+    def _takers(self, lane: KeyQueue) -> Iterator[KeyQueue]:
+        return self.lanes() if self.stealing else iter([lane])
 
     def _check_bounds(self, lane: KeyQueue) -> None:
         if lane.weight != sum(entry.weight for entry in lane.entries):
@@ -172,13 +179,20 @@ class Program:
         current_party.set(f"holder {len(self.leases)}")
         ending: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
-            async with self.receiver.lease(weight=weight, key=key) as batch:
+            least = 1 if self.stealing else None
+            async with self.receiver.lease(weight=weight, at_least=least, key=key) as batch:
                 self.leases.append(ending)
+                if self.stealing and self.rng.random() < 0.4:
+                    await self._get_more(self.rng.choice(KEYS))
                 if not self.ending:
                     await ending
                 self.received[key] += batch
         except Crash:
             return
+
+    async def _get_more(self, key: Key | None) -> None:
+        with contextlib.suppress(EndOfChannel):
+            self.received[key].append(await self.receiver.get(key=key))
 
     def _end_a_lease(self) -> None:
         held = [lease for lease in self.leases if not lease.done()]

@@ -19,17 +19,13 @@ from rlinf_async.testing import (
 from tests.channels.programs import KEYS, Program, seeded
 
 SEEDS = range(300)
+of_both_kinds = pytest.mark.parametrize("stealing", [False, True], ids=["keyed", "stealing"])
 
 
-async def a_random_program() -> None:
-    program = Program(seeded())
-    await program.run(steps=40)
-    await program.finish()
-
-
-def test_an_item_is_in_exactly_one_place() -> None:
+@of_both_kinds
+def test_an_item_is_in_exactly_one_place(stealing: bool) -> None:
     async def main() -> None:
-        program = Program(seeded())
+        program = Program(seeded(), stealing=stealing)
         await program.run(steps=40)
         await program.finish()
         places = program.places()
@@ -88,24 +84,33 @@ async def one_producer_and_one_consumer_for_each_key() -> None:
     nothing_left_waiting(channel)
 
 
-def test_no_wakeup_is_lost() -> None:
+@of_both_kinds
+def test_no_wakeup_is_lost(stealing: bool) -> None:
     """Every quiet moment of a program is looked at: nobody waits beside an item or beside room."""
-    explore(a_random_program, seeds=SEEDS)
 
-
-def test_a_lane_admits_at_most_its_capacity_and_weight() -> None:
     async def main() -> None:
-        program = Program(seeded(), gentle=True)
+        program = Program(seeded(), stealing=stealing)
+        await program.run(steps=40)
+        await program.finish()
+
+    explore(main, seeds=SEEDS)
+
+
+@of_both_kinds
+def test_a_lane_admits_at_most_its_capacity_and_weight(stealing: bool) -> None:
+    async def main() -> None:
+        program = Program(seeded(), gentle=True, stealing=stealing)
         await program.run(steps=60)
         await program.finish()
 
     explore(main, seeds=SEEDS)
 
 
+@of_both_kinds
 @pytest.mark.parametrize("ending", ["close", "fail", "receiver", "sender"])
-def test_whoever_waits_when_the_channel_ends_is_told(ending: str) -> None:
+def test_whoever_waits_when_the_channel_ends_is_told(ending: str, stealing: bool) -> None:
     async def main() -> None:
-        program = Program(seeded())
+        program = Program(seeded(), stealing=stealing)
         await program.run(steps=30)
         end = {
             "close": program.channel.close,

@@ -10,6 +10,7 @@ import pytest
 
 from rlinf_async.channels import Channel, ChannelEmpty, EndOfChannel, Key, Receiver, Sender
 from rlinf_async.channels.queue import OVERTAKEN
+from rlinf_async.testing import wait_all_blocked
 from tests.channels.transport import Transport
 
 KEYS: Final = (None, 0, 1, 2)
@@ -23,9 +24,10 @@ class Spoilt(Exception):
 class Take:
     """A lease that waits, is held, or has ended."""
 
-    def __init__(self, receiver: Receiver[int], key: Key | None) -> None:
+    def __init__(self, receiver: Receiver[int], key: Key | None, weight: int) -> None:
         self.key = key
-        self.item: int | None = None
+        self.weight = weight
+        self.items: list[int] = []
         self.over = False
         """whether it has seen the end of the channel"""
         self._ending: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -33,13 +35,14 @@ class Take:
 
     async def _hold(self, receiver: Receiver[int]) -> None:
         try:
-            async with receiver.lease(key=self.key) as lease:
-                [self.item] = lease
+            async with receiver.lease(weight=self.weight, at_least=1, key=self.key) as lease:
+                self.items = list(lease)
                 how = await self._ending
                 if how == "fail":
                     raise Spoilt
                 if how == "replace":
-                    lease.replace(0, self.item)
+                    for index, item in enumerate(lease):
+                        lease.replace(index, item)
         except Spoilt:
             pass
         except EndOfChannel:
@@ -47,7 +50,7 @@ class Take:
 
     @property
     def waits(self) -> bool:
-        return self.item is None and not self.task.done()
+        return not self.items and not self.task.done()
 
     def end(self, how: str) -> None:
         self._ending.set_result(how)
@@ -70,17 +73,18 @@ class Program:
 
     @property
     def resting(self) -> list[int]:
-        held = {one.item for one in self.takes if one.item is not None}
+        held = {item for one in self.takes for item in one.items}
         return sorted(self.lanes.keys() - held)
 
-    def wanted(self, key: Key | None) -> int | None:
-        """The item that a lease which is asked for now has to get."""
+    def wanted(self, key: Key | None, weight: int) -> list[int]:
+        """The items that a lease which is asked for now has to get."""
         own = [item for item in self.resting if self.lanes[item] == key]
-        return next(iter(own or self.resting), None)
+        others = [item for item in self.resting if self.lanes[item] != key]
+        return [*own, *others][:weight]
 
     async def step(self, transport: Transport) -> None:
         waiting = [one for one in self.takes if one.waits]
-        held = [one for one in self.takes if one.item is not None]
+        held = [one for one in self.takes if one.items]
         what = self.rng.choices(("put", "take", "end", "cancel"), (4, 4, 3, 1))[0]
         if what == "put":
             key = self.rng.choice(KEYS)
@@ -88,17 +92,17 @@ class Program:
             await self.sender.put(self.puts, key=key)
             await transport.settle()
             if waiting:  # a get of its own key before all others
-                [served] = [one for one in waiting if one.item is not None]
-                assert served.item == self.puts
+                [served] = [one for one in waiting if one.items]
+                assert served.items == [self.puts]
                 assert served.key == key or all(one.key != key for one in waiting)
             self.puts += 1
         elif what == "take":
-            key = self.rng.choice(KEYS)
-            wanted = None if waiting else self.wanted(key)
-            take = Take(self.receiver, key)
+            key, weight = self.rng.choice(KEYS), self.rng.randint(1, 3)
+            wanted = [] if waiting else self.wanted(key, weight)
+            take = Take(self.receiver, key, weight)
             self.takes.append(take)
             await transport.settle()
-            assert take.item == wanted
+            assert take.items == wanted
         elif what == "end" and held:
             take = self.rng.choice(held)
             await self._end(take, self.rng.choice(("ack", "fail", "replace")), transport)
@@ -110,21 +114,21 @@ class Program:
         self._check()
 
     async def _end(self, take: Take, how: str, transport: Transport) -> None:
-        assert take.item is not None
-        item = take.item
         self.takes.remove(take)
         if how == "ack":
-            self.taken.append(item)
-            del self.lanes[item]
-        else:
-            self.lanes[item] = take.key
+            self.taken += take.items
+        for item in take.items:
+            if how == "ack":
+                del self.lanes[item]
+            else:
+                self.lanes[item] = take.key
         take.end(how)
         await transport.settle()
 
     def _check(self) -> None:
         waiting = [one for one in self.takes if one.waits]
         assert not (waiting and self.resting), "an item rests while a get waits"
-        held = [one.item for one in self.takes if one.item is not None]
+        held = [item for one in self.takes for item in one.items]
         assert len(set(held)) == len(held)
 
     async def finish(self, transport: Transport) -> None:
@@ -132,11 +136,11 @@ class Program:
         self.sender.close()
         await transport.settle()
         while self.lanes:
-            for take in [one for one in self.takes if one.item is not None]:
+            for take in [one for one in self.takes if one.items]:
                 await self._end(take, "ack", transport)
             assert not any(one.over for one in self.takes) or not self.lanes
             if self.resting:
-                self.takes.append(Take(self.receiver, self.rng.choice(KEYS)))
+                self.takes.append(Take(self.receiver, self.rng.choice(KEYS), 1))
                 await transport.settle()
         assert all(one.over for one in self.takes)
         assert sorted(self.taken) == list(range(self.puts))
@@ -209,6 +213,85 @@ async def test_room_that_a_theft_makes_lets_the_next_put_in(transport: Transport
     assert await receiver.get(key=0) == 0
     await asyncio.wait_for(putting, 10)
     assert await receiver.get() == 1
+
+
+async def test_a_batch_waits_for_no_more_than_is_there(transport: Transport) -> None:
+    """What it had collected would be kept from the gets of all other keys."""
+    sender, receiver = await transport.ends(Channel(int, name="requests", stealing=True))
+    for at_least in (None, 2):
+        with pytest.raises(ValueError, match="stealing: no item waits while any get does"):
+            await receiver.get_batch(weight=4, at_least=at_least, key=0)
+        with pytest.raises(ValueError, match="stealing: no item waits while any get does"):
+            async with receiver.lease(weight=4, at_least=at_least, key=0):
+                pytest.fail("it was leased")
+    await sender.put(0, key=1)
+    await sender.put(1)
+    assert await receiver.get_batch(weight=4, at_least=1, key=0) == [0, 1]
+
+
+async def test_an_item_that_does_not_fit_a_batch_stays_under_its_own_key() -> None:
+    channel = Channel(str, name="requests", capacity=1, stealing=True)
+    sender = channel.sender.open()
+    await sender.put("a", weight=2, key=0)
+    putting = asyncio.create_task(sender.put("b", weight=2, key=0))
+    await wait_all_blocked()
+    batch = asyncio.create_task(channel.receiver.get_batch(weight=3, at_least=1, key=1))
+    await asyncio.sleep(0)  # it has "a", and so "b" was let in
+    putting.cancel()  # before it runs
+    with pytest.raises(asyncio.CancelledError):
+        await putting
+    assert await batch == ["a"]
+    assert channel.queue.withdrawn == 1
+    assert not channel.queue.keys
+
+
+@pytest.mark.parametrize("key", [1, 0], ids=["its own key", "a foreign key"])
+async def test_a_holder_sees_the_end_behind_one_that_waits_for_it(
+    transport: Transport, key: int
+) -> None:
+    sender, receiver = await transport.ends(Channel(int, name="requests", stealing=True))
+    await sender.put(7, key=key)
+    held = asyncio.Event()
+    waiting = asyncio.create_task(_get_after(held, receiver))
+    async with receiver.lease(key=key):
+        held.set()
+        await transport.settle()
+        sender.close()
+        await transport.settle()
+        assert not waiting.done()
+        async with asyncio.timeout(10):
+            with pytest.raises(EndOfChannel):
+                await receiver.get(key=1)
+        assert not waiting.done()
+    with pytest.raises(EndOfChannel):
+        await waiting
+
+
+async def _get_after(event: asyncio.Event, receiver: Receiver[int]) -> int:
+    await event.wait()
+    return await receiver.get(key=1)
+
+
+@pytest.mark.parametrize("leased", [False, True])
+async def test_the_end_is_told_to_any_number_of_keys(leased: bool) -> None:
+    channel = Channel(int, name="requests", stealing=True)
+    sender = channel.sender.open()
+    take = Take(channel.receiver, "leased", 1)
+    if leased:
+        await sender.put(0)
+    await wait_all_blocked()
+    gets = [asyncio.create_task(channel.receiver.get(key=key)) for key in range(600)]
+    await wait_all_blocked()
+    sender.close()
+    await wait_all_blocked()
+    if leased:
+        assert not any(one.done() for one in gets)
+        take.end("ack")
+    ended = await asyncio.gather(*gets, return_exceptions=True)
+    assert {type(one) for one in ended} == {EndOfChannel}
+    await take.task
+    assert take.over != leased
+    assert not channel.queue.keys
 
 
 def test_get_nowait_takes_what_lies_elsewhere() -> None:
