@@ -102,6 +102,7 @@ def apart(
     imports: Sequence[str] = (),
     quiet: bool = False,
     python: str = "",
+    env_vars: dict[str, str] | None = None,
 ) -> T:
     """Call a function in a process of its own, and wait for it.
 
@@ -114,6 +115,7 @@ def apart(
         imports: modules that it needs, see `Worker.slow_imports`.
         quiet: whether what it prints is left out, and shown only where the process dies.
         python: its interpreter; by default that of this process.
+        env_vars: environment variables that it gets beside this process's.
 
     Raises:
         WorkerDied: the process has ended, or was killed because it hung.
@@ -122,7 +124,9 @@ def apart(
     """
     known = [ConfigError, UsageError, *raises]
     arguments = (function, args, [one.__name__ for one in known], imports)
-    calling = partial(_called, name, arguments, {"py_executable": python} if python else None)
+    runtime_env = {"py_executable": python} if python else None
+    process = {"name": name, "runtime_env": runtime_env, "env_vars": env_vars}
+    calling = partial(_called, arguments, process)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log") if quiet else None
         try:
@@ -165,8 +169,8 @@ def _run(main: Callable[[], Any]) -> FunctionEnd:
 
 
 async def _called(
-    name: str, arguments: tuple[Any, ...], runtime_env: dict[str, Any] | None, log: Path | None
+    arguments: tuple[Any, ...], process: dict[str, Any], log: Path | None
 ) -> FunctionEnd:
     async with Cluster.process(deadlock_after=None, grace=1.0, log=log) as cluster:
-        one = await cluster.launch(Apart, *arguments, name=name, runtime_env=runtime_env)
+        one = await cluster.launch(Apart, *arguments, **process)
         return (await one.call(Apart.run))[0]

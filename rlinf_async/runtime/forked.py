@@ -26,6 +26,7 @@ import contextlib
 import io
 import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -188,7 +189,8 @@ class _Started(Spawn):
             f"spawn_main(tracker_fd={tracker}, pipe_handle={pipe})"
         )
         flags: list[str] = getattr(util, "_args_from_interpreter_flags")()  # noqa: B009
-        return [process_obj.python, *flags, "-c", program, "--multiprocessing-fork"]
+        python = shutil.which(process_obj.python) or process_obj.python  # as subprocess finds it
+        return [python, *flags, "-c", program, "--multiprocessing-fork"]
 
 
 class _Fork(popen_forkserver.Popen):

@@ -13,15 +13,17 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import platform
 import shlex
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
+
+import msgspec
 
 SECONDS: Final = 300.0
 """time in which it answers; a command such as ``uv run`` may install packages first"""
@@ -70,8 +72,12 @@ def answer_of(
     if ended.returncode:
         said = [*ended.stderr.strip().splitlines(), f"exit code {ended.returncode}"]
         return f"it cannot import {needs}: {said[-2] if said[:-1] else said[-1]}"
-    answer: dict[str, str] = json.loads(ended.stdout.splitlines()[-1])
-    return answer
+    last = next(reversed(ended.stdout.splitlines()), "")
+    try:
+        return msgspec.json.decode(last, type=dict[str, str])
+    except msgspec.DecodeError:
+        prints = f"{last[:80]!r} last" if last else "nothing"
+        return f"it does not answer as a Python does: asked for its versions, it prints {prints}"
 
 
 def what_is_wrong(python: str, env_vars: Mapping[str, str]) -> str:
@@ -101,10 +107,17 @@ def setting_path() -> str:
 
 
 def is_of_this_python(path: str) -> bool:
-    """Whether a path is part of this process's Python, or of what is installed for one."""
+    """Whether a path is part of this process's Python, or of what is installed for one: its library
+    and the programs beside it, not all that stands below its prefix, which may be ``/usr``."""
     place = Path(path)
-    parents = {*place.absolute().parents, *place.resolve().parents}
     if {"site-packages", "dist-packages"} & {*place.parts}:
         return True
-    own = (sys.prefix, sys.base_prefix, sys.exec_prefix)
-    return any({Path(one).absolute(), Path(one).resolve()} & parents for one in own)
+    library = Path(sysconfig.get_path("stdlib"))
+    own = [
+        library,
+        library.with_name(f"python{sys.version_info.major}{sys.version_info.minor}.zip"),
+        *(Path(sysconfig.get_path(name)) for name in ("platstdlib", "scripts")),
+        Path(sys.executable).parent,
+    ]
+    within = {one for at in (place.absolute(), place.resolve()) for one in (at, *at.parents)}
+    return any({one.absolute(), one.resolve()} & within for one in own)

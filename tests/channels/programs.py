@@ -199,7 +199,9 @@ class Program:
         if held and self.rng.random() < 0.5:
             self.rng.choice(held).set_result(None)
         elif held:
-            self.rng.choice(held).set_exception(Crash("the holder broke"))
+            broken = self.rng.choice(held)
+            broken.set_exception(Crash("the holder broke"))
+            broken.exception()  # its holder may be cancelled before it sees this
 
     def _cancel_somebody(self) -> None:
         victims = sorted([*self.takes, *self.puts], key=lambda task: task.get_name())

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
 
 import rlinf_async as ra
-from rlinf_async.runtime.interpreters import what_is_wrong
+from rlinf_async.runtime.interpreters import is_of_this_python, what_is_wrong
 from rlinf_async.workers.base import BuildError
 from tests.interpreters import OURS, make_python, packages_of
 from tests.runtime.telling import Teller
@@ -73,6 +75,53 @@ def test_what_is_wrong_with_an_interpreter_is_said(tmp_path: Path, other: str) -
     old = """echo '{"Python": "3.8", "rlinf_async": "0.0.1"}'"""
     wrong = what_is_wrong(script(tmp_path / "old", old), {})
     assert wrong.startswith("it has Python 3.8 and rlinf_async 0.0.1, and this process Python 3.")
+
+
+@pytest.mark.parametrize(
+    ("text", "prints"),
+    [
+        ("true", "nothing"),
+        ("echo started", "'started' last"),
+        ("echo '{\"Python\": 3}'", "'{\"Python\": 3}' last"),
+        ("echo 3.11", "'3.11' last"),
+    ],
+)
+def test_a_program_that_is_no_python_is_told_from_one(
+    tmp_path: Path, text: str, prints: str
+) -> None:
+    assert what_is_wrong(script(tmp_path / "program", text), {}) == (
+        f"it does not answer as a Python does: asked for its versions, it prints {prints}"
+    )
+
+
+async def test_a_python_is_looked_up_on_the_role_s_path(other: str) -> None:
+    path = {"PATH": f"{Path(other).parent}{os.pathsep}{os.environ['PATH']}"}
+    async with ra.Cluster.process(deadlock_after=None) as cluster:
+        group = await cluster.launch(
+            Teller, runtime_env={"py_executable": "python3"}, env_vars=path
+        )
+        assert await group.call(Teller.prefix) == [str(Path(other).parents[1])]
+
+
+def test_what_is_of_a_python_is_its_library_and_its_programs() -> None:
+    """Not what else stands below its prefix: a system's Python has ``/usr``."""
+    library = Path(sysconfig.get_path("stdlib"))
+    programs = Path(sysconfig.get_path("scripts"))
+    for one in (
+        library, library / "lib-dynload", library / "asyncio", f"{OURS}", f"{OURS / 'numpy'}",
+        "/usr/lib/python3/dist-packages", programs, programs / "torchrun",
+        Path(sys.executable).parent, *filter(None, _path_of(sys.executable)),
+    ):  # fmt: skip
+        assert is_of_this_python(str(one)), one
+    for prefix in (sys.prefix, sys.base_prefix, sys.exec_prefix):
+        for one in ("src/app", "local/src/checkout", "lib", "bin.py"):
+            assert not is_of_this_python(str(Path(prefix, one))), one
+
+
+def _path_of(python: str) -> list[str]:
+    """Where an interpreter imports from, without what is set or installed in this environment."""
+    print_path = "import sys; print(*sys.path, sep='\\n')"
+    return subprocess.check_output([python, "-I", "-S", "-c", print_path], text=True).splitlines()
 
 
 async def test_a_launch_with_a_python_that_cannot_be_is_refused(tmp_path: Path) -> None:

@@ -46,6 +46,13 @@ def test_env_workers_have_a_python_of_their_own(job: Job, tmp_path: pathlib.Path
         job.succeed(*walk, *role, *form, "--cluster.max_restarts", 0)
         job.check_records(6, 64)
         shutil.rmtree(job.out)
+    with walks.open("a") as file:
+        file.write("import os\nos.environ['OF_THE_ROLE']\n")
+    ended = job.train(*walk, *role)
+    assert ended.code == 2
+    assert "KeyError: 'OF_THE_ROLE'" in ended.err
+    job.succeed(*walk, *role, "--cluster.placement.env.env_vars.OF_THE_ROLE", "yes")
+    shutil.rmtree(job.out)
     ended = job.train(*walk, "--cluster.placement.env.python", "/no/python")
     assert ended.code == 2
     assert "cluster.placement.env.python: '/no/python': it cannot be run: [Errno 2]" in ended.err

@@ -13,9 +13,10 @@ from rlinf_async.backends.vllm.library import _arguments
 from rlinf_async.config import ConfigError, Document
 from rlinf_async.runtime.jobs.language import backends as placement
 from rlinf_async.runtime.jobs.language.backends import actor_config, placed, plan_roles
-from rlinf_async.runtime.jobs.language.checks import check_families
+from rlinf_async.runtime.jobs.language.checks import check_agent, check_families
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.launching import device_environment, stated_devices
+from tests.interpreters import OURS, make_python
 from tests.jobs.language.kit import TINY, Job
 
 
@@ -200,3 +201,31 @@ def test_a_worker_keeps_to_the_cores_that_a_run_gives_its_role(job: Job) -> None
     )
     assert summary.samples > 0
     assert {float(row["reward"]) for row in job.iterations} == {1.0}
+
+
+def test_an_agent_is_looked_up_as_its_workers_will_do_it(tmp_path: Path) -> None:
+    """With their Python and their environment variables; on the hosts of Ray by them alone."""
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "only_theirs.py").write_text("async def acts(episode): ...\n")
+    settings = {
+        "episode__run": "only_theirs:acts",
+        "cluster__episode_workers": "1",
+        "cluster__placement__episode__python": str(make_python(tmp_path / "other", OURS)),
+    }
+
+    def check(**more: str) -> None:
+        changed = config(tmp_path, **(settings | more))
+        check_agent(changed, plan_roles(changed, stated_devices("4xcpu")))
+
+    path = {"cluster__placement__episode__env_vars__PYTHONPATH": str(tmp_path / "theirs")}
+    with pytest.raises(ConfigError, match="No module named 'only_theirs'"):
+        check(cluster__backend="process")
+    check(cluster__backend="process", **path)
+    check(cluster__backend="ray", cluster__placement__episode__python="/opt/of/its/hosts/python")
+    check(
+        cluster__backend="ray",
+        cluster__placement__episode__python="",
+        cluster__placement__episode__runtime_env__working_dir="/of/its/hosts",
+    )
+    with pytest.raises(ConfigError, match="No module named 'only_theirs'"):
+        check(cluster__backend="ray", cluster__placement__episode__python="")

@@ -46,8 +46,8 @@ from rlinf_async.runtime.jobs.embodied.settings import (
     EmbodiedConfig,
     EnvironmentSettings,
     ended_in,
+    env_process,
     in_own_process,
-    python_of,
 )
 from rlinf_async.workers.base import WorkerDied
 from rlinf_async.workers.env import EnvConfig, EnvError, EnvFailed, EvaluatedEpisode
@@ -88,7 +88,7 @@ def check_scripted_policy(config: EmbodiedConfig) -> None:
         load_scripted_policy(name, path)
         return
     try:
-        in_own_process(_load, config.env, name, path, returns=None, python=python_of(config))
+        in_own_process(_load, config.env, name, path, returns=None, **env_process(config))
     except EnvError as error:
         raise ConfigError(f"{name!r}: {error}", path=path) from error
 
@@ -117,7 +117,7 @@ def record_apart(
             returns=DemonstrationsInfo,
             name="Env",
             raises=(EnvError,),
-            python=python_of(config),
+            **env_process(config),
         )
     except WorkerDied as death:
         raise EnvFailed(ended_in(config.env, death)) from death
@@ -402,7 +402,7 @@ def _call_in_env_process(
             returns=returns,
             name="Env",
             raises=(EnvError, VideoError),
-            python=python_of(config),
+            **env_process(config),
             imports=policy_backends.load(DEFAULT_POLICY_BACKEND).slow_imports,
         )
     except WorkerDied as death:

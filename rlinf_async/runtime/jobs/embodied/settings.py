@@ -267,7 +267,7 @@ def described(config: EnvironmentSettings) -> EnvSpec:
     with _located(env):
         if apart:
             found: EnvSpec = in_own_process(
-                describe_env, env, returns=EnvSpec, python=python_of(config)
+                describe_env, env, returns=EnvSpec, **env_process(config)
             )
         else:
             found = _in_thread(describe_env, env)
@@ -305,7 +305,7 @@ def tried(config: EnvironmentSettings, measure: float) -> Stepped | None:
             _in_thread(describe_env, env, probe=True)
             return None
         found: Stepped | None = in_own_process(
-            try_env, env, measure, returns=Stepped | None, python=python_of(config)
+            try_env, env, measure, returns=Stepped | None, **env_process(config)
         )
         return found
 
@@ -317,10 +317,10 @@ def _in_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 
 
 def in_own_process(
-    function: Callable[..., Any], env: EnvConfig, *args: Any, returns: Any, python: str = ""
+    function: Callable[..., Any], env: EnvConfig, *args: Any, returns: Any, **process: Any
 ) -> Any:
     """Call a function of an environment in a process of its own, and be quiet of what that prints;
-    ``python``: its interpreter, by default that of this process.
+    ``process``: as `env_process` says it, by default a process like this one.
 
     Raises:
         EnvError: its process has ended, or hung; or as the function.
@@ -332,18 +332,20 @@ def in_own_process(
             name="Env",
             raises=(EnvError,),
             quiet=True,
-            python=python,
+            **process,
         )
     except WorkerDied as death:
         died = EnvError("\n".join([ended_in(env, death), *getattr(death, "__notes__", ())]))
         raise died from death
 
 
-def python_of(config: EnvironmentSettings) -> str:
-    """Return the Python of env workers; empty: that of this process."""
+def env_process(config: EnvironmentSettings) -> dict[str, Any]:
+    """Return how a process is started as those of env workers are, for `apart`: with their Python
+    and their environment variables."""
     placement = config.cluster.placement
     env = "" if isinstance(placement, str) else placement.env
-    return "" if isinstance(env, str) else env.python
+    role = RolePlacement() if isinstance(env, str) else env
+    return {"python": role.python, "env_vars": role.env_vars}
 
 
 def ended_in(env: EnvConfig, death: WorkerDied) -> str:

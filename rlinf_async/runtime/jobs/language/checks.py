@@ -447,7 +447,8 @@ def check_endpoint(config: LanguageConfig) -> None:
 
 def check_agent(config: LanguageConfig, plan: PlacementPlan) -> None:
     """Load the coroutine of the episodes, and the format of their tool calls; with the Python of
-    episode workers, where they have one of their own.
+    episode workers, where they have one of their own. With Ray that, and what else their runtime
+    environment has, is on other hosts: it is asked when they start.
 
     Raises:
         ConfigError: one cannot be imported, or is none.
@@ -455,14 +456,15 @@ def check_agent(config: LanguageConfig, plan: PlacementPlan) -> None:
     """
     if config.has_episodes:
         settings = plan.settings.get("episode")
-        if settings is not None and settings.python:
-            _check_agent_apart(config, settings.python)
+        if settings is not None and settings.environment:
+            if config.cluster.backend != "ray":
+                _check_agent_apart(config, settings.python, settings.env_vars)
         else:
             load_agent(config.episode.run, ("episode", "run"), config.episode.environment)
         parsers.check(config.episode.tools, ("episode", "tools"), apart=True)
 
 
-def _check_agent_apart(config: LanguageConfig, python: str) -> None:
+def _check_agent_apart(config: LanguageConfig, python: str, env_vars: dict[str, str]) -> None:
     where = ("episode", "run")
     try:
         run_apart(
@@ -471,6 +473,7 @@ def _check_agent_apart(config: LanguageConfig, python: str) -> None:
             name="Episode",
             quiet=True,
             python=python,
+            env_vars=env_vars,
         )
     except (WorkerDied, WorkerError) as error:
         raise ConfigError(f"with {python!r}: {error}", path=where) from error
