@@ -27,6 +27,7 @@ episode was reached: then the episode is judged as it stands.
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import shlex
@@ -99,11 +100,13 @@ def command(
             given = task_of(episode)
             try:
                 async with running(
-                    arguments, variables, KEPT, given=given, last=True, folder=folder
+                    arguments, variables, KEPT, given=given, last=True, folder=folder, leftover=file
                 ) as program:
                     await program.stopped()
             except OSError as error:
-                raise CommandFailed(f"{arguments[0]!r} cannot be started: {error}") from error
+                files = "; lower episode.concurrent, or raise the hard limit (ulimit -Hn)"
+                more = files if error.errno == errno.EMFILE else ""
+                raise CommandFailed(f"{arguments[0]!r} cannot be started: {error}{more}") from error
             code = program.code or 0
             if not code:
                 return score_of(file)
@@ -118,7 +121,8 @@ def command(
 
 @contextlib.contextmanager
 def _score_file() -> Iterator[str]:
-    """Make an empty file that nobody but this user can read; it is gone after the block."""
+    """Make an empty file that nobody but this user can read; it is gone after the block (where
+    this process is killed in it, whoever watches over the program removes it)."""
     opened, name = tempfile.mkstemp(prefix="rlinf-async-score-")
     os.close(opened)
     try:

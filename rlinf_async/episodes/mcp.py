@@ -10,16 +10,21 @@ A server over stdio is a process of the episode's own, which ends with the block
 be shared. One that is not there, or does not answer, is `ToolBroken` when the block begins; one
 that dies or hangs later fails the calls, which is told and counted as of any tool (kinds ``died``
 and ``timeout``). What a server says is wrong with a call is told to the model (kind ``error``).
+
+Command and url often hold a key: errors name the program or the host alone. What is told to the
+model it is trained with; why a server has ended, and its last words, are in the log of the worker.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -39,6 +44,8 @@ PAGES: Final = 100
 END_SECONDS: Final = 10.0
 """time that a server has to end, after which it is left to itself"""
 _SHOWN: Final = 500
+
+logger = logging.getLogger(__name__)
 
 
 @contextlib.asynccontextmanager
@@ -70,10 +77,14 @@ async def mcp_tools(
     Raises:
         MissingExtra: the package mcp is not installed.
         ToolBroken: the server is not there, ends, or does not answer; it has none of the tools.
-        ValueError: neither command nor url are given, or both; two tools have one name.
+        ValueError: neither command nor url are given, or both; the url is no address; two tools
+            have one name.
     """
     if bool(command) == bool(url):
         raise ValueError("an MCP server is either a command or a url")
+    where = command[0] if command else urlsplit(url).netloc.rpartition("@")[2]
+    if not where:
+        raise ValueError("the url of an MCP server must be an address, http://host:8000/mcp")
     needed("mcp", extra="agents", needed_for="an MCP server")
     limits = {
         "seconds": seconds,
@@ -81,7 +92,7 @@ async def mcp_tools(
         "concurrent": concurrent,
         "on_failure": on_failure,
     }
-    server = _Server(url or " ".join(command), command, url, dict(environment or {}))
+    server = _Server(where, command, url, dict(environment or {}))
     try:
         listed = await server.begin(seconds_to_start)
         known = {one.name: one for one in listed}
@@ -107,6 +118,7 @@ class _Server:
         self._command = command
         self._url = url
         self._environment = environment
+        self._told = False
         self._words: _Words
         self._stop = asyncio.Event()
         self._ready: asyncio.Future[tuple[Any, list[Any]]]
@@ -136,16 +148,16 @@ class _Server:
         try:
             await asyncio.wait({asked, self._task}, return_when=asyncio.FIRST_COMPLETED)
             if not asked.done():
-                raise ToolBroken(f"{self.where} has ended: {self._why()}{self._words.last()}")
+                raise self._ended(self._why())
             return asked.result()
         except mcp.MCPError as error:
             if error.code == types.CONNECTION_CLOSED:
-                raise ToolBroken(f"{self.where} has ended{self._words.last()}") from error
-            raise ToolError(str(error)) from error
+                raise self._ended(self._without_keys(raised(error))) from error
+            raise ToolError(self._without_keys(str(error))) from error
         except ToolBroken:
             raise
         except Exception as error:  # of the connection
-            raise ToolBroken(f"{self.where} has ended: {raised(error)}") from error
+            raise self._ended(self._without_keys(raised(error))) from error
         finally:
             asked.cancel()
 
@@ -178,6 +190,21 @@ class _Server:
             self._ready.set_result((client, await _listed(client)))
             await self._stop.wait()
 
+    def _ended(self, why: str) -> ToolBroken:
+        """Log once why the server has ended; return what the model is told."""
+        if not self._told:
+            self._told = True
+            logger.warning("%s has ended: %s%s", self.where, why, self._words.last())
+        return ToolBroken(f"{self.where} has ended")
+
+    def _without_keys(self, text: str) -> str:
+        """Leave out of an error of the connection what a url may have beside its host."""
+        split = urlsplit(self._url)
+        for part in (self._url, split.path, split.query, split.netloc.rpartition("@")[0]):
+            if len(part) > 1:
+                text = text.replace(part, "...")
+        return text
+
     def _why(self) -> str:
         """Return what has failed: of a group of errors, the first."""
         if self._task.cancelled():
@@ -185,7 +212,7 @@ class _Server:
         error = self._task.exception()
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
-        return "the connection has ended" if error is None else raised(error)
+        return self._without_keys("the connection has ended" if error is None else raised(error))
 
 
 class _Words:

@@ -3,8 +3,9 @@
 ::
 
     sh, which becomes the program, leader of a group      ends with the block
-       `- reads a pipe of this process                    kills the group once the pipe is closed,
-                                                          also where this process was killed
+       `- reads a pipe of this process                    where this process was killed: the pipe is
+                                                          closed; it removes what is left behind,
+                                                          and kills the group
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -24,13 +26,25 @@ CLOSED_SECONDS: Final = 0.5
 left its group holds it open"""
 OWN_VARIABLES: Final = "RLINF_ASYNC_"
 """what the names of our own variables begin with"""
-_GROUP: Final = '( read -r _; kill -KILL -"$$" ) < "$0" > /dev/null 2>&1 & exec "$@"'
+_GROUP: Final = (
+    '( read -r _; [ -z "$1" ] || rm -rf -- "$1"; kill -KILL -"$$" ) < "$0" > /dev/null 2>&1 & '
+    'shift; exec "$@"'
+)
 
 
 def environment() -> dict[str, str]:
     """Return this process's environment, without our own variables: they are no business of
     somebody else's program, nor of a model's."""
     return {name: one for name, one in os.environ.items() if not name.startswith(OWN_VARIABLES)}
+
+
+def allow_files(count: int) -> None:
+    """Let this process have so many files open, pipes and connections included, or as many as it
+    may allow itself: the limit that most systems begin with is 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 class Program(asyncio.SubprocessProtocol):
@@ -126,6 +140,7 @@ async def running(
     files: Sequence[int] = (),
     folder: str | os.PathLike[str] | None = None,
     watched: bool = True,
+    leftover: str = "",
 ) -> AsyncIterator[Program]:
     """Run a program, which ends with the block, as do all processes of its group.
 
@@ -139,6 +154,8 @@ async def running(
         files: descriptors that it gets.
         folder: its working directory; None: this process's.
         watched: have its group also end where this process is killed; else it sees to that itself.
+        leftover: a file or folder that is removed where this process is killed, if the group is
+            watched; else it is the caller's.
 
     Raises:
         OSError: it cannot be started.
@@ -150,7 +167,7 @@ async def running(
             read, held = os.pipe()
             pipe.callback(os.close, read)
             pipe.callback(os.close, held)
-            command = ("/bin/sh", "-c", _GROUP, f"/dev/fd/{read}", *command)
+            command = ("/bin/sh", "-c", _GROUP, f"/dev/fd/{read}", leftover, *command)
             files = (*files, read)
         try:
             transport, _ = await loop.subprocess_exec(

@@ -2,7 +2,10 @@
 
 ::
 
-    chat = episode.chat(tools=[program("python"), program("bash", seconds=5)])
+    TOOLS = [program("python"), program("bash", seconds=5)]  # the first one tries the sandbox
+
+    async def run(episode: Episode) -> float:
+        chat = episode.chat(tools=TOOLS)
 
 A program has the system's ``/usr`` and nothing else: no network, nothing that it can write but its
 own ``/tmp``, no environment, no other process, no namespaces of its own, no memory beside that of
@@ -196,6 +199,9 @@ def program(
 ) -> Tool:
     """Return a tool that runs a program which the model writes, and says what it printed.
 
+    Make it once, in the module: the first one in a process tries the sandbox, and blocks meanwhile
+    (some hundredths of a second; 10 s where the sandbox hangs).
+
     Args:
         language: ``"python"``, ``"bash"``, or a command that gets the path of the program as its
             last argument.
@@ -213,7 +219,7 @@ def program(
 
     Raises:
         NoSandbox: the sandbox cannot be made here.
-        ValueError: an unknown language.
+        ValueError: an unknown language, or a limit that nothing could keep.
     """
     if isinstance(language, str):
         if language not in LANGUAGES:
@@ -245,7 +251,7 @@ def program(
         name=name or Path(command[0]).name,
         seconds=seconds,
         output=output,
-        concurrent=concurrent or os.cpu_count() or 1,
+        concurrent=(os.cpu_count() or 1) if concurrent is None else concurrent,
         on_failure=on_failure,
     )
 
@@ -275,7 +281,7 @@ async def _unprotected(
             file.write(code)
         whole = [*_FIRST_TO_GO, *_limited((*command, place), memory, processes)]
         variables = {**environment(), **ENVIRONMENT}
-        async with running(whole, variables, most, folder=folder) as program:
+        async with running(whole, variables, most, folder=folder, leftover=folder) as program:
             yield program
 
 

@@ -16,6 +16,9 @@ Every failure is counted, by tool and kind; none is a reward. An ``async`` funct
 worker's event loop and must not block it; any other function has a thread for each call. Nobody can
 end a thread, nor a coroutine that ignores that it is cancelled: a call that goes on after its time
 is left alone, and where `LEFT_ALONE` of a tool do, further calls fail at once (kind ``stuck``).
+
+Limits are a worker's, not those of one `Tool`: tools that are made anew for each episode, of one
+piece of code and under one name, have them together.
 """
 
 from __future__ import annotations
@@ -109,9 +112,9 @@ class _Ended(NamedTuple):
 class _Going:
     """A call that may go on after its time."""
 
-    def __init__(self, call: Callable[[], Any], left_alone: set[_Going]) -> None:
+    def __init__(self, call: Callable[[], Any], shared: _Shared) -> None:
         self._call = call
-        self._left_alone = left_alone
+        self._shared = shared
         self.ended = False
 
     async def in_loop(self) -> _Ended:
@@ -136,7 +139,34 @@ class _Going:
 
     def _end(self) -> None:
         self.ended = True
-        self._left_alone.discard(self)
+        self._shared.left_alone.discard(self)
+
+
+class _Shared:
+    """What the limits of a tool are kept by, over all tools that are this one, made again.
+
+    Args:
+        concurrent: calls at once; None: any number.
+    """
+
+    def __init__(self, concurrent: int | None) -> None:
+        self._concurrent = concurrent
+        self._turns = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
+        self.left_alone: set[_Going] = set()
+        """calls that go on after their time"""
+
+    def turns(self) -> asyncio.Semaphore | None:
+        """Return what has a call wait for its turn in this loop; None: nothing has."""
+        if self._concurrent is None:
+            return None
+        loop = asyncio.get_running_loop()
+        if loop not in self._turns:
+            self._turns[loop] = asyncio.Semaphore(self._concurrent)
+        return self._turns[loop]
+
+
+# As long as there is a tool of this kind, or a call that has not ended.
+_SHARED: Final = weakref.WeakValueDictionary[tuple[object, str, int | None], _Shared]()
 
 
 class _Threads(Executor):
@@ -173,8 +203,8 @@ class Tool:
             function gets the arguments as they are.
         seconds: limit of one call.
         output: most characters of a result; more is cut, and counted as a failure.
-        concurrent: calls that may run at once in one worker; None: any number, of a function that
-            needs threads `THREADS`.
+        concurrent: calls that may run at once in one worker, of all tools of this code and name;
+            None: any number, of a function that needs threads `THREADS`.
         on_failure: what becomes of a failure; None: what the run says.
 
     Raises:
@@ -205,11 +235,10 @@ class Tool:
         self._in_loop = inspect.iscoroutinefunction(function)
         if concurrent is None and not self._in_loop:
             concurrent = THREADS
-        self._concurrent = concurrent
         if concurrent is not None and concurrent < 1:
             raise ValueError(f"tool {self.name!r}: concurrent is {concurrent}; at least 1")
-        self._turns = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
-        self._left_alone: set[_Going] = set()
+        same = (_code_of(function), self.name, concurrent)
+        self._shared = _SHARED.setdefault(same, _Shared(concurrent))
         self._arguments = None if parameters is not None else arguments_of(function, self.name)
         own = _schema_of(self._arguments) if self._arguments is not None else dict(parameters or {})
         described = {"name": self.name, "description": self.description, "parameters": own}
@@ -249,11 +278,12 @@ class Tool:
             arguments = self._converted(call)
         except (msgspec.ValidationError, RecursionError) as error:
             return "arguments", f"error: {error}"
-        if len(self._left_alone) >= LEFT_ALONE:
+        left_alone = len(self._shared.left_alone)
+        if left_alone >= LEFT_ALONE:
             return "stuck", (
-                f"error: {self.name} cannot be called: {len(self._left_alone)} calls have not ended"
+                f"error: {self.name} cannot be called: {left_alone} calls have not ended"
             )
-        turns = self._turns_of_this_loop()
+        turns = self._shared.turns()
         if turns is None:
             ended = await self._called(arguments)
         else:
@@ -271,7 +301,7 @@ class Tool:
 
     async def _called(self, arguments: Mapping[str, Any]) -> _Ended | None:
         """Return how the call has ended; None: it has not, in its time."""
-        going = _Going(functools.partial(self.function, **arguments), self._left_alone)
+        going = _Going(functools.partial(self.function, **arguments), self._shared)
         work: asyncio.Future[_Ended]
         if self._in_loop:
             work = asyncio.ensure_future(going.in_loop())
@@ -299,9 +329,9 @@ class Tool:
         work.cancel()
         if self._in_loop:
             await asyncio.wait({work}, timeout=CANCELLED_SECONDS)
-        self._left_alone.add(going)
+        self._shared.left_alone.add(going)
         if going.ended:  # in the meantime
-            self._left_alone.discard(going)
+            self._shared.left_alone.discard(going)
 
     def _told(self, ended: _Ended) -> tuple[Failure, str]:
         error = ended.error
@@ -322,14 +352,6 @@ class Tool:
             return "", _clean(text)
         shown = _clean(text[: self.output])
         return "output", f"{shown}\n[cut: a result has at most {self.output} characters]"
-
-    def _turns_of_this_loop(self) -> asyncio.Semaphore | None:
-        if self._concurrent is None:
-            return None
-        loop = asyncio.get_running_loop()
-        if loop not in self._turns:
-            self._turns[loop] = asyncio.Semaphore(self._concurrent)
-        return self._turns[loop]
 
 
 @overload
@@ -395,6 +417,13 @@ async def _run(call: ToolCall, tools: Mapping[str, Tool]) -> ToolResult:
         text = f"error: there is no tool {call.name[:64]!r} (there are: {known})"
         return ToolResult(call=call, tool=name, text=text, failure="unknown")
     return await found.run(call)
+
+
+def _code_of(function: Callable[..., Any]) -> object:
+    """Return what functions, methods and partial ones have in common that one ``def`` has made."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__code__", type(function))
 
 
 def _text_of(value: object) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import importlib.util
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -21,6 +23,9 @@ from rlinf_async.episodes import LimitReached
 from rlinf_async.episodes.agents import load_agent
 from rlinf_async.episodes.command import CommandFailed, command, environment_of
 from rlinf_async.episodes.endpoint import Endpoint
+from rlinf_async.episodes.running import allow_files
+from rlinf_async.testing import run as run_in_virtual_time
+from rlinf_async.workers.episode import EpisodeConfig, EpisodeWorker
 from tests.episodes.endpoint.kit import Scripted, episode_of, served
 
 pytestmark = pytest.mark.usefixtures("loop_kind")
@@ -53,6 +58,11 @@ def program(folder: Path, text: str) -> str:
     return f"{sys.executable} agent.py"
 
 
+def scores(folder: Path) -> list[str]:
+    """Files for scores that are there."""
+    return [one for one in os.listdir(folder) if one.startswith("rlinf-async-score-")]
+
+
 SCORES: dict[str, tuple[str, float | None]] = {
     "a score": ("score(0.5)", 0.5),
     "a score below 0, and an end of line": ("score('-2\\n')", -2.0),
@@ -77,7 +87,7 @@ async def test_the_score_is_what_the_program_writes_into_its_file(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     async with served([]) as (episode, _):
         assert await command(program(tmp_path, text), tmp_path)(episode) == score
-    assert not [one for one in os.listdir(tmp_path) if one.startswith("rlinf-async-score-")]
+    assert not scores(tmp_path)
 
 
 FAILURES: dict[str, tuple[str, str]] = {
@@ -167,6 +177,33 @@ def _runs(pid: int) -> bool:
         return False
 
 
+def test_an_episode_worker_may_have_the_files_open_that_its_episodes_need() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 1024 + 16 * 40
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+    try:
+        worker = EpisodeWorker(EpisodeConfig(run="none.py:run", concurrent=40), "")
+        with pytest.raises(ConfigError, match=r"none\.py"):
+            run_in_virtual_time(worker.setup())
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (needed, hard)
+        allow_files(needed - 1)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (needed, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_too_many_open_files_are_told_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full() -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async with served([]) as (episode, _):
+        monkeypatch.setattr(os, "pipe", full)
+        with pytest.raises(CommandFailed, match="Too many open files; lower episode"):
+            await command(program(tmp_path, ""), tmp_path)(episode)
+
+
 @pytest.mark.parametrize("end", ["cancelled", "exits"])
 async def test_a_program_ends_with_its_episode_and_so_do_its_children(
     end: str, tmp_path: Path
@@ -201,14 +238,18 @@ async def test_a_program_ends_with_its_worker(tmp_path: Path) -> None:
     worker.write_text(WORKER.format(line=line, folder=str(tmp_path)))
     root = Path(__file__).parents[2]
     process = subprocess.Popen(  # noqa: ASYNC220  it is killed, not waited for
-        [sys.executable, worker], cwd=root, env={**os.environ, "PYTHONPATH": str(root)}
+        [sys.executable, worker],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root), "TMPDIR": str(tmp_path)},
     )
     try:
         pids = await _pids(tmp_path)
+        assert scores(tmp_path)
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
     await _gone(pids)
+    assert not scores(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib.util
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -25,6 +26,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("mcp") is None, reason="mcp is not installed"),
     pytest.mark.usefixtures("each_loop"),
 ]
+LOG = "rlinf_async.episodes.mcp"
 SERVER = [sys.executable, str(Path(__file__).with_name("mcp_server.py"))]
 
 
@@ -131,21 +133,26 @@ def test_a_server_that_grumbles_is_not_stopped_and_fills_no_file() -> None:
     asyncio.run(main())
 
 
-def test_a_server_that_dies_fails_its_calls() -> None:
+def test_a_server_that_dies_fails_its_calls(caplog: pytest.LogCaptureFixture) -> None:
+    """The model is told no more than that; the rest is logged once, without what may be a key."""
+
     async def main(**where: Any) -> list[ToolResult]:
         async with tools_by_name(**where, seconds=20) as tools:
             waiting = asyncio.create_task(called(tools["hang"]))
             first = await called(tools["die"])
             return [first, await waiting, await called(tools["add"], a=1)]
 
-    for one in asyncio.run(main(command=SERVER)):
+    for one in asyncio.run(main(command=["env", "KEY=sk-secret", *SERVER])):
         assert one.failure == "died", one
-        assert "has ended" in one.text
-        assert "I give up" in one.text
+        assert one.text == "error: the MCP server env has ended"
+    [logged] = [one.getMessage() for one in caplog.records if one.name == LOG]
+    assert "I give up" in logged
     with over_http() as (where, server):
-        for one in asyncio.run(main(**where)):
+        for one in asyncio.run(main(url=where["url"] + "?key=sk-secret")):
             assert one.failure == "died", one
+            assert re.fullmatch(r"error: the MCP server 127\.0\.0\.1:\d+ has ended", one.text)
         assert server.wait(10) == 3
+    assert "sk-secret" not in "".join(one.getMessage() for one in caplog.records if one.name == LOG)
 
 
 def test_what_is_raised_in_the_block_comes_out_as_it_is(where: dict[str, Any]) -> None:
@@ -205,7 +212,8 @@ NOT_THERE: list[tuple[dict[str, Any], str]] = [
     ({"command": ["/no/such/server"]}, "cannot be used: FileNotFoundError"),
     ({"command": [sys.executable, "-c", "raise SystemExit('no licence')"]}, "words: no licence"),
     ({"command": ["sleep", "60"], "seconds_to_start": 0.3}, "not answered for 0.3 s"),
-    ({"url": "http://127.0.0.1:9/mcp"}, "127.0.0.1:9/mcp cannot be used"),
+    ({"url": "http://me:sk-secret@127.0.0.1:9/mcp"}, "server 127.0.0.1:9 cannot be used"),
+    ({"url": "http://127.0.0.1:9/mcp?key=sk-secret"}, "server 127.0.0.1:9 cannot be used"),
     ({"command": SERVER, "only": ["sub"]}, r"has no tool 'sub' \(it has: add, files.read"),
 ]
 
@@ -217,8 +225,9 @@ def test_a_server_that_is_not_there_is_named(options: dict[str, Any], problem: s
             pytest.fail("there is no server")
 
     before = children()
-    with pytest.raises(ToolBroken, match=problem):
+    with pytest.raises(ToolBroken, match=problem) as found:
         asyncio.run(main())
+    assert "sk-secret" not in str(found.value)
     assert children() == before
 
 
@@ -231,13 +240,13 @@ def test_only_some_tools_with_a_prefix(where: dict[str, Any]) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("options", [{}, {"command": ["a"], "url": "b"}])
+@pytest.mark.parametrize("options", [{}, {"command": ["a"], "url": "b"}, {"url": "b"}])
 def test_a_server_is_a_command_or_a_url(options: dict[str, Any]) -> None:
     async def main() -> None:
         async with mcp_tools(**options):
             pytest.fail("neither")
 
-    with pytest.raises(ValueError, match="either a command or a url"):
+    with pytest.raises(ValueError, match=r"either a command or a url|must be an address"):
         asyncio.run(main())
 
 

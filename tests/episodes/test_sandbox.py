@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import socket
 import subprocess
@@ -226,7 +227,7 @@ def test_a_program_that_prints_too_much_is_ended(sandbox: Any) -> None:
 
 
 @pytest.mark.parametrize("sandbox", [pytest.param("bubblewrap", marks=needs_sandbox), "none"])
-def test_a_program_ends_with_its_worker(sandbox: str) -> None:
+def test_a_program_ends_with_its_worker_and_leaves_nothing(sandbox: str, tmp_path: Path) -> None:
     code = (
         "import asyncio, os\n"
         "from rlinf_async.episodes import program\n"
@@ -240,7 +241,11 @@ def test_a_program_ends_with_its_worker(sandbox: str) -> None:
         "    await task\n"
         "asyncio.run(main())\n"
     )
-    worker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    worker = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
     assert worker.stdout is not None
     assert worker.stdout.readline() == b"started\n"
     assert sleeps("65")
@@ -248,6 +253,18 @@ def test_a_program_ends_with_its_worker(sandbox: str) -> None:
     worker.wait()
     worker.stdout.close()
     wait_for_the_end("65")
+    assert not list(tmp_path.iterdir())
+
+
+def test_programs_have_one_limit_however_often_their_tool_is_made(tmp_path: Path) -> None:
+    code = f"mkdir {tmp_path}/one || echo two at once; sleep 0.1; rmdir {tmp_path}/one"
+
+    async def main() -> list[ToolResult]:
+        made = [program("bash", sandbox="none", concurrent=1) for _ in range(3)]
+        call = ToolCall(name="bash", arguments={"code": code})
+        return await asyncio.gather(*(one.run(call) for one in made))
+
+    assert [(one.failure, one.text) for one in asyncio.run(main())] == [("", "")] * 3
 
 
 def test_without_bubblewrap_programs_are_refused_unless_it_is_written(
@@ -267,6 +284,8 @@ def test_without_bubblewrap_programs_are_refused_unless_it_is_written(
 def test_a_language_that_is_not_known_is_refused() -> None:
     with pytest.raises(ValueError, match=r"no language is called 'perl' .*python, bash"):
         program("perl")
+    with pytest.raises(ValueError, match="concurrent is 0; at least 1"):
+        program("python", sandbox="none", concurrent=0)
     own = program(["/usr/bin/sort", "-r"], name="sort", sandbox="none")
     assert ran(own, "1\n2\n").text == "2\n1\n"
     bad: Any = "docker"

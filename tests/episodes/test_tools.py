@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import threading
+from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
@@ -299,6 +301,89 @@ def test_calls_that_do_not_end_are_left_alone_and_then_refused() -> None:
         assert (again.failure, again.text) == ("", "late")
 
     run(main())
+
+
+class Desk:
+    async def search(self) -> str:
+        """Search."""
+        await asyncio.sleep(1)
+        return ""
+
+
+def of_an_episode() -> Any:
+    async def search() -> str:
+        """Search."""
+        await asyncio.sleep(1)
+        return ""
+
+    return search
+
+
+def of_another() -> Any:
+    async def search() -> str:
+        """Search."""
+        await asyncio.sleep(1)
+        return ""
+
+    return search
+
+
+NAMED: dict[str, Any] = {"name": "search", "description": "Search.", "concurrent": 1}
+MADE: dict[str, tuple[list[Callable[[], Tool]], float]] = {
+    "closures": ([lambda: Tool(of_an_episode(), concurrent=1)] * 3, 3.0),
+    "methods": ([lambda: Tool(Desk().search, concurrent=1)] * 3, 3.0),
+    "partial functions": ([lambda: Tool(functools.partial(Desk().search), **NAMED)] * 3, 3.0),
+    "any number": ([lambda: Tool(of_an_episode())] * 3, 1.0),
+    "several names": (
+        [
+            lambda: Tool(of_an_episode(), concurrent=1),
+            lambda: tool(name="b", concurrent=1)(of_an_episode()),
+        ],
+        1.0,
+    ),
+    "several functions": (
+        [lambda: Tool(of_an_episode(), concurrent=1), lambda: Tool(of_another(), concurrent=1)],
+        1.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", sorted(MADE))
+def test_a_limit_is_that_of_all_tools_that_are_one_made_again(what: str) -> None:
+    makers, seconds = MADE[what]
+
+    async def main() -> None:
+        made = [one() for one in makers]
+        found = await asyncio.gather(*(one.run(call(one.name)) for one in made))
+        assert not any(one.failure for one in found)
+        assert max(one.seconds for one in found) == seconds
+
+    run(main())
+
+
+def test_calls_that_do_not_end_are_counted_over_tools_that_are_one_made_again() -> None:
+    release = threading.Event()
+
+    def made() -> Tool:
+        def hung() -> str:
+            """Block a thread."""
+            release.wait()
+            return "late"
+
+        return Tool(hung, seconds=0.05)
+
+    async def main() -> None:
+        for _ in range(LEFT_ALONE):  # tools are gone at once, what they left is not
+            assert (await made().run(call("hung"))).failure == "timeout"
+        gc.collect()
+        assert (await made().run(call("hung"))).failure == "stuck"
+        release.set()
+        for thread in threading.enumerate():
+            if thread.name == "tool":
+                await asyncio.to_thread(thread.join)
+        assert (await made().run(call("hung"))).text == "late"
+
+    asyncio.run(main())
 
 
 def test_a_thread_that_does_not_end_is_left_alone_and_blocks_nobody() -> None:

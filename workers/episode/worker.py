@@ -37,6 +37,7 @@ from rlinf_async.episodes import Episode, Task
 from rlinf_async.episodes.agents import load_agent
 from rlinf_async.episodes.endpoint import Endpoint
 from rlinf_async.episodes.parsing import Parser, parser_of
+from rlinf_async.episodes.running import allow_files
 from rlinf_async.episodes.template import ChatTemplate, load_template
 from rlinf_async.messages.language import Failed, Request, Sample, Tokens
 from rlinf_async.workers.base import Worker, task_group
@@ -47,6 +48,8 @@ from rlinf_async.workers.episode.turns import EpisodeReport, TurnEnds, Turns
 
 NAMED: Final = 3
 """number of waiting episodes that reports name, the longest ones"""
+FILES: Final = 16
+"""files that an episode may have open: pipes of its program or server, connections of its agent"""
 QUICK: Final = 1.0
 """seconds from which on reports name an episode whose agent does something else than call tools"""
 
@@ -95,6 +98,7 @@ class EpisodeWorker(Worker):
             ConfigError: there is no such coroutine, or no such format of tool calls.
             TemplateError: the tokenizer has no chat template.
         """
+        allow_files(1024 + FILES * self.config.concurrent)
         # A user's module may import what takes seconds: not in the event loop.
         self._agent = await self.compute(
             load_agent, self.config.run, environment=self.config.environment

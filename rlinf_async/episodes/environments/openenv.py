@@ -64,8 +64,8 @@ class OpenenvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def name(self) -> str:
-        """The environment's name in errors."""
-        return f"environment at {self.url}"
+        """The environment's name in errors: what else an address has may be a key."""
+        return f"environment at {urlsplit(self.url).netloc.rpartition('@')[2]}"
 
     @property
     def socket(self) -> str:

@@ -117,9 +117,11 @@ async def test_more_sessions_than_the_server_has_fail_by_name(url: str) -> None:
 
 
 async def test_a_server_that_is_not_there_is_named() -> None:
-    ending, _ = await played(agent("openenv", url="http://127.0.0.1:9", action="text"), [])
+    url = "http://me:secret@127.0.0.1:9"
+    ending, _ = await played(agent("openenv", url=url, action="text"), [])
     assert isinstance(ending.outcome, Failed)
-    assert "environment at http://127.0.0.1:9 cannot be reached: " in ending.outcome.error
+    assert "environment at 127.0.0.1:9 cannot be reached: " in ending.outcome.error
+    assert "secret" not in ending.outcome.error
 
 
 @pytest.mark.parametrize(

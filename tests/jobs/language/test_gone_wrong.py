@@ -64,8 +64,10 @@ def test_rejections_end_a_run_in_which_nothing_was_ever_scored(
     warn_of_failures("run", 6, groups, before={"scored": 3, "rejected": 1})
     assert not capsys.readouterr().err
     broken = [[scored(request, Failed(error="no server"))]]
-    with pytest.raises(NothingScored, match="no server"):
+    with pytest.raises(NothingScored, match=r"no server.*: correct the verifier"):
         warn_of_failures("run", 7, broken, before={"scored": 3})
+    with pytest.raises(NothingScored, match=r"correct the agent \(episode.run = 'agent.py:run'\)"):
+        warn_of_failures("run", 7, broken, before={"scored": 3}, agent="agent.py:run")
 
 
 def test_a_run_whose_verifier_was_corrected_goes_on_from_where_it_was(job: Job) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import shutil
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -12,8 +14,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from rlinf_async.cli import main
-from rlinf_async.runtime.jobs.config import FILE, Inputs, _code, imported_beside
-from rlinf_async.runtime.jobs.language.config import ModelConfig
+from rlinf_async.config import Document, UsageError
+from rlinf_async.episodes.endpoint import EndpointConfig
+from rlinf_async.runtime.jobs.config import FILE, Inputs, _code, check_resumed, imported_beside
+from rlinf_async.runtime.jobs.language.config import MAY_DIFFER, LanguageConfig, ModelConfig
 from rlinf_async.runtime.jobs.language.model import make_model_folder
 from tests.jobs.language.kit import TOY, Job
 
@@ -246,3 +250,24 @@ def test_files_that_an_environment_is_given_are_compared(
     (tmp_path / "scene.xml").write_text("<scene/>")
     kwargs: dict[str, object] = {"scenes": ["scene.xml", "none.xml"], "size": 3, "name": "a\0b"}
     assert list(_code(Given(env={"kwargs": kwargs}), [])) == ["scene.xml"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "may"),
+    [
+        ({"seconds": 5.0, "concurrent": 3, "sticky": False}, True),
+        ({"endpoint": EndpointConfig(interface="127.0.0.2", port=8000)}, True),
+        ({"max_turns": 3}, False),
+        ({"run": "other.py:run"}, False),
+    ],
+)
+def test_a_resume_may_have_episodes_elsewhere_but_no_others(
+    tmp_path: pathlib.Path, settings: dict[str, Any], may: bool
+) -> None:
+    started = tmp_path / "config.toml"
+    started.write_text(TOY.format(data="questions.jsonl") + '[episode]\nrun = "mine.py:run"\n')
+    before = Document.read(started).to(LanguageConfig)
+    episode = msgspec.structs.replace(before.episode, **settings)
+    now = msgspec.structs.replace(before, episode=episode)
+    with contextlib.nullcontext() if may else pytest.raises(UsageError, match="cannot go on"):
+        assert len(check_resumed(now, started, MAY_DIFFER)) >= len(settings)

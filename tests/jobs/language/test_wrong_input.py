@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import socket
 
 import numpy as np
 import pytest
@@ -153,6 +154,18 @@ def test_episodes_that_could_not_be_run_are_refused(
     checked = job.command("check", job.file, *settings)
     assert checked.code == 2
     assert message in checked.err
+
+
+@pytest.mark.parametrize("command", ["train", "check"])
+def test_a_port_of_the_endpoint_that_is_taken_is_named(job: Job, command: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        found = job.command(command, job.file, *TALKS, "--episode.endpoint.port", port)
+    assert found.code == 2
+    assert (
+        f"episode.endpoint.port: the endpoint cannot listen on 127.0.0.1 port {port}" in found.err
+    )
+    assert "with port = 0 any that is free is taken" in found.err
 
 
 @pytest.mark.parametrize("command", ["train", "check"])

@@ -432,17 +432,20 @@ def _check_episodes(config: LanguageConfig) -> None:
 
 
 def check_endpoint(config: LanguageConfig) -> None:
-    """Listen where the endpoint of episodes will, on any free port; with Ray that is other hosts.
+    """Listen where the endpoint of episodes will; with Ray that is other hosts.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it cannot: there is no such interface, or the port is taken.
     """
     if not config.has_episodes or config.cluster.backend == "ray":
         return
-    try:
-        listener(EndpointConfig(interface=config.episode.endpoint.interface)).close()
-    except EpisodeError as error:
-        raise ConfigError(str(error), path=("episode", "endpoint", "interface")) from error
+    endpoint = config.episode.endpoint
+    tried = [("interface", EndpointConfig(interface=endpoint.interface)), ("port", endpoint)]
+    for setting, one in tried:
+        try:
+            listener(one).close()
+        except EpisodeError as error:
+            raise ConfigError(str(error), path=("episode", "endpoint", setting)) from error
 
 
 def check_agent(config: LanguageConfig, plan: PlacementPlan) -> None:

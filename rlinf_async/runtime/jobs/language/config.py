@@ -414,6 +414,8 @@ MAY_DIFFER = (
     "training.metrics",
     "episode.seconds",
     "episode.concurrent",
+    "episode.endpoint",
+    "episode.sticky",
     "rollout.serving",
     "rollout.transformers",
     "rollout.vllm",

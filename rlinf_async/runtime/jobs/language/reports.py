@@ -362,7 +362,7 @@ class NothingScored(RuntimeError):
 
 
 def warn_of_failures(
-    run: str, iteration: int, groups: Groups, *, before: Mapping[str, int]
+    run: str, iteration: int, groups: Groups, *, before: Mapping[str, int], agent: str = ""
 ) -> None:
     """Warn of the first samples that were not scored.
 
@@ -371,6 +371,7 @@ def warn_of_failures(
         iteration: iteration that was trained.
         groups: groups of that iteration.
         before: numbers of earlier samples of this run, by their outcome.
+        agent: setting ``episode.run``; empty: samples are no episodes.
 
     Raises:
         NothingScored: none was, because of errors or in the whole run: going on would train on
@@ -381,10 +382,13 @@ def warn_of_failures(
     unscored = [one for one in outcomes if not isinstance(one, Scored)]
     first = why_unscored((failed or unscored)[0]) if unscored else ""
     if len(unscored) == len(outcomes) and (failed or not before.get("scored")):
+        suspects = "the verifier (or reward.time_limit) or the references"
+        if agent:
+            suspects = f"the agent (episode.run = {agent!r}) or what it needs, {suspects}"
         raise NothingScored(
             f"none of the {len(outcomes)} samples of iteration {iteration} was scored, the first "
-            f"with: {first}. There is nothing to learn from: correct the verifier (or "
-            "reward.time_limit) or the references, and go on with --resume"
+            f"with: {first}. There is nothing to learn from: correct {suspects}, and go on with "
+            "--resume"
         )
     if unscored and not any(count for what, count in before.items() if what != "scored"):
         print(

@@ -250,7 +250,13 @@ class LanguageRun:
         groups = flow.collector.trained(iteration)
         drop_turns(flow.channels, self._ledger.running)
         seen = summed_up(iteration, groups)
-        warn_of_failures(self.config.name, iteration, groups, before=self.progress.outcomes)
+        warn_of_failures(
+            self.config.name,
+            iteration,
+            groups,
+            before=self.progress.outcomes,
+            agent=self.config.episode.run,
+        )
         self._warned = warn_of_no_signal(self.config.name, iteration, trained, warned=self._warned)
         add(self.progress, seen, iteration + 1, seconds)
         self.progress.duplicates += self._ledger.take_duplicates()
