@@ -24,7 +24,6 @@ from rlinf_async.episodes.agents import load_agent
 from rlinf_async.episodes.command import CommandFailed, command, environment_of
 from rlinf_async.episodes.endpoint import Endpoint
 from rlinf_async.episodes.running import allow_files
-from rlinf_async.testing import run as run_in_virtual_time
 from rlinf_async.workers.episode import EpisodeConfig, EpisodeWorker
 from tests.episodes.endpoint.kit import Scripted, episode_of, served
 
@@ -177,14 +176,20 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_an_episode_worker_may_have_the_files_open_that_its_episodes_need() -> None:
+def test_an_episode_worker_may_have_the_files_open_that_its_episodes_need(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def no_agent(self: EpisodeWorker, *args: Any, **more: Any) -> None:
+        raise ConfigError("there is no agent")
+
+    monkeypatch.setattr(EpisodeWorker, "compute", no_agent)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = 1024 + 16 * 40
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
     try:
-        worker = EpisodeWorker(EpisodeConfig(run="none.py:run", concurrent=40), "")
-        with pytest.raises(ConfigError, match=r"none\.py"):
-            run_in_virtual_time(worker.setup())
+        worker = EpisodeWorker(EpisodeConfig(run="agent.py:run", concurrent=40), "")
+        with pytest.raises(ConfigError, match="there is no agent"):
+            asyncio.run(worker.setup())
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (needed, hard)
         allow_files(needed - 1)
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (needed, hard)

@@ -114,7 +114,9 @@ def test_a_call_that_hangs_is_given_up_and_the_server_goes_on(where: dict[str, A
     asyncio.run(main())
 
 
-def test_a_server_that_grumbles_is_not_stopped_and_fills_no_file() -> None:
+def test_a_server_that_grumbles_is_not_stopped_and_fills_no_file(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def opened() -> dict[str, str]:
         listed = [f"/proc/self/fd/{one}" for one in os.listdir("/proc/self/fd")]
         return {one: os.readlink(one) for one in listed if os.path.exists(one)}
@@ -126,9 +128,10 @@ def test_a_server_that_grumbles_is_not_stopped_and_fills_no_file() -> None:
             assert (await called(tools["add"], a=1)).text == "3"
             new = {one: what for one, what in opened().items() if before.get(one) != what}
             assert not [what for what in new.values() if what.endswith("(deleted)")]
-            text = (await called(tools["die"])).text
-            assert text.endswith("x too much\nI give up")
-            assert len(text) < 1000
+            assert (await called(tools["die"])).failure == "died"
+            [logged] = [one.getMessage() for one in caplog.records if one.name == LOG]
+            assert logged.endswith("x too much\nI give up")
+            assert len(logged) < 1000
 
     asyncio.run(main())
 

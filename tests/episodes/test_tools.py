@@ -328,11 +328,14 @@ def of_another() -> Any:
     return search
 
 
-NAMED: dict[str, Any] = {"name": "search", "description": "Search.", "concurrent": 1}
+NAMED: dict[str, Any] = {"name": "search", "description": "Search.", "parameters": {}}
 MADE: dict[str, tuple[list[Callable[[], Tool]], float]] = {
     "closures": ([lambda: Tool(of_an_episode(), concurrent=1)] * 3, 3.0),
     "methods": ([lambda: Tool(Desk().search, concurrent=1)] * 3, 3.0),
-    "partial functions": ([lambda: Tool(functools.partial(Desk().search), **NAMED)] * 3, 3.0),
+    "partial functions": (
+        [lambda: Tool(functools.partial(Desk().search), concurrent=1, **NAMED)] * 3,
+        3.0,
+    ),
     "any number": ([lambda: Tool(of_an_episode())] * 3, 1.0),
     "several names": (
         [
