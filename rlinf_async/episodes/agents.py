@@ -8,7 +8,7 @@ from typing import Any
 
 from rlinf_async.config.registry import ConfigError, Path, Registry, UnknownName
 from rlinf_async.episodes.command import PREFIX, command
-from rlinf_async.episodes.environments import environments, load_environment
+from rlinf_async.episodes.environments import Asked, environments, load_environment
 from rlinf_async.episodes.episode import RunEpisode
 
 agents: Registry[RunEpisode] = Registry(
@@ -17,11 +17,14 @@ agents: Registry[RunEpisode] = Registry(
 
 
 def load_agent(
-    name: str, path: Path = ("run",), environment: Mapping[str, Any] | None = None
+    name: str,
+    path: Path = ("run",),
+    environment: Mapping[str, Any] | None = None,
+    asked: Asked | None = None,
 ) -> RunEpisode:
     """Return the coroutine function of this name; ``path`` is the setting, for the error.
     ``"command: PROGRAM"`` is a program for each episode, see `command`; ``environment`` are the
-    settings of an environment, see `environments`.
+    settings of an environment, which is checked with ``asked``, see `load_environment`.
 
     Raises:
         ConfigError: there is no such name, file or function, or it is no coroutine function of one
@@ -30,7 +33,7 @@ def load_agent(
     """
     where = (*path[:-1], "environment")
     if name in environments:
-        return load_environment(name, environment or {}, path)
+        return load_environment(name, environment or {}, path, asked)
     if environment:
         known = ", ".join(map(repr, environments.names()))
         raise ConfigError(

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlinf_async.config import Document, UsageError
+from rlinf_async.episodes.environments import WAIT
 from rlinf_async.observe.metrics import read_columns
 from rlinf_async.observe.trace import Span, by_worker, is_waiting, read_perfetto
 from rlinf_async.simulate.config import SimulationConfig
@@ -205,8 +206,8 @@ def _duration(span: Span) -> int:
 CRITIC = "critic"
 """what the names of critics begin with; there are none in a simulation, so their spans are left
 out"""
-TOOL = "tool "
-"""what the names of spans begin with in which an episode waits for tools"""
+WAITS = "tool ", WAIT
+"""what the names of spans begin with in which an episode waits for tools or its environment"""
 LENGTHS = 200
 """most lengths that are kept to stand for those of all samples"""
 LEAST_ITERATIONS = 4
@@ -382,7 +383,7 @@ def _lengths(spans: Iterable[Span]) -> tuple[int, ...]:
 
 def _episode(run: Path, spans: Sequence[Span], rows: Mapping[str, Floats]) -> dict[str, Any]:
     """Return the settings of ``[episode]``: turns, and the seconds from an answer to the next turn,
-    0 where no tool was waited for."""
+    0 where nothing was waited for."""
     config = _config(run / "config.toml")
     turns = [max(1, int(args["turns"])) for args in _scored(spans) if "turns" in args]
     if not config.has_episodes or not turns:
@@ -391,7 +392,7 @@ def _episode(run: Path, spans: Sequence[Span], rows: Mapping[str, Floats]) -> di
     waits = [
         span.duration / 1e9
         for span in spans
-        if span.name.startswith(TOOL) and not str((span.args or {}).get("sample")).startswith("-")
+        if span.name.startswith(WAITS) and not str((span.args or {}).get("sample")).startswith("-")
     ]
     waits += [0.0] * (further - len(waits))
     given = float(rows["given_tokens"].mean()) * len(turns) / further if further else 0.0

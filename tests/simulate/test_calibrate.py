@@ -147,8 +147,9 @@ def test_a_run_with_its_configuration_is_simulated_whole(
     assert config.work.pipelined
 
 
+@pytest.mark.parametrize("wait", ["tool add", "environment"])
 def test_episodes_are_simulated_with_the_turns_and_waits_of_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], wait: str
 ) -> None:
     agent = tmp_path / "agent.py"
     agent.write_text("async def run(episode): ...\n")
@@ -163,10 +164,8 @@ def test_episodes_are_simulated_with_the_turns_and_waits_of_the_run(
         spans.append(span("reward[0]", "score", 0.0, 0.0, iteration=0, **drawn))
         evaluation = {"iteration": -1, "turns": 7, "drawn": 7, "tokens": 7}
         spans.append(span("reward[0]", "score", 0.0, 0.0, **evaluation))
-        spans.append(
-            Span("episode[0]", "tool add", 0, 9_000_000_000, {"sample": f"-{sample + 1}/0"})
-        )
-    spans.append(Span("episode[0]", "tool add", 0, 2_500_000_000, {"sample": "0/1"}))
+        spans.append(Span("episode[0]", wait, 0, 9_000_000_000, {"sample": f"-{sample + 1}/0"}))
+    spans.append(Span("episode[0]", wait, 0, 2_500_000_000, {"sample": "0/1"}))
     write_perfetto(spans, folder / "trace.json.gz")
     lines = (folder / "metrics.csv").read_text().splitlines()
     rows = [lines[0] + ",given_tokens", *(f"{line},9" for line in lines[1:])]

@@ -21,6 +21,7 @@ import msgspec
 
 from rlinf_async.episodes import Episode, LimitReached
 from rlinf_async.episodes.conversation import joined
+from rlinf_async.episodes.environments import EnvironmentFailed
 from rlinf_async.episodes.episode import RunEpisode
 from rlinf_async.messages.language import (
     EpisodeRecord,
@@ -97,7 +98,9 @@ async def _ending(name: str, agent: RunEpisode, episode: Episode) -> Ending:
         return Ending(Rejected(reason=cut_text(str(reason)) or "no reason was given"))
     # One that exits would end the worker; of one that was cancelled from outside nobody asks.
     except (Exception, SystemExit, asyncio.CancelledError) as error:
-        if (reached := _limit(error) or episode.reached) is not None:
+        reached = _limit(error) or episode.reached
+        # What an environment has not scored the verifier of the data cannot score, either.
+        if reached is not None and not isinstance(error, EnvironmentFailed):
             return Ending(None, reached.limit)
         return Ending(_failed(name, error))
 

@@ -21,7 +21,9 @@ import math
 import numbers
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Final, NamedTuple, Protocol, TypeVar
+
+import msgspec
 
 from rlinf_async.config.convert import convert
 from rlinf_async.config.registry import ConfigError, Part, Path, Registry, raised
@@ -30,6 +32,8 @@ from rlinf_async.episodes.tools import THREAD_EACH
 
 T = TypeVar("T")
 
+WAIT: Final = "environment"
+"""what an episode waits for while a step is taken"""
 CONCURRENT: Final = 32
 """steps of a worker's environments that are computed at once"""
 LEFT_ALONE: Final = 8
@@ -40,12 +44,25 @@ class EnvironmentFailed(EpisodeError):
     """An environment raised, or returned what it must not."""
 
 
+class Asked(NamedTuple):
+    """What a run asks of its environment."""
+
+    tasks: int = 0
+    """number of tasks that it makes itself; 0: those of data"""
+    at_once: int = 1
+    """most episodes that are open at a time, over all workers"""
+
+
 class EnvironmentPart(Part):
     """Description of a kind of environment."""
 
-    def check(self, settings: Any, path: Path) -> None:
-        """Raise `ConfigError` where there is no such environment, or one that is not played in
-        text. Imports the library, which is there; ``path`` is that of the settings."""
+    numbered: ClassVar[bool] = False
+    """whether the reference of a task has to be a number, see `number_of`"""
+
+    def check(self, settings: Any, path: Path, asked: Asked) -> None:
+        """Raise `ConfigError` where there is no such environment, one that is not played in text,
+        or less of it than is asked. Imports the library, which is there; ``path`` is that of the
+        settings."""
 
     def make(self, settings: Any, /) -> RunEpisode:
         """Return the coroutine function of an episode."""
@@ -63,9 +80,12 @@ environments: Registry[EnvironmentPart] = Registry(
 )
 
 
-def load_environment(name: str, settings: Mapping[str, Any], path: Path) -> RunEpisode:
+def load_environment(
+    name: str, settings: Mapping[str, Any], path: Path, asked: Asked | None = None
+) -> RunEpisode:
     """Return the coroutine function of an environment; ``path`` is the setting that names it,
-    beside which its own stand, as ``environment``.
+    beside which its own stand, as ``environment``. With ``asked`` the environment is checked, which
+    may make one; workers need not do that once more.
 
     Raises:
         MissingExtra: its package is not installed.
@@ -77,8 +97,20 @@ def load_environment(name: str, settings: Mapping[str, Any], path: Path) -> RunE
     if part.Config is None and settings:
         raise ConfigError(f"environment {name!r} has no settings", path=where)
     found = None if part.Config is None else convert(dict(settings), part.Config, where)
-    part.check(found, where)
+    if asked is not None:
+        part.check(found, where, asked)
     return part.make(found)
+
+
+class PlayedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of every environment that `play` plays."""
+
+    unfinished: float = 0.0
+    """outcome of an episode that reaches a limit before the end of its game"""
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.unfinished):
+            raise ValueError(f"unfinished is {self.unfinished}; it must be a finite reward")
 
 
 class Step(NamedTuple):
@@ -115,7 +147,7 @@ def number_of(episode: Episode) -> int:
         EnvironmentFailed: the reference is no whole number from 0.
     """
     reference = episode.task.reference
-    if not (reference.isascii() and reference.isdigit()):
+    if not is_number(reference):
         raise EnvironmentFailed(
             f"the reference of task {episode.task.index} is {reference[:80]!r}: an environment's "
             "task is a number from 0, its seed: set data.environment_tasks in place of data.path, "
@@ -124,11 +156,16 @@ def number_of(episode: Episode) -> int:
     return int(reference)
 
 
-async def play(episode: Episode, world: World) -> float:
+def is_number(reference: str) -> bool:
+    """Whether a reference is the number of a task, from 0."""
+    return reference.isascii() and reference.isdigit()
+
+
+async def play(episode: Episode, world: World, unfinished: float) -> float:
     """Have the model act in an environment to its end; return the outcome.
 
-    An episode that reaches a limit before has what its steps have earned, and 0 as outcome; it is
-    counted in the metric ``unfinished``. ``return`` is the sum of all rewards.
+    An episode that reaches a limit before has what its steps have earned, and ``unfinished`` as
+    outcome; it is counted in the metric of that name. ``return`` is the sum of the steps' rewards.
 
     Raises:
         EnvironmentFailed: the environment raised, or returned what it must not.
@@ -141,7 +178,7 @@ async def play(episode: Episode, world: World) -> float:
         episode.metrics.update({"unfinished": 0.0, "return": 0.0})
         while not now.done:
             turn = await chat.turn()
-            with episode.watch("environment"):
+            with episode.watch(WAIT):
                 now = await world.step(turn.text)
             episode.metrics["return"] += now.reward or 0.0
             if not now.done:
@@ -149,7 +186,7 @@ async def play(episode: Episode, world: World) -> float:
                 chat.say(now.observation)
     except LimitReached:
         episode.metrics["unfinished"] = 1.0
-        return 0.0
+        return unfinished
     finally:
         await world.aclose()
     episode.metrics.update(now.metrics)

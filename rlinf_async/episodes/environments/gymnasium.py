@@ -18,10 +18,12 @@ import msgspec
 
 from rlinf_async.config.registry import ConfigError, Path, UsageError, needed, raised
 from rlinf_async.episodes.environments import (
+    Asked,
     Calls,
     EnvironmentFailed,
     EnvironmentPart,
     Going,
+    PlayedConfig,
     Step,
     number,
     play,
@@ -30,12 +32,12 @@ from rlinf_async.episodes.environments import (
 from rlinf_async.episodes.episode import Episode, RunEpisode
 
 
-class GymnasiumConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GymnasiumConfig(PlayedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which environment."""
 
     id: str
     """``"Name-v0"``, or ``"module:Name-v0"``: the module registers it"""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
     """further arguments of ``gymnasium.make``"""
 
     @property
@@ -45,10 +47,10 @@ class GymnasiumConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class GymnasiumPart(EnvironmentPart):
-    Config = GymnasiumConfig
+    Config, numbered = GymnasiumConfig, True
     library, extra = "gymnasium", "gymnasium"
 
-    def check(self, settings: GymnasiumConfig, path: Path) -> None:
+    def check(self, settings: GymnasiumConfig, path: Path, asked: Asked) -> None:
         """Make an environment, and look at its spaces."""
         try:
             env = _made(settings)
@@ -77,7 +79,7 @@ class GymnasiumPart(EnvironmentPart):
 
         async def run(episode: Episode) -> float:
             """Play one episode of the environment."""
-            return await play(episode, _World(settings, going))
+            return await play(episode, _World(settings, going), settings.unfinished)
 
         return run
 
@@ -103,9 +105,12 @@ class _World:
         return await self._call(self._step, action)
 
     async def aclose(self) -> None:
-        """Close the environment."""
+        """Close the environment, also one that is still being made."""
+        self._call.last(self._close)
+
+    def _close(self) -> None:
         if self._env is not None:
-            self._call.last(self._env.close)
+            self._env.close()
 
     def _reset(self, seed: int) -> Step:
         self._env = _made(self._settings)

@@ -20,10 +20,13 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from rlinf_async.config.registry import needed, raised
+from rlinf_async.config.counts import check_bounds
+from rlinf_async.config.registry import ConfigError, Path, needed, raised
 from rlinf_async.episodes.environments import (
+    Asked,
     EnvironmentFailed,
     EnvironmentPart,
+    PlayedConfig,
     Step,
     number,
     play,
@@ -37,7 +40,7 @@ SHOWN: Final = 500
 """most characters that an error shows of what a server sent"""
 
 
-class OpenenvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class OpenenvConfig(PlayedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which server, and what of its messages is text."""
 
     url: str
@@ -47,12 +50,16 @@ class OpenenvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     JSON object"""
     observation: str = ""
     """field of an observation that the model reads; left out: all of it, as JSON"""
+    sessions: int = 1
+    """number of sessions that the server has at a time, its ``max_concurrent_envs``"""
     connect_seconds: float = 10.0
     """longest time of a connection to the server"""
     largest_mib: int = 16
     """largest message of the server, in MiB"""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        check_bounds(self, "sessions", least=1)
         split = urlsplit(self.url)
         if split.scheme not in ("http", "https", "ws", "wss") or not split.hostname:
             raise ValueError(f"url is {self.url!r}; it must be an address, http://host:8000")
@@ -76,8 +83,19 @@ class OpenenvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class OpenenvPart(EnvironmentPart):
-    Config = OpenenvConfig
+    Config, numbered = OpenenvConfig, True
     library, extra = "websockets", "openenv"
+
+    def check(self, settings: OpenenvConfig, path: Path, asked: Asked) -> None:
+        """Compare sessions with episodes."""
+        if asked.at_once > settings.sessions:
+            raise ConfigError(
+                f"{settings.name} has {settings.sessions} session(s), but {asked.at_once} episodes "
+                "may be open at a time (episode.concurrent x cluster.episode_workers), of which "
+                "all others would fail: lower episode.concurrent, or start the server with a "
+                "higher max_concurrent_envs, and set this to it",
+                path=(*path, "sessions"),
+            )
 
     def make(self, settings: OpenenvConfig, /) -> RunEpisode:
         """Return the coroutine function."""
@@ -85,7 +103,7 @@ class OpenenvPart(EnvironmentPart):
 
         async def run(episode: Episode) -> float:
             """Play one episode of the environment."""
-            return await play(episode, _World(settings))
+            return await play(episode, _World(settings), settings.unfinished)
 
         return run
 

@@ -5,7 +5,7 @@
 
     [episode.environment]
     id = "TicTacToe-v0"
-    opponent = "players.py:plays"      # a function of what it is told that returns its move
+    opponent = "players.py:plays"      # plays(observation, draws): what it is told -> its move
 
 The model has one seat, and the outcome is the game's reward for it. It is told what the game and
 other players say, once: what it has said itself it has in its conversation.
@@ -33,10 +33,12 @@ from rlinf_async.config.registry import (
     raised,
 )
 from rlinf_async.episodes.environments import (
+    Asked,
     Calls,
     EnvironmentFailed,
     EnvironmentPart,
     Going,
+    PlayedConfig,
     Step,
     number,
     play,
@@ -44,7 +46,7 @@ from rlinf_async.episodes.environments import (
 from rlinf_async.episodes.episode import Episode, RunEpisode
 
 T = TypeVar("T")
-Opponent = Callable[[str], str]
+Opponent = Callable[[str, random.Random], str]
 
 MOVES: Final = 1000
 """moves of opponents in a row, after which a game counts as one that never ends"""
@@ -52,22 +54,23 @@ YOUR_TURN: Final = "It is your turn."
 """what the model is told where the game says nothing"""
 
 
-class TextarenaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TextarenaConfig(PlayedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which game, and who plays."""
 
     id: str
     """name of the game, as in ``"Wordle-v0"``"""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
     """arguments of the game, which take the place of those that its name stands for"""
     players: int = 1
     """number of players"""
     seat: int | None = None
     """the model's seat, from 0; left out: drawn by the task's number"""
     opponent: str = ""
-    """function that plays all other seats: ``"file.py:name"`` or ``"module:name"``, called with
-    what that player is told; draws by `random` alone are the same each time"""
+    """function that plays all other seats: ``"file.py:name"`` or ``"module:name"``, called in a
+    thread with what that player is told and the random numbers of this game's opponents"""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_bounds(self, "players", least=1)
         if self.seat is not None and not 0 <= self.seat < self.players:
             raise ValueError(
@@ -88,10 +91,10 @@ class TextarenaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class TextarenaPart(EnvironmentPart):
-    Config = TextarenaConfig
+    Config, numbered = TextarenaConfig, True
     library, extra = "textarena", "textarena"
 
-    def check(self, settings: TextarenaConfig, path: Path) -> None:
+    def check(self, settings: TextarenaConfig, path: Path, asked: Asked) -> None:
         """Look the game up, make it, and let it begin."""
         known = _library().envs.registration.ENV_REGISTRY
         if settings.id not in known:
@@ -117,7 +120,7 @@ class TextarenaPart(EnvironmentPart):
 
         async def run(episode: Episode) -> float:
             """Play one game."""
-            return await play(episode, _World(settings, opponent, going))
+            return await play(episode, _World(settings, opponent, going), settings.unfinished)
 
         return run
 
@@ -131,7 +134,7 @@ def _opponent(settings: TextarenaConfig, path: Path) -> Opponent | None:
         return None
     where = (*path, "opponent")
     found = load_entry_point(settings.opponent, where)
-    check_arguments(found, settings.opponent, "opponent", ("observation",), where)
+    check_arguments(found, settings.opponent, "opponent", ("observation", "draws"), where)
     return found
 
 
@@ -195,28 +198,30 @@ class _World:
         seat = random.Random(seed).randrange(settings.players)
         self._seat = seat if settings.seat is None else settings.seat
         self._game = _Game(settings, seed)
-        return self._game.call(self._play, None)
+        self._draws = random.Random(f"opponents {seed}")
+        return self._play(None)
 
     def _step(self, action: str) -> Step:
         if self._game is None:
             raise EnvironmentFailed(f"{self._settings.name} has not begun")
-        return self._game.call(self._play, action)
+        return self._play(action)
 
     def _play(self, action: str | None) -> Step:
-        """Carry out a move, then those of others, until it is the model's turn."""
+        """Carry out a move, then those of others, until it is the model's turn. The game computes
+        by `_Game.call`, opponents beside other games: one that hangs holds up its own game."""
         assert self._game is not None
         game, name = self._game, self._settings.name
         done = False if action is None else self._moved(action)
         for _ in range(MOVES):
             if done:
                 return self._ended()
-            player, told = game.bare.get_observation()
+            player, told = game.call(game.bare.get_observation)
             said = self._told(player, told)
             if player == self._seat:
                 return Step(said if said.strip() else YOUR_TURN)
             if self._opponent is None:
                 raise EnvironmentFailed(f"{name}: seat {player} is to move, and nobody has it")
-            move = self._opponent(said)
+            move = self._opponent(said, self._draws)
             if not isinstance(move, str):
                 raise EnvironmentFailed(
                     f"opponent {self._settings.opponent!r} returned {move!r:.200}; a move is text"
@@ -226,7 +231,8 @@ class _World:
 
     def _moved(self, action: str) -> bool:
         assert self._game is not None
-        found = self._game.env.step(action=action)
+        game = self._game
+        found = game.call(lambda: game.env.step(action=action))
         if not isinstance(found, tuple) or len(found) != 2:
             raise EnvironmentFailed(f"{self._settings.name}: step returned {found!r:.200}")
         return bool(found[0])
@@ -249,7 +255,7 @@ class _World:
     def _ended(self) -> Step:
         assert self._game is not None
         name = self._settings.name
-        rewards, info = self._game.env.close()
+        rewards, info = self._game.call(self._game.env.close)
         if not isinstance(rewards, Mapping) or self._seat not in rewards:
             raise EnvironmentFailed(f"{name} ended with the rewards {rewards!r:.200}")
         about = info.get(self._seat) if isinstance(info, Mapping) else None

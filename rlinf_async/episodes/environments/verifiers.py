@@ -9,7 +9,7 @@
 
 Task ``i`` is row ``i`` of the taskset. Its harness speaks to the endpoint of the episode, by
 verifiers' own client: what the engine draws is what is trained. The outcome is the mean of the
-rewards of its trainable agents.
+rewards of the agents that draw there; one that is not to be trained has to draw elsewhere.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import asyncio
 import itertools
 import os
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Final
 
 import msgspec
 
 from rlinf_async.config.registry import ConfigError, Path, UsageError, needed, raised
 from rlinf_async.episodes.environments import (
+    Asked,
     EnvironmentFailed,
     EnvironmentPart,
     number,
@@ -35,6 +36,8 @@ from rlinf_async.episodes.episode import Episode, RunEpisode
 VARIABLE: Final = "RLINF_ASYNC_EPISODE_API_KEY_"
 """beginning of the names of variables with the keys of open episodes: verifiers' client reads its
 key from one, and its runtimes withhold what is named API_KEY from programs"""
+_numbers: Final = itertools.count()
+"""of these variables: workers may share a process"""
 
 
 class VerifiersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,18 +58,19 @@ class VerifiersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 class VerifiersPart(EnvironmentPart):
     Config = VerifiersConfig
-    library, extra = "verifiers", "verifiers"
+    library, extra, numbered = "verifiers", "verifiers", True
 
-    def check(self, settings: VerifiersConfig, path: Path) -> None:
-        """Load the environment."""
-        try:
-            _loaded(settings)
-        except UsageError:
-            raise
-        except (Exception, SystemExit) as error:
+    def check(self, settings: VerifiersConfig, path: Path, asked: Asked) -> None:
+        """Load the environment, and count its tasks where a run asks for a number of them."""
+        with _named(settings, path):
+            rows = iter(_loaded(settings).taskset)
+            there = sum(1 for _ in itertools.islice(rows, asked.tasks))
+        if there < asked.tasks:
             raise ConfigError(
-                f"{settings.name} cannot be loaded: {raised(error)}", path=(*path, "env")
-            ) from error
+                f"environment_tasks is {asked.tasks}, but {settings.name} has {there} tasks: set "
+                "it to no more than these",
+                path=("data", "environment_tasks"),
+            )
 
     def make(self, settings: VerifiersConfig, /) -> RunEpisode:
         """Return the coroutine function."""
@@ -83,6 +87,19 @@ def _module(name: str, settings: VerifiersConfig) -> Any:
     return needed(f"verifiers.v1{name}", extra="verifiers", needed_for=settings.name)
 
 
+@contextmanager
+def _named(settings: VerifiersConfig, path: Path) -> Iterator[None]:
+    """Name the setting of what raises when it is loaded."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"{settings.name} cannot be loaded: {raised(error)}", path=(*path, "env")
+        ) from error
+
+
 def _loaded(settings: VerifiersConfig) -> Any:
     loaders = _module(".utils.loaders", settings)
     return loaders.load_environment(loaders.resolve_env_config(settings.env))
@@ -93,12 +110,12 @@ class _World:
 
     def __init__(self, settings: VerifiersConfig) -> None:
         self._settings = settings
-        self._env = _loaded(settings)
+        with _named(settings, ()):
+            self._env = _loaded(settings)
         self._rest: Iterator[Any] = iter(self._env.taskset)
         self._tasks: list[Any] = []
         """those that were read so far"""
         self._reading = asyncio.Lock()
-        self._numbers = itertools.count()
         self._open = 0
         self._serving: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[None] | None = None
@@ -111,28 +128,48 @@ class _World:
             EnvironmentFailed: it has no such task, or its episode failed.
         """
         library, name = _module("", self._settings), self._settings.name
-        async with self._reading:
-            task = await asyncio.to_thread(self._task, number_of(episode))
-        variable = f"{VARIABLE}{next(self._numbers)}"
+        task = await self._row(number_of(episode))
+        variable = f"{VARIABLE}{next(_numbers)}"
+        begun: list[Any] = []
         base_url, os.environ[variable] = f"{episode.base_url}/v1", episode.key
         try:
             client = library.EvalClientConfig(base_url=base_url, api_key_var=variable)
             context = library.ModelContext(model=self._settings.model, client=client)
             async with self._served():
-                done = await self._env.run_episode(task, context)
+                done = await self._env.run_episode(task, context, on_trace=begun.append)
         finally:
             del os.environ[variable]
+        self._check_trained([one for one in begun if _draws(one, variable)])
         episode.metrics["unfinished"] = float(episode.reached is not None)
         if not done.ok and episode.reached is None:
             errors = [*done.errors, *(one for trace in done.traces for one in trace.errors)]
             said = f"{errors[-1].type}: {errors[-1].message}" if errors else "nothing says why"
             raise EnvironmentFailed(f"{name} failed: {said}")
         rewards = [
-            number(name, "reward", trace.reward) for trace in done.traces if _is_trained(trace)
+            number(name, "reward", trace.reward) for trace in done.traces if _draws(trace, variable)
         ]
         if not rewards:
             raise EnvironmentFailed(f"{name} ran no agent that is trained")
         return sum(rewards) / len(rewards)
+
+    def _check_trained(self, drawn: list[Any]) -> None:
+        """Raise where an agent has drawn with the policy that verifiers says is not trained."""
+        fixed = [trace.agent.name for trace in drawn if not trace.agent.trainable]
+        if fixed:
+            raise EnvironmentFailed(
+                f"{self._settings.name} does not train its agent {fixed[0]!r}, but that draws with "
+                "the policy, and all that is drawn is trained: give it a model of its own, in "
+                f"episode.environment.env.{fixed[0]}.client and .model"
+            )
+
+    async def _row(self, at: int) -> Any:
+        """Return the row of this number, read in a thread."""
+        async with self._reading:
+            reading = asyncio.ensure_future(asyncio.to_thread(self._task, at))
+            try:
+                return await asyncio.shield(reading)
+            finally:  # nobody can end a thread, and two cannot read at once
+                await asyncio.wait([reading])
 
     def _task(self, at: int) -> Any:
         missing = at + 1 - len(self._tasks)
@@ -177,6 +214,6 @@ class _World:
             ready.set_exception(failed)
 
 
-def _is_trained(trace: Any) -> bool:
-    agent = getattr(trace, "agent", None)
-    return bool(getattr(agent, "trainable", True))
+def _draws(trace: Any, variable: str) -> bool:
+    """Whether the agent of a trace has the run's client, whose key is in this variable."""
+    return bool(getattr(trace.agent.config.client, "api_key_var", "") == variable)

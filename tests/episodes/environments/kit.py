@@ -9,6 +9,7 @@ import msgspec
 
 from rlinf_async.episodes import Episode
 from rlinf_async.episodes.agents import load_agent
+from rlinf_async.episodes.environments import Asked
 from rlinf_async.episodes.episode import RunEpisode
 from rlinf_async.workers.episode.clock import AgentClock
 from rlinf_async.workers.episode.ending import Ending, run_to_end
@@ -18,8 +19,8 @@ Script = Sequence[str] | Callable[[str], str]
 
 
 def agent(name: str, **settings: Any) -> RunEpisode:
-    """The coroutine function of an environment."""
-    return load_agent(name, ("episode", "run"), settings)
+    """The coroutine function of an environment, which is checked."""
+    return load_agent(name, ("episode", "run"), settings, Asked())
 
 
 def attempt(script: Script, number: object = 3, **limits: Any) -> tuple[Episode, Scripted]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import re
 from collections.abc import Iterator
@@ -12,8 +13,9 @@ import msgspec
 import pytest
 
 from rlinf_async.config import ConfigError
-from rlinf_async.episodes import Episode
-from rlinf_async.episodes.environments import environments
+from rlinf_async.episodes import Episode, LimitReached
+from rlinf_async.episodes.agents import load_agent
+from rlinf_async.episodes.environments import EnvironmentFailed, environments
 from rlinf_async.messages.language import Failed, Scored
 from tests.episodes.environments import worlds
 from tests.episodes.environments.kit import agent, attempt, ended, played, rewards, said
@@ -68,6 +70,39 @@ async def test_a_limit_leaves_what_was_earned() -> None:
     assert ending.outcome == Scored(reward=0.0)
     assert rewards(episode) == [-0.25] * 3
     assert episode.metrics == {"unfinished": 1.0, "return": -0.75}
+    costly = agent("gymnasium", id=ID, unfinished=-1)
+    ending, episode = await played(costly, [wrong] * 20, 1, turns=3)
+    assert ending.outcome == Scored(reward=-1.0)
+    assert episode.metrics == {"unfinished": 1.0, "return": -0.75}
+
+
+async def test_one_that_is_still_being_made_at_the_end_of_its_episode_is_closed() -> None:
+    worlds.OPEN.set()
+    run = agent("gymnasium", id=ID, options={"odd": "made slowly"})
+    await closed()  # that of the check
+    worlds.OPEN.clear()
+    episode, _ = attempt([])
+    playing = asyncio.create_task(ended(run, episode))
+    for _ in range(2):
+        await asyncio.to_thread(worlds.MADE.acquire)
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    assert worlds.CLOSED.empty()
+    worlds.OPEN.set()
+    assert await closed() == ""
+    assert worlds.RESETS == [3]  # the thread has gone on
+
+
+async def test_what_fails_after_a_limit_is_a_failure_not_the_verifiers_to_judge() -> None:
+    async def run(episode: Episode) -> float:
+        await episode.chat().turn()
+        episode.reached = LimitReached("turns", 1)
+        raise EnvironmentFailed("no score")
+
+    ending, _ = await played(run, ["x"])
+    assert isinstance(ending.outcome, Failed)
+    assert "no score" in ending.outcome.error
 
 
 @pytest.mark.parametrize(
@@ -135,6 +170,7 @@ async def test_a_task_that_is_no_number_is_named(reference: str) -> None:
     [
         ({}, ("episode", "environment", "id"), "id"),
         ({"id": ID, "level": 2}, ("episode", "environment", "level"), "level"),
+        ({"id": ID, "unfinished": math.inf}, ("episode", "environment"), "must be a finite rewar"),
         ({"id": "Gues-v0"}, ("episode", "environment", "id"), "cannot be made"),
         ({"id": "no.module:Guess-v0"}, ("episode", "environment", "id"), "cannot be made"),
         ({"id": ID, "options": {"size": 3}}, ("episode", "environment", "id"), "cannot be made"),
@@ -152,6 +188,16 @@ def test_settings_that_cannot_be_are_named(
     with pytest.raises(ConfigError, match=re.escape(words)) as caught:
         agent("gymnasium", **settings)
     assert caught.value.path == where
+
+
+def test_only_check_makes_an_environment_to_look_at_it() -> None:
+    worlds.OPEN.set()
+    odd = {"id": ID, "options": {"odd": "made slowly"}}
+    load_agent("gymnasium", ("episode", "run"), odd)
+    assert worlds.CLOSED.empty()
+    agent("gymnasium", **odd)
+    assert worlds.CLOSED.get_nowait() == ""
+    assert worlds.MADE.acquire(blocking=False)
 
 
 def test_settings_without_an_environment_are_refused() -> None:

@@ -15,6 +15,8 @@ import pytest
 
 from benchmarks.harness.peers import PeerMissing, default_store
 from rlinf_async.config import ConfigError, MissingExtra
+from rlinf_async.episodes.agents import load_agent
+from rlinf_async.episodes.environments import Asked
 from rlinf_async.messages.language import Failed, Scored
 from tests.episodes.endpoint.programs import PACKAGES
 from tests.episodes.environments.kit import agent, attempt, ended, played, rewards, said
@@ -114,6 +116,14 @@ async def test_more_sessions_than_the_server_has_fail_by_name(url: str) -> None:
     assert all("reset" in one.error for one in refused)
     scored = [one.outcome for one in endings if isinstance(one.outcome, Scored)]
     assert len(scored) + len(refused) == SESSIONS + 20
+
+
+def test_more_episodes_than_the_server_has_sessions_are_refused() -> None:
+    settings = {"url": "http://127.0.0.1:9", "sessions": 8}
+    load_agent("openenv", ("episode", "run"), settings, Asked(at_once=8))
+    with pytest.raises(ConfigError, match=r"has 8 session\(s\), but 9 episodes") as caught:
+        load_agent("openenv", ("episode", "run"), settings, Asked(at_once=9))
+    assert caught.value.path == ("episode", "environment", "sessions")
 
 
 async def test_a_server_that_is_not_there_is_named() -> None:

@@ -94,6 +94,23 @@ async def test_a_game_is_a_function_of_its_number_and_of_nobody_else() -> None:
 
 
 @pytest.mark.usefixtures("textarena")
+async def test_an_opponent_that_hangs_holds_up_its_own_game_alone() -> None:
+    players.OPEN.clear()
+    hangs = agent("textarena", **{**BOARD, "opponent": f"{PLAYERS}:waits", "seat": 1})
+    held = asyncio.create_task(played(hangs, free))
+    try:
+        await asyncio.to_thread(players.ASKED.acquire)
+        other = agent("textarena", **NUMBER)
+        ending, _ = await played(other, lambda text: bisects(last(text)), 4)
+        assert ending.outcome == Scored(reward=1.0)
+        assert not held.done()
+    finally:
+        players.OPEN.set()
+    ending, _ = await held
+    assert ending.outcome == Scored(reward=-1.0)
+
+
+@pytest.mark.usefixtures("textarena")
 async def test_an_opponent_that_says_nothing_fails_the_episode() -> None:
     run = agent("textarena", **{**BOARD, "opponent": f"{PLAYERS}:silent"})
     ending, _ = await played(run, free)

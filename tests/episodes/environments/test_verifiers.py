@@ -42,10 +42,18 @@ def test_its_client_harness_and_scores_are_its_own(tmp_path: Path, loop: str) ->
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["at once"] == [[float(at % 2), 2, {"unfinished": 0.0}, 1] for at in range(6)]
+    assert found["two workers"] == [[1.0, 2, {"unfinished": 0.0}, 1]] * 2
+    assert "does not train its agent 'judge'" in found["fixed"][0]
+    assert "episode.environment.env.judge.client and .model" in found["fixed"][0]
+    assert found["fixed apart"] == [1.0, 2, {"unfinished": 0.0}, 1, 2]
+    assert found["a row once"] == [False, [1.0, 2, {"unfinished": 0.0}, 1], True]
     assert "verifiers environment 'sums-v1' failed: " in found["scoring raises"][0]
     assert "board" in found["scoring raises"][0]
     assert found["a limit"][1:] == [1, {"unfinished": 1.0}, 1]
     assert "has 20 tasks, and none of number 20" in found["no such task"][0]
     assert found["keys left"] == []
+    assert "enough" not in found
+    assert found["too few"].startswith("data.environment_tasks: environment_tasks is 21, but verif")
+    assert "'sums-v1' has 20 tasks" in found["too few"]
     assert "episode.environment.env: verifiers environment 'none-v1' cannot be" in found["unknown"]
     assert "episode.environment.env: verifiers environment 'sums-v1' cannot be" in found["strange"]

@@ -11,7 +11,9 @@ import gymnasium
 from gymnasium.spaces import Discrete, Text
 
 OPEN: Final = threading.Event()
-"""set: a step of `Hangs` goes on"""
+"""set: an environment goes on that hangs, or is made slowly"""
+MADE: Final = threading.Semaphore(0)
+"""counts the environments that have begun to be made slowly"""
 RESETS: list[int] = []
 """seeds that environments were reset with"""
 CLOSED: Final[queue.SimpleQueue[str]] = queue.SimpleQueue()
@@ -26,6 +28,9 @@ class Guess(gymnasium.Env[str, str]):
 
     def __init__(self, odd: str = "") -> None:
         self._odd = odd
+        if odd == "made slowly":
+            MADE.release()
+            OPEN.wait()
         self._seen: list[str] = []
 
     def reset(
@@ -73,7 +78,7 @@ class Guess(gymnasium.Env[str, str]):
 
     def close(self) -> None:
         """Note that it was closed."""
-        if self._seen:
+        if self._seen or self._odd == "made slowly":
             CLOSED.put("".join(self._seen))
 
 

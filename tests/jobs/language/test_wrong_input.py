@@ -79,6 +79,8 @@ def test_a_wrong_setting_is_named_with_what_to_do(
 AGENTS = "tests.jobs.language.agents"
 PROCESS = ("--cluster.backend", "process")
 TALKS = ("--episode.run", f"{AGENTS}:talks", "--cluster.episode_workers", 1)
+WORLD = "tests.episodes.environments.worlds:Guess-v0"
+GUESSES = (*TALKS[2:], "--episode.run", "gymnasium", "--episode.environment.id", WORLD)
 
 
 @pytest.mark.parametrize(
@@ -131,6 +133,14 @@ TALKS = ("--episode.run", f"{AGENTS}:talks", "--cluster.episode_workers", 1)
             "episode.run: command 'python none.py': there is no file 'none.py' in ",
         ),
         ((*TALKS, "--episode.environment.id", "Wordle-v0"), "is no environment, so that this has"),
+        (
+            (*GUESSES, "--episode.on_timeout", "score"),
+            "episode.on_timeout: the environment 'gymnasium' scores its own episodes, and has none",
+        ),
+        (
+            (*TALKS, "--episode.run", "openenv", "--episode.environment.url", "http://127.0.0.1:9"),
+            "episode.environment.sessions: environment at http://127.0.0.1:9 has 1 session(s), but",
+        ),
         ((*TALKS, "--episode.run", "none.py:run"), "episode.run: 'none.py:run': 'none.py' cannot"),
         ((*TALKS, "--episode.run", f"{AGENTS}:nobody"), "has no function 'nobody'"),
         ((*TALKS, "--episode.run", f"{AGENTS}:at_once"), "is no coroutine function: an episode is"),
@@ -166,6 +176,24 @@ def test_a_port_of_the_endpoint_that_is_taken_is_named(job: Job, command: str) -
         f"episode.endpoint.port: the endpoint cannot listen on 127.0.0.1 port {port}" in found.err
     )
     assert "with port = 0 any that is free is taken" in found.err
+
+
+@pytest.mark.parametrize("command", ["train", "check"])
+def test_references_of_which_none_is_the_number_of_a_task_are_refused(
+    job: Job, command: str
+) -> None:
+    words = ("--data.reference_column", "prompt", "--data.verifier", "exact")
+    refused = (
+        "data.reference_column: a task of the environment 'gymnasium' is a number from 0, its "
+        "reference, but no record has one (the first has "
+    )
+    if command == "train":
+        assert refused in said(job, *GUESSES, *words)
+        return
+    checked = job.command("check", job.file, *GUESSES, *words)
+    assert checked.code == 2
+    assert refused in checked.err
+    assert job.command("check", job.file, *GUESSES).code == 0
 
 
 @pytest.mark.parametrize("command", ["train", "check"])

@@ -29,6 +29,7 @@ from rlinf_async.data import DataError, Prompts, PromptsTooLong, load_tokenizer
 from rlinf_async.episodes.agents import load_agent
 from rlinf_async.episodes.endpoint import EndpointConfig
 from rlinf_async.episodes.endpoint.server import listener
+from rlinf_async.episodes.environments import Asked, environments, is_number
 from rlinf_async.episodes.episode import EpisodeError
 from rlinf_async.episodes.parsing import parsers
 from rlinf_async.messages.language import Rejected
@@ -410,6 +411,12 @@ def _check_episodes(config: LanguageConfig) -> None:
             f"nobody would run {episode.run!r}: set it to at least 1",
             path=("cluster", "episode_workers"),
         )
+    if episode.on_timeout == "score" and episode.run in environments:
+        raise ConfigError(
+            f"the environment {episode.run!r} scores its own episodes, and has none for one that "
+            "took too long: leave it out, and the episode fails",
+            path=("episode", "on_timeout"),
+        )
     if episode.endpoint.port and workers > 1 and config.cluster.backend != "ray":
         raise ConfigError(
             f"{workers} episode workers of this host cannot listen on one port: leave it out, so "
@@ -459,19 +466,23 @@ def check_agent(config: LanguageConfig, plan: PlacementPlan) -> None:
     """
     if config.has_episodes:
         settings = plan.settings.get("episode")
+        most = config.episode.concurrent * config.cluster.episode_workers
+        asked = Asked(tasks=config.data.environment_tasks, at_once=most)
         if settings is not None and settings.environment:
             if config.cluster.backend != "ray":
-                _check_agent_apart(config, settings.python, settings.env_vars)
+                _check_agent_apart(config, settings.python, settings.env_vars, asked)
         else:
-            load_agent(config.episode.run, ("episode", "run"), config.episode.environment)
+            _load_agent(config.episode.run, config.episode.environment, asked)
         parsers.check(config.episode.tools, ("episode", "tools"), apart=True)
 
 
-def _check_agent_apart(config: LanguageConfig, python: str, env_vars: dict[str, str]) -> None:
+def _check_agent_apart(
+    config: LanguageConfig, python: str, env_vars: dict[str, str], asked: Asked
+) -> None:
     where = ("episode", "run")
     try:
         run_apart(
-            *(_load_agent, config.episode.run, config.episode.environment),
+            *(_load_agent, config.episode.run, config.episode.environment, asked),
             returns=bool,
             name="Episode",
             quiet=True,
@@ -486,8 +497,8 @@ def _check_agent_apart(config: LanguageConfig, python: str, env_vars: dict[str, 
         raise UsageError(f"with {python!r}: {error}") from error
 
 
-def _load_agent(name: str, environment: dict[str, Any]) -> bool:
-    return callable(load_agent(name, ("episode", "run"), environment))
+def _load_agent(name: str, environment: dict[str, Any], asked: Asked) -> bool:
+    return callable(load_agent(name, ("episode", "run"), environment, asked))
 
 
 def _nearest(number: int, divisor: int) -> str:
@@ -535,7 +546,25 @@ def open_prompts(config: LanguageConfig, model: Path) -> Prompts:
         verifiers.check(name, ("data", "verifier"), apart=True)
         if name in BUILT_IN:
             _check_references(name, prompts.references(name))
+    run = config.episode.run
+    if not config.data.environment_tasks and run in environments and environments[run].numbered:
+        _check_numbers(run, prompts)
     return prompts
+
+
+def _check_numbers(run: str, prompts: Prompts) -> None:
+    """Refuse references of which none is the number of an environment's task."""
+    given = ""
+    for reference in (one for name in prompts.verifiers for one in prompts.references(name)):
+        if is_number(reference):
+            return
+        given = given or reference
+    raise ConfigError(
+        f"a task of the environment {run!r} is a number from 0, its reference, but no record has "
+        f"one (the first has {given[:80]!r}): set data.environment_tasks in place of data.path, or "
+        "name the column with the numbers",
+        path=("data", "reference_column"),
+    )
 
 
 def _check_references(name: str, references: Iterator[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,12 @@ for _ in range(2):
     messages.append({"role": "assistant", "content": answer.choices[0].message.content})
     messages.append({"role": "user", "content": "Are you sure?"})
 """
+
+SLOW = 10
+"""row that is read slowly"""
+READING, OPEN = threading.Event(), threading.Event()
+"""set: that row is being read; set: it may be"""
+OPEN.set()
 
 
 class SumData(vf.TaskData):  # type: ignore[misc]
@@ -39,6 +46,9 @@ class SumTaskset(vf.Taskset[SumTask, vf.TasksetConfig]):  # type: ignore[misc]
     def load(self) -> Iterator[SumTask]:
         """Twenty sums."""
         for at in range(20):
+            if at == SLOW:
+                READING.set()
+                OPEN.wait()
             data = SumData(prompt=f"What is {at} + 1?", answer=str(at + 1))
             yield SumTask(data, self.config.task)
 
