@@ -149,7 +149,7 @@ class _World:
             number(name, "reward", trace.reward) for trace in done.traces if _draws(trace, variable)
         ]
         if not rewards:
-            raise EnvironmentFailed(f"{name} ran no agent that is trained")
+            raise EnvironmentFailed(f"{name} ran no agent that draws with the policy")
         return sum(rewards) / len(rewards)
 
     def _check_trained(self, drawn: list[Any]) -> None:
