@@ -108,10 +108,6 @@ class PlayedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     unfinished: float = 0.0
     """outcome of an episode that reaches a limit before the end of its game"""
 
-    def __post_init__(self) -> None:
-        if not math.isfinite(self.unfinished):
-            raise ValueError(f"unfinished is {self.unfinished}; it must be a finite reward")
-
 
 class Step(NamedTuple):
     """What an environment says to an action."""

@@ -58,7 +58,6 @@ class OpenenvConfig(PlayedConfig, frozen=True, kw_only=True, forbid_unknown_fiel
     """largest message of the server, in MiB"""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         check_bounds(self, "sessions", least=1)
         split = urlsplit(self.url)
         if split.scheme not in ("http", "https", "ws", "wss") or not split.hostname:

@@ -70,7 +70,6 @@ class TextarenaConfig(PlayedConfig, frozen=True, kw_only=True, forbid_unknown_fi
     thread with what that player is told and the random numbers of this game's opponents"""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         check_bounds(self, "players", least=1)
         if self.seat is not None and not 0 <= self.seat < self.players:
             raise ValueError(

@@ -170,7 +170,11 @@ async def test_a_task_that_is_no_number_is_named(reference: str) -> None:
     [
         ({}, ("episode", "environment", "id"), "id"),
         ({"id": ID, "level": 2}, ("episode", "environment", "level"), "level"),
-        ({"id": ID, "unfinished": math.inf}, ("episode", "environment"), "must be a finite rewar"),
+        (
+            {"id": ID, "unfinished": math.inf},
+            ("episode", "environment", "unfinished"),
+            "it must be a finite number",
+        ),
         ({"id": "Gues-v0"}, ("episode", "environment", "id"), "cannot be made"),
         ({"id": "no.module:Guess-v0"}, ("episode", "environment", "id"), "cannot be made"),
         ({"id": ID, "options": {"size": 3}}, ("episode", "environment", "id"), "cannot be made"),
