@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import numbers
+import operator
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -139,7 +140,7 @@ class _Asked(NamedTuple):
     stop: tuple[str, ...]
     """texts that end the answer"""
     number: int
-    """number of the turn in the episode, from 0 on"""
+    """number of the answer among all that were asked for in the episode, from 0 on"""
 
 
 class Turn:
@@ -286,7 +287,7 @@ class Chat:
         self,
         max_tokens: int | None = None,
         *,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         seed: int | None = None,
     ) -> Turn:
         """Let the model answer. The conversation is as before where it does not: this is cancelled,
@@ -294,24 +295,27 @@ class Chat:
 
         Args:
             max_tokens: of this answer; by default what the episode may still have.
-            stop: texts that end the answer. What was drawn after the first of them is dropped: an
-                engine that had stopped there would have drawn the same up to it.
+            stop: text that ends the answer, or several. What was drawn after the first of them is
+                dropped: an engine that had stopped there would have drawn the same up to it.
             seed: see `Model.draw`.
 
         Raises:
             LimitReached: no turn, or no token, is left.
             ParserError: a parser of the user's own cannot read the answer.
             Rewrites: the template would write what came before otherwise (see `OnRewrite`).
+            EpisodeError: an argument is none, or nobody may be asked now.
         """
         try:
+            asked = _Asked(self._unsaid, _stops(stop), self._episode.asked)
+            seed = None if seed is None else _whole("seed", seed)
             coming, most = self._ready(max_tokens)
         except Exception:
             await asyncio.sleep(PAUSE)
             raise
-        self._asked, self._unsaid = _Asked(self._unsaid, tuple(stop), self._episode.turns), []
+        self._asked, self._unsaid = asked, []
         try:
             drawn = await self._episode.draw(coming.context, most, seed)
-            return self._answered(coming, drawn, self._asked)
+            return self._answered(coming, drawn, asked)
         except BaseException:
             self._unsaid = self._pending  # what was said stays unsaid where no answer came
             raise
@@ -328,7 +332,11 @@ class Chat:
             raise EpisodeError("the model spoke last: answer its turn, or say something")
         coming = self._next()
         room = self._episode.room(len(coming.conversation) + len(coming.given))
-        return coming, room if max_tokens is None else min(room, max_tokens)
+        if max_tokens is None:
+            return coming, room
+        if (most := _whole("max_tokens", max_tokens)) < 1:
+            raise EpisodeError(f"max_tokens is {most}: an answer has at least 1 token")
+        return coming, min(room, most)
 
     def _answered(self, coming: _Next, drawn: Generated, asked: _Asked) -> Turn:
         """Append an answer of the model."""
@@ -394,9 +402,10 @@ class Chat:
     def made(self) -> list[_Made]:
         """Return the turns so far, and the one that is being asked for."""
         found = [
-            _Made(*turn.asked, digest(turn.drawn.token_ids), turn.reward) for turn in self.turns
+            _Made(one.asked.said, one.asked.stop, digest(one.drawn.token_ids), one.reward)
+            for one in self.turns
         ]
-        return [*found, _Made(*self._asked)] if self._asked else found
+        return [*found, _Made(self._asked.said, self._asked.stop)] if self._asked else found
 
     def make_again(self, made: _Made, recorded: list[Sample]) -> bool:
         """Make a turn of an earlier life again: its answer is taken out of those that were
@@ -410,7 +419,8 @@ class Chat:
             if same and made.digest in (None, digest(drawn.token_ids)):
                 del recorded[at]
                 self._unsaid = []
-                asked = _Asked(made.said, made.stop, made.number)
+                asked = _Asked(made.said, made.stop, self._episode.asked)
+                self._episode.asked += 1
                 self._answered(coming, sample.generated, asked).reward = made.reward
                 return True
         return False
@@ -458,7 +468,6 @@ class _Made(msgspec.Struct, frozen=True, array_like=True):
 
     said: list[Message]
     stop: tuple[str, ...]
-    number: int
     digest: int | None = None
     """of the tokens of its answer, up to a stop sequence; None: it was not there yet"""
     reward: float | None = None
@@ -502,6 +511,7 @@ class Episode:
         on_rewrite: what is done where the template would write what came before otherwise.
         endpoint: where agents that speak HTTP find it; None: nowhere.
         sampling: how answers are drawn, for agents that ask for it otherwise.
+        state: what `state` is once `resume` has returned.
     """
 
     def __init__(
@@ -518,6 +528,7 @@ class Episode:
         on_rewrite: OnRewrite = "fail",
         endpoint: Endpoint | None = None,
         sampling: Sampling | None = None,
+        state: bytes = b"",
     ) -> None:
         self.task = task
         self.template = template
@@ -531,6 +542,8 @@ class Episode:
         """turns of all branches"""
         self.given_up = 0
         """answers that were not waited for: no turns, but there may be as many of them"""
+        self.asked = 0
+        """answers that were asked for, also those that were given up: it never goes back"""
         self.last: Turn | None = None
         """newest turn of all branches: of those that were answered the one that was asked for last;
         the verifier of the data judges it"""
@@ -558,7 +571,7 @@ class Episode:
         self._closed = False
         self._calls = 0
         """calls of tools in all turns"""
-        self._state = b""
+        self._state = _state(state)
         self._may_read_state = False
         self._saved: _Saved | None = None
         """what `resume` takes up"""
@@ -601,9 +614,7 @@ class Episode:
 
     @state.setter
     def state(self, state: bytes) -> None:
-        if not isinstance(state, bytes):
-            raise TypeError(f"episode.state is {state!r:.80} (a {type(state).__name__}), not bytes")
-        self._state, self._may_read_state = state, True
+        self._state, self._may_read_state = _state(state), True
 
     @property
     def limits(self) -> Limits:
@@ -675,7 +686,7 @@ class Episode:
             whole = False
         if chat is None or not whole:
             self.chats.clear()
-            self.last, self._calls = None, 0
+            self.last, self._calls, self.asked = None, 0, 0
             return None
         self._recorded[:] = recorded
         record, self._state = saved.record, saved.state
@@ -733,6 +744,7 @@ class Episode:
     async def draw(self, context: Tokens, most: int, seed: int | None = None) -> Generated:
         """Have the model draw an answer."""
         self.turns += 1
+        self.asked += 1
         try:
             return await self._model.draw(context, most, seed)
         except asyncio.CancelledError:
@@ -855,6 +867,29 @@ def _finite(what: str, value: object) -> float:
         f"{what} is {value!r:.80} (a {type(value).__name__}), not a finite number of at most "
         f"{MAX_REWARD:g}"
     )
+
+
+def _whole(what: str, value: object) -> int:
+    """Return a whole number that an agent has given, as an int; `EpisodeError` where it is none."""
+    if not isinstance(value, bool):
+        with suppress(TypeError):
+            return operator.index(value)  # type: ignore[arg-type]
+    raise EpisodeError(f"{what} is {value!r:.80} (a {type(value).__name__}), not a whole number")
+
+
+def _stops(stop: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the texts that end an answer; `EpisodeError` for what ends none."""
+    found = (stop,) if isinstance(stop, str) else tuple(stop)
+    for one in found:
+        if not isinstance(one, str) or not one:
+            raise EpisodeError(f"stop: {one!r:.80} is no text that could end an answer")
+    return found
+
+
+def _state(state: object) -> bytes:
+    if not isinstance(state, bytes):
+        raise TypeError(f"episode.state is {state!r:.80} (a {type(state).__name__}), not bytes")
+    return state
 
 
 def _position(messages: Sequence[Message], wanted: Message) -> int:

@@ -33,6 +33,7 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """name of the tool; empty where none can be read"""
     arguments: dict[str, Any] = {}
+    """values that JSON can hold"""
     problem: str = ""
     """why it cannot be carried out; empty: it can be tried"""
 
@@ -76,7 +77,13 @@ def parser_of(name: str, path: Path = ()) -> Parser:
             ) from error
         if not isinstance(found, Parsed):
             raise ParserError(f"parser {name!r} returned {found!r:.100}, not Parsed")
-        return found
+        try:  # looks at each field, and at what is in them
+            return msgspec.convert(msgspec.to_builtins(found), Parsed)
+        except Exception as error:  # arguments may be anything
+            raise ParserError(
+                f"parser {name!r} returned what is no answer: {raised(error)} (it read "
+                f"{text[:_SHOWN]!r})"
+            ) from error
 
     return parser if parser in _BUILT_IN else checked
 

@@ -21,6 +21,7 @@ import asyncio
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -52,6 +53,9 @@ from rlinf_async.workers.episode.ending import finished, run_to_end
 Answers = Iterable[str] | Callable[[str], str]
 """what the model says, turn after turn; or a function of the text that it has read"""
 
+MOST_LEFT: Final = 1000
+"""answers that are counted where nobody asks for them"""
+
 START: Final = "<|im_start|>"
 END: Final = "<|im_end|>"
 TEMPLATE: Final = """
@@ -82,7 +86,7 @@ class Played(msgspec.Struct, frozen=True, kw_only=True):
     read: tuple[str, ...]
     """what the model had read before each answer, in the order of drawing"""
     left: int
-    """answers of the list that were not asked for; 0 for a function"""
+    """answers that were not asked for, up to 1,000; 0 for a function"""
     sample: Sample
     """the episode as a run sends it on, with the tokens of all branches"""
 
@@ -138,7 +142,7 @@ class _Script:
         )
 
     def left(self) -> int:
-        return sum(1 for _ in self._next)
+        return sum(1 for _ in islice(self._next, MOST_LEFT))  # there may be no end of them
 
 
 async def play(
@@ -161,15 +165,18 @@ async def play(
         messages: the task: its messages, or what the user says.
         reference: the task's reference.
         index: position of the task in the data.
-        state: what `Episode.state` is at the beginning.
+        state: what `Episode.state` is once `Episode.resume` has returned.
         config: the settings ``[episode]``; ``run`` is not looked at.
         model: folder of a tokenizer with a chat template; left out: one token for each byte, and a
             template with tools in the format ``hermes``.
 
     Raises:
         NoMoreAnswers: the agent asked for more answers than there are.
+        TypeError: ``answers`` is a single text, which would be answers of one character.
         TemplateError: the tokenizer has no chat template.
     """
+    if isinstance(answers, str):
+        raise TypeError(f"answers is {answers!r:.80}, a single text: put it into a list")
     config = config or EpisodeConfig()
     tokenizer = bytes_tokenizer() if model is None else load_tokenizer(model)
     own: Any = tokenizer
@@ -192,8 +199,8 @@ async def play(
         on_rewrite=config.on_rewrite,
         endpoint=endpoint,
         sampling=task.sampling,
+        state=state,
     )
-    episode.state = state
     name = getattr(agent, "__name__", "agent")
     try:
         ending = await run_to_end(name, agent, episode, clock, config.on_timeout)

@@ -15,11 +15,13 @@ from rlinf_async.episodes import (
     EpisodeError,
     LimitReached,
     Limits,
+    Parsed,
     ParserError,
     Rewrites,
     Task,
     TemplateError,
     Tool,
+    ToolCall,
     ToolFailed,
     tool,
 )
@@ -277,12 +279,28 @@ def own(text: str) -> object:
     """A parser of the user's own, which does what the answer asks for."""
     if "raise" in text:
         raise KeyError("no")
-    return text
+    call: dict[str, Any] = {"name": "add"}
+    if "number" in text:
+        call["name"] = 4
+    if "keys" in text:
+        call["arguments"] = {1: 2}
+    if "object" in text:
+        call["arguments"] = {"a": object()}
+    if "nothing" in text:
+        return Parsed(text=None)  # type: ignore[arg-type]
+    if "no calls" in text:
+        return Parsed(text="", tool_calls=None)  # type: ignore[arg-type]
+    return Parsed(text=text, tool_calls=(ToolCall(**call),)) if "call" in text else text
 
 
 @pytest.mark.parametrize(("answer", "error"), [
     ("raise", "parser .*:own' raised KeyError: 'no' for the answer 'raise'"),
     ("text", "parser .*:own' returned 'text', not Parsed"),
+    ("nothing", "returned what is no answer: .*Expected `str`, got `null` - at `[$].text`"),
+    ("no calls", "Expected `array`, got `null` - at `[$].tool_calls`"),
+    ("call number", "Expected `str`, got `int` - at `[$].tool_calls.*name` .it read 'call number'"),
+    ("call keys", "Expected `str`, got `int` - at `key` in `[$].tool_calls.*arguments`"),
+    ("call object", "TypeError: Encoding objects of type object is unsupported"),
 ])  # fmt: skip
 def test_a_parser_of_the_users_own_that_breaks_is_named(answer: str, error: str) -> None:
     parser = parser_of("tests.episodes.test_chat:own")

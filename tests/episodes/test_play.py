@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,39 @@ def test_how_an_episode_ends(agent: Any, outcome: type, cut: str) -> None:
     assert isinstance(played.outcome, outcome)
     assert played.record.cut == cut
     assert played.left == (1 if cut else 2)
+
+
+async def reads_its_state(episode: Episode) -> float:
+    return float(episode.state or b"0")
+
+
+async def resumes(episode: Episode) -> float:
+    chat = await episode.resume()
+    found = float(episode.state or b"0")
+    await chat.turn()
+    return found
+
+
+@pytest.mark.parametrize("state", [b"", b"7"])
+def test_the_state_is_read_after_resume_as_in_a_run(state: bytes) -> None:
+    played = run(play(resumes, ["one"], state=state))
+    assert played.outcome == Scored(reward=float(state or b"0"))
+    failed = run(play(reads_its_state, ["one"], state=state)).outcome
+    assert isinstance(failed, Failed)
+    assert "await episode.resume()" in failed.error
+    with pytest.raises(TypeError, match="'7' \\(a str\\), not bytes"):
+        run(play(resumes, ["one"], state="7"))  # type: ignore[arg-type]
+
+
+def test_there_may_be_no_end_of_answers() -> None:
+    played = run(play(calculates, itertools.repeat("42"), reference="42"))
+    assert played.outcome == Scored(reward=1.0)
+    assert played.left == 1000
+
+
+def test_a_single_text_is_no_list_of_answers() -> None:
+    with pytest.raises(TypeError, match="'42', a single text: put it into a list"):
+        run(play(calculates, "42"))
 
 
 def test_an_agent_that_asks_for_more_is_told_what_it_had_said() -> None:

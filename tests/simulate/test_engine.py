@@ -59,6 +59,29 @@ def by_tokens(lengths: list[int], slots: int, fixed: float, each: float) -> list
     return ends
 
 
+def test_two_requests_of_one_name_are_two() -> None:
+    """As after the death of an episode's worker, whose turn is asked for again."""
+
+    async def main(*, dies: bool) -> list[int | str]:
+        one = engine()
+        await one.start()
+        drawing = [asyncio.create_task(one.generate(request(1))) for _ in range(2)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert one.running == 2
+        if dies:
+            one.die()
+        done, _ = await asyncio.wait(drawing, timeout=1000.0)
+        assert len(done) == 2
+        assert one.running == 0
+        found = await asyncio.gather(*drawing, return_exceptions=True)
+        return [str(n) if isinstance(n, BaseException) else len(n.token_ids) for n in found]
+
+    first, second = run_on(VirtualLoop(None), main(dies=False))
+    assert first == second
+    assert run_on(VirtualLoop(None), main(dies=True)) == ["the engine crashed"] * 2
+
+
 def test_samples_end_when_they_would_token_by_token() -> None:
     async def main() -> tuple[list[float], list[int]]:
         one = engine()

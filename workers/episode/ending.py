@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import ExitStack
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -34,6 +34,8 @@ from rlinf_async.messages.language import (
 )
 from rlinf_async.rewards.judging import Reject, cut_text, described, outcome_of
 from rlinf_async.workers.episode.clock import AgentClock
+
+E = TypeVar("E", bound=BaseException)
 
 GRACE: Final = 5.0
 """seconds that a coroutine has to end once it is cancelled"""
@@ -94,11 +96,14 @@ async def _ending(name: str, agent: RunEpisode, episode: Episode) -> Ending:
         verdict = await agent(episode)
         cut = "" if episode.short is None else episode.short.limit
         return Ending(None if verdict is None else outcome_of(name, verdict, "episode"), cut)
-    except Reject as reason:
-        return Ending(Rejected(reason=cut_text(str(reason)) or "no reason was given"))
-    # One that exits would end the worker; of one that was cancelled from outside nobody asks.
-    except (Exception, SystemExit, asyncio.CancelledError) as error:
-        reached = _limit(error) or episode.reached
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    # Also one that exits, and a panic of a library in Rust: they would end the worker, and with it
+    # all its episodes. Of one that was cancelled from outside nobody asks.
+    except BaseException as error:
+        if (reason := _common(error, Reject)) is not None:
+            return Ending(Rejected(reason=cut_text(str(reason)) or "no reason was given"))
+        reached = _common(error, LimitReached) or episode.reached
         # What an environment has not scored the verifier of the data cannot score, either.
         if reached is not None and not isinstance(error, EnvironmentFailed):
             return Ending(None, reached.limit)
@@ -174,11 +179,12 @@ def _failed(name: str, error: BaseException) -> Failed:
     return Failed(error=f"episode {name!r} raised {described(error)}")
 
 
-def _limit(error: BaseException) -> LimitReached | None:
-    """Return the limit that ended an episode, also one in which several tasks ran into it."""
-    if isinstance(error, LimitReached):
+def _common(error: BaseException, kind: type[E]) -> E | None:
+    """Return the error of this kind that ended an episode, also where several of its tasks raised
+    one, and nothing else."""
+    if isinstance(error, kind):
         return error
     if not isinstance(error, BaseExceptionGroup):
         return None
-    found = [_limit(one) for one in error.exceptions]
+    found = [_common(one, kind) for one in error.exceptions]
     return None if None in found else found[0]

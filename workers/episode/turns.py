@@ -88,7 +88,7 @@ class Turns:
         self._recalled = 0
         """number of those that there were"""
         self._drawing: set[asyncio.Task[Sample]] = set()
-        self._given_up: dict[tuple[bytes, int, int | None], asyncio.Task[Sample]] = {}
+        self._given_up: dict[tuple[bytes, int, int | None, bytes], asyncio.Task[Sample]] = {}
         """those of them that nobody waits for, by what was asked: the engine draws them to their
         end, and whoever asks the same again gets them"""
         self.saved: Callable[[], bytes] = bytes
@@ -119,8 +119,9 @@ class Turns:
         for at, sample in enumerate(self.recorded):
             if _answers(sample, context, most):
                 return self._told(self.recorded.pop(at))
-        question = context.tobytes(), most, seed
-        drawing = self._given_up.pop(question, None) or self._begun(context, most, seed)
+        state = self.saved()  # part of the question: it is what its answer restores
+        question = context.tobytes(), most, seed, state
+        drawing = self._given_up.pop(question, None) or self._begun(context, most, seed, state)
         with self._clock.stopped():
             try:
                 sample = await asyncio.shield(drawing)
@@ -133,9 +134,11 @@ class Turns:
         self._drawing.discard(drawing)
         return self._told(sample)
 
-    def _begun(self, context: Tokens, most: int, seed: int | None) -> asyncio.Task[Sample]:
+    def _begun(
+        self, context: Tokens, most: int, seed: int | None, state: bytes
+    ) -> asyncio.Task[Sample]:
         self._number += 1
-        request = self._request(self._number, context, most, seed)
+        request = self._request(self._number, context, most, seed, state)
         # A task of its own, so that whatever is left running can be ended with the episode.
         drawing = asyncio.create_task(self._answer(request), name=f"turn {request.name}")
         self._drawing.add(drawing)
@@ -160,7 +163,9 @@ class Turns:
         self.rollout_rank = sample.rollout_rank
         return sample.generated
 
-    def _request(self, number: int, context: Tokens, most: int, seed: int | None) -> Request:
+    def _request(
+        self, number: int, context: Tokens, most: int, seed: int | None, state: bytes
+    ) -> Request:
         task = self._task
         seeds = (task.seed, number) if seed is None else (task.seed, number, 1 + seed % 2**64)
         replace = msgspec.structs.replace
@@ -168,7 +173,7 @@ class Turns:
             task,
             turn=number,
             replay=False,
-            state=self.saved(),
+            state=state,
             prompt=replace(task.prompt, token_ids=context, text="", messages=()),
             sampling=replace(task.sampling, max_tokens=most),
             seed=int(np.random.SeedSequence(seeds).generate_state(1)[0]),

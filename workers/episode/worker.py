@@ -196,8 +196,10 @@ class EpisodeWorker(Worker):
                 ending = await run_to_end(name, self._agent, episode, clock, config.on_timeout)
             finally:
                 episode.close()
-                await self._endpoint.end(episode)
-                await turns.close()
+                try:
+                    await self._endpoint.end(episode)
+                finally:  # also where this is cancelled: what is drawn would outlive its leases
+                    await turns.close()
             if turns.broken is not None:  # not the agent's error, whatever it made of it
                 raise turns.broken
             sample = finished(name, task, episode, ending, turns.rollout_rank)

@@ -339,8 +339,11 @@ class LanguageRolloutWorker(Worker):
 
     async def _interrupt(self, names: list[str] | None, share: float) -> int:
         await self._taking.close()
-        here = {one.name: task for task, one in self._here()}
-        chosen = [name for name in here if names is None or name in names]
+        # A turn may be here twice under its name: its episode's worker died, and it is run again.
+        here = self._here()
+        chosen = list(
+            dict.fromkeys(one.name for _, one in here if names is None or one.name in names)
+        )
         if share < 1.0:
             made = {one.name: one.made for one in (await self.progress()).requests}
             chosen.sort(key=lambda name: made.get(name, 0))
@@ -349,7 +352,9 @@ class LanguageRolloutWorker(Worker):
         try:
             self._live.weights.interrupt(self._interrupted)
             await self._live.engine.abort(chosen)
-            if ending := [here[name] for name in chosen if not here[name].done()]:
+            if ending := [
+                task for task, one in here if one.name in self._interrupted and not task.done()
+            ]:
                 await asyncio.wait(ending)
             return self._handed_back - before
         finally:

@@ -93,7 +93,7 @@ class CostEngine:
         self._at = 0.0
         """time up to which the position is known; in the future while the engine is stopped"""
         self._waiting: list[tuple[int, int, CostRow]] = []
-        self._running: dict[str, CostRow] = {}
+        self._running: dict[CostRow, None] = {}  # by row: two may have one name, after a death
         self._ends: list[tuple[float, int, CostRow]] = []
         self._arrived = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -216,7 +216,7 @@ class CostEngine:
         """Lose all tokens that were made here: those that requests brought are theirs."""
         self._advance()
         self._read.clear()
-        for row in self._running.values():
+        for row in self._running:
             row.began = self._position
 
     def hold(self, devices: int) -> None:
@@ -267,7 +267,7 @@ class CostEngine:
         self._spent[cause] = self._spent.get(cause, 0.0) + spent
 
     def _rows(self) -> list[CostRow]:
-        return [*self._running.values(), *(row for _, _, row in self._waiting)]
+        return [*self._running, *(row for _, _, row in self._waiting)]
 
     def _check_alive(self) -> None:
         if self._dead:
@@ -303,7 +303,7 @@ class CostEngine:
                 continue
             row.began, row.version = self._position, self.version
             row.end = self._position + (row.length - row.brought)
-            self._running[row.request.name] = row
+            self._running[row] = None
             heapq.heappush(self._ends, (row.end, self._arrived, row))
             self._arrived += 1
             self.stall(self._prefill_seconds(self._unread(row)), "prefill")
@@ -349,7 +349,7 @@ class CostEngine:
         self._plan()
 
     def _answer(self, row: CostRow, finish: Literal["stop", "length", "abort"]) -> None:
-        self._running.pop(row.request.name, None)
+        self._running.pop(row, None)
         if row.answer.done():
             return
         generated = self._generated(row, finish)

@@ -434,6 +434,40 @@ def test_a_conversation_is_restored_as_it_was_or_not_at_all(
     run(body())
 
 
+def test_a_turn_that_was_given_up_is_not_taken_up_with_another_state() -> None:
+    found: list[bytes] = []
+
+    async def thinks_again(episode: Episode) -> float:
+        """Give the first answer up, and ask the same with another state."""
+        chat = await episode.resume()
+        found.append(episode.state)
+        if not chat.turns:
+            episode.state = b"first"
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.5):
+                    await chat.turn()
+            episode.state = b"second"
+            await chat.turn()
+        await asyncio.sleep(5.0)
+        return float(chat.turns[-1].text)
+
+    async def body() -> None:
+        async with flowing(thinks_again, Engine(numbers())) as (flow, group):
+            running = flow.run(group)
+            await flow.put(task())
+            await asyncio.sleep(3.0)
+            running.cancel()
+            await running.finished(within=1)
+            running = flow.run(group)
+            sample = await flow.episodes.receiver.get()
+            flow.tasks.sender.close()
+            await running
+        assert found == [b"", b"second"]
+        assert sample.outcome == Scored(reward=2.0)
+
+    run(body())
+
+
 def test_the_state_is_read_after_resume() -> None:
     async def reads_it_first(episode: Episode) -> float:
         return float(episode.state or b"0")

@@ -62,12 +62,18 @@ async def rejects(episode: Episode) -> None:
     raise Reject("no reference")
 
 
+async def rejects_in_tasks(episode: Episode) -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(rejects(episode))
+
+
 SCORED: dict[Any, Outcome | None] = {
     returns_a_number: Scored(reward=1.0),
     returns_a_whole_number: Scored(reward=1.0),
     returns_parts: Scored(reward=2.0, parts={"short": 1.0}),
     returns_nothing: None,
     rejects: Rejected(reason="no reference"),
+    rejects_in_tasks: Rejected(reason="no reference"),
 }
 
 
@@ -109,6 +115,20 @@ async def raises_in_a_task(episode: Episode) -> None:
 async def exits(episode: Episode) -> None:
     await answered(episode)
     sys.exit(3)
+
+
+class Panic(BaseException):
+    """What libraries in Rust raise where they panic: no `Exception`."""
+
+
+async def panics(episode: Episode) -> None:
+    await answered(episode)
+    raise Panic("index out of bounds")
+
+
+async def panics_in_a_task(episode: Episode) -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(panics(episode))
 
 
 async def cancels_itself(episode: Episode) -> None:
@@ -162,6 +182,8 @@ FAILS = {
     raises: "raised LookupError: the shop is closed",
     raises_in_a_task: "raised ExceptionGroup",
     exits: "raised SystemExit: 3",
+    panics: "raised Panic: index out of bounds",
+    panics_in_a_task: "raised BaseExceptionGroup",
     cancels_itself: "raised CancelledError",
     cancels_its_task: "has cancelled its own task",
     cancels_its_task_and_waits: "raised CancelledError",
@@ -391,6 +413,49 @@ def test_a_state_that_is_not_bytes_is_refused_where_it_is_set(value: Any) -> Non
     assert "test_endings.py" in outcome.error
 
 
+def asks_with(**arguments: Any) -> Any:
+    async def agent(episode: Episode) -> float:
+        return float((await episode.chat().turn(**arguments)).text)
+
+    return agent
+
+
+@pytest.mark.parametrize(("name", "value", "error"), [
+    ("max_tokens", 512.0, "max_tokens is 512.0 (a float), not a whole number"),
+    ("max_tokens", True, "max_tokens is True (a bool), not a whole number"),
+    ("max_tokens", "9", "max_tokens is '9' (a str), not a whole number"),
+    ("max_tokens", 0, "max_tokens is 0: an answer has at least 1 token"),
+    ("max_tokens", np.int64(-1), "max_tokens is -1: an answer has at least 1 token"),
+    ("seed", 0.5, "seed is 0.5 (a float), not a whole number"),
+    ("seed", "a", "seed is 'a' (a str), not a whole number"),
+    ("stop", "", "stop: '' is no text that could end an answer"),
+    ("stop", ("", "4"), "stop: '' is no text that could end an answer"),
+    ("stop", ("4", None), "stop: None is no text that could end an answer"),
+    ("stop", b"4", "stop: 52 is no text that could end an answer"),
+])  # fmt: skip
+def test_a_turn_that_is_asked_for_wrongly_fails_its_episode_alone(
+    name: str, value: Any, error: str
+) -> None:
+    sample = one(asks_with(**{name: value}))
+    assert isinstance(sample.outcome, Failed)
+    assert error in sample.outcome.error
+    assert sample.episode is not None
+    assert sample.episode.turns == 0
+
+
+@pytest.mark.parametrize(("arguments", "reward"), [
+    ({"max_tokens": np.int64(2)}, 12.0),
+    ({"max_tokens": 10**30}, 1234.0),
+    ({"seed": np.int64(-3)}, 1234.0),
+    ({"seed": 2**70}, 1234.0),
+    ({"stop": "34"}, 12.0),
+    ({"stop": "24"}, 1234.0),  # one text, not two
+    ({"stop": ["4", "34"]}, 123.0),
+])  # fmt: skip
+def test_how_a_turn_is_asked_for(arguments: Any, reward: float) -> None:
+    assert one(asks_with(**arguments), lambda _: "1234").outcome == Scored(reward=reward)
+
+
 async def forgets_its_metrics(episode: Episode) -> float:
     await answered(episode)
     episode.metrics = None  # type: ignore[assignment]
@@ -516,6 +581,41 @@ def test_of_two_turns_at_once_the_one_that_was_asked_for_last_is_judged() -> Non
 
     run(body(0.5))
     run(body(5.0))
+
+
+async def gives_the_first_up(episode: Episode) -> None:
+    """Three turns, of which the first one is given up and the second one is slow."""
+    chat = episode.chat()
+    other = chat.fork()
+    other.say("9")
+    first = asyncio.create_task(chat.turn())
+    await asyncio.sleep(0.1)
+    second = asyncio.create_task(other.turn())
+    await asyncio.sleep(0.1)
+    first.cancel()
+    await asyncio.wait({first})
+    chat.say("7")
+    await chat.turn()
+    await second
+
+
+def test_a_turn_that_was_given_up_does_not_change_which_one_was_asked_for_last() -> None:
+    async def body() -> None:
+        engine = Engine(
+            lambda text: "2" if "9" in text else "3" if "7" in text else "1",
+            lambda request: 5.0 if request.turn == 2 else 1.0,
+        )
+        async with flowing(gives_the_first_up, engine) as (flow, group):
+            running = flow.run(group)
+            await flow.put(task())
+            sample = await flow.episodes.receiver.get()
+            flow.tasks.sender.close()
+            await running
+        assert sample.text == "3"
+        assert sample.episode is not None
+        assert sample.episode.turns == 2
+
+    run(body())
 
 
 def told_of_a_limit(*, answered_since: bool, error: BaseException | None) -> Any:

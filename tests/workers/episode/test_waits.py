@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rlinf_async.episodes import Episode
+from rlinf_async.episodes.endpoint import Endpoint
 from rlinf_async.messages.language import Failed, Scored
 from rlinf_async.testing import run
 from rlinf_async.workers.episode import EpisodeConfig
@@ -170,10 +171,44 @@ def test_a_worker_that_is_cancelled_does_not_wait_for_an_agent_that_ignores_it()
     run(body())
 
 
+def test_a_worker_that_is_cancelled_at_the_end_of_an_episode_leaves_no_turn_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def slow(self: Endpoint, episode: Episode) -> None:
+        await asyncio.sleep(100.0)
+
+    async def leaves_a_turn(episode: Episode) -> float:
+        left = asyncio.create_task(episode.chat().turn())
+        await asyncio.wait({left}, timeout=0.5)
+        return 1.0
+
+    def drawing() -> list[str]:
+        names = [one.get_name() for one in asyncio.all_tasks()]
+        return [name for name in names if name.startswith("turn ")]
+
+    monkeypatch.setattr(Endpoint, "end", slow)
+
+    async def body() -> None:
+        async with flowing(leaves_a_turn, Engine(lambda _: "4")) as (flow, group):
+            running = flow.run(group)
+            await flow.put(task(0))
+            await asyncio.sleep(0.7)
+            assert drawing() == ["turn 0/0.1"]
+            running.cancel()
+            await running.finished(within=1)
+            assert drawing() == []
+
+    run(body())
+
+
+@pytest.mark.parametrize("state", [b"", b"1"])
 @pytest.mark.parametrize("same", [True, False])
-def test_who_asks_the_same_again_gets_the_answer_that_was_given_up(same: bool) -> None:
+def test_who_asks_the_same_again_gets_the_answer_that_was_given_up(
+    same: bool, state: bytes
+) -> None:
     async def impatient(episode: Episode) -> float:
         chat = episode.chat()
+        episode.state = state
         tries = 0
         while True:
             tries += 1

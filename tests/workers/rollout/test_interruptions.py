@@ -51,6 +51,28 @@ def test_interrupted_requests_go_on_elsewhere_after_the_tokens_they_have() -> No
     explore(body, seeds=range(40))
 
 
+def test_two_requests_of_one_name_are_both_handed_back() -> None:
+    """As after the death of an episode's worker, whose turn is asked for again."""
+
+    async def body() -> None:
+        async with ra.Cluster.local() as cluster:
+            channels = Channels(cluster)
+            rollout = await cluster.launch(Rollout, SLOW)
+            await channels.weights.sender.publish(update(0))
+            with channels.requests.receiver, channels.samples.sender, channels.taken.sender:
+                serving = channels.serve(rollout)
+                await channels.ask(request(7), request(7))
+                await asyncio.sleep(5.5)
+                assert await rollout[0].call(Rollout.interrupt) == 2
+                assert statistics_of(channels.requests.queue).depth == 2
+                await rollout[0].call(Rollout.resume)
+                channels.requests.close()
+                [report] = await serving
+                assert (report.samples, report.handed_back) == (2, 2)
+
+    explore(body, seeds=range(40))
+
+
 def test_an_interruption_at_any_moment_loses_and_doubles_nothing() -> None:
     seeds = iter(range(1000))
 
