@@ -879,7 +879,7 @@ def _whole(what: str, value: object) -> int:
 
 def _stops(stop: str | Sequence[str]) -> tuple[str, ...]:
     """Return the texts that end an answer; `EpisodeError` for what ends none."""
-    found = (stop,) if isinstance(stop, str) else tuple(stop)
+    found: tuple[Any, ...] = (stop,) if isinstance(stop, str) else tuple(stop)
     for one in found:
         if not isinstance(one, str) or not one:
             raise EpisodeError(f"stop: {one!r:.80} is no text that could end an answer")

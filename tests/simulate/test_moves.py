@@ -181,7 +181,7 @@ def test_instances_that_become_wider_take_what_others_hand_back_once_they_are(
     def noting(engine: CostEngine) -> None:
         before = set(engine._running)
         admit(engine)
-        moved = [row for name, row in engine._running.items() if name not in before and row.brought]
+        moved = [row for row in engine._running if row not in before and row.brought]
         widths.extend(engine.width for _ in moved)
 
     monkeypatch.setattr(CostEngine, "_admit", noting)
