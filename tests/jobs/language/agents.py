@@ -60,10 +60,10 @@ async def pauses(episode: Episode) -> float:
     """Three turns, with a wait in between in which no request of it is anywhere."""
     chat = episode.chat()
     for _ in range(3):
-        turn = await chat.turn()
+        await chat.turn()
         await asyncio.sleep(0.05)
         chat.say("and?")
-    return float(turn.drawn.token_ids.sum() % 2)
+    return float(chat.turns[-1].drawn.token_ids.sum() % 2)
 
 
 async def calls(episode: Episode) -> float:
