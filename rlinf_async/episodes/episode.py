@@ -550,7 +550,7 @@ class Episode:
         self.short: LimitReached | None = None
         """limit for which a turn was refused; None once a later one was answered"""
         self._short_at = 0
-        """turns that there were when it was refused"""
+        """answers that had been asked for when it was refused"""
         self.reached: LimitReached | None = None
         """limit of which somebody else's agent was told over HTTP, and after which it had no answer
         yet; whatever error it makes of that, the episode is judged as it stands"""
@@ -738,7 +738,7 @@ class Episode:
 
     def refused(self, reached: LimitReached) -> LimitReached:
         """Note that a turn is refused for this limit, which is returned."""
-        self.short, self._short_at = reached, self.turns
+        self.short, self._short_at = reached, self.asked
         return reached
 
     async def draw(self, context: Tokens, most: int, seed: int | None = None) -> Generated:

@@ -32,11 +32,21 @@ async def goes_on_shorter(episode: Episode) -> float:
     return 0.5
 
 
-async def two_at_once(episode: Episode) -> float:
-    """The second finds no turn left, before the first is answered."""
-    chats = [episode.chat() for _ in range(2)]
+async def two_at_once(episode: Episode, count: int = 2) -> float:
+    """The last one may find no turn left, before the others are answered."""
+    chats = [episode.chat() for _ in range(count)]
     await asyncio.gather(*(one.turn() for one in chats), return_exceptions=True)
     return 0.5
+
+
+async def gives_up_before(episode: Episode) -> float:
+    """Three at once, after a turn that was given up."""
+    chat = episode.chat(messages=[{"role": "user", "content": "first"}])
+    asking = asyncio.ensure_future(chat.turn())
+    await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.wait([asking])
+    return await two_at_once(episode, 3)
 
 
 async def has_enough(episode: Episode) -> float:
@@ -53,12 +63,14 @@ async def has_enough(episode: Episode) -> float:
         (goes_on_shorter, {"max_tokens": 120, "max_turns": 20}, ""),
         (two_at_once, {"max_turns": 1}, "turns"),
         (two_at_once, {"max_turns": 2}, ""),
+        (gives_up_before, {"max_turns": 2}, "turns"),
         (has_enough, {"max_turns": 1}, ""),
     ],
 )
 def test_an_episode_that_a_limit_has_ended_is_cut(
     agent: Any, limits: dict[str, Any], cut: str
 ) -> None:
-    played = run(play(agent, lambda _: "well", messages="q", config=EpisodeConfig(**limits)))
+    playing = play(agent, lambda _: "well", messages="q", config=EpisodeConfig(**limits))
+    played = run(playing, seed=None)  # first come, first served
     assert played.outcome == Scored(reward=0.5)
     assert played.record.cut == cut
