@@ -139,7 +139,7 @@ GUESSES = (*TALKS[2:], "--episode.run", "gymnasium", "--episode.environment.id",
         ),
         (
             (*TALKS, "--episode.run", "openenv", "--episode.environment.url", "http://127.0.0.1:9"),
-            "episode.environment.sessions: environment at http://127.0.0.1:9 has 1 session(s), but",
+            "episode.environment.sessions: environment at 127.0.0.1:9 has 1 session(s), but",
         ),
         ((*TALKS, "--episode.run", "none.py:run"), "episode.run: 'none.py:run': 'none.py' cannot"),
         ((*TALKS, "--episode.run", f"{AGENTS}:nobody"), "has no function 'nobody'"),
