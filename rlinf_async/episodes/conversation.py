@@ -106,11 +106,7 @@ def joined(parts: list[Generated]) -> Generated:
         return Generated(
             token_ids=nothing, log_prob=np.zeros(0, np.float32), version=nothing, finish="stop"
         )
-    masks = [
-        np.ones(len(part.token_ids), np.bool_) if part.drawn is None else part.drawn
-        for part in parts
-    ]
-    drawn = np.concatenate(masks)
+    drawn = np.concatenate([part.drawn_mask for part in parts])
     return Generated(
         token_ids=np.concatenate([part.token_ids for part in parts]),
         log_prob=np.concatenate([part.log_prob for part in parts]),

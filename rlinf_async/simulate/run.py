@@ -340,6 +340,21 @@ class SimulatedRun:
         check: bool = False,
     ) -> None:
         self._cluster, self._config, self._report = cluster, config, report
+        self.site = Site(config, checked=check)
+        self._make_channels()
+        self._make_flow()
+        self.trained: list[str] = []
+        """names of all samples that were trained"""
+        self.lengths: list[list[int]] = []
+        """response tokens of the trained samples, by iteration"""
+        self._reports: list[LanguageTrainReport] = []
+        self._step_seconds: list[float] = []
+        self._records: list[EpisodeRecord] = []
+        self._faults = Faults(config, self.site, self._tell)
+        self._next_prompt = 0
+
+    def _make_channels(self) -> None:
+        cluster, config = self._cluster, self._config
         ahead = config.work.max_staleness + 1
         room = 2 * config.samples * ahead
         self.requests: Channel[Request] = cluster.channel(
@@ -369,7 +384,9 @@ class SimulatedRun:
             SchedulerReport, name="scheduler reports", capacity=64 * config.hardware.devices
         )
         self.shares: Channel[DataShare] = cluster.channel(DataShare, name="shares", capacity=8)
-        self.site = Site(config, checked=check)
+
+    def _make_flow(self) -> None:
+        config = self._config
         self.ledger = Ledger(
             prompts=config.prompts,
             group_size=config.work.group_size,
@@ -401,15 +418,6 @@ class SimulatedRun:
             dispatcher=self.dispatcher,
             finished=self.news.ended if config.episode.turns else None,
         )
-        self.trained: list[str] = []
-        """names of all samples that were trained"""
-        self.lengths: list[list[int]] = []
-        """response tokens of the trained samples, by iteration"""
-        self._reports: list[LanguageTrainReport] = []
-        self._step_seconds: list[float] = []
-        self._records: list[EpisodeRecord] = []
-        self._faults = Faults(config, self.site, self._tell)
-        self._next_prompt = 0
 
     async def _tell(self, report: DevicesReport) -> None:
         await self.told.sender.put(report)

@@ -178,10 +178,7 @@ async def play(
     if isinstance(answers, str):
         raise TypeError(f"answers is {answers!r:.80}, a single text: put it into a list")
     config = config or EpisodeConfig()
-    tokenizer = bytes_tokenizer() if model is None else load_tokenizer(model)
-    own: Any = tokenizer
-    ends = {own.eos_token_id} if model is None else end_tokens(model, tokenizer)
-    template = ChatTemplate(tokenizer, ends=ends or None)
+    tokenizer, template = _language(model)
     if isinstance(messages, str):
         messages = ({"role": "user", "content": messages},)
     clock = AgentClock(config.seconds)
@@ -211,15 +208,20 @@ async def play(
     if script.missed:
         raise NoMoreAnswers(script.missed)
     sample = finished(name, task, episode, ending, 0)
-    turns = {id(turn): turn for chat in episode.chats for turn in chat.turns}
     return Played(
         outcome=sample.outcome,
         text=sample.text,
-        turns=tuple(turns.values()),
+        turns=tuple(turn for chat in episode.chats for turn in chat.turns),
         read=tuple(script.read),
         left=script.left(),
         sample=sample,
     )
+
+
+def _language(model: str | Path | None) -> tuple[Tokenizer, ChatTemplate]:
+    tokenizer = bytes_tokenizer() if model is None else load_tokenizer(model)
+    ends = None if model is None else end_tokens(model, tokenizer)
+    return tokenizer, ChatTemplate(tokenizer, ends=ends or None)
 
 
 def _task(

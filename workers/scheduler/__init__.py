@@ -16,7 +16,7 @@ from rlinf_async.workers.scheduler.messages import (
     Topology,
     Verdict,
 )
-from rlinf_async.workers.scheduler.rollout import ScheduledRollout
+from rlinf_async.workers.scheduler.rollout import EndedLog, ScheduledRollout
 from rlinf_async.workers.scheduler.worker import SchedulerWorker
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "ActorReady",
     "DevicesReport",
     "EndedCount",
+    "EndedLog",
     "EpisodesEnded",
     "InstanceNews",
     "InstanceReport",

@@ -22,7 +22,7 @@ from typing import Any
 
 from rlinf_async.backends.parts import DEFAULT_ENGINE
 from rlinf_async.channels import EndOfChannel, LatestReceiver, Receiver, Sender
-from rlinf_async.messages.language import Generated, Request, Sample, WeightsTaken
+from rlinf_async.messages.language import Boundary, Generated, Request, Sample, WeightsTaken
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.workers.base import task_group
 from rlinf_async.workers.rollout.language import (
@@ -37,6 +37,34 @@ from rlinf_async.workers.scheduler.messages import (
     Orders,
     SchedulerReport,
 )
+
+
+class EndedLog:
+    """What is finished and not trained, and what of it the scheduler was not told of."""
+
+    def __init__(self) -> None:
+        self._untold: list[EndedCount] = []
+        self._known: dict[int, list[EndedCount]] = {}
+        """by iteration"""
+
+    def add(self, one: EndedCount) -> None:
+        """Take what is finished; the same one twice does no harm."""
+        self._untold.append(one)
+        self._known.setdefault(one.iteration, []).append(one)
+
+    def take(self) -> tuple[EndedCount, ...]:
+        """Return what is to be told, from now on told."""
+        untold, self._untold = self._untold, []
+        return tuple(untold)
+
+    def tell_again(self) -> None:
+        """Have all of it told: a scheduler that was started again knows nothing of it."""
+        self._untold = [*chain(*self._known.values())]
+
+    def forget(self, before: Boundary | None) -> None:
+        """Forget the iterations before that of the actor's boundary: they are trained."""
+        for over in [one for one in self._known if before is not None and one < before.iteration]:
+            del self._known[over]
 
 
 class ScheduledRollout(LanguageRolloutWorker):
@@ -64,11 +92,8 @@ class ScheduledRollout(LanguageRolloutWorker):
         """the newest orders"""
         self._sending: dict[str, EndedCount] = {}
         """responses that are generated but not sent on, by request"""
-        self._ended: list[EndedCount] = []
-        """responses that were sent on since the last message"""
-        self._known: dict[int, list[EndedCount]] = {}
-        """responses that were sent on, by iteration, from the one that the actor trains: for a
-        scheduler that is started again"""
+        self._ended = EndedLog()
+        """responses that were sent on"""
         self._began: list[str] = []
         """requests that were taken since the last message, where few instances take any"""
         self._news = asyncio.Event()
@@ -122,7 +147,8 @@ class ScheduledRollout(LanguageRolloutWorker):
                 return
             seen = orders.version
             if newest.scheduler != scheduler:  # it does not know what another one was told
-                scheduler, self._ended = newest.scheduler, [*chain(*self._known.values())]
+                scheduler = newest.scheduler
+                self._ended.tell_again()
             before = self._handed_back
             await self._carry_out(newest)
             report = await self._report(newest, requests, self._handed_back - before)
@@ -155,7 +181,6 @@ class ScheduledRollout(LanguageRolloutWorker):
         else:  # requests lie under the keys of several instances
             every = await requests.statistics()
             queued, taken = every.depth, every.leases_out
-        ended, self._ended = self._ended, []
         return InstanceReport(
             instance=progress.rank,
             sequence=orders.sequence,
@@ -167,7 +192,7 @@ class ScheduledRollout(LanguageRolloutWorker):
             taken=taken,
             requests=progress.requests,
             handed_back=handed_back,
-            ended=tuple(ended),
+            ended=self._ended.take(),
         )
 
     # -- news ---------------------------------------------------------------------------------
@@ -202,20 +227,14 @@ class ScheduledRollout(LanguageRolloutWorker):
         """Note that a sample was sent on: until then it may be lost, and generated again."""
         if (ended := self._sending.pop(request.name, None)) is None:
             return  # the same request is here twice
-        self._ended.append(ended)
-        self._known.setdefault(ended.iteration, []).append(ended)
-        at = self.orders.boundary
-        for over in [one for one in self._known if at is not None and one < at.iteration]:
-            del self._known[over]
+        self._ended.add(ended)
+        self._ended.forget(self.orders.boundary)
         self._news.set()
 
     async def _send_news(self, reports: Sender[SchedulerReport]) -> None:
         while True:
             await self._news.wait()
             self._news.clear()
-            if self._ended or self._began:
-                ended, self._ended = self._ended, []
-                began, self._began = self._began, []
-                await reports.put(
-                    InstanceNews(instance=self.rank, ended=tuple(ended), began=tuple(began))
-                )
+            ended, began, self._began = self._ended.take(), self._began, []
+            if ended or began:
+                await reports.put(InstanceNews(instance=self.rank, ended=ended, began=tuple(began)))

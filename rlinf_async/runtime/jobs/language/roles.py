@@ -97,6 +97,7 @@ class LanguageChannels:
     def __init__(self, cluster: Cluster, config: LanguageConfig) -> None:
         training, counts = config.training, config.cluster
         ahead = training.max_staleness + 1
+        groups = training.prompts * ahead
         samples = max(config.iteration_samples * ahead, config.evaluation.samples)
 
         def restarted(workers: int) -> int:
@@ -147,21 +148,17 @@ class LanguageChannels:
             ScoredSample, name="scored", capacity=samples
         )
         self.groups: Channel[SampleGroup] = cluster.channel(
-            SampleGroup, name="groups", capacity=training.prompts * ahead
+            SampleGroup, name="groups", capacity=groups
         )
         self.valued: Channel[SampleGroup] = self.groups
         """groups with values, by key of the critic; ``groups`` where there is no critic"""
         if config.has_critic:
-            self.valued = cluster.channel(
-                SampleGroup, name="valued groups", capacity=training.prompts * ahead
-            )
+            self.valued = cluster.channel(SampleGroup, name="valued groups", capacity=groups)
         self.to_train: Channel[SampleGroup] = self.valued
         """groups to train, by key of the actor; ``valued`` where each actor has the critic of its
         rank"""
         if config.has_critic and config.scheduled:
-            self.to_train = cluster.channel(
-                SampleGroup, name="dispatched groups", capacity=training.prompts * ahead
-            )
+            self.to_train = cluster.channel(SampleGroup, name="dispatched groups", capacity=groups)
         self.weights: Latest[WeightUpdate] = cluster.latest(WeightUpdate, name="weights")
         self.taken: Channel[WeightsTaken] = cluster.channel(
             WeightsTaken, name="weights taken", capacity=16 * config.rollout_ranks

@@ -18,7 +18,6 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
 from typing import Any, cast
 
 import msgspec
@@ -46,6 +45,7 @@ from rlinf_async.workers.base import WorkerContext, WorkerError, WorkerInfo, mak
 from rlinf_async.workers.rollout.language import LanguageRolloutReport, LanguageRolloutWorker
 from rlinf_async.workers.scheduler import (
     EndedCount,
+    EndedLog,
     EpisodesEnded,
     Orders,
     ScheduledActor,
@@ -128,22 +128,19 @@ class EpisodeNews:
     def __init__(self, orders: LatestReceiver[Orders], reports: Sender[SchedulerReport]) -> None:
         self._orders, self._reports = orders, reports
         self._news = WorkEvent()
-        self._ended: list[EndedCount] = []
-        """episodes that the scheduler was not told of"""
-        self._known: dict[int, list[EndedCount]] = {}
-        """episodes that are not trained, by iteration"""
+        self._ended = EndedLog()
 
     def ended(self, sample: Sample) -> None:
         """Take an episode; a second one of its name does no harm."""
         request = sample.request
-        one = EndedCount(
-            group=request.group,
-            tokens=sample.generated.drawn_tokens,
-            name=request.name,
-            iteration=request.iteration,
+        self._ended.add(
+            EndedCount(
+                group=request.group,
+                tokens=sample.generated.drawn_tokens,
+                name=request.name,
+                iteration=request.iteration,
+            )
         )
-        self._ended.append(one)
-        self._known.setdefault(one.iteration, []).append(one)
         self._news.set()
 
     async def run(self) -> None:
@@ -161,20 +158,18 @@ class EpisodeNews:
             except EndOfChannel:
                 return
             seen = self._orders.version
-            if (at := newest.boundary) is not None:
-                for over in [one for one in self._known if one < at.iteration]:
-                    del self._known[over]
+            self._ended.forget(newest.boundary)
             if newest.scheduler != scheduler:
-                scheduler, self._ended = newest.scheduler, [*chain(*self._known.values())]
+                scheduler = newest.scheduler
+                self._ended.tell_again()
                 self._news.set()
 
     async def _tell(self) -> None:
         while True:
             await self._news.wait()
             self._news.clear()
-            ended, self._ended = self._ended, []
-            if ended:
-                await self._reports.put(EpisodesEnded(ended=tuple(ended)))
+            if ended := self._ended.take():
+                await self._reports.put(EpisodesEnded(ended=ended))
 
 
 class Scheduling:
