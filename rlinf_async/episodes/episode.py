@@ -67,6 +67,10 @@ class EpisodeError(Exception):
     """The episode cannot go on."""
 
 
+class EpisodeOver(EpisodeError):
+    """The episode has ended: nothing more can be asked in it."""
+
+
 class LimitReached(EpisodeError):
     """The episode has made as many turns, or as many tokens, as it may. Raised out of the
     coroutine, it ends the episode, which is judged as it stands."""
@@ -725,9 +729,10 @@ class Episode:
 
         Raises:
             LimitReached: none, or there was the last turn.
+            EpisodeOver: it is closed.
         """
         if self._closed:
-            raise EpisodeError("the episode is over: its coroutine has returned, or was cancelled")
+            raise EpisodeOver("the episode is over: its coroutine has returned, or was cancelled")
         limits = self._limits
         left = limits.tokens - tokens
         if max(self.turns, self.given_up) >= limits.turns:

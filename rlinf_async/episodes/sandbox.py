@@ -228,6 +228,7 @@ def program(
         name, command = name or language, LANGUAGES[language]
     else:
         command = tuple(language)
+        name = name or Path(command[0]).name
     if sandbox == "bubblewrap":
         check_sandbox()
     elif sandbox != "none":
@@ -248,7 +249,7 @@ def program(
     )
     return Tool(
         run,
-        name=name or Path(command[0]).name,
+        name=name,
         seconds=seconds,
         output=output,
         concurrent=(os.cpu_count() or 1) if concurrent is None else concurrent,

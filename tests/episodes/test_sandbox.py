@@ -288,6 +288,14 @@ def test_a_language_that_is_not_known_is_refused() -> None:
         program("python", sandbox="none", concurrent=0)
     own = program(["/usr/bin/sort", "-r"], name="sort", sandbox="none")
     assert ran(own, "1\n2\n").text == "2\n1\n"
+    assert [
+        own.description.split(",")[0]
+        for own in (
+            program(["/usr/bin/perl"], sandbox="none"),
+            program(["/usr/bin/sort", "-r"], name="sorting", sandbox="none"),
+            program("python", sandbox="none"),
+        )
+    ] == ["Run a perl program", "Run a sorting program", "Run a python program"]
     bad: Any = "docker"
     with pytest.raises(ValueError, match="sandbox is 'docker'"):
         program("python", sandbox=bad)

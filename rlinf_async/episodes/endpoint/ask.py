@@ -79,7 +79,7 @@ class Ask(msgspec.Struct, kw_only=True):
     """whether a stream tells numbers of tokens"""
     previous: str = ""
     """identifier of the response that this goes on from"""
-    kept: bool = True
+    kept: bool = False
     """whether `previous` may name the response later"""
     instructions: bool = False
     """whether the first message holds for this response alone"""

@@ -22,18 +22,27 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 import hashlib
 import re
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 
-from rlinf_async.episodes.endpoint.ask import Answer, Answers, Ask, Policy, Refused
-from rlinf_async.episodes.episode import Chat, Episode, EpisodeError, LimitReached, Turn
+from rlinf_async.episodes.endpoint.ask import Answer, Answers, Ask, Kind, Policy, Refused
+from rlinf_async.episodes.episode import (
+    Chat,
+    Episode,
+    EpisodeError,
+    EpisodeOver,
+    LimitReached,
+    Turn,
+)
 from rlinf_async.episodes.parsing import thoughts_and_rest
 from rlinf_async.episodes.template import Message, Rewrites, TemplateError, as_answer
 
@@ -52,7 +61,7 @@ class _Node:
     __slots__ = ("chat", "children", "thoughts", "turn")
 
     def __init__(self) -> None:
-        self.children: dict[_Key, _Node] = {}
+        self.children = defaultdict[_Key, _Node](_Node)
         self.chat: Chat | None = None
         """branch whose turn this is; None: the model did not say it"""
         self.turn: Turn | None = None
@@ -71,7 +80,7 @@ class Record:
         """questions that are not answered yet"""
         self._claimed: set[Chat] = set()
         """branches in which somebody asks"""
-        self._roots: dict[bytes, _Node] = {}
+        self._roots = defaultdict[bytes, _Node](_Node)
         """by the tools of the conversation, which the prompt has"""
         self._responses: dict[str, list[Message]] = {}
         """conversations up to responses, by their identifiers"""
@@ -104,23 +113,26 @@ class Record:
 
     async def _new_answers(self, ask: Ask) -> Answers:
         messages = self._whole(ask)
-        root = self._roots.setdefault(msgspec.json.encode(ask.tools), _Node())
+        keys = [_key(one) for one in messages]
+        root = self._roots[msgspec.json.encode(ask.tools)]
         if self.episode.limits.turns - self.episode.turns < ask.n:
             reached = LimitReached("turns", self.episode.limits.turns)
             self.episode.reached = self.episode.refused(reached)
             raise _too_many_turns(self.episode, ask.n)
         claimed: list[Chat] = []
         try:
-            turns = await self._asked(root, messages, ask, claimed)
+            turns = await self._asked(_longest(root, messages, keys), messages, ask, claimed)
             answers = self._answers(ask, claimed[0], turns)
-            self._remember(root, messages, list(zip(claimed, turns, strict=True)), answers, ask)
+            node = functools.reduce(lambda node, key: node.children[key], keys, root)
+            self._remember(node, messages, list(zip(claimed, turns, strict=True)), answers, ask)
         except LimitReached as reached:
             self.episode.reached = reached
             raise _limit(self.episode, reached) from reached
         except TemplateError as error:
             raise Refused(str(error), field="messages") from error
         except EpisodeError as error:
-            raise Refused(str(error), "key") from error
+            kind: Kind = "key" if isinstance(error, EpisodeOver) else "invalid"
+            raise Refused(str(error), kind) from error
         finally:
             self._claimed.difference_update(claimed)
         return answers
@@ -155,11 +167,15 @@ class Record:
         return _with_names(messages)
 
     async def _asked(
-        self, root: _Node, messages: Sequence[Message], ask: Ask, claimed: list[Chat]
+        self,
+        longest: tuple[_Node | None, int],
+        messages: Sequence[Message],
+        ask: Ask,
+        claimed: list[Chat],
     ) -> list[Turn]:
         """Ask in a branch for each answer; where the template does not let a conversation go on, in
         one that is rendered anew. ``claimed``: filled with the branches."""
-        node, known = _longest(root, messages)
+        node, known = longest
         if node is not None:
             chat, turn = node.chat, node.turn
             assert chat is not None
@@ -239,23 +255,20 @@ class Record:
 
     def _remember(
         self,
-        root: _Node,
+        node: _Node,
         messages: Sequence[Message],
         turns: Sequence[tuple[Chat, Turn]],
         answers: Answers,
         ask: Ask,
     ) -> None:
-        """Let the answers be known when they are sent back."""
-        node = root
-        for message in messages:
-            node = node.children.setdefault(_key(message), _Node())
+        """Let the answers, which follow ``node``, be known when they are sent back."""
         # Two choices may have the same text: then it is the first one that the agent goes on from.
         if self.episode.last in [turn for _, turn in turns]:
             self.episode.last = turns[0][1]  # which an agent takes that wants one
         for (chat, turn), answer in reversed(list(zip(turns, answers.choices, strict=True))):
             message = as_answer(answer.text, calls=answer.calls)
             turn.message = message  # as the agent has it, in later renderings
-            found = node.children.setdefault(_key(message), _Node())
+            found = node.children[_key(message)]
             found.chat, found.turn, found.thoughts = chat, turn, answer.thoughts
             if ask.kept:
                 after = messages[int(ask.instructions) :]
@@ -274,12 +287,15 @@ async def _together(turns: Sequence[Coroutine[Any, Any, Turn]]) -> list[Turn]:
         raise
 
 
-def _longest(root: _Node, messages: Sequence[Message]) -> tuple[_Node | None, int]:
-    """Return the last answer of the model in a conversation, and how many messages end with it."""
+def _longest(
+    root: _Node, messages: Sequence[Message], keys: Sequence[_Key]
+) -> tuple[_Node | None, int]:
+    """Return the last answer of the model in a conversation, and how many messages end with it;
+    ``keys``: of the messages."""
     found, known = None, 0
     node = root
-    for at, message in enumerate(messages, 1):
-        following = node.children.get(_key(message))
+    for at, (message, key) in enumerate(zip(messages, keys, strict=True), 1):
+        following = node.children.get(key)
         if following is None:
             break
         node = following

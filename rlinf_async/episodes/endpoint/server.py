@@ -30,14 +30,14 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import psutil
 
-from rlinf_async.config import needed
+from rlinf_async.config.registry import needed, raised
 from rlinf_async.episodes.endpoint.anthropic_messages import AnthropicMessages
 from rlinf_async.episodes.endpoint.ask import STATUS, Answers, Api, Ask, Policy, Refused
 from rlinf_async.episodes.endpoint.chat_completions import ChatCompletions
 from rlinf_async.episodes.endpoint.config import EXTRA, NEEDED_FOR, EndpointConfig
 from rlinf_async.episodes.endpoint.record import Record
 from rlinf_async.episodes.endpoint.responses import Responses
-from rlinf_async.episodes.episode import Episode, EpisodeError
+from rlinf_async.episodes.episode import Episode, EpisodeError, EpisodeOver
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -92,10 +92,10 @@ class Endpoint:
         """Return the key that opens an episode, until `end`.
 
         Raises:
-            EpisodeError: it has ended.
+            EpisodeOver: it has ended.
         """
         if episode in self._ended:
-            raise EpisodeError("the episode is over: no key opens it any more")
+            raise EpisodeOver("the episode is over: no key opens it any more")
         if episode not in self._keys:
             self._keys[episode] = key = f"sk-{secrets.token_urlsafe(24)}"
             policy = Policy(
@@ -187,7 +187,7 @@ class Endpoint:
             return _refusal(refused, api)
         except Exception as error:  # the agent gets an answer, whatever the engine or template did
             logger.exception("an agent's request has failed")
-            return _refusal(Refused(f"{type(error).__name__}: {error}", "failed"), api)
+            return _refusal(Refused(raised(error), "failed"), api)
         return response
 
     def _record(self, request: Request) -> Record:

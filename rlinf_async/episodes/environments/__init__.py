@@ -33,7 +33,7 @@ from rlinf_async.episodes.tools import THREAD_EACH
 T = TypeVar("T")
 
 WAIT: Final = "environment"
-"""what an episode waits for while a step is taken"""
+"""what an episode waits for while its task begins, or a step is taken"""
 CONCURRENT: Final = 32
 """steps of a worker's environments that are computed at once"""
 LEFT_ALONE: Final = 8
@@ -169,7 +169,8 @@ async def play(episode: Episode, world: World, unfinished: float) -> float:
     seed = number_of(episode)
     told = [one for one in episode.task.messages if one["role"] == "system"]
     try:
-        now = await world.reset(seed)
+        with episode.watch(WAIT):
+            now = await world.reset(seed)
         chat = episode.chat(messages=[*told, {"role": "user", "content": now.observation}])
         episode.metrics.update({"unfinished": 0.0, "return": 0.0})
         while not now.done:

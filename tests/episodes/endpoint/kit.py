@@ -11,7 +11,7 @@ import numpy as np
 
 from rlinf_async.episodes import Episode, Limits, Task
 from rlinf_async.episodes.endpoint import Endpoint, EndpointConfig
-from rlinf_async.episodes.parsing import parsers
+from rlinf_async.episodes.parsing import Parser, parsers
 from rlinf_async.episodes.template import ChatTemplate
 from rlinf_async.messages.language import Generated, Sampling, Tokens
 from tests.episodes.kit import FAMILIES, tokenizer_of
@@ -108,13 +108,14 @@ def episode_of(
     tokens: int = 10_000,
     endpoint: Endpoint | None = None,
     branches: bool = False,
+    parser: Parser | None = None,
 ) -> Episode:
     """Return an episode that this model acts in."""
     return Episode(
         Task(index=17, messages=(QUESTION,), reference="3"),
         model,
         ChatTemplate(model.tokenizer),
-        parsers.load(FAMILIES[model.family].parser),
+        parser or parsers.load(FAMILIES[model.family].parser),
         model.decode,
         Limits(turns=turns, tokens=tokens),
         endpoint=endpoint,

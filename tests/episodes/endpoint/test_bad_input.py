@@ -14,6 +14,7 @@ import pytest
 
 from rlinf_async.episodes import Episode, EpisodeError
 from rlinf_async.episodes.endpoint import Endpoint, EndpointConfig
+from rlinf_async.episodes.parsing import Parsed
 from tests.episodes.endpoint.kit import ADD, CALL, QUESTION, Scripted, episode_of, served
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -257,6 +258,31 @@ async def test_a_key_opens_its_own_episode_and_ends_with_it() -> None:
             assert (first.turns, second.turns) == (1, 1)
     finally:
         await endpoint.aclose()
+
+
+def refuses(text: str) -> Parsed:
+    """A parser that does not read what it is given."""
+    raise EpisodeError(f"{text} is no move")
+
+
+@pytest.mark.parametrize("path", sorted(ASKED))
+async def test_of_what_ends_a_question_only_the_end_of_the_episode_is_the_keys(path: str) -> None:
+    endpoint = Endpoint(EndpointConfig())
+    episode = episode_of(Scripted(lambda _: "well"), endpoint=endpoint, parser=refuses)
+    kinds: list[tuple[int, str, str]] = []
+    try:
+        async with client_of(episode) as client:
+            for _ in range(2):
+                answer = await client.post(path, json=ASKED[path])
+                kinds.append((answer.status_code, *error_of(path, answer)))
+                episode.close()
+    finally:
+        await endpoint.aclose()
+    over = "the episode is over: its coroutine has returned, or was cancelled"
+    assert kinds == [
+        (400, "invalid_request_error", "well is no move"),
+        (401, "authentication_error", over),
+    ]
 
 
 async def test_what_is_asked_when_the_episode_ends_is_given_up() -> None:

@@ -7,6 +7,7 @@ import math
 import random
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -62,6 +63,22 @@ async def test_options_reach_the_environment_and_it_may_end_by_itself() -> None:
     )
     assert ending.outcome == Scored(reward=-0.25)
     assert rewards(episode) == [-0.25] * 9 + [None]
+
+
+async def test_an_episode_waits_for_its_environment_also_while_that_begins() -> None:
+    worlds.OPEN.set()
+    episode, _ = attempt([right(5)], 5)
+    waits: list[tuple[str, int, int]] = []
+
+    @contextmanager
+    def watch(what: str) -> Iterator[None]:
+        before = len(worlds.RESETS)
+        yield
+        waits.append((what, len(worlds.RESETS) - before, episode.turns))
+
+    episode.watch = watch
+    await ended(agent("gymnasium", id=ID), episode)
+    assert waits == [("environment", 1, 0), ("environment", 0, 1)]
 
 
 async def test_a_limit_leaves_what_was_earned() -> None:
