@@ -17,6 +17,7 @@ import os
 import signal
 import struct
 import sys
+from contextlib import suppress
 from types import FrameType
 from typing import BinaryIO, Final, TypeVar
 
@@ -62,6 +63,13 @@ def how_it_ended(code: int) -> str:
         return f"killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"killed by signal {-code}"
+
+
+def kill_group(pid: int) -> None:
+    """Kill a process, and the processes of the group that it leads, if it leads one already."""
+    for kill in (os.killpg, os.kill):
+        with suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)
 
 
 def signal_at_end_of_parent(number: int) -> None:

@@ -150,9 +150,9 @@ class RewardWorker(Worker):
                 async with samples.lease() as [sample]:
                     started = clock()
                     outcome = sample.outcome  # of an episode that scores itself, or failed
-                    if outcome is None:
+                    if not isinstance(outcome, Failed):
                         with self.span("score", **_labels(sample)):
-                            outcome = await self.score(sample)
+                            outcome = outcome or await self.score(sample)
                     seconds = clock() - started
                     _count(report, outcome, seconds)
                     await scored.put(ScoredSample(sample=sample, outcome=outcome, seconds=seconds))

@@ -121,13 +121,12 @@ def _kept(parts: list[Generated]) -> Kept | None:
     """Return what each token was drawn from; nothing of a token that was given was left out."""
     if all(part.kept is None for part in parts):
         return None
-    found = [
-        Kept.of([()] * len(part.token_ids)) if part.kept is None else part.kept for part in parts
-    ]
-    whole = found[0]
-    for part in found[1:]:
-        whole = whole.followed_by(part)
-    return whole
+    nothing = np.empty(0, np.uint8)
+    found = [part.kept or Kept(np.zeros(len(part.token_ids), np.uint8), nothing) for part in parts]
+    return Kept(
+        np.concatenate([one.counts for one in found]),
+        np.concatenate([one.token_ids for one in found]),
+    )
 
 
 def cut_at(

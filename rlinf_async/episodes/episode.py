@@ -697,10 +697,11 @@ class Episode:
         self.turns, self.rendered_anew = record.turns, record.rendered_anew
         self.metrics.update(record.metrics)
         self.tool_calls.update(record.tool_calls)
-        self.tool_seconds.update(record.tool_seconds)
         for name, count in record.tool_failures.items():
             tool, _, kind = name.rpartition("/")
             self.tool_failures[tool, kind] += count
+        for name, seconds in record.tool_seconds.items():
+            self.tool_seconds[name] += seconds
         return chat
 
     def saved(self) -> bytes:

@@ -307,7 +307,8 @@ class Sample(msgspec.Struct, kw_only=True):
     """the request, without its ``partial``, whose tokens are in ``generated``"""
     generated: Generated
     text: str
-    """text of the response, without special tokens"""
+    """text of the response, without special tokens; of a turn empty, as its episode reads the
+    tokens"""
     rollout_rank: int
     prev_log_prob: Floats | None = None
     """``[R]``, by the actor's forward under weights at least as new as the newest token, and as

@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
+import os
 import traceback
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -66,8 +67,8 @@ Verifier = Callable[[Answer], Verdict] | Callable[[Answer], Awaitable[Verdict]]
 Finish = Callable[[Awaitable[Any]], Any]
 """Awaits the result of an asynchronous verifier."""
 
-PACKAGE: Final = str(Path(__file__).parents[1])
-"""folder of our own code"""
+PACKAGE: Final = f"{Path(__file__).parents[1]}{os.sep}"
+"""what the names of our own files begin with"""
 MAX_TEXT: Final = 2_000
 """characters of a reason or an error: thousands of samples may fail alike"""
 

@@ -23,7 +23,7 @@ from typing import Any, Final, NoReturn
 
 import msgspec
 
-from rlinf_async.processes import signal_at_end_of_parent
+from rlinf_async.processes import kill_group, signal_at_end_of_parent
 from rlinf_async.runtime.child import remove_unused_torch_cache
 
 HAS_THREADS: Final = -1
@@ -62,7 +62,7 @@ class _Forks:
         """by the file that is readable once a process has ended: its number, and the pipe for its
         status"""
         self._ids = os.getpid(), os.getppid()
-        self._parent = os.pidfd_open(os.getppid())
+        self._parent = os.pidfd_open(self._ids[1])
         """a file that is readable once the process that started this one has ended"""
         self._poll.register(self._parent, select.POLLIN)
 
@@ -104,9 +104,7 @@ class _Forks:
                 ends.unregister(watched)
                 self._ended(watched)
         for child, _ in self._running.values():
-            for kill in (os.killpg, os.kill):  # it may not lead its own group yet
-                with contextlib.suppress(ProcessLookupError):
-                    kill(child, signal.SIGKILL)
+            kill_group(child)
         os._exit(0)
 
     def _fork(self) -> bool:

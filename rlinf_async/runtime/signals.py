@@ -47,6 +47,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final, NoReturn, TypeVar
 
+from rlinf_async.processes import kill_group
 from rlinf_async.runtime.wakers import WorkEvent, WorkFuture
 
 _folders: set[Path] = set()
@@ -72,10 +73,7 @@ def kill_tree(process: BaseProcess) -> None:
     """
     if process.pid is None:
         return
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    with suppress(ProcessLookupError):  # it may not lead its own group yet
-        os.kill(process.pid, signal.SIGKILL)
+    kill_group(process.pid)
 
 
 def exit_at_once(code: int, reason: str) -> NoReturn:

@@ -357,8 +357,14 @@ class SimulatedRun:
         cluster, config = self._cluster, self._config
         ahead = config.work.max_staleness + 1
         room = 2 * config.samples * ahead
+        self.sticky = bool(config.episode.turns)
+        """as in a run, a turn goes to the engine that has its prefix, if that has room"""
         self.requests: Channel[Request] = cluster.channel(
-            Request, name="requests", capacity=room, max_deliveries=1_000_000
+            Request,
+            name="requests",
+            capacity=room,
+            max_deliveries=1_000_000,
+            stealing=self.sticky,
         )
         self.generated: Channel[Sample] = cluster.channel(Sample, name="generated", capacity=room)
         self.tasks, self.turns = self.requests, self.generated
@@ -408,7 +414,9 @@ class SimulatedRun:
             batches=config.work.mini_batches,
             samples=config.samples,
         )
-        self.news = EpisodeNews(self.orders.receiver, self.told.sender)
+        self.news = (
+            EpisodeNews(self.orders.receiver, self.told.sender) if config.episode.turns else None
+        )
         self.collector = Collector(
             self.ledger,
             self.scored.receiver,
@@ -416,7 +424,7 @@ class SimulatedRun:
             ranks=1,
             version=0,
             dispatcher=self.dispatcher,
-            finished=self.news.ended if config.episode.turns else None,
+            finished=None if self.news is None else self.news.ended,
         )
 
     async def _tell(self, report: DevicesReport) -> None:
@@ -497,6 +505,7 @@ class SimulatedRun:
             self.taken.sender,
             self.orders.receiver,
             self.told.sender,
+            self.sticky,
         )
         acting: Any = self._config.episode.turns and self.episodes.call(
             SimulatedEpisodes.run,
@@ -504,6 +513,7 @@ class SimulatedRun:
             self.requests.sender,
             self.turns.receiver,
             self.generated.sender,
+            self.sticky,
         )
         inferred = self._config.inference.devices > 0
         scored = self.unchecked if inferred else self.scored
@@ -516,7 +526,7 @@ class SimulatedRun:
             self.collector.run(),
             self.dispatcher.run(),
             self._drop_taken(),
-            *([self.news.run()] if self._config.episode.turns else []),
+            *([] if self.news is None else [self.news.run()]),
         )
         background = [asyncio.create_task(one) for one in (*running, self._faults.run())]
         self.site.settle()

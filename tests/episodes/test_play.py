@@ -141,8 +141,6 @@ def test_an_agent_that_asks_for_more_is_told_what_it_had_said() -> None:
 
 
 def test_an_agent_that_speaks_http_is_played_too() -> None:
-    pytest.importorskip("openai")
-
     async def black_box(episode: Episode) -> None:
         from openai import AsyncOpenAI
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from rlinf_async.config import ConfigError
 from rlinf_async.messages.language import Failed, Outcome, Rejected, Scored
 from rlinf_async.rewards import Answer, UnknownVerifier, load_verifier
-from rlinf_async.rewards.judging import judge, outcome_of
+from rlinf_async.rewards.judging import PACKAGE, described, judge, outcome_of
 from rlinf_async.rewards.judging import verifiers as registry
 from tests.rewards import verifiers
 
@@ -89,6 +90,14 @@ def test_a_long_error_is_cut() -> None:
     failed = judge("wordy", wordy, ANSWER)
     assert isinstance(failed, Failed)
     assert len(failed.error) < 5_000
+
+
+def test_a_package_whose_name_begins_as_ours_is_not_ours() -> None:
+    folder = PACKAGE.rstrip(os.sep)
+    source = compile("raise ValueError('theirs')", f"{folder}_envs/world.py", "exec")
+    with pytest.raises(ValueError, match="theirs") as raised:
+        exec(source)
+    assert described(raised.value).endswith(f"({folder}_envs/world.py:1)")
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:

@@ -92,16 +92,20 @@ def test_longer_waits_and_fewer_open_episodes_take_longer() -> None:
     assert seconds[0] < seconds[1] < seconds[2]
 
 
-def test_turns_find_what_was_read_in_the_prefix_cache() -> None:
+@pytest.mark.parametrize("engines", [1, 3])
+def test_turns_find_what_was_read_in_the_prefix_cache(engines: int) -> None:
     """A prompt is read once by an episode, and so is each answer: what later turns read is new."""
     config = with_episodes(turns=(4,), tool_seconds=(0.0,), given_tokens=50)
-    hardware = HardwareConfig(devices=2, devices_per_host=2, actor_devices=1)
+    devices = engines + 1
+    hardware = HardwareConfig(devices=devices, devices_per_host=devices, actor_devices=1)
     work = msgspec.structs.replace(config.work, mini_batches=1, iterations=1)
     config = msgspec.structs.replace(config, hardware=hardware, work=work)
     record = simulate(config)
     read = len(record.trained) * (config.work.prompt_tokens + 3 * 50)
-    seconds = record.result.spent["prefill"] * record.result.seconds * 2
-    assert seconds == pytest.approx(read * config.generation.prefill_seconds)
+    seconds = record.result.spent["prefill"] * record.result.seconds * devices
+    # With several engines a turn goes elsewhere where its own one has no room.
+    least = read * config.generation.prefill_seconds
+    assert seconds == pytest.approx(least, rel=1e-6 if engines == 1 else 0.25)
 
 
 def test_seconds_are_drawn_from_a_distribution() -> None:

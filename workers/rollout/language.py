@@ -573,7 +573,7 @@ class LanguageRolloutWorker(Worker):
         return Sample(
             request=msgspec.structs.replace(request, partial=None) if request.partial else request,
             generated=generated,
-            text=self._live.engine.decode(generated.token_ids),
+            text="" if request.turn else self._live.engine.decode(generated.token_ids),
             rollout_rank=self.rank,
             engine_seconds=seconds,
             idle_seconds=idle,

@@ -174,13 +174,8 @@ class ScheduledRollout(LanguageRolloutWorker):
     async def _report(
         self, orders: Orders, requests: Receiver[Request], handed_back: int
     ) -> InstanceReport:
-        progress = await self.progress()
-        if self._key is None:
-            queue = await requests.state()
-            queued, taken = queue.depth, queue.unsettled
-        else:  # requests lie under the keys of several instances
-            every = await requests.statistics()
-            queued, taken = every.depth, every.leases_out
+        # Over all keys: turns of episodes lie under those of several instances.
+        progress, queue = await self.progress(), await requests.statistics()
         return InstanceReport(
             instance=progress.rank,
             sequence=orders.sequence,
@@ -188,8 +183,8 @@ class ScheduledRollout(LanguageRolloutWorker):
             slots=progress.slots,
             samples=progress.samples,
             tokens=progress.tokens,
-            queued=queued,
-            taken=taken,
+            queued=queue.depth,
+            taken=queue.leases_out,
             requests=progress.requests,
             handed_back=handed_back,
             ended=self._ended.take(),

@@ -145,7 +145,8 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         for field in msgspec.structs.fields(placement):
             settings = getattr(placement, field.name)
             python = getattr(settings, "python", "")
-            if python and (wrong := what_is_wrong(python, settings.env_vars)):
+            env_vars = {**self.environment, **getattr(settings, "env_vars", {})}
+            if python and (wrong := what_is_wrong(python, env_vars)):
                 raise ConfigError(
                     f"{python!r}: {wrong}",
                     path=("cluster", "placement", field.encode_name, "python"),

@@ -11,7 +11,9 @@ from functools import partial
 import pytest
 
 from benchmarks.harness.peers import PeerMissing, default_store
+from rlinf_async.config import Document
 from rlinf_async.runtime.jobs.language.samples import load_language_progress, load_unfinished
+from rlinf_async.simulate import SimulationConfig
 from tests.episodes.endpoint.programs import PACKAGES
 from tests.interpreters import OURS, make_python, packages_of
 from tests.jobs.killing import nothing_left_behind
@@ -67,6 +69,14 @@ def test_what_the_verifier_judges_is_the_last_answer(job: Job) -> None:
     letters = ("--data.verifier", "tests.jobs.language.verifiers:letters")
     job.succeed("--episode.run", f"{AGENTS}:answers", "--cluster.episode_workers", 1, *letters)
     check_records(job, 4)
+
+
+def test_a_run_whose_agent_scores_itself_is_calibrated(job: Job) -> None:
+    job.succeed(*TALKS)
+    found = job.command("calibrate", job.out)
+    assert found.code == 0, found.err
+    config = Document("printed", found.out).to(SimulationConfig)
+    assert set(config.episode.turns) == {3}
 
 
 def test_an_environment_makes_its_own_tasks(job: Job) -> None:
