@@ -29,6 +29,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from rlinf_async.config.registry import needed, raised
+from rlinf_async.deadlines import timeout
 from rlinf_async.episodes.tools import (
     OUTPUT,
     SECONDS,
@@ -130,7 +131,9 @@ class _Server:
         self._words = _Words()
         self._task = asyncio.create_task(self._hold())
         either: set[asyncio.Future[Any]] = {self._ready, self._task}
-        await asyncio.wait(either, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        with contextlib.suppress(TimeoutError):
+            async with timeout(seconds):
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if self._ready.done():
             return self._ready.result()[1]
         if not self._task.done():
@@ -168,7 +171,9 @@ class _Server:
             self._task.cancel()
         try:
             # What goes wrong with a server that has died is no news.
-            await asyncio.wait({self._task}, timeout=END_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                async with timeout(END_SECONDS):
+                    await asyncio.wait({self._task})
         finally:
             self._task.cancel()
             if self._task.done() and not self._task.cancelled():

@@ -47,7 +47,8 @@ ERROR: Final = 1_000
 THREADS: Final = 32
 """calls at once of a function that needs threads, unless it says otherwise"""
 LEFT_ALONE: Final = 8
-"""calls of one tool that may go on after their time"""
+"""calls of one tool, or of a worker's environments, that may go on after their time, or their
+episode's end; with so many, others fail at once"""
 CANCELLED_SECONDS: Final = 1.0
 """time that a call has to end once it is cancelled"""
 
@@ -102,11 +103,19 @@ class ToolResult(msgspec.Struct, frozen=True, kw_only=True):
     """duration of the call, including the wait for its turn"""
 
 
-class _Ended(NamedTuple):
+class Ended(NamedTuple):
     """What a function returned or raised."""
 
-    value: object = None
+    value: Any = None
     error: BaseException | None = None
+
+    @classmethod
+    def of(cls, function: Callable[[], Any]) -> Ended:
+        """Call a function; whatever it raises, SystemExit too, is how it has ended."""
+        try:
+            return cls(function())
+        except BaseException as error:
+            return cls(error=error)
 
 
 class _Going:
@@ -117,23 +126,21 @@ class _Going:
         self._shared = shared
         self.ended = False
 
-    async def in_loop(self) -> _Ended:
+    async def in_loop(self) -> Ended:
         """Call an async function."""
         try:
-            return _Ended(await self._call())
+            return Ended(await self._call())
         except (asyncio.CancelledError, KeyboardInterrupt):
             raise
         except BaseException as error:  # also SystemExit, which must not end the worker
-            return _Ended(error=error)
+            return Ended(error=error)
         finally:
             self._end()
 
-    def in_thread(self) -> _Ended:
+    def in_thread(self) -> Ended:
         """Call any other function."""
         try:
-            return _Ended(self._call())
-        except BaseException as error:
-            return _Ended(error=error)
+            return Ended.of(self._call)
         finally:
             self._end()
 
@@ -299,10 +306,10 @@ class Tool:
         given = msgspec.convert(call.arguments, self._arguments, strict=False)
         return {name: getattr(given, name) for name in given.__struct_fields__}
 
-    async def _called(self, arguments: Mapping[str, Any]) -> _Ended | None:
+    async def _called(self, arguments: Mapping[str, Any]) -> Ended | None:
         """Return how the call has ended; None: it has not, in its time."""
         going = _Going(functools.partial(self.function, **arguments), self._shared)
-        work: asyncio.Future[_Ended]
+        work: asyncio.Future[Ended]
         if self._in_loop:
             work = asyncio.ensure_future(going.in_loop())
         else:
@@ -318,14 +325,14 @@ class Tool:
             await self._stop(work, going)
             return None
         if work.cancelled():
-            return _Ended(error=asyncio.CancelledError("it cancelled itself"))
+            return Ended(error=asyncio.CancelledError("it cancelled itself"))
         ended = work.result()
         if inspect.iscoroutine(ended.value):
             ended.value.close()
-            return _Ended(error=TypeError("it returned a coroutine, which nobody awaits"))
+            return Ended(error=TypeError("it returned a coroutine, which nobody awaits"))
         return ended
 
-    async def _stop(self, work: asyncio.Future[_Ended], going: _Going) -> None:
+    async def _stop(self, work: asyncio.Future[Ended], going: _Going) -> None:
         work.cancel()
         if self._in_loop:
             await asyncio.wait({work}, timeout=CANCELLED_SECONDS)
@@ -333,7 +340,7 @@ class Tool:
         if going.ended:  # in the meantime
             self._shared.left_alone.discard(going)
 
-    def _told(self, ended: _Ended) -> tuple[Failure, str]:
+    def _told(self, ended: Ended) -> tuple[Failure, str]:
         error = ended.error
         if error is None:
             return self._as_text(ended.value)

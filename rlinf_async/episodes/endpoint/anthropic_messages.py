@@ -53,20 +53,6 @@ class Spoken(msgspec.Struct):
     content: str | list[dict[str, Any]]
 
 
-class Block(msgspec.Struct):
-    """A part of a message, with the fields of all types that are understood."""
-
-    type: str
-    text: str = ""
-    thinking: str = ""
-    id: str = ""
-    name: str = ""
-    input: Any = None
-    tool_use_id: str = ""
-    content: Any = None
-    is_error: bool | None = None
-
-
 class Tool(msgspec.Struct):
     name: str
     type: str | None = None
@@ -188,7 +174,7 @@ def _messages(given: Body) -> list[Mapping[str, Any]]:
 
 def _answered(said: Said, blocks: Sequence[Mapping[str, Any]], where: str) -> None:
     for at, given in enumerate(blocks):
-        block = converted(given, Block, f"{where}[{at}]")
+        block = converted(given, Part, f"{where}[{at}]")
         if block.type == "tool_use":
             arguments = arguments_of(block.input or {}, f"{where}[{at}].input")
             said.answer(calls=[as_call(block.id, block.name, arguments)])
@@ -212,7 +198,7 @@ def _said(said: Said, blocks: Sequence[Mapping[str, Any]], where: str) -> None:
             texts.append(given)
             continue
         say()
-        block = converted(given, Block, f"{where}[{at}]")
+        block = converted(given, Part, f"{where}[{at}]")
         content = text_of(block.content, f"{where}[{at}].content", PARTS)
         if block.is_error and not content.startswith(FAILED):  # no template knows of it
             content = f"{FAILED} {content}"

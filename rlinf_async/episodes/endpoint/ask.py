@@ -234,14 +234,14 @@ class Part(msgspec.Struct):
     """A part of a message, with the fields of all interfaces that are understood."""
 
     type: str
-    text: Any = None
-    thinking: Any = None
-    id: Any = None
-    name: Any = None
+    text: str = ""
+    thinking: str = ""
+    id: str = ""
+    name: str = ""
     input: Any = None
-    tool_use_id: Any = None
+    tool_use_id: str = ""
     content: Any = None
-    is_error: Any = None
+    is_error: bool | None = None
 
 
 PART: Final = frozenset(

@@ -155,7 +155,7 @@ class ChatCompletions:
         choices = [
             {
                 "index": at,
-                "message": {"role": "assistant", "content": one.text or None, **_rest(one, ask)},
+                "message": {"role": "assistant", "content": one.text or None, **_rest(one)},
                 "logprobs": _logprobs(one) if ask.logprobs else None,
                 "finish_reason": _finish(one),
             }
@@ -168,7 +168,7 @@ class ChatCompletions:
         """Yield the events of a stream."""
         head = _head(answers, "chat.completion.chunk")
         for at, one in enumerate(answers.choices):
-            for delta in _deltas(one, ask):
+            for delta in _deltas(one):
                 yield "", {**head, "choices": [_choice(at, delta)]}
             last = _choice(at, {}, _finish(one))
             if ask.logprobs:
@@ -233,10 +233,10 @@ def _head(answers: Answers, kind: str) -> dict[str, Any]:
     }
 
 
-def _rest(answer: Answer, ask: Ask) -> dict[str, Any]:
+def _rest(answer: Answer) -> dict[str, Any]:
     """Return the fields of a message beside its text."""
     found: dict[str, Any] = {"refusal": None}
-    if answer.thoughts and ask.thoughts:
+    if answer.thoughts:
         found["reasoning_content"] = answer.thoughts
     if answer.calls:
         found["tool_calls"] = [_call(one) for one in answer.calls]
@@ -253,9 +253,9 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _deltas(answer: Answer, ask: Ask) -> Iterator[dict[str, Any]]:
+def _deltas(answer: Answer) -> Iterator[dict[str, Any]]:
     yield {"role": "assistant", "content": ""}
-    if answer.thoughts and ask.thoughts:
+    if answer.thoughts:
         yield {"reasoning_content": answer.thoughts}
     if answer.text:
         yield {"content": answer.text}

@@ -237,7 +237,7 @@ def _begun(ask: Ask, answers: Answers) -> dict[str, Any]:
 
 
 def _items(answer: Answer, unique: str, ask: Ask) -> Iterator[dict[str, Any]]:
-    if answer.thoughts and ask.thoughts:
+    if answer.thoughts:
         thought = {"type": "reasoning_text", "text": answer.thoughts}
         yield {"type": "reasoning", "id": f"rs_{unique}", "summary": [], "content": [thought]}
     if answer.text or not answer.calls:

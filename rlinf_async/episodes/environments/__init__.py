@@ -17,18 +17,27 @@ Each kind is an `EnvironmentPart` in a module of its own, which imports nothing 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, Final, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from rlinf_async.config.convert import convert
-from rlinf_async.config.registry import ConfigError, Part, Path, Registry, raised
+from rlinf_async.config.registry import (
+    ConfigError,
+    Part,
+    Path,
+    Registry,
+    UsageError,
+    raised,
+)
 from rlinf_async.episodes.episode import Episode, EpisodeError, LimitReached, RunEpisode
-from rlinf_async.episodes.tools import THREAD_EACH
+from rlinf_async.episodes.tools import LEFT_ALONE, THREAD_EACH, Ended
 
 T = TypeVar("T")
 
@@ -36,8 +45,6 @@ WAIT: Final = "environment"
 """what an episode waits for while its task begins, or a step is taken"""
 CONCURRENT: Final = 32
 """steps of a worker's environments that are computed at once"""
-LEFT_ALONE: Final = 8
-"""steps that may go on after the end of their episode; with so many, others fail at once"""
 
 
 class EnvironmentFailed(EpisodeError):
@@ -67,6 +74,18 @@ class EnvironmentPart(Part):
     def make(self, settings: Any, /) -> RunEpisode:
         """Return the coroutine function of an episode."""
         raise NotImplementedError
+
+
+@contextmanager
+def at_fault(what: str, path: Path) -> Iterator[None]:
+    """Raise `ConfigError` for what a library raises: ``what`` is not possible, and why. ``path`` is
+    the setting at fault."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{what}: {raised(error)}", path=path) from error
 
 
 environments: Registry[EnvironmentPart] = Registry(
@@ -157,6 +176,26 @@ def is_number(reference: str) -> bool:
     return reference.isascii() and reference.isdigit()
 
 
+class PlayedPart(EnvironmentPart):
+    """Description of a kind of environment that `play` plays; its Config is a `PlayedConfig`."""
+
+    numbered = True
+
+    def worlds(self, settings: Any, /) -> Callable[[], World]:
+        """Return what makes the environment of one episode."""
+        raise NotImplementedError
+
+    def make(self, settings: Any, /) -> RunEpisode:
+        """Return the coroutine function."""
+        world = self.worlds(settings)
+
+        async def run(episode: Episode) -> float:
+            """Play one episode of the environment."""
+            return await play(episode, world(), settings.unfinished)
+
+        return run
+
+
 async def play(episode: Episode, world: World, unfinished: float) -> float:
     """Have the model act in an environment to its end; return the outcome.
 
@@ -211,13 +250,6 @@ def number(name: str, what: str, value: Any) -> float:
     return float(found)
 
 
-class _Ended(NamedTuple):
-    """What a call returned, or raised."""
-
-    value: Any = None
-    error: BaseException | None = None
-
-
 class Going:
     """Calls of all environments of a worker."""
 
@@ -241,7 +273,7 @@ class Calls:
     def __init__(self, name: str, going: Going) -> None:
         self._name = name
         self._going = going
-        self._call: asyncio.Future[_Ended] | None = None
+        self._call: asyncio.Future[Ended] | None = None
 
     async def __call__(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Call a function.
@@ -279,15 +311,9 @@ class Calls:
         else:
             self._call.add_done_callback(lambda _: self._begin(function))
 
-    def _back(self, call: asyncio.Future[_Ended]) -> None:
+    def _back(self, call: asyncio.Future[Ended]) -> None:
         self._going.left_alone -= 1
 
-    def _begin(self, function: Callable[[], Any]) -> asyncio.Future[_Ended]:
-        return asyncio.get_running_loop().run_in_executor(THREAD_EACH, _ended, function)
-
-
-def _ended(function: Callable[[], Any]) -> _Ended:
-    try:
-        return _Ended(function())
-    except BaseException as error:  # of a thread that is not this module's
-        return _Ended(error=error)
+    def _begin(self, function: Callable[[], Any]) -> asyncio.Future[Ended]:
+        here, loop = contextvars.copy_context(), asyncio.get_running_loop()
+        return loop.run_in_executor(THREAD_EACH, here.run, Ended.of, function)

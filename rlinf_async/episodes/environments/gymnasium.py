@@ -12,24 +12,25 @@ Each episode has an environment of its own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from rlinf_async.config.registry import ConfigError, Path, UsageError, needed, raised
+from rlinf_async.config.registry import ConfigError, Path, needed
 from rlinf_async.episodes.environments import (
     Asked,
     Calls,
     EnvironmentFailed,
-    EnvironmentPart,
     Going,
     PlayedConfig,
+    PlayedPart,
     Step,
+    at_fault,
     number,
-    play,
     text_of,
 )
-from rlinf_async.episodes.episode import Episode, RunEpisode
 
 
 class GymnasiumConfig(PlayedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,20 +47,14 @@ class GymnasiumConfig(PlayedConfig, frozen=True, kw_only=True, forbid_unknown_fi
         return f"environment {self.id!r}"
 
 
-class GymnasiumPart(EnvironmentPart):
-    Config, numbered = GymnasiumConfig, True
+class GymnasiumPart(PlayedPart):
+    Config = GymnasiumConfig
     library, extra = "gymnasium", "gymnasium"
 
     def check(self, settings: GymnasiumConfig, path: Path, asked: Asked) -> None:
         """Make an environment, and look at its spaces."""
-        try:
+        with at_fault(f"{settings.name} cannot be made", (*path, "id")):
             env = _made(settings)
-        except UsageError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise ConfigError(
-                f"{settings.name} cannot be made: {raised(error)}", path=(*path, "id")
-            ) from error
         try:
             text = needed("gymnasium", extra="gymnasium", needed_for=settings.name).spaces.Text
             for what in ("observation", "action"):
@@ -73,15 +68,9 @@ class GymnasiumPart(EnvironmentPart):
         finally:
             env.close()
 
-    def make(self, settings: GymnasiumConfig, /) -> RunEpisode:
-        """Return the coroutine function."""
-        going = Going()
-
-        async def run(episode: Episode) -> float:
-            """Play one episode of the environment."""
-            return await play(episode, _World(settings, going), settings.unfinished)
-
-        return run
+    def worlds(self, settings: GymnasiumConfig, /) -> Callable[[], _World]:
+        """Return what makes the environment of one episode."""
+        return partial(_World, settings, Going())
 
 
 def _made(settings: GymnasiumConfig) -> Any:

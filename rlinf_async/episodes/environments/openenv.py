@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, Literal
 from urllib.parse import urlsplit
 
@@ -25,14 +27,12 @@ from rlinf_async.config.registry import ConfigError, Path, needed, raised
 from rlinf_async.episodes.environments import (
     Asked,
     EnvironmentFailed,
-    EnvironmentPart,
     PlayedConfig,
+    PlayedPart,
     Step,
     number,
-    play,
     text_of,
 )
-from rlinf_async.episodes.episode import Episode, RunEpisode
 
 CLOSE_SECONDS: Final = 2.0
 """longest time of the end of a session"""
@@ -58,15 +58,11 @@ class OpenenvConfig(PlayedConfig, frozen=True, kw_only=True, forbid_unknown_fiel
     """largest message of the server, in MiB"""
 
     def __post_init__(self) -> None:
-        check_bounds(self, "sessions", least=1)
+        check_bounds(self, "sessions", "largest_mib", least=1)
+        check_bounds(self, "connect_seconds", above=0, below=3600)
         split = urlsplit(self.url)
         if split.scheme not in ("http", "https", "ws", "wss") or not split.hostname:
             raise ValueError(f"url is {self.url!r}; it must be an address, http://host:8000")
-        if not 0.0 < self.connect_seconds < 3600.0 or self.largest_mib < 1:
-            raise ValueError(
-                f"connect_seconds is {self.connect_seconds} and largest_mib {self.largest_mib}; "
-                "they must be above 0"
-            )
 
     @property
     def name(self) -> str:
@@ -81,8 +77,8 @@ class OpenenvConfig(PlayedConfig, frozen=True, kw_only=True, forbid_unknown_fiel
         return f"{'wss' if secure else 'ws'}://{rest}/ws"
 
 
-class OpenenvPart(EnvironmentPart):
-    Config, numbered = OpenenvConfig, True
+class OpenenvPart(PlayedPart):
+    Config = OpenenvConfig
     library, extra = "websockets", "openenv"
 
     def check(self, settings: OpenenvConfig, path: Path, asked: Asked) -> None:
@@ -96,15 +92,10 @@ class OpenenvPart(EnvironmentPart):
                 path=(*path, "sessions"),
             )
 
-    def make(self, settings: OpenenvConfig, /) -> RunEpisode:
-        """Return the coroutine function."""
+    def worlds(self, settings: OpenenvConfig, /) -> Callable[[], _World]:
+        """Return what makes the session of one episode."""
         needed("websockets.asyncio.client", extra="openenv", needed_for=settings.name)
-
-        async def run(episode: Episode) -> float:
-            """Play one episode of the environment."""
-            return await play(episode, _World(settings), settings.unfinished)
-
-        return run
+        return partial(_World, settings)
 
 
 class Said(msgspec.Struct, frozen=True):

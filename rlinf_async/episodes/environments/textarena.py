@@ -16,6 +16,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -25,25 +26,22 @@ from rlinf_async.config.counts import check_bounds
 from rlinf_async.config.registry import (
     ConfigError,
     Path,
-    UsageError,
     check_arguments,
     load_entry_point,
     nearest,
     needed,
-    raised,
 )
 from rlinf_async.episodes.environments import (
     Asked,
     Calls,
     EnvironmentFailed,
-    EnvironmentPart,
     Going,
     PlayedConfig,
+    PlayedPart,
     Step,
+    at_fault,
     number,
-    play,
 )
-from rlinf_async.episodes.episode import Episode, RunEpisode
 
 T = TypeVar("T")
 Opponent = Callable[[str, random.Random], str]
@@ -89,8 +87,8 @@ class TextarenaConfig(PlayedConfig, frozen=True, kw_only=True, forbid_unknown_fi
         return f"game {self.id!r}"
 
 
-class TextarenaPart(EnvironmentPart):
-    Config, numbered = TextarenaConfig, True
+class TextarenaPart(PlayedPart):
+    Config = TextarenaConfig
     library, extra = "textarena", "textarena"
 
     def check(self, settings: TextarenaConfig, path: Path, asked: Asked) -> None:
@@ -102,26 +100,13 @@ class TextarenaPart(EnvironmentPart):
                 path=(*path, "id"),
             )
         _opponent(settings, path)
-        try:
+        given = f"{settings.players} player(s) and options = {settings.options}"
+        with at_fault(f"{settings.name} cannot begin with {given}", path):
             _Game(settings, 0)
-        except UsageError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise ConfigError(
-                f"{settings.name} cannot begin with {settings.players} player(s) and options = "
-                f"{settings.options}: {raised(error)}",
-                path=path,
-            ) from error
 
-    def make(self, settings: TextarenaConfig, /) -> RunEpisode:
-        """Return the coroutine function."""
-        going, opponent = Going(), _opponent(settings, ())
-
-        async def run(episode: Episode) -> float:
-            """Play one game."""
-            return await play(episode, _World(settings, opponent, going), settings.unfinished)
-
-        return run
+    def worlds(self, settings: TextarenaConfig, /) -> Callable[[], _World]:
+        """Return what makes the game of one episode."""
+        return partial(_World, settings, _opponent(settings, ()), Going())
 
 
 def _library() -> Any:

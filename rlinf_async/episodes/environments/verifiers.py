@@ -18,16 +18,17 @@ import asyncio
 import itertools
 import os
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from typing import Any, Final
 
 import msgspec
 
-from rlinf_async.config.registry import ConfigError, Path, UsageError, needed, raised
+from rlinf_async.config.registry import ConfigError, Path, needed, raised
 from rlinf_async.episodes.environments import (
     Asked,
     EnvironmentFailed,
     EnvironmentPart,
+    at_fault,
     number,
     number_of,
 )
@@ -62,7 +63,7 @@ class VerifiersPart(EnvironmentPart):
 
     def check(self, settings: VerifiersConfig, path: Path, asked: Asked) -> None:
         """Load the environment, and count its tasks where a run asks for a number of them."""
-        with _named(settings, path):
+        with at_fault(f"{settings.name} cannot be loaded", (*path, "env")):
             rows = iter(_loaded(settings).taskset)
             there = sum(1 for _ in itertools.islice(rows, asked.tasks))
         if there < asked.tasks:
@@ -87,19 +88,6 @@ def _module(name: str, settings: VerifiersConfig) -> Any:
     return needed(f"verifiers.v1{name}", extra="verifiers", needed_for=settings.name)
 
 
-@contextmanager
-def _named(settings: VerifiersConfig, path: Path) -> Iterator[None]:
-    """Name the setting of what raises when it is loaded."""
-    try:
-        yield
-    except UsageError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"{settings.name} cannot be loaded: {raised(error)}", path=(*path, "env")
-        ) from error
-
-
 def _loaded(settings: VerifiersConfig) -> Any:
     loaders = _module(".utils.loaders", settings)
     return loaders.load_environment(loaders.resolve_env_config(settings.env))
@@ -110,7 +98,7 @@ class _World:
 
     def __init__(self, settings: VerifiersConfig) -> None:
         self._settings = settings
-        with _named(settings, ()):
+        with at_fault(f"{settings.name} cannot be loaded", ("env",)):
             self._env = _loaded(settings)
         self._rest: Iterator[Any] = iter(self._env.taskset)
         self._tasks: list[Any] = []

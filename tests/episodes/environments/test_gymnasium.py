@@ -8,6 +8,8 @@ import random
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from queue import SimpleQueue
 from typing import Any
 
 import msgspec
@@ -16,7 +18,7 @@ import pytest
 from rlinf_async.config import ConfigError
 from rlinf_async.episodes import Episode, LimitReached
 from rlinf_async.episodes.agents import load_agent
-from rlinf_async.episodes.environments import EnvironmentFailed, environments
+from rlinf_async.episodes.environments import Calls, EnvironmentFailed, Going, environments
 from rlinf_async.messages.language import Failed, Scored
 from tests.episodes.environments import worlds
 from tests.episodes.environments.kit import agent, attempt, ended, played, rewards, said
@@ -63,6 +65,15 @@ async def test_options_reach_the_environment_and_it_may_end_by_itself() -> None:
     )
     assert ending.outcome == Scored(reward=-0.25)
     assert rewards(episode) == [-0.25] * 9 + [None]
+
+
+async def test_calls_have_the_context_of_their_episode() -> None:
+    given = ContextVar("given", default="nobody's")
+    given.set("the episode's")
+    call, seen = Calls("world", Going()), SimpleQueue[str]()
+    assert await call(given.get) == "the episode's"
+    call.last(lambda: seen.put(given.get()))
+    assert await asyncio.to_thread(seen.get, timeout=30.0) == "the episode's"
 
 
 async def test_an_episode_waits_for_its_environment_also_while_that_begins() -> None:

@@ -140,7 +140,15 @@ async def test_a_server_that_is_not_there_is_named() -> None:
         ({}, "url"),
         ({"url": "127.0.0.1:8000"}, "it must be an address, http://host:8000"),
         ({"url": "ftp://host"}, "it must be an address"),
-        ({"url": "http://host", "connect_seconds": 0}, "they must be above 0"),
+        (
+            {"url": "http://host", "connect_seconds": 0},
+            "connect_seconds is 0.0; it must be above 0",
+        ),
+        (
+            {"url": "http://host", "connect_seconds": 3600},
+            "connect_seconds is 3600.0; it must be below 3600",
+        ),
+        ({"url": "http://host", "largest_mib": 0}, "largest_mib is 0; it must be at least 1"),
         ({"url": "http://host", "actions": "text"}, "did you mean 'action'"),
     ],
 )
