@@ -111,9 +111,16 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     return tokenizer
 
 
-def end_tokens(folder: str | Path, tokenizer: Tokenizer) -> frozenset[int]:
+def end_tokens(
+    folder: str | Path, tokenizer: Tokenizer, config: Any | None = None
+) -> frozenset[int]:
     """Return the tokens at which engines end an answer of a model: the tokenizer's, and those of
     config.json, or else of its kind of model, and of generation_config.json.
+
+    Args:
+        folder: the model's folder.
+        tokenizer: its tokenizer.
+        config: ``PretrainedConfig`` of its config.json, where that is read already.
 
     Raises:
         DataError: one of the files is damaged.
@@ -121,23 +128,25 @@ def end_tokens(folder: str | Path, tokenizer: Tokenizer) -> frozenset[int]:
     """
     path = Path(folder).expanduser()
     given: list[Any] = [tokenizer.eos_token_id]
+    found: set[int] = set()
     try:
-        if (path / "config.json").is_file():
+        if config is None and (path / "config.json").is_file():
             library = needed("transformers", extra="llm", needed_for=f"the model in {path}")
             config = library.AutoConfig.from_pretrained(
                 str(path), local_files_only=True, trust_remote_code=False
             )
+        if config is not None:
             given.append(config.get_text_config(decoder=True).eos_token_id)
         settings = path / "generation_config.json"
         if settings.is_file():
             given.append(json.loads(settings.read_text(encoding="utf-8")).get("eos_token_id"))
+        for one in given:
+            several = isinstance(one, list | tuple)
+            found.update(map(int, one if several else [] if one is None else [one]))
     except MissingExtra:
         raise
     except Exception as error:  # transformers raises errors of many types
         raise DataError(f"the end tokens in {path} cannot be read: {error}") from error
-    found: set[int] = set()
-    for one in given:
-        found.update(one if isinstance(one, list | tuple) else [] if one is None else [int(one)])
     return frozenset(found)
 
 

@@ -448,18 +448,24 @@ class ChatTemplate:
         return text
 
 
-def load_template(model: str | Path, options: Mapping[str, Any] | None = None) -> ChatTemplate:
+def load_template(
+    model: str | Path,
+    options: Mapping[str, Any] | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> ChatTemplate:
     """Return the chat template of a model's folder.
 
     Args:
         model: the folder.
         options: variables of the template.
+        tokenizer: the model's, where it is loaded already.
 
     Raises:
         DataError: tokenizer or end tokens cannot be read.
         TemplateError: see `ChatTemplate`.
     """
-    tokenizer = load_tokenizer(model)
+    if tokenizer is None:
+        tokenizer = load_tokenizer(model)
     return ChatTemplate(tokenizer, options=options, ends=end_tokens(model, tokenizer) or None)
 
 

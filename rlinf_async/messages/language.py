@@ -271,9 +271,14 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """`Episode.state` when the turn was asked for: its sample brings it back"""
 
     @property
+    def sample_name(self) -> str:
+        """``group/index``: name of the sample, also of that to which a turn belongs."""
+        return f"{self.group}/{self.index}"
+
+    @property
     def name(self) -> str:
         """Unique in a run: ``group/index``, of a turn ``group/index.turn``."""
-        return f"{self.group}/{self.index}" + (f".{self.turn}" if self.turn else "")
+        return self.sample_name + (f".{self.turn}" if self.turn else "")
 
 
 class Scored(msgspec.Struct, frozen=True, kw_only=True, tag="scored"):

@@ -517,7 +517,8 @@ def test_the_end_tokens_are_those_at_which_engines_stop(
         assert open_folder(str(tmp_path), needs_weights=False).stop_token_ids == expected
 
 
-def test_end_tokens_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").write_text("{")
+@pytest.mark.parametrize("written", ["{", "[]", '{"eos_token_id": {}}', '{"eos_token_id": ["x"]}'])
+def test_end_tokens_that_cannot_be_read_are_named(tmp_path: Path, written: str) -> None:
+    (tmp_path / "generation_config.json").write_text(written)
     with pytest.raises(DataError, match=f"the end tokens in {tmp_path} cannot be read"):
         end_tokens(tmp_path, tokenizer_of("llama3"))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlinf_async.backends.language import PromptTooLong
+from rlinf_async.data import DataError
 from rlinf_async.data.prompts import end_tokens
 from rlinf_async.messages.language import Request, Tokens
 
@@ -75,7 +76,7 @@ def open_folder(
         needs_weights: the folder must hold weights, too.
 
     Raises:
-        ModelFolderError: something is missing, or ``context`` is over the model's own.
+        ModelFolderError: something is missing or damaged, or ``context`` is over the model's own.
         ModuleNotFoundError: the package ``transformers`` is not installed.
     """
     folder = Path(path)
@@ -104,7 +105,10 @@ def open_folder(
             f"context is {context}, but the model in {path!r} was made for {own} tokens "
             "(max_position_embeddings)"
         )
-    stops = end_tokens(folder, tokenizer)
+    try:
+        stops = end_tokens(folder, tokenizer, config)
+    except DataError as error:
+        raise ModelFolderError(str(error)) from error
     return ModelFolder(path, config, tokenizer, stops, context or own or 2**31)
 
 

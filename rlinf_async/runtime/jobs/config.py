@@ -115,22 +115,21 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
         ``placement``: the settings of the roles, or a preset.
         """
-        if self.backend == "ray" or not isinstance(placement, msgspec.Struct):
+        if self.backend == "ray":
             return
-        for field in msgspec.structs.fields(placement):
-            settings = getattr(placement, field.name)
+        for role, settings in _roles(placement):
             if getattr(settings, "python", "") and not self.processes:
                 raise ConfigError(
                     "with cluster.backend = 'local' all workers are in the process of the command, "
                     "which has one Python: set it to 'process', or leave python out",
-                    path=("cluster", "placement", field.encode_name, "python"),
+                    path=("cluster", "placement", role, "python"),
                 )
             for name in ("resources", "runtime_env"):
                 if getattr(settings, name, None):
                     raise ConfigError(
                         f"only Ray's hosts have any: set cluster.backend to 'ray', or leave {name} "
                         "out",
-                        path=("cluster", "placement", field.encode_name, name),
+                        path=("cluster", "placement", role, name),
                     )
 
     def check_interpreters(self, placement: object) -> None:
@@ -140,16 +139,14 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         Raises:
             ConfigError: it is not there, has not what workers need, or other versions.
         """
-        if self.backend != "process" or not isinstance(placement, msgspec.Struct):
+        if self.backend != "process":
             return
-        for field in msgspec.structs.fields(placement):
-            settings = getattr(placement, field.name)
+        for role, settings in _roles(placement):
             python = getattr(settings, "python", "")
             env_vars = {**self.environment, **getattr(settings, "env_vars", {})}
             if python and (wrong := what_is_wrong(python, env_vars)):
                 raise ConfigError(
-                    f"{python!r}: {wrong}",
-                    path=("cluster", "placement", field.encode_name, "python"),
+                    f"{python!r}: {wrong}", path=("cluster", "placement", role, "python")
                 )
 
     @property
@@ -223,6 +220,13 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return Cluster.process(
             heartbeat_limit=self.heartbeat_limit, deadlock_after=self.deadlock_after, log=log
         )
+
+
+def _roles(placement: object) -> Iterator[tuple[str, Any]]:
+    """The settings of each role, by its name in the file; a preset has none."""
+    if isinstance(placement, msgspec.Struct):
+        for field in msgspec.structs.fields(placement):
+            yield field.encode_name, getattr(placement, field.name)
 
 
 def check_sinks(names: Sequence[str]) -> None:

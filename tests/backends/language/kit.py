@@ -15,7 +15,17 @@ from rlinf_async.backends.fsdp.language.config import LanguageFSDPConfig, Langua
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 from rlinf_async.backends.language import MicroBatch
 from rlinf_async.backends.language_training.config import LanguageModelConfig
-from rlinf_async.messages.language import Branch, Kept, TrainingSample, TurnSpan
+from rlinf_async.messages.language import (
+    Branch,
+    Generated,
+    Kept,
+    Prompt,
+    Request,
+    Sample,
+    Sampling,
+    TrainingSample,
+    TurnSpan,
+)
 from rlinf_async.weights.pack import unpack
 
 VOCABULARY = 61
@@ -89,6 +99,32 @@ def samples(groups: int = 2, size: int = 4, seed: int = 0) -> list[TrainingSampl
         for group in range(groups)
         for index in range(size)
     ]
+
+
+def as_sample(one: TrainingSample) -> Sample:
+    """The sample of which a trainer gets this one, as a rollout worker sends it."""
+    prompt = Prompt(index=0, text="", token_ids=one.prompt_ids, verifier="exact", reference="")
+    request = Request(
+        group=one.group,
+        index=one.index,
+        group_size=4,
+        iteration=0,
+        min_version=0,
+        prompt=prompt,
+        sampling=Sampling(temperature=one.temperature),
+        seed=0,
+    )
+    generated = Generated(
+        token_ids=one.response_ids,
+        log_prob=one.log_prob,
+        version=one.version,
+        finish="stop",
+        kept=one.kept,
+        drawn=one.drawn,
+    )
+    return Sample(
+        request=request, generated=generated, text="", rollout_rank=0, branches=one.branches
+    )
 
 
 def micro_batches(batch: list[TrainingSample], size: int) -> list[MicroBatch]:

@@ -23,19 +23,13 @@ from rlinf_async.backends.fsdp.language.trainer import CriticTrainer, PolicyTrai
 from rlinf_async.backends.language_training.config import LanguageModelConfig
 from rlinf_async.backends.language_training.objective import by_tokens, pack_responses
 from rlinf_async.backends.megatron.config import MegatronConfig, MegatronTrainerConfig
-from rlinf_async.messages.language import (
-    Generated,
-    Prompt,
-    Request,
-    Sample,
-    Sampling,
-    TrainingSample,
-)
+from rlinf_async.messages.language import TrainingSample
 from rlinf_async.workers.inference import bare_sample, with_log_probs
 from tests.backends.fsdp_helpers import in_processes, save_result
 from tests.backends.language import oracle
 from tests.backends.language.kit import (
     QWEN3,
+    as_sample,
     assert_close,
     episodes,
     micro_batches,
@@ -169,32 +163,6 @@ def test_inference_workers_see_an_episode_as_the_trainer_does() -> None:
     for one, expected in zip(done, trainer.log_probs(batch), strict=True):
         assert one.prev_log_prob is not None
         np.testing.assert_array_equal(one.prev_log_prob, expected)
-
-
-def as_sample(one: TrainingSample) -> Sample:
-    """The sample of which a trainer gets this one."""
-    prompt = Prompt(index=0, text="", token_ids=one.prompt_ids, verifier="exact", reference="")
-    request = Request(
-        group=one.group,
-        index=one.index,
-        group_size=4,
-        iteration=0,
-        min_version=0,
-        prompt=prompt,
-        sampling=Sampling(temperature=one.temperature),
-        seed=0,
-    )
-    generated = Generated(
-        token_ids=one.response_ids,
-        log_prob=one.log_prob,
-        version=one.version,
-        finish="stop",
-        kept=one.kept,
-        drawn=one.drawn,
-    )
-    return Sample(
-        request=request, generated=generated, text="", rollout_rank=0, branches=one.branches
-    )
 
 
 def test_a_token_that_was_given_has_no_part_in_any_number() -> None:

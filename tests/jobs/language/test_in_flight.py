@@ -7,8 +7,10 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import pytest
 
 import rlinf_async as ra
+from rlinf_async.channels.encoded import copy_of
 from rlinf_async.channels.queue import statistics_of
 from rlinf_async.messages.language import (
     Generated,
@@ -19,6 +21,7 @@ from rlinf_async.messages.language import (
     Scored,
     ScoredSample,
 )
+from rlinf_async.runtime.jobs.language import samples
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.roles import LanguageChannels
 from rlinf_async.runtime.jobs.language.samples import (
@@ -178,6 +181,27 @@ async def test_answers_of_a_finished_episode_that_is_run_once_more_are_kept_for_
                 await sender.put(turn(0, 1), key="0/0.1")
                 assert drop_turns(channels, []) == 0
             assert drop_turns(channels, []) == 1
+
+
+async def test_the_tasks_are_read_only_for_answers_of_episodes_that_are_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read: list[object] = []
+
+    def reading(item: object) -> object:
+        read.append(item)
+        return copy_of(item)
+
+    monkeypatch.setattr(samples, "copy_of", reading)
+    async with ra.Cluster.local() as cluster:
+        channels = LanguageChannels(cluster, with_episodes())
+        with channels.held_open(), channels.turns.sender as sender, channels.turns.receiver:
+            await channels.tasks.sender.put(request(0))
+            await sender.put(turn(0, 1), key="0/0.1")
+            assert drop_turns(channels, [request(0)]) == 0
+            assert not read
+            assert drop_turns(channels, []) == 0
+            assert len(read) == 1
 
 
 def test_a_checkpoint_without_turns_can_still_be_read(tmp_path: Path) -> None:

@@ -56,12 +56,17 @@ def without_an_end(folder: pathlib.Path) -> None:
         change(folder / name, eos_token_id=None)
 
 
+def with_half_of_its_settings(folder: pathlib.Path) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": ')
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
         (with_a_nan, "model.norm.weight holds numbers that are NaN or infinite"),
         (with_more_tokens, "the tokenizer has tokens up to 104, but the model has embeddings for"),
         (without_an_end, "there is no end-of-sequence token"),
+        (with_half_of_its_settings, "checkpoint cannot be read: "),
     ],
 )
 def test_check_and_run_name_what_is_wrong_with_a_model(

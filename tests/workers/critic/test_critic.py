@@ -11,7 +11,7 @@ from rlinf_async.algorithms.config import LanguageAdvantageConfig
 from rlinf_async.messages.language import SampleGroup
 from rlinf_async.workers.actor import FSDPActor
 from rlinf_async.workers.critic import FSDPCritic
-from tests.workers.actor.language.kit import BATCHES, CONFIG, Channels, as_sample, groups
+from tests.workers.actor.language.kit import BATCHES, CONFIG, Channels, groups, sample_of
 
 pytestmark = pytest.mark.parametrize("loop_kind", ["uvloop"])
 
@@ -31,7 +31,7 @@ async def test_a_critic_gives_values_and_both_learn_from_the_same_groups(loop_ki
             )
             for group in range(4):
                 for index in range(4):
-                    await channels.samples.sender.put(as_sample(group, index, iteration))
+                    await channels.samples.sender.put(sample_of(group, index, iteration))
             assert await valuing == [16]
             values = {}
             for _ in range(16):
@@ -70,7 +70,7 @@ async def test_samples_that_end_before_the_iteration_are_an_error_with_numbers(
         valuing = critics.call(
             FSDPCritic.run_inference, channels.samples.receiver, channels.done.sender
         )
-        await channels.samples.sender.put(as_sample(0, 0))
+        await channels.samples.sender.put(sample_of(0, 0))
         channels.samples.sender.close()
         with pytest.raises(ra.WorkerError, match=r"ended 15 samples before the 16 of this iter"):
             await valuing

@@ -166,6 +166,20 @@ class Flow:
             self.episodes.sender,
         )
 
+    async def again(
+        self,
+        workers: ra.WorkerGroup[Any],
+        running: ra.GroupCall[list[EpisodeReport]],
+        rank: int = 0,
+        lose: Callable[[Flow], None] | None = None,
+    ) -> ra.GroupCall[list[EpisodeReport]]:
+        """Have this rank die and be run again; ``lose``: takes what is lost with it."""
+        running.cancel()
+        await running.finished(within=1)
+        if lose is not None:
+            lose(self)
+        return self.run(workers, rank)
+
     async def put(self, *tasks: Request) -> None:
         """Put tasks, and leave the channel open."""
         for one in tasks:
@@ -198,6 +212,23 @@ async def flowing(
             yield flow, group
             flow.requests.close()
             await serving
+
+
+async def revived(
+    agent: Any, engine: Engine, *seconds: float, lose: Callable[[Flow], None] | None = None
+) -> Sample:
+    """An episode whose worker dies this long after each time that it began; ``lose``: as in
+    `Flow.again`."""
+    async with flowing(agent, engine) as (flow, group):
+        running = flow.run(group)
+        await flow.put(task())
+        for one in seconds:
+            await asyncio.sleep(one)
+            running = await flow.again(group, running, lose=lose)
+        found = await flow.episodes.receiver.get()
+        flow.tasks.sender.close()
+        await running
+    return found
 
 
 async def played(

@@ -26,6 +26,7 @@ from tests.workers.episode.kit import (
     language,
     played,
     replaced,
+    revived,
     task,
     wait,
 )
@@ -100,9 +101,7 @@ def test_workers_that_die_at_any_time_lose_nothing_and_draw_no_turn_twice() -> N
             for _ in range(deaths):
                 await asyncio.sleep(chance.uniform(0.0, 6.0))
                 dying = chance.randrange(2)
-                running[dying].cancel()
-                await running[dying].finished(within=1)
-                running[dying] = flow.run(group, dying)
+                running[dying] = await flow.again(group, running[dying], dying)
             found: dict[str, Sample] = {}
             while len(found) < len(TASKS):
                 sample = await flow.episodes.receiver.get()
@@ -265,16 +264,7 @@ def test_an_environment_that_can_be_restored_goes_on_after_the_last_complete_tur
         whole, agent = Plays(), Plays()
         expected = await told(whole, task(), script=letters)
         assert whole.steps == [1, 2, 3, 4]
-        async with flowing(agent, Engine(letters)) as (flow, group):
-            running = flow.run(group)
-            await flow.put(task())
-            await asyncio.sleep(seconds)
-            running.cancel()
-            await running.finished(within=1)
-            running = flow.run(group)
-            sample = await flow.episodes.receiver.get()
-            flow.tasks.sender.close()
-            await running
+        sample = await revived(agent, Engine(letters), seconds)
         assert as_told(sample) == expected["0/0"]
         done = int(seconds)
         again = [done] if done else []  # the answer to the last turn is looked at again
@@ -336,18 +326,8 @@ def acts(case: Case) -> Any:
 )
 def test_an_episode_comes_to_the_same_however_often_its_worker_dies(case: Case) -> None:
     async def body(deaths: Sequence[float], expected: tuple[Any, ...]) -> None:
-        async with flowing(acts(case), Engine(digits)) as (flow, group):
-            running = flow.run(group)
-            await flow.put(task())
-            for seconds in deaths:
-                await asyncio.sleep(seconds)
-                running.cancel()
-                await running.finished(within=1)
-                running = flow.run(group)
-            found = await flow.episodes.receiver.get()
-            flow.tasks.sender.close()
-            await running
-            assert as_told(found) == expected
+        found = await revived(acts(case), Engine(digits), *deaths)
+        assert as_told(found) == expected
 
     expected = run(told(acts(case), task(), script=digits))["0/0"]
     for seconds in range(8):
@@ -384,26 +364,6 @@ def numbers() -> Script:
     return lambda _: str(next(count))
 
 
-async def lost(agent: Remembers, seconds: float, lose: Callable[[Flow], None]) -> Sample:
-    """An episode whose worker dies once, and what is lost with it."""
-    async with flowing(agent, Engine(numbers())) as (flow, group):
-        running = flow.run(group)
-        await flow.put(task())
-        await asyncio.sleep(seconds)
-        running.cancel()
-        await running.finished(within=1)
-        lose(flow)
-        running = flow.run(group)
-        found = await flow.episodes.receiver.get()
-        flow.tasks.sender.close()
-        await running
-        return found
-
-
-def nothing(flow: Flow) -> None:
-    """Lose nothing."""
-
-
 def first_answer(flow: Flow) -> None:
     """Lose the first answer that the agent has had: turn 1 was given up."""
     flow.turns.receiver.get_nowait(key="0/0.2")
@@ -417,17 +377,17 @@ def state_of_its_time(flow: Flow) -> None:
 
 
 @pytest.mark.parametrize(("lose", "tools", "found", "reward"), [
-    (nothing, ((), ()), (b"after 1", ["2", "3"]), 234.0),
+    (None, ((), ()), (b"after 1", ["2", "3"]), 234.0),
     (first_answer, ((), ()), (b"", []), 156.0),
     (state_of_its_time, ((), ()), (b"", []), 156.0),
-    (nothing, ((), [wait]), (b"", []), 678.0),
+    (None, ((), [wait]), (b"", []), 678.0),
 ])  # fmt: skip
 def test_a_conversation_is_restored_as_it_was_or_not_at_all(
-    lose: Callable[[Flow], None], tools: Any, found: tuple[bytes, list[str]], reward: float
+    lose: Callable[[Flow], None] | None, tools: Any, found: tuple[bytes, list[str]], reward: float
 ) -> None:
     async def body() -> None:
         agent = Remembers(*tools)
-        sample = await lost(agent, 2.7, lose)
+        sample = await revived(agent, Engine(numbers()), 2.7, lose=lose)
         assert agent.found == [(b"", []), found]
         assert sample.outcome == Scored(reward=reward)
 
@@ -452,16 +412,7 @@ def test_a_turn_that_was_given_up_is_not_taken_up_with_another_state() -> None:
         return float(chat.turns[-1].text)
 
     async def body() -> None:
-        async with flowing(thinks_again, Engine(numbers())) as (flow, group):
-            running = flow.run(group)
-            await flow.put(task())
-            await asyncio.sleep(3.0)
-            running.cancel()
-            await running.finished(within=1)
-            running = flow.run(group)
-            sample = await flow.episodes.receiver.get()
-            flow.tasks.sender.close()
-            await running
+        sample = await revived(thinks_again, Engine(numbers()), 3.0)
         assert found == [b"", b"second"]
         assert sample.outcome == Scored(reward=2.0)
 
@@ -529,16 +480,7 @@ def test_an_answer_that_was_cut_is_none_to_a_turn_that_may_be_longer() -> None:
         return float(turn.text)
 
     async def body() -> None:
-        async with flowing(asks_for_more, Engine(lambda _: "12345")) as (flow, group):
-            running = flow.run(group)
-            await flow.put(task())
-            await asyncio.sleep(3.0)
-            running.cancel()
-            await running.finished(within=1)
-            running = flow.run(group)
-            sample = await flow.episodes.receiver.get()
-            flow.tasks.sender.close()
-            await running
+        sample = await revived(asks_for_more, Engine(lambda _: "12345"), 3.0)
         assert sample.outcome == Scored(reward=12345.0)
         assert sample.generated.finish == "stop"
 

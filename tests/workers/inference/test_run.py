@@ -14,7 +14,7 @@ from rlinf_async.messages.language import Sample
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.workers.inference import InferenceConfig, InferenceReport, InferenceWorker
 from tests.backends.language.kit import micro_batches, samples
-from tests.workers.actor.language.kit import CONFIG, KEEPING, Channels, as_sample
+from tests.workers.actor.language.kit import CONFIG, KEEPING, Channels, sample_of
 
 pytestmark = pytest.mark.parametrize("loop_kind", ["uvloop"])
 
@@ -73,7 +73,7 @@ async def answered(
 @pytest.mark.parametrize("ranks", [1, 2])
 async def test_every_sample_comes_out_once_with_both_log_probs(ranks: int, loop_kind: str) -> None:
     [(trainer, update)] = await versions(1)
-    sent = [as_sample(group, index) for group in range(3) for index in range(4)]
+    sent = [sample_of(group, index) for group in range(3) for index in range(4)]
     config = InferenceConfig(max_samples=5, reference=True)
     done, reports = await answered(sent, [update], config, ranks)
     assert sorted(one.request.name for one in done) == sorted(one.request.name for one in sent)
@@ -90,7 +90,7 @@ async def test_every_sample_comes_out_once_with_both_log_probs(ranks: int, loop_
 
 async def test_a_sample_waits_for_the_weights_of_its_newest_token(loop_kind: str) -> None:
     (first, old), (second, new) = await versions(2)
-    sent = [as_sample(0, 0, version=1)]
+    sent = [sample_of(0, 0, version=1)]
     done, [report] = await answered(sent, [old, new], InferenceConfig(reference=True))
     assert done[0].prev_log_prob is not None
     assert done[0].ref_log_prob is not None
@@ -102,7 +102,7 @@ async def test_a_sample_waits_for_the_weights_of_its_newest_token(loop_kind: str
 
 async def test_older_samples_are_answered_for_under_the_newest_weights_too(loop_kind: str) -> None:
     (first, old), (second, new) = await versions(2)
-    sent = [as_sample(0, 0, version=0), as_sample(0, 1, version=1)]
+    sent = [sample_of(0, 0, version=0), sample_of(0, 1, version=1)]
     [stale, _], [report] = await answered(sent, [old, new], InferenceConfig())
     assert report.batches == 1
     assert stale.generated.version.max() == 0
@@ -122,7 +122,7 @@ async def test_weights_that_will_never_come_are_an_error(loop_kind: str) -> None
             channels.done.sender,
             channels.weights.receiver,
         )
-        await channels.samples.sender.put(as_sample(0, 0, version=3))
+        await channels.samples.sender.put(sample_of(0, 0, version=3))
         await channels.weights.sender.publish(update)
         channels.weights.sender.close()
         with pytest.raises(ra.WorkerError, match=r"version 3 are asked for, the newest are 0"):
@@ -131,7 +131,7 @@ async def test_weights_that_will_never_come_are_an_error(loop_kind: str) -> None
 
 async def test_only_what_is_asked_for_is_computed(loop_kind: str) -> None:
     [(_, update)] = await versions(1)
-    sent = [as_sample(0, 0)]
+    sent = [sample_of(0, 0)]
     done, _ = await answered(sent, [update], InferenceConfig(previous=False, reference=True))
     assert done[0].prev_log_prob is None
     assert done[0].ref_log_prob is not None
@@ -145,7 +145,7 @@ async def test_a_cancelled_worker_gives_back_what_it_had_not_sent_on(loop_kind: 
         channels = Channels(cluster)
         narrow = cluster.channel(Sample, name="narrow", capacity=1)
         workers = await cluster.launch(InferenceWorker, CONFIG, InferenceConfig(max_samples=1))
-        sent = [as_sample(0, index) for index in range(4)]
+        sent = [sample_of(0, index) for index in range(4)]
         for sample in sent:
             await channels.samples.sender.put(sample)
         await channels.weights.sender.publish(update)

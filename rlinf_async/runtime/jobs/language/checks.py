@@ -25,7 +25,7 @@ import msgspec
 from rlinf_async.backends.language import UnsupportedModel, check_family
 from rlinf_async.backends.parts import EngineRun, TrainerRun, engines, language_trainers
 from rlinf_async.config import ConfigError, MissingExtra, UsageError
-from rlinf_async.data import DataError, Prompts, PromptsTooLong, load_tokenizer
+from rlinf_async.data import DataError, Prompts, PromptsTooLong, Tokenizer
 from rlinf_async.episodes.agents import load_agent
 from rlinf_async.episodes.endpoint import EndpointConfig
 from rlinf_async.episodes.endpoint.server import listener
@@ -483,7 +483,7 @@ def _check_agent_apart(
     try:
         run_apart(
             *(_load_agent, config.episode.run, config.episode.environment, asked),
-            returns=bool,
+            returns=type(None),
             name="Episode",
             quiet=True,
             python=python,
@@ -497,8 +497,8 @@ def _check_agent_apart(
         raise UsageError(f"with {python!r}: {error}") from error
 
 
-def _load_agent(name: str, environment: dict[str, Any], asked: Asked) -> bool:
-    return callable(load_agent(name, ("episode", "run"), environment, asked))
+def _load_agent(name: str, environment: dict[str, Any], asked: Asked) -> None:
+    load_agent(name, ("episode", "run"), environment, asked)
 
 
 def _nearest(number: int, divisor: int) -> str:
@@ -507,12 +507,13 @@ def _nearest(number: int, divisor: int) -> str:
     return f"{below} or {above}" if below else str(above)
 
 
-def open_prompts(config: LanguageConfig, model: Path) -> Prompts:
+def open_prompts(config: LanguageConfig, model: Path, tokenizer: Tokenizer) -> Prompts:
     """The run's prompts; each fits the context of the model.
 
     Args:
         config: the run's configuration.
         model: the model's folder.
+        tokenizer: the model's.
 
     Raises:
         ConfigError: they cannot be read, do not fit the model or are too few, or a verifier that
@@ -523,7 +524,7 @@ def open_prompts(config: LanguageConfig, model: Path) -> Prompts:
     if room is not None and narrowed:
         data = msgspec.structs.replace(data, max_prompt_tokens=room)
     try:
-        prompts = Prompts(data, load_tokenizer(model), messages=config.has_episodes)
+        prompts = Prompts(data, tokenizer, messages=config.has_episodes)
     except DataError as error:
         blamed = narrowed and isinstance(error, PromptsTooLong)
         hint = f" ({why})" if blamed else ""

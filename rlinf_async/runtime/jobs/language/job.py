@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from rlinf_async.config import ConfigError
-from rlinf_async.data import DataConfig, DataError, Prompts
+from rlinf_async.data import DataConfig, DataError, Prompts, load_tokenizer
 from rlinf_async.data.records import existing
 from rlinf_async.episodes.template import load_template
 from rlinf_async.observe.run_folder import RunFolder
@@ -167,14 +167,15 @@ def _inputs(config: LanguageConfig, into: Path) -> _Inputs:
     if not config.model.path and config.actor.part.has_weights:
         check_forward(model, ("model", "config"))
     try:
-        prompts = open_prompts(config, model)
+        tokenizer = load_tokenizer(model)
+        prompts = open_prompts(config, model, tokenizer)
         if config.has_episodes:
-            load_template(model, config.data.chat_options)
+            load_template(model, config.data.chat_options, tokenizer)
         if config.model.path and config.actor.part.has_weights:
             check_weights(Path(config.model.path).expanduser(), ("model", "path"))
         check_critic(config, model)
         warm = config.warm_start.steps and not has_weights(model)
-        return _Inputs(model, prompts, examples(config, model) if warm else [])
+        return _Inputs(model, prompts, examples(config, tokenizer) if warm else [])
     except DataError as error:
         raise ConfigError(str(error), path=("data",)) from error
 

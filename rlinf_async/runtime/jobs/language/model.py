@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from rlinf_async.backends.language_training.config import SupervisedConfig
 from rlinf_async.config import ConfigError, needed
 from rlinf_async.config.registry import raised
-from rlinf_async.data import DataError, Prompts, load_tokenizer
+from rlinf_async.data import DataError, Prompts, Tokenizer
 from rlinf_async.data.prompts import FILES as TOKENIZER_FILES
 from rlinf_async.data.prompts import save_arithmetic_tokenizer
 from rlinf_async.messages.language import Tokens
@@ -385,14 +385,13 @@ def check_forward(folder: Path, where: tuple[str, ...]) -> None:
         raise ConfigError(f"no model can be made of it: {raised(error)}", path=where) from error
 
 
-def examples(config: LanguageConfig, model: Path) -> Examples:
+def examples(config: LanguageConfig, tokenizer: Tokenizer) -> Examples:
     """Every training prompt of the warm start, with its answer and the end-of-sequence token.
 
     Raises:
         ConfigError: the data cannot be read, or are fewer than a batch; the tokenizer has no
             end-of-sequence token.
     """
-    tokenizer = load_tokenizer(model)
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             "the tokenizer has no end-of-sequence token: the model would never end an answer",

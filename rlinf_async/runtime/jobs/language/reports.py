@@ -99,13 +99,12 @@ def summed_up(iteration: int, groups: Groups) -> TrainedOn:
 
 def _of_caches(samples: Sequence[Sample]) -> dict[str, float]:
     """The column of prefix caches: none where engines do not tell."""
-    told = [one for one in samples if one.generated.cached is not None]
-    uses = [one.episode.engines for one in samples if one.episode is not None]
-    read = sum(len(one.request.prompt.token_ids) for one in told)
-    read += sum(one.read_tokens for one in uses)
-    cached = sum(one.generated.cached or 0 for one in told)
-    cached += sum(one.cached_tokens for one in uses)
-    return {"prefix_cache_hits": cached / read} if read else {}
+    answers = EngineUse()
+    for one in samples:
+        answers.add(one, before=-1)
+    uses = [answers, *(one.episode.engines for one in samples if one.episode is not None)]
+    read = sum(one.read_tokens for one in uses)
+    return {"prefix_cache_hits": sum(one.cached_tokens for one in uses) / read} if read else {}
 
 
 def _of_episodes(samples: Sequence[Sample]) -> dict[str, float]:

@@ -626,7 +626,7 @@ class InFlight(msgspec.Struct, kw_only=True):
         """Enter into the ledger of a resumed run what need not begin anew."""
         for request in self.partial:
             ledger.continue_from(request)
-        begun = {_episode_of(one.request) for one in self.turns}
+        begun = {one.request.sample_name for one in self.turns}
         for request in ledger.running:
             if request.name in begun:
                 ledger.continue_from(msgspec.structs.replace(request, replay=True))
@@ -691,12 +691,15 @@ def drop_turns(channels: LanguageChannels, running: Iterable[Request]) -> int:
     """
     if channels.turns is channels.generated:
         return 0
+    names = {one.name for one in running}
+    answered = {key: str(key).partition(".")[0] for key in channels.turns.queue.keys}
+    unknown = [key for key, name in answered.items() if name not in names]
     # A finished episode may be run once more, where its worker died before it had said so: it
     # waits for the answers that it asks for now.
-    names = {one.name for one in (*running, *_items(channels.tasks))}
+    again = {one.name for one in _items(channels.tasks)} if unknown else set()
     receiver, dropped = channels.turns.receiver, 0
-    for key in list(channels.turns.queue.keys):
-        if str(key).partition(".")[0] in names:
+    for key in unknown:
+        if answered[key] in again:
             continue
         with suppress(ChannelEmpty):  # it is leased, or on its way
             while True:
@@ -709,13 +712,8 @@ def _turns(channels: LanguageChannels, running: Container[str]) -> list[Sample]:
     """The answers that episodes of these names have, or that wait for them, in their order."""
     if channels.turns is channels.generated:
         return []
-    found = [one for one in _items(channels.turns) if _episode_of(one.request) in running]
+    found = [one for one in _items(channels.turns) if one.request.sample_name in running]
     return sorted(found, key=lambda one: (one.request.group, one.request.index, one.request.turn))
-
-
-def _episode_of(turn: Request) -> str:
-    """The name of the sample that a turn belongs to."""
-    return f"{turn.group}/{turn.index}"
 
 
 def _items(channel: Channel[T]) -> list[T]:

@@ -8,18 +8,10 @@ import msgspec
 
 import rlinf_async as ra
 from rlinf_async.backends.base import OptimizerConfig
-from rlinf_async.messages.language import (
-    Generated,
-    LanguageTrainReport,
-    Prompt,
-    Request,
-    Sample,
-    SampleGroup,
-    Sampling,
-)
+from rlinf_async.messages.language import LanguageTrainReport, Sample, SampleGroup
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.workers.actor import FSDPActor, LanguageBatches
-from tests.backends.language.kit import samples, trainer_config
+from tests.backends.language.kit import as_sample, samples, trainer_config
 
 GROUP = 4
 BATCHES = LanguageBatches(
@@ -39,27 +31,11 @@ def groups(iteration: int, *, count: int = 4, version: int = 0) -> list[SampleGr
     ]
 
 
-def as_sample(group: int, index: int, version: int = 0) -> Sample:
+def sample_of(group: int, index: int, version: int = 0) -> Sample:
     """What a rollout worker sends: the tokens of the training sample of the same numbers."""
     one = samples(group + 1, GROUP)[group * GROUP + index]
-    prompt = Prompt(index=group, text="", token_ids=one.prompt_ids, verifier="exact", reference="")
-    request = Request(
-        group=group,
-        index=index,
-        group_size=GROUP,
-        iteration=0,
-        min_version=0,
-        prompt=prompt,
-        sampling=Sampling(temperature=one.temperature),
-        seed=0,
-    )
-    generated = Generated(
-        token_ids=one.response_ids,
-        log_prob=one.log_prob,
-        version=one.version + version,
-        finish="stop",
-    )
-    return Sample(request=request, generated=generated, text="", rollout_rank=0)
+    one.version = one.version + version
+    return as_sample(one)
 
 
 class Channels:

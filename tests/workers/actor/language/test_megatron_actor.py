@@ -20,7 +20,7 @@ from rlinf_async.workers.actor import FSDPActor, LanguageBatches, MegatronActor
 from rlinf_async.workers.actor.iteration import GroupOps, channel_of
 from rlinf_async.workers.base import WorkerError
 from tests.backends.language.kit import QWEN3
-from tests.workers.actor.language.kit import KEEPING, OPTIMIZER, Channels, as_sample, groups
+from tests.workers.actor.language.kit import KEEPING, OPTIMIZER, Channels, groups, sample_of
 
 pytest.importorskip("megatron.core")
 
@@ -125,7 +125,7 @@ async def answers(channels: Channels, actors: Any, method: Any) -> dict[Any, lis
     asking = actors.call(method, channels.samples.receiver, channels.done.sender, True)
     for group in range(4):
         for index in range(4):
-            await channels.samples.sender.put(as_sample(group, index))
+            await channels.samples.sender.put(sample_of(group, index))
     assert await asking == [16] * len(actors)
     found: list[Sample] = [one async for one in channels.done.receiver]
     assert len(found) == 16

@@ -31,7 +31,7 @@ from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.weights.pack import unpack
 from rlinf_async.workers.actor import FSDPActor, LanguageBatches
 from tests.backends.language.kit import assert_close, episodes, trainer_config
-from tests.workers.actor.language.kit import BATCHES, CONFIG, KEEPING, Channels, as_sample, groups
+from tests.workers.actor.language.kit import BATCHES, CONFIG, KEEPING, Channels, groups, sample_of
 
 Trained = tuple[list[LanguageTrainReport], WeightUpdate]
 
@@ -345,7 +345,7 @@ async def test_inference_sends_each_sample_on_with_its_log_probs(loop_kind: str)
         running = actors.call(
             FSDPActor.run_inference, channels.samples.receiver, channels.done.sender, True
         )
-        sent = [as_sample(group, index) for group in range(4) for index in range(4)]
+        sent = [sample_of(group, index) for group in range(4) for index in range(4)]
         for sample in sent:
             await channels.samples.sender.put(sample)
         assert await running == [16]
@@ -381,7 +381,7 @@ async def test_after_a_rescale_to_one_rank_inference_waits_for_no_whole_micro_ba
         )
         sender, done = channels.samples.sender, channels.done.receiver
         for index in range(16):  # each comes back before the next is sent
-            await sender.put(as_sample(index // 4, index % 4))
+            await sender.put(sample_of(index // 4, index % 4))
             assert (await done.get()).request.index == index % 4
         assert await running == [16, 0]
 

@@ -20,8 +20,8 @@ from tests.workers.actor.language.kit import (
     BATCHES,
     OPTIMIZER,
     Channels,
-    as_sample,
     groups,
+    sample_of,
 )
 
 WHITENED = trainer_config(
@@ -58,7 +58,7 @@ async def trained(
         )
         for group in range(4):
             for index in range(4):
-                await channels.samples.sender.put(as_sample(group, index))
+                await channels.samples.sender.put(sample_of(group, index))
         assert await asking == [16 // world_size] * world_size
         log_probs = {
             one.request.name: one.prev_log_prob
