@@ -49,8 +49,8 @@ async def main() -> dict[str, Any]:
 
     answers = [[str(at), str(at + 1 if at % 2 else at)] for at in range(6)]
     found["at once"] = await asyncio.gather(*(one(at, said) for at, said in enumerate(answers)))
-    second = agent("verifiers", env=ENV)  # of another worker in this process
-    both = one(1, answers[1], run), one(1, answers[1], second)
+    workers = agent("verifiers", env=ENV), agent("verifiers", env=ENV)  # in one process
+    both = [one(1, answers[1], each) for each in workers]
     found["two workers"] = await asyncio.gather(*both)
     found.update(await fixed_agents(endpoint, one))
     found["a row once"] = await rows(one)
