@@ -316,4 +316,4 @@ class Calls:
 
     def _begin(self, function: Callable[[], Any]) -> asyncio.Future[Ended]:
         here, loop = contextvars.copy_context(), asyncio.get_running_loop()
-        return loop.run_in_executor(THREAD_EACH, here.run, Ended.of, function)
+        return loop.run_in_executor(THREAD_EACH, lambda: here.run(Ended.of, function))
