@@ -329,9 +329,9 @@ def listener(config: EndpointConfig) -> socket.socket:
         made.setblocking(False)
     except (OSError, OverflowError) as error:
         made.close()
+        free = "; with port = 0 any that is free is taken" if config.port else ""
         raise EpisodeError(
-            f"the endpoint cannot listen on {config.interface} port {config.port}: {error}; with "
-            "port = 0 any that is free is taken"
+            f"the endpoint cannot listen on {config.interface} port {config.port}: {error}{free}"
         ) from error
     return made
 
