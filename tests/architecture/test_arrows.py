@@ -30,13 +30,15 @@ ARROWS: dict[str, set[str]] = {
     "episodes": LIGHT | {"data"},
     "backends": LIGHT | {"algorithms", "data", "weights"},
     "workers": LIGHT | {"backends", "channels", "data", "episodes", "observe", "rewards"},
+    "recording": LIGHT | {"channels"},
     # Of the algorithms a job needs what they can be told: that part does not import torch.
     "runtime": LIGHT
-    | {"algorithms", "backends", "channels", "data", "episodes", "observe", "rewards", "workers"},
+    | {"algorithms", "backends", "channels", "data", "episodes", "observe", "recording", "rewards"}
+    | {"workers"},
     "simulate": LIGHT
     | {"backends", "channels", "episodes", "observe", "runtime", "testing", "workers"},
     "testing": LIGHT | {"channels", "data", "episodes", "runtime", "workers"},
-    "cli": LIGHT | {"channels", "observe", "runtime", "simulate", "workers"},
+    "cli": LIGHT | {"channels", "observe", "recording", "runtime", "simulate", "workers"},
 }
 """What each part may import of the others when it is imported."""
 
