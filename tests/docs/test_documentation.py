@@ -76,11 +76,21 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(file), f"{page.name}: {target}"
 
 
-@pytest.mark.parametrize("index", ["README.md", "docs/README.md"])
-def test_every_page_stands_in_both_lists_of_pages(index: str) -> None:
-    listed = {(ROOT / index).parent / target.partition("#")[0] for target in links(ROOT / index)}
-    pages = {page for page in ROOT.glob("docs/*.md") if page.name != "README.md"}
-    assert pages <= listed, f"missing: {sorted(page.name for page in pages - listed)}"
+def linked(page: Path) -> set[Path]:
+    """The files that a page links to."""
+    return {(page.parent / target.partition("#")[0]).resolve() for target in links(page)}
+
+
+def test_every_page_stands_in_the_list_of_pages() -> None:
+    pages = {page for page in ROOT.glob("docs/**/*.md") if page.name != "README.md"}
+    missing = pages - linked(ROOT / "docs" / "README.md")
+    assert not missing, f"missing: {sorted(page.name for page in missing)}"
+
+
+def test_the_readme_is_two_screens_and_leads_to_every_tutorial() -> None:
+    readme = ROOT / "README.md"
+    assert len(readme.read_text(encoding="utf-8").splitlines()) <= 100
+    assert linked(readme) >= {*ROOT.glob("docs/tutorials/*.md"), ROOT / "docs" / "README.md"}
 
 
 def test_every_package_stands_in_the_folders_of_the_architecture() -> None:
