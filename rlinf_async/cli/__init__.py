@@ -30,6 +30,7 @@ COMMANDS = {
     "evaluate": ("runs", "Let a trained policy act again; film it."),
     "export": ("checkpoints", "Write a checkpoint as a Hugging Face folder."),
     "reshard": ("checkpoints", "Write a checkpoint anew, for another number of ranks."),
+    "samples": ("samples", "Print what the model of a run said, and what it got for it."),
     "simulate": ("simulate", "Try a run, its placement and its scheduling in virtual time."),
     "status": ("runs", "Show the graph of a run that goes on."),
     "stop": ("runs", "End a run in order, with a checkpoint."),

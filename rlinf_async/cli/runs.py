@@ -50,8 +50,8 @@ def status(folder: str | None, as_json: bool) -> None:
     Its workers, channels and edges, who waits for whom, and its figures. Without DIR: the run under
     runs/ that was started last.
     """
-    with _as_usage():
-        seen = look_at_run(_named(folder))
+    with as_usage():
+        seen = look_at_run(named(folder))
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(seen)))
         return
@@ -67,8 +67,8 @@ def stop(folder: str | None) -> int:
 
     Waits until it has ended. Without DIR: the run under runs/ that was started last.
     """
-    with _as_usage():
-        path = _named(folder)
+    with as_usage():
+        path = named(folder)
         seen = look_at_run(path)
         if seen.state in ("ended", "killed"):
             raise UsageError(f"there is nothing to stop: {_sentence(seen)}")
@@ -86,7 +86,7 @@ def stop(folder: str | None) -> int:
     if not (path / MARKER).exists():
         click.echo(f"{path}: stopped before it had begun, nothing is left of it")
         return OK
-    with _as_usage():
+    with as_usage():
         click.echo(_sentence(look_at_run(path)))
     return OK
 
@@ -112,7 +112,7 @@ def _shown_as_waiting(what: str) -> Iterator[None]:
         yield
 
 
-def _named(folder: str | None) -> pathlib.Path:
+def named(folder: str | None) -> pathlib.Path:
     """The folder of the run that is meant."""
     if folder is not None:
         return pathlib.Path(folder).expanduser()
@@ -168,7 +168,7 @@ def _draw(shown: ProgressState) -> None:
 
 
 @contextlib.contextmanager
-def _as_usage() -> Iterator[None]:
+def as_usage() -> Iterator[None]:
     """Report a folder that is not a run's, or cannot be read, as wrong input."""
     try:
         yield
@@ -253,7 +253,7 @@ def _trained(session: Session, run: pathlib.Path, *, single: bool) -> TrainedPol
     """What the run's job needs to read its policy; ``single``: in environments that render."""
     from rlinf_async.runtime.jobs.embodied.playing import PlayingJob, single_env
 
-    with _as_usage():
+    with as_usage():
         check_is_run(run)
     document = Document.read(str(run / "config.toml"))
     job = job_of(session, document)

@@ -10,6 +10,7 @@
       tensorboard/        the same for TensorBoard
       checkpoints/        what --resume goes on from
       trained/            the trained model, of a run that came to its end
+      samples/            what the model said, and what it got for it; see `observe.samples`
       workers.log         what the workers printed, each line with its time and worker
       status.json         what the live view shows, while the run goes on
       .lock               held by the process of the run, and says which that is

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 
+from rlinf_async.observe.samples import read_samples
 from rlinf_async.runtime.jobs.language.samples import load_language_progress
 from tests.jobs.language.kit import LOSSES, TINY, Job
 from tests.jobs.processes import Start
@@ -45,6 +46,8 @@ def test_a_killed_driver_leaves_no_worker_and_the_run_comes_to_its_end(
     assert summary.iterations == iterations
     assert summary.samples == sum(summary.outcomes.values()) == 8 * iterations
     assert [row["iteration"] for row in job.iterations] == [str(n) for n in range(iterations)]
+    kept = [one["name"] for one in read_samples(job.out, kind="training")]
+    assert kept == [f"{group}/{index}" for group in range(4 * iterations) for index in range(2)]
 
 
 def test_losses_of_a_real_model_are_those_of_a_run_that_was_not_killed(

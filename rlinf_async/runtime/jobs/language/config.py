@@ -27,6 +27,7 @@ from rlinf_async.config.counts import MOST_WORKERS, check_bounds
 from rlinf_async.config.registry import Part, Path
 from rlinf_async.data import DataConfig
 from rlinf_async.messages.language import Sampling
+from rlinf_async.observe.samples import SamplesConfig
 from rlinf_async.parallel import Strategy
 from rlinf_async.runtime.jobs.config import HostConfig
 from rlinf_async.runtime.jobs.placement import Preset, RolePlacement
@@ -412,6 +413,7 @@ MAY_DIFFER = (
     "training.keep_checkpoints",
     "training.export",
     "training.metrics",
+    "samples",
     "episode.seconds",
     "episode.concurrent",
     "episode.endpoint",
@@ -463,6 +465,7 @@ class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     warm_start: WarmStartConfig = WarmStartConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     scheduler: SchedulingConfig = SchedulingConfig()
+    samples: SamplesConfig = SamplesConfig()
     cluster: ClusterConfig = ClusterConfig()
 
     def __post_init__(self) -> None:

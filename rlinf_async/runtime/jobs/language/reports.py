@@ -288,11 +288,12 @@ async def evaluate(
     requests: Sender[Request],
     collector: Collector,
     on_answer: Callable[[int, int], None],
+    on_answers: Callable[[Sequence[ScoredSample]], None] = lambda _: None,
 ) -> Evaluated | None:
     """Have every prompt answered once, greedily, by weights of at least this version, and scored.
 
     None where there is no prompt. ``on_answer`` is called with the number of the answers that are
-    there, and of all.
+    there, and of all; ``on_answers`` with all of them.
     """
     if not prompts:
         return None
@@ -318,7 +319,9 @@ async def evaluate(
         one.add_done_callback(lambda _: on_answer(next(count), len(expected)))
     for request in wanted:
         await requests.put(request)
-    return Evaluated.of([one.outcome for one in await asyncio.gather(*expected)])
+    answers = await asyncio.gather(*expected)
+    on_answers(answers)
+    return Evaluated.of([one.outcome for one in answers])
 
 
 def why_unscored(outcome: Rejected | Failed) -> str:

@@ -22,6 +22,7 @@ The whole flow is `LanguageRun.main`; its loop over iterations is `LanguageRun._
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from contextlib import nullcontext
 from functools import partial
@@ -35,11 +36,13 @@ from rlinf_async.data import DataState, Prompts
 from rlinf_async.messages.language import Prompt
 from rlinf_async.observe.metrics import MetricsWriter
 from rlinf_async.observe.run_folder import RunFolder
+from rlinf_async.observe.samples import SampleWriter
 from rlinf_async.observe.summary import LanguageSummary
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.checkpoints import Checkpointer, Stopped, clean, in_background
 from rlinf_async.runtime.jobs.config import HostConfig
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
+from rlinf_async.runtime.jobs.language.kept import SampleKeeper
 from rlinf_async.runtime.jobs.language.model import export
 from rlinf_async.runtime.jobs.language.reports import (
     Evaluated,
@@ -79,6 +82,8 @@ from rlinf_async.runtime.signals import run_signals
 if TYPE_CHECKING:  # a run without a scheduler does not load it
     from rlinf_async.workers.scheduler import SchedulerSummary
 
+FLUSH_SECONDS = 5.0
+"""seconds that a checkpoint waits for a disk that samples are written to"""
 COMPARED_PROMPTS = 4
 """prompts that the engine's and the actor's log-probs are compared on"""
 
@@ -93,6 +98,7 @@ class Flow(NamedTuple):
     checkpointer: Checkpointer
     metrics: MetricsWriter
     view: LiveView
+    samples: SampleKeeper
 
 
 class LanguageRun:
@@ -114,6 +120,7 @@ class LanguageRun:
         clean(folder.checkpoints)
         self.progress = load_language_progress(folder.checkpoints) or LanguageProgress()
         self._prompts = prompts
+        self._samples: SampleWriter | None = None
         self._last: dict[str, float] | None = None
         self._scheduled: SchedulerSummary | None = None
         self._evaluated: Evaluated | None = None
@@ -173,6 +180,7 @@ class LanguageRun:
         checkpointer = Checkpointer(cluster, roles.learners, self.folder.checkpoints, kept)
         await roles.launch(self._resume_path())
         await roles.connect()
+        keeper = SampleKeeper(self._writer(), self.folder.path, self.model)
         with (
             channels.held_open(),
             self._metrics() as metrics,
@@ -188,7 +196,7 @@ class LanguageRun:
             if valued and dispatcher is not None
             else nullcontext(),
         ):
-            flow = Flow(channels, roles, source, collector, checkpointer, metrics, view)
+            flow = Flow(channels, roles, source, collector, checkpointer, metrics, view, keeper)
             await roles.publish()
             await self._compare_weights(flow)
             if not self.progress.version:
@@ -248,6 +256,9 @@ class LanguageRun:
     ) -> dict[str, float]:
         """Add the iteration to the progress; its row of the metrics."""
         groups = flow.collector.trained(iteration)
+        samples = [one for group in groups for one in group]
+        step = self.progress.samples + len(samples)
+        flow.samples.keep(samples, step=step, iteration=iteration)
         drop_turns(flow.channels, self._ledger.running)
         seen = summed_up(iteration, groups)
         warn_of_failures(
@@ -279,7 +290,9 @@ class LanguageRun:
         return version == training.iterations or (every > 0 and version % every == 0)
 
     async def _checkpoint(self, flow: Flow) -> None:
-        """Start to write the checkpoint of the present version."""
+        """Start to write the checkpoint of the present version, whose samples are kept by then."""
+        if self._samples is not None:
+            await asyncio.to_thread(self._samples.flushed, FLUSH_SECONDS)
         partial_requests = await flow.roles.partial_requests()
         unfinished = Unfinished(  # nothing else runs in this process meanwhile
             ledger=self._ledger.state(),
@@ -296,7 +309,7 @@ class LanguageRun:
     # ---- evaluation, comparison of weights, export
 
     async def _evaluate_first(self, flow: Flow) -> None:
-        before = await self._evaluate(flow, 0)
+        before = await self._evaluate(flow, 0, step=0)
         if before is not None:
             self.progress.eval_accuracy_before = before.accuracy
             self.progress.eval_reward_before = before.reward
@@ -310,14 +323,17 @@ class LanguageRun:
         every = self.config.evaluation.every
         if not every or version % every or version == self.config.training.iterations:
             return {}
-        found = await self._evaluate(flow, version)
+        found = await self._evaluate(flow, version, step=self.progress.samples)
         return found.columns() if found else {}
 
     async def _evaluate_last(self, flow: Flow) -> None:
-        self._evaluated = await self._evaluate(flow, self.progress.version)
-        self._write_evaluation(flow.metrics, self._evaluated, self.progress.samples + 1)
+        step = self.progress.samples + 1
+        self._evaluated = await self._evaluate(flow, self.progress.version, step=step)
+        self._write_evaluation(flow.metrics, self._evaluated, step)
 
-    async def _evaluate(self, flow: Flow, version: int) -> Evaluated | None:
+    async def _evaluate(self, flow: Flow, version: int, *, step: int) -> Evaluated | None:
+        """Evaluate a version; ``step`` is that of the row of the metrics."""
+
         def show(done: int, wanted: int) -> None:
             flow.view.note = f"evaluating: {done} of {wanted} answers"
 
@@ -328,6 +344,7 @@ class LanguageRun:
             requests=flow.channels.tasks.sender,
             collector=flow.collector,
             on_answer=show,
+            on_answers=partial(flow.samples.keep, step=step, iteration=version, evaluation=True),
         )
         flow.view.note = ""
         if found is not None:
@@ -361,10 +378,20 @@ class LanguageRun:
 
     # ---- what is seen of the run
 
+    @property
+    def _kept_step(self) -> int | None:
+        """Last step of an earlier start that is kept."""
+        return self.progress.samples if self.progress.version else None
+
     def _metrics(self) -> MetricsWriter:
-        kept = self.progress.samples if self.progress.version else None
         sinks = self.config.training.metrics
-        return MetricsWriter(self.folder.path, resume_at=kept, sinks=sinks)
+        return MetricsWriter(self.folder.path, resume_at=self._kept_step, sinks=sinks)
+
+    def _writer(self) -> SampleWriter:
+        """Begin to keep samples; `summary` ends it."""
+        path, config = self.folder.path, self.config.samples
+        self._samples = SampleWriter(path, config, keep_to=self._kept_step)
+        return self._samples
 
     def headline(self) -> Headline:
         """The top line of the live view."""
@@ -388,8 +415,8 @@ class LanguageRun:
         return {"learning curve": partial(draw_curve, self.config, self.folder, self.title)}
 
     def summary(self, stopped: Stopped | None) -> LanguageSummary:
-        """Return the summary of the run."""
-        return summary(
+        """Return the summary of the run, whose samples are all written by then."""
+        found = summary(
             self.config,
             self.progress,
             self._evaluated,
@@ -397,6 +424,9 @@ class LanguageRun:
             self._scheduled,
             self._prompts.left_out,
         )
+        if self._samples is not None:
+            found.dropped |= self._samples.close()
+        return found
 
 
 def _first_of(prompts: Prompts) -> list[Prompt]:
