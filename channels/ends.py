@@ -17,16 +17,17 @@ from __future__ import annotations
 
 import abc
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
+from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import Any, Final, Generic, Self, TypeGuard, TypeVar, overload
 
 import msgspec
 
 from rlinf_async.channels.errors import EndOfChannel
-from rlinf_async.channels.statistics import KeyState, Statistics
+from rlinf_async.channels.statistics import KeyState, Statistics, WaitFuture
 
 T = TypeVar("T")
 
@@ -106,6 +107,90 @@ def getting_task(channel: str) -> object:
     while holder is not None and (holder.over or holder.channel != channel):
         holder = holder.outer
     return asyncio.current_task() if holder is None else holder.task
+
+
+def holds_lease() -> bool:
+    """Whether a lease, of any channel, is held where this runs."""
+    holder = _holder.get()
+    while holder is not None and holder.over:
+        holder = holder.outer
+    return holder is not None
+
+
+class CallLeases:
+    """The leases of one call of a worker. Once the call is to leave the worker, it takes no more::
+
+        working --leave()--> leaving: a task that asks for a lease while it holds none is parked,
+                             also where it has asked already; what is leased is finished
+                             --no lease is left, or a task was parked--> `on_change` looks
+
+    A task that holds a lease may take others, which it may need to end the first.
+    """
+
+    __slots__ = ("_on_change", "_taking", "held", "leaving", "parked", "used")
+
+    def __init__(self) -> None:
+        self.held = 0
+        """leases that are held now"""
+        self.used = False
+        """whether the call has ever leased anything"""
+        self.leaving = False
+        self.parked: set[asyncio.Task[Any] | None] = set()
+        """tasks that wait for the call to end"""
+        self._taking: dict[asyncio.Task[Any], bool] = {}
+        """tasks that wait for a lease and hold none; whether they were told to wait no longer"""
+        self._on_change: Callable[[], object] | None = None
+
+    def leave(self, on_change: Callable[[], object]) -> None:
+        """Take no more. ``on_change`` is called whenever less goes on in the call than before."""
+        self.leaving = True
+        self._on_change = on_change
+        for task in self._taking:
+            self._taking[task] = True
+            task.cancel()
+
+    async def take(self, take: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """What ``take`` returns: a lease; never where the call leaves."""
+        lease = await (take() if holds_lease() else self._take_first(take))
+        self.held += 1
+        self.used = True
+        return lease
+
+    def ended(self) -> None:
+        """Note the end of a lease."""
+        self.held -= 1
+        if self._on_change is not None:
+            self._on_change()
+
+    async def _take_first(self, take: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("a lease is taken by a task")
+        while True:
+            if self.leaving:
+                await self._park(task)
+            before = task.cancelling()
+            self._taking[task] = False
+            try:
+                return await take()
+            except asyncio.CancelledError:
+                if not self._taking[task] or task.uncancel() > before:
+                    raise
+            finally:
+                del self._taking[task]
+
+    async def _park(self, task: asyncio.Task[Any]) -> None:
+        self.parked.add(task)
+        if self._on_change is not None:
+            self._on_change()
+        try:
+            await WaitFuture()
+        finally:
+            self.parked.discard(task)
+
+
+current_leases: ContextVar[CallLeases | None] = ContextVar("current_leases", default=None)
+"""leases of the call of a worker that this runs in"""
 
 
 class Lease(Sequence[T_co]):
@@ -354,22 +439,30 @@ class Receiver(End, Generic[T_co]):
             LeaseLost: the items went back before, or the connection was lost before the channel
                 confirmed: they may be delivered again.
         """
-        delivery, items = await self._take(weight, at_least, key)
+        call = current_leases.get()
+        if call is None:
+            delivery, items = await self._take(weight, at_least, key)
+        else:
+            delivery, items = await call.take(partial(self._take, weight, at_least, key))
         holder = Holder(self.channel_name)
         try:
-            yield items
-        except EndOfChannel as error:
-            self._put_back(delivery, error)
-            raise RuntimeError(  # else the caller would take it for the end of this channel
-                f"EndOfChannel was raised inside a lease of channel {self.channel_name!r}: "
-                "handle the end of the other channel inside the block"
-            ) from error
-        except BaseException as error:
-            self._put_back(delivery, error)
-            raise
+            try:
+                yield items
+            except EndOfChannel as error:
+                self._put_back(delivery, error)
+                raise RuntimeError(  # else the caller would take it for the end of this channel
+                    f"EndOfChannel was raised inside a lease of channel {self.channel_name!r}: "
+                    "handle the end of the other channel inside the block"
+                ) from error
+            except BaseException as error:
+                self._put_back(delivery, error)
+                raise
+            finally:
+                holder.over = True
+            await self._acknowledge(delivery, items.replacements)
         finally:
-            holder.over = True
-        await self._acknowledge(delivery, items.replacements)
+            if call is not None:
+                call.ended()
 
     async def get_within_lag(
         self, *, current: int, max_lag: int, key: Key | None = None

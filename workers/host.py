@@ -23,12 +23,14 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import CoroutineType
 from typing import Any, Final, ParamSpec, TypeVar
 
-from rlinf_async.channels import ChannelClosed, current_party
+from rlinf_async.channels import ChannelClosed, LatestReceiver, Receiver, current_party
+from rlinf_async.channels.ends import CallLeases, current_leases
 from rlinf_async.deadlines import LoopWatch
 from rlinf_async.workers.base import (
     OpenSpan,
@@ -64,11 +66,18 @@ OnEnd = Callable[[Any, BaseException | None], None]
 """Called once when a call ends: with its result, or with a `WorkerError` or `CancelledError`."""
 
 
+LOOK_EVERY: Final = 0.005
+"""seconds between two looks whether something is still under way in a call that leaves"""
+PATIENCE: Final = 0.5
+"""seconds for which a call that holds no lease any more may be busy with something else"""
+
+
 class Invocation:
     """A call that runs."""
 
     __slots__ = (
-        "_on_end", "arguments", "begun", "cancelled", "error", "method", "task", "value",
+        "_idle_since", "_leave_at", "_look_next", "_on_end", "arguments", "begun", "cancelled",
+        "error", "leases", "method", "number", "task", "value",
     )  # fmt: skip
 
     def __init__(self, method: str, arguments: dict[str, Any], on_end: OnEnd) -> None:
@@ -84,6 +93,52 @@ class Invocation:
         self._on_end = on_end
         self.task: asyncio.Task[None] | None = None
         """the task in which its method runs, once started"""
+        self.number = 0
+        """number of the request that made it, where that came from another process"""
+        self.leases = CallLeases()
+        self._leave_at: asyncio.TimerHandle | None = None
+        self._look_next: asyncio.Handle | None = None
+        self._idle_since: float | None = None
+
+    def leave(self, within: float) -> None:
+        """Cancel the method in a moment in which nothing is under way in it, so that it can begin
+        anew elsewhere: it takes no lease any more, those that it holds have ended, and all its
+        tasks wait for items. After ``within`` seconds it is cancelled in any case.
+        """
+        if self.leases.leaving:
+            return
+        loop = asyncio.get_running_loop()
+        self._leave_at = loop.call_later(within, self._leave_now)
+        self.leases.leave(self._look_soon)
+        self._look_soon()
+
+    def _stop_leaving(self) -> None:
+        for handle in (self._leave_at, self._look_next):
+            if handle is not None:
+                handle.cancel()
+
+    def _leave_now(self) -> None:
+        if self.task is None or not self.task.done():
+            self.cancel()
+
+    def _look_soon(self) -> None:
+        if self._look_next is not None:
+            self._look_next.cancel()
+        self._look_next = asyncio.get_running_loop().call_soon(self._look)
+
+    def _look(self) -> None:
+        """Cancel the method if nothing is under way in it."""
+        self._look_next = None
+        task, leases = self.task, self.leases
+        if task is None or task.done() or self.cancelled or leases.held:
+            self._idle_since = None  # the end of a lease is told
+            return
+        loop = asyncio.get_running_loop()
+        since = self._idle_since = loop.time() if self._idle_since is None else self._idle_since
+        if waits_for_items(task, leases) or (leases.used and loop.time() - since > PATIENCE):
+            self.cancel()
+        else:
+            self._look_next = loop.call_later(LOOK_EVERY, self._look)
 
     def cancel(self) -> None:
         """Cancel the method. The call has ended, as cancelled, once the method has.
@@ -97,14 +152,47 @@ class Invocation:
 
     def returned(self, value: Any) -> None:
         """Report the result. Only the end of the task is left, which nobody waits for."""
+        self._stop_leaving()
         self._on_end(value, None)
 
     def ended(self, task: asyncio.Task[None]) -> None:
         """Report the end of a call whose task is done, or never began, and did not report."""
+        self._stop_leaving()
         if self.cancelled or task.cancelled():
             self._on_end(None, asyncio.CancelledError())
         else:
             self._on_end(self.value, self.error)
+
+
+def waits_for_items(task: asyncio.Task[Any], leases: CallLeases) -> bool:
+    """Whether a task of a call is parked, or waits for an item, or for tasks of which the same is
+    true: cancelled now, it loses nothing."""
+    if task in leases.parked or task.done():
+        return True
+    awaited = getattr(task, "_fut_waiter", None)
+    if awaited is None or awaited.done():
+        return False
+    if isinstance(awaited, asyncio.Task):
+        return waits_for_items(awaited, leases)
+    children = getattr(awaited, "_children", None)  # asyncio.gather
+    for owner in _owners(task):
+        if isinstance(owner, (Receiver, LatestReceiver)):
+            return True
+        if isinstance(owner, asyncio.TaskGroup):  # it is left, and waits for its tasks
+            children = vars(owner)["_tasks"]
+    tasks = children or ()
+    return bool(tasks) and all(
+        isinstance(one, asyncio.Task) and waits_for_items(one, leases) for one in tasks
+    )
+
+
+def _owners(task: asyncio.Task[Any]) -> Iterator[object]:
+    """Whose methods a task is in, the outermost first."""
+    inner: Any = task.get_coro()
+    while isinstance(inner, CoroutineType):
+        if inner.cr_frame is not None:
+            yield inner.cr_frame.f_locals.get("self")
+        inner = inner.cr_await
 
 
 class WorkerHost:
@@ -207,6 +295,7 @@ class WorkerHost:
 
     async def _run(self, invocation: Invocation, label: str) -> None:
         current_party.set(label)
+        current_leases.set(invocation.leases)
         invocation.begun = True
         if invocation.cancelled and invocation.task is not None:
             invocation.task.cancel()

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from rlinf_async import deadlines
@@ -23,7 +24,8 @@ from rlinf_async.channels import LatestReceiver
 from rlinf_async.channels.ends import End
 from rlinf_async.channels.ends import Sender as SenderEnd
 from rlinf_async.channels.local import LocalSender
-from rlinf_async.runtime.supervise import Cancel, Supervisor, WorkerHandle
+from rlinf_async.runtime.replacing import FINISH, counterpart, renewed, replace
+from rlinf_async.runtime.supervise import MethodRun, Supervisor, WorkerHandle
 from rlinf_async.runtime.wakers import WorkFuture, internal
 from rlinf_async.workers.base import BuildError, Worker, WorkerDied, is_secondary
 from rlinf_async.workers.methods import Method, method_of
@@ -191,7 +193,7 @@ class RankCall:
     """A call on one rank: begun on its live worker, or as soon as there is one again."""
 
     __slots__ = (
-        "_arguments", "_call", "_cancel_method", "_ended", "_ends", "_method", "_supervisor",
+        "_arguments", "_call", "_ended", "_ends", "_left", "_method", "_run", "_supervisor",
         "_wait", "_worker", "cancelled", "error", "value",
     )  # fmt: skip
 
@@ -208,7 +210,10 @@ class RankCall:
         self._arguments = arguments
         self._ends: Sequence[Any] = ()
         self._worker: WorkerHandle | None = None
-        self._cancel_method: Cancel | None = None
+        self._run: MethodRun | None = None
+        """the method, in ``_worker``"""
+        self._left: Callable[[], None] | None = None
+        """set while the method leaves ``_worker``; to be called once it has"""
         self._wait: asyncio.Task[None] | None = None
         self._ended = False
         self.value: Any = None
@@ -230,7 +235,7 @@ class RankCall:
 
     def start(self) -> None:
         """Begin on the live worker, or on the next one as soon as it has started."""
-        self._supervisor.calls += 1
+        self._supervisor.call_began(self)
         worker = self._supervisor.live
         if worker is None:
             self._wait_for_worker()
@@ -242,36 +247,90 @@ class RankCall:
         if self._ended or self.cancelled:
             return
         self.cancelled = True
-        if self._wait is not None:
+        if self._left is not None and self._run is not None:
+            self._run.cancel()  # it ends once it has left
+        elif self._wait is not None:
             self._wait.cancel()
-        elif self._cancel_method is not None:
-            self._cancel_method()
+        elif self._run is not None:
+            self._run.cancel()
+
+    def __repr__(self) -> str:
+        return f"{self._supervisor.name}.{self._method.name}"
+
+    # ---- for the supervisor, where the worker is replaced
+
+    def move(self, worker: WorkerHandle, within: float, left: Callable[[], None]) -> bool:
+        if self._run is None or self._worker is not worker or self.cancelled:
+            return False
+        self._left = left
+        self._wait_for_worker()
+        self._run.leave(within)
+        return True
+
+    def let_go(self) -> None:
+        self._worker = self._run = self._left = None
+        if self.cancelled and self._wait is not None:
+            self._wait.cancel()
+
+    def check(self, cls: type[Worker]) -> None:
+        counterpart(cls, self._method).bind((), self._arguments)
+
+    def become(self, cls: type[Worker]) -> None:
+        self._method = counterpart(cls, self._method)
+
+    def become_own(self) -> None:
+        """Be a call of the class that this rank has now: those of a group differ while it is being
+        replaced."""
+        self.become(self._supervisor.spec.cls)
+
+    # ---- inside
 
     def _begin(self, worker: WorkerHandle) -> None:
         self._worker = worker
+        on_end = partial(self._on_end, worker)
         try:
-            self._cancel_method = worker.begin(self._method, self._arguments, self._on_end)
+            self._run = worker.begin(self._method, self._arguments, on_end)
         except Exception as error:  # reported later: the caller must have the call first
-            self._cancel_method = None
-            asyncio.get_running_loop().call_soon(self._on_end, None, error)
+            self._run = None
+            asyncio.get_running_loop().call_soon(on_end, None, error)
 
-    def _on_end(self, value: Any, error: BaseException | None) -> None:
+    def _on_end(self, worker: WorkerHandle, value: Any, error: BaseException | None) -> None:
+        if worker is not self._worker:
+            return  # it was let go of
+        if self._left is not None and self._has_left(error):
+            return
         if error is None:
             self._ended = True
-            self._cancel_method = self._worker = None  # they refer back here: no reference cycle
+            self._run = self._worker = None  # they refer back here: no reference cycle
             self.value = value
             for end in self._ends:
                 end.close()
             self._call.ended(self)
-            self._supervisor.call_ended(None)
+            self._supervisor.call_ended(self, None)
         elif not isinstance(error, WorkerDied) or self._supervisor.stopping:
             self._end(error)
         elif self.cancelled:
             self._end(asyncio.CancelledError())
         else:
-            if self._worker is not None:
-                self._supervisor.lost(self._worker, error)
+            self._worker = self._run = None
+            self._supervisor.lost(worker, error)
             self._wait_for_worker()
+
+    def _has_left(self, error: BaseException | None) -> bool:
+        """Whether a method that leaves its worker has not ended otherwise: then the call goes on in
+        the next worker."""
+        left, self._left = self._left, None
+        wait, self._wait = self._wait, None
+        if left is not None:
+            left()
+        ended = self.cancelled or self._supervisor.stopping
+        if isinstance(error, (asyncio.CancelledError, WorkerDied)) and not ended:
+            self._worker = self._run = None
+            self._wait = wait
+            return True
+        if wait is not None:
+            wait.cancel()
+        return False
 
     def _wait_for_worker(self) -> None:
         name = f"{self._supervisor.name}.{self._method.name} waits for its worker"
@@ -280,10 +339,14 @@ class RankCall:
 
     async def _begin_when_ready(self) -> None:
         worker = await self._supervisor.worker()
+        while worker is not self._supervisor.live:  # another has taken its place meanwhile
+            worker = await self._supervisor.worker()
         self._wait = None
         self._begin(worker)
 
     def _on_wait_done(self, task: asyncio.Task[None]) -> None:
+        if task is not self._wait:
+            return  # the call has begun, or ended
         if task.cancelled():
             self._end(asyncio.CancelledError())
         elif (error := task.exception()) is not None:
@@ -291,7 +354,7 @@ class RankCall:
 
     def _end(self, error: BaseException) -> None:
         self._ended = True
-        self._cancel_method = self._worker = None
+        self._run = self._worker = None
         failure: BaseException | None = None
         if isinstance(error, asyncio.CancelledError):
             self.cancelled = True
@@ -301,7 +364,7 @@ class RankCall:
         for end in self._ends:
             _release(end, failure)
         self._call.ended(self)
-        self._supervisor.call_ended(failure)
+        self._supervisor.call_ended(self, failure)
 
 
 class FirstCause:
@@ -376,8 +439,17 @@ class WorkerGroup(Generic[W_co]):
         name: str,
         supervisors: Sequence[Supervisor],
         on_failure: Callable[[BaseException, GroupCall[Any]], None],
+        grace: float = 5.0,
     ) -> None:
         self.worker_class: type[Worker] = cls
+        self.successor: type[Worker] | None = None
+        """class of the workers that are taking, or have taken, the places of some of the ranks"""
+        self.former: tuple[type[Worker], ...] = ()
+        """classes that it had; a method of theirs stands for that of its name"""
+        self.replacing = False
+        """whether it is being replaced"""
+        self.grace = grace
+        """seconds that workers get to finish when they are stopped"""
         self.name = name
         self.supervisors = supervisors
         self._on_failure = on_failure
@@ -402,6 +474,37 @@ class WorkerGroup(Generic[W_co]):
     def restarts(self) -> int:
         """Number of restarts of all ranks."""
         return sum(supervisor.restarts for supervisor in self.supervisors)
+
+    @property
+    def replaced(self) -> int:
+        """Number of times that a rank was replaced, over all ranks: see `replace`."""
+        return sum(supervisor.replaced for supervisor in self.supervisors)
+
+    async def replace(
+        self, worker: type[Worker], /, *args: Any, finish: float = FINISH, **kwargs: Any
+    ) -> None:
+        """Let workers of another class, or with other arguments, take the places of these ones
+        while the graph runs.
+
+        The new ones are started and set up beside the old ones. Then, rank by rank, the calls that
+        run leave the old worker: what it has leased is finished, it takes nothing more; and they
+        begin anew in the new one, with the same channel ends. A `Latest` gives its newest value
+        there. Later restarts start the new class. Workers with accelerators of their own are
+        stopped before the new ones are started: two may not fit.
+
+        Args:
+            worker: the class; it has the methods whose calls run, and takes their arguments.
+            args, kwargs: for its ``__init__``.
+            finish: seconds that a call has to finish what it has leased; then it is cancelled, and
+                what it has leased goes back.
+
+        Raises:
+            BuildError: it cannot be done, and nothing has changed: wrong arguments, a method that
+                is missing or takes others, ranks that compute together by torch.distributed, a
+                worker with which a channel lives, another replacement that is under way.
+            WorkerError: ``__init__`` or ``setup`` of a new worker raised: the old ones go on.
+        """
+        await replace(self, worker, args, kwargs, finish=finish)
 
     def call(
         self,
@@ -446,14 +549,21 @@ class WorkerGroup(Generic[W_co]):
         single: bool = False,
     ) -> GroupCall[Any]:
         """Call a method on ranks; ``single``: on one, whose result is the value itself."""
+        if self.former:
+            function = renewed(self.worker_class, self.former, function)
         method = method_of(self.worker_class, function)
         arguments, has_ends = method.bind(args, kwargs)
+        if self.successor is not None:
+            counterpart(self.successor, method).bind(args, kwargs)
         if self.ended:
             raise BuildError(f"{self.name}.{method.name}: the cluster of this group has been left")
         call: GroupCall[Any] = GroupCall(
             self.name, method, single, self._on_failure, self.calls.discard
         )
         rank_calls = [RankCall(call, self.supervisors[rank], method, arguments) for rank in ranks]
+        if self.successor is not None:
+            for one in rank_calls:
+                one.become_own()
         if has_ends:
             with ExitStack() as undo:  # every rank has its clones, or none has
                 for rank_call in rank_calls:

@@ -6,6 +6,8 @@
     worker.start       build the worker and run its setup
     worker.call        run a method; the body holds arguments    the result
     worker.ended       reply when a cancelled call has ended
+    worker.leave       end a call in a moment in which nothing is under way in it; no answer but
+                       that to the call
     worker.doing       report its open spans
     worker.standstill  report whether it could go on by itself
     worker.clock       say its time
@@ -62,6 +64,7 @@ from rlinf_async.workers.methods import Method, method_of
 
 CALL: Final = "worker.call"
 ENDED: Final = "worker.ended"
+LEAVE: Final = "worker.leave"
 
 
 class MethodCall(msgspec.Struct, array_like=True, frozen=True):
@@ -79,6 +82,15 @@ class CallNumber(msgspec.Struct, array_like=True, frozen=True):
     number: int
 
 
+class Leave(msgspec.Struct, array_like=True, frozen=True):
+    """A call that is to leave the worker: see `Invocation.leave`."""
+
+    number: int
+    """number of the request by which it was made"""
+    within: float
+    """seconds after which it is cancelled in any case"""
+
+
 class ClockTime(msgspec.Struct, array_like=True, frozen=True):
     """Answer to ``worker.clock``: ``CLOCK_MONOTONIC`` of the worker's host, in nanoseconds."""
 
@@ -89,6 +101,8 @@ class CallOutcome(msgspec.Struct, array_like=True, frozen=True):
     """Success or failure; the result is in the body."""
 
     failure: Failure | None = None
+    left: bool = False
+    """whether the method was cancelled because the call left the worker"""
 
 
 class ArgumentsCodec:
@@ -219,6 +233,7 @@ CHILDREN_SECONDS = 0.5
 """time that each process which a worker started has to end once it is asked to"""
 
 RETURNED = CallOutcome()
+LEFT = CallOutcome(left=True)
 
 
 class Boot(msgspec.Struct, frozen=True, kw_only=True):
@@ -348,6 +363,10 @@ class Child:
         self._ending: dict[int, Request[CallNumber] | None] = {}
         """cancelled calls whose methods have not ended, and the requests to reply to when they
         have"""
+        self._leaving: set[int] = set()
+        """calls that leave this worker"""
+        self._adopting: dict[int, tuple[Request[MethodCall], asyncio.Task[None]]] = {}
+        """calls whose method is entered once their ends are this process's own"""
 
     async def serve(self) -> bool:
         """Connect, serve, and return once asked to stop (True) or cut off (False)."""
@@ -382,6 +401,7 @@ class Child:
         router.add("worker.start", Nothing, self._start)
         router.add_sync(CALL, MethodCall, self._call)
         router.add_sync(ENDED, CallNumber, self._reply_when_ended)
+        router.add_sync(LEAVE, Leave, self._leave)
         router.add_sync(
             "worker.doing",
             Nothing,
@@ -422,6 +442,8 @@ class Child:
         if request.meta.homed:
             adopting = self._later(self._call_adopting(request, ends))
             request.abandon = partial(_cancel, adopting)
+            self._adopting[request.number] = request, adopting
+            adopting.add_done_callback(lambda _: self._adopting.pop(request.number, None))
         else:
             self._begin(request, ends)
 
@@ -448,7 +470,19 @@ class Child:
         except Exception as error:  # an argument cannot be decoded
             request.reply(CallOutcome(self._host.wrap(error, call.method).failure))
         else:
+            running.number = request.number
             request.abandon = partial(self._cancel, request.number, running)
+
+    def _leave(self, request: Request[Leave]) -> None:
+        number = request.meta.number
+        if number in self._adopting:
+            asked, adopting = self._adopting[number]
+            adopting.cancel()
+            asked.reply(LEFT)
+        for running in list(self._host.calls.values()):
+            if running.number == number:
+                self._leaving.add(number)
+                running.leave(request.meta.within)
 
     def _cancel(self, number: int, running: Invocation) -> None:
         self._ending[number] = None
@@ -470,9 +504,13 @@ class Child:
         value: Any,
         error: BaseException | None,
     ) -> None:
+        left = request.number in self._leaving
+        self._leaving.discard(request.number)
         if error is not None:
             if isinstance(error, WorkerError):
                 request.reply(CallOutcome(error.failure))
+            elif left and request.number not in self._ending:
+                self._later(self._reply_left(request, client))
             else:
                 request.fail(ChannelError(f"{method.label} was cancelled"))
             asked = self._ending.pop(request.number, None)
@@ -498,6 +536,15 @@ class Child:
         with contextlib.suppress(Exception):  # the call was cancelled: nobody is told
             await client.flush()
         asked.reply(Nothing())
+
+    async def _reply_left(self, request: Request[MethodCall], client: CallEnds) -> None:
+        """Say that a call has left, when what it put is in its channels."""
+        try:
+            await client.flush()
+        except Exception as error:
+            request.reply(CallOutcome(self._host.wrap(error, request.meta.method).failure))
+        else:
+            request.reply(LEFT)
 
     async def _flush(
         self, request: Request[MethodCall], method: Method, client: CallEnds, value: Any

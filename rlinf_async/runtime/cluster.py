@@ -106,7 +106,7 @@ class ClusterGroups:
             Supervisor(self._backend, spec, launch.restart or Never(), self._on_idle_death)
             for spec in placed
         ]
-        made = WorkerGroup(worker, launch.group, supervisors, self._on_failure)
+        made = WorkerGroup(worker, launch.group, supervisors, self._on_failure, self._grace)
         self.by_name[launch.group] = made
         self._backend.check_load(len(self.supervisors()))
         starts = [asyncio.create_task(one.start(), name=one.name) for one in supervisors]
@@ -158,6 +158,8 @@ class ClusterGroups:
             handle = supervisor.live
             if handle is not None:
                 self._spans += await handle.spans()
+            left, supervisor.spans_left = supervisor.spans_left, []
+            self._spans += left
         taken, self._spans = self._spans, []
         return taken
 
@@ -623,20 +625,28 @@ class Cluster:
             HomeLost: it cannot be reached from here.
         """
         self._check_home(home, name)
-        return await self._channels.make_at(
-            home.name,
-            item_type,
-            name=name,
-            capacity=capacity,
-            max_weight=max_weight,
-            max_deliveries=max_deliveries,
-        )
+        homes = home.group.supervisors[home.rank].homes
+        homes.append(name)  # now: it must not be replaced meanwhile
+        try:
+            return await self._channels.make_at(
+                home.name,
+                item_type,
+                name=name,
+                capacity=capacity,
+                max_weight=max_weight,
+                max_deliveries=max_deliveries,
+            )
+        except BaseException:
+            homes.remove(name)
+            raise
 
     def _check_home(self, home: WorkerRef[Any], name: str) -> None:
         self._channels.check_name(name)
         group = home.group
         if self.groups.get(group.name) is not group:
             raise BuildError(f"channel {name!r}: {home.name} is no worker of this cluster")
+        if group.replacing:
+            raise BuildError(f"channel {name!r}: {group.name} is being replaced: wait for its end")
         if group.supervisors[home.rank].restartable:
             raise BuildError(
                 f"channel {name!r} cannot live with {home.name}, which is started again when it "

@@ -155,10 +155,13 @@ class DeadlockWatch:
         for supervisor in self._supervisors():
             if not every and any(one.unless for one in found.values()):
                 break
-            handle = supervisor.live
-            found[supervisor.name] = (
-                Standstill("it is being started") if handle is None else await handle.standstill()
-            )
+            handle = supervisor.at_work
+            if handle is None:
+                found[supervisor.name] = Standstill("it is being started")
+            elif supervisor.starting_successor:
+                found[supervisor.name] = Standstill("its successor is being started")
+            else:
+                found[supervisor.name] = await handle.standstill()
         return found
 
 

@@ -18,7 +18,7 @@ import inspect
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -71,13 +71,7 @@ def check_launch(launch: Launch, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         BuildError: not a worker class, or an abstract one; a wrong count; a restart policy that
             cannot be kept; wrong arguments.
     """
-    if not isinstance(launch.worker, type) or not issubclass(launch.worker, Worker):
-        raise BuildError(f"launch() takes a subclass of Worker, not {launch.worker!r}")
-    if missing := sorted(getattr(launch.worker, "__abstractmethods__", ())):
-        raise BuildError(
-            f"{launch.worker.__name__} is abstract: launch a subclass that has "
-            f"{' and '.join(missing)}"
-        )
+    check_class(launch.worker, "launch()")
     group, count = launch.group, launch.count
     if type(count) is not int or count < 1:
         raise BuildError(f"{group}: count must be a whole number from 1, got {count!r}")
@@ -92,7 +86,18 @@ def check_launch(launch: Launch, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             f"{group}: ranks of one torch.distributed group cannot be restarted one by one: "
             "leave restart out, and resume from a checkpoint"
         )
-    _check_arguments(launch, args, kwargs)
+    _check_shared(launch, check_arguments(launch.worker, args, kwargs, DEFAULTS))
+
+
+def check_class(worker: object, taker: str) -> None:
+    """Raise `BuildError` for what is no worker class that can be started. ``taker``: the function
+    that was given it."""
+    if not isinstance(worker, type) or not issubclass(worker, Worker):
+        raise BuildError(f"{taker} takes a subclass of Worker, not {worker!r}")
+    if missing := sorted(getattr(worker, "__abstractmethods__", ())):
+        raise BuildError(
+            f"{worker.__name__} is abstract: launch a subclass that has {' and '.join(missing)}"
+        )
 
 
 def _check_env_vars(group: str, env_vars: object) -> None:
@@ -107,26 +112,42 @@ def _check_env_vars(group: str, env_vars: object) -> None:
             )
 
 
-def _check_arguments(launch: Launch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    label = f"{launch.worker.__name__}.__init__"
-    signature = inspect.signature(launch.worker)
-    shared = [name for name in DEFAULTS if name in signature.parameters]
+def check_arguments(
+    worker: type[Worker],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    shared: Iterable[str] = (),
+) -> dict[str, Any]:
+    """The arguments of a worker's ``__init__``, by name. ``shared``: keywords that do not reach it.
+
+    Raises:
+        BuildError: they do not fit, or one has an end of a channel.
+    """
+    label = f"{worker.__name__}.__init__"
+    signature = inspect.signature(worker)
+    kept = [name for name in shared if name in signature.parameters]
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise BuildError(f"{label}: {error}{_shadowed(shared)}") from None
+        raise BuildError(f"{label}: {error}{_shadowed(kept)}") from None
     for name, value in bound.arguments.items():
         if holds_ends(value):
             raise BuildError(
                 f"{label}: {name!r} has an end of a channel; ends are given to calls, which close "
-                f"them when they return: pass it to a method of {launch.worker.__name__}"
+                f"them when they return: pass it to a method of {worker.__name__}"
             )
+    return bound.arguments
+
+
+def _check_shared(launch: Launch, given: Mapping[str, Any]) -> None:
+    parameters = inspect.signature(launch.worker).parameters
     taken = [
         name
-        for name in shared
-        if name not in bound.arguments and getattr(launch, name) != DEFAULTS[name]
+        for name in DEFAULTS
+        if name in parameters and name not in given and getattr(launch, name) != DEFAULTS[name]
     ]
     if taken:
+        label = f"{launch.worker.__name__}.__init__"
         raise BuildError(f"{label}: {taken[0]!r} is not passed to it{_shadowed(taken)}")
 
 

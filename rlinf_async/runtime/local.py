@@ -15,7 +15,7 @@ from rlinf_async.runtime.launching import host_devices
 from rlinf_async.runtime.signals import make_temporary_folder, remove_temporary_folder
 from rlinf_async.runtime.supervise import (
     Backend,
-    Cancel,
+    MethodRun,
     Standstill,
     WorkerHandle,
     WorkerSpec,
@@ -37,8 +37,8 @@ class LocalWorker(WorkerHandle):
         self._recorder = recorder
         self.died: asyncio.Future[WorkerDied] = asyncio.get_running_loop().create_future()
 
-    def begin(self, method: Method, arguments: dict[str, Any], on_end: OnEnd) -> Cancel:
-        return self._host.begin(method.name, arguments, on_end).cancel
+    def begin(self, method: Method, arguments: dict[str, Any], on_end: OnEnd) -> MethodRun:
+        return self._host.begin(method.name, arguments, on_end)
 
     async def doing(self) -> tuple[str, ...]:
         return (*self._host.doing(), *self._recorder.doing())

@@ -68,7 +68,7 @@ from rlinf_async.runtime.remote_worker import (
 )
 from rlinf_async.runtime.signals import OF_THE_DRIVER, kill_tree
 from rlinf_async.runtime.supervise import ProcessEnd, WorkerProcess, WorkerSpec, on_this_host
-from rlinf_async.workers.base import BuildError, Device
+from rlinf_async.workers.base import BuildError, Device, Worker
 
 log = logging.getLogger(__name__)
 
@@ -488,6 +488,9 @@ class ProcessBackend(RemoteBackend):
         if is_being_started():
             raise BuildError(f"this is the process of a worker that is being started: {MAIN_GUARD}")
         await super().open()
+
+    def check_class(self, cls: type[Worker]) -> None:
+        check_importable(cls)
 
     async def place(self, ranks: Sequence[WorkerSpec]) -> Sequence[WorkerSpec]:
         check_importable(ranks[0].cls)

@@ -45,11 +45,13 @@ from rlinf_async.observe.trace import PeerClock, Span
 from rlinf_async.runtime.child import (
     CALL,
     ENDED,
+    LEAVE,
     ArgumentsCodec,
     Boot,
     CallNumber,
     CallOutcome,
     ClockTime,
+    Leave,
     arguments_codec,
     calls_file,
     decode_spans,
@@ -58,8 +60,8 @@ from rlinf_async.runtime.launching import check_seconds
 from rlinf_async.runtime.signals import make_temporary_folder, remove_temporary_folder
 from rlinf_async.runtime.supervise import (
     Backend,
-    Cancel,
     Doing,
+    MethodRun,
     ProcessEnd,
     Standstill,
     WorkerHandle,
@@ -159,6 +161,13 @@ class RemoteCall:
         except ConnectionLost as error:
             cancelled.set_exception(error)
 
+    def leave(self, within: float) -> None:
+        """Have the method end where nothing is under way in it, in ``within`` seconds: the call
+        then ends as cancelled."""
+        if not self._ended:
+            with suppress(ConnectionLost):  # then the worker will be lost, too
+                self._connection.notify(LEAVE, Leave(self._number, within))
+
     def cancelled(self) -> None:
         """End as cancelled: the method has ended, or will not be waited for."""
         self._fail(asyncio.CancelledError())
@@ -213,7 +222,9 @@ class RemoteCall:
             raise
         if outcome.failure is not None:
             self._fail(WorkerError(outcome.failure))
-        return outcome.failure is not None
+        elif outcome.left:
+            self.cancelled()
+        return outcome.left or outcome.failure is not None
 
     def _wait_for_death(self) -> None:
         self._death.add_done_callback(self._died)
@@ -416,10 +427,10 @@ class RemoteWorker(WorkerHandle):
         passed = 0.0 if seconds == SET_UP_SECONDS else seconds / 2
         self._set_up = deadlines.Timer(seconds - passed, report)
 
-    def begin(self, method: Method, arguments: dict[str, Any], on_end: OnEnd) -> Cancel:
+    def begin(self, method: Method, arguments: dict[str, Any], on_end: OnEnd) -> MethodRun:
         call = RemoteCall(self._live, self._server, self.died, method, on_end)
         call.send(arguments)
-        return call.cancel
+        return call
 
     async def ask(self, kind: str, reply: type[M]) -> M:
         """Return the process's answer. Raises `WorkerDied`."""
@@ -543,7 +554,9 @@ class RemoteBackend(Backend):
         check_seconds("heartbeat_limit", heartbeat_limit, "60 or so")
         self.listeners = Listeners(listen, heartbeat_limit=heartbeat_limit, secret=secret)
         self.workers: dict[str, RemoteWorker] = {}
-        """the last life of each, by name"""
+        """the last life of each that is ready, or is being started where there is no other"""
+        self._lives: dict[str, RemoteWorker] = {}
+        """lives whose processes have not ended: two of a worker that is being replaced"""
         self._heartbeat_limit = heartbeat_limit
         self._router = Router()
         self._channels = ChannelServer(self._router)
@@ -589,7 +602,10 @@ class RemoteBackend(Backend):
                 heartbeat_limit=self._heartbeat_limit,
                 calls=calls_file(self.listeners.socket.parent, life),
             )
-            self.workers[spec.info.name] = worker
+            self._lives[life] = worker
+            worker.process.ended.add_done_callback(lambda _: self._lives.pop(life, None))
+            if self.process(spec.info.name) is None:
+                self.workers[spec.info.name] = worker
             try:
                 await worker.attach(connected, CONNECT_SECONDS)
             except BaseException:
@@ -598,6 +614,10 @@ class RemoteBackend(Backend):
         finally:
             self._expected.pop(life, None)
         return worker
+
+    def took_over(self, worker: WorkerHandle) -> None:
+        if isinstance(worker, RemoteWorker):
+            self.workers[worker.name] = worker
 
     async def home(self, name: str) -> HomeMaker:
         found = self._makers.get(name)
@@ -623,7 +643,7 @@ class RemoteBackend(Backend):
     async def close(self) -> None:
         for maker in self._makers.values():
             maker.connection.abort("the cluster was left")
-        for worker in list(self.workers.values()):
+        for worker in [*self._lives.values(), *self.workers.values()]:
             await worker.kill()
         await self.listeners.close()
 
@@ -636,6 +656,6 @@ class RemoteBackend(Backend):
         expected.set_result(connection)
 
     def _on_disconnect(self, connection: Connection, reason: str) -> None:
-        worker = self.workers.get(connection.peer.rpartition("#")[0])
+        worker = self._lives.get(connection.peer)
         if worker is not None and worker.connection is connection:
             worker.lose(reason)

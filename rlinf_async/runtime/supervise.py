@@ -7,6 +7,8 @@
                             |
                             no --> the death is raised by its calls, or, if none runs or all of
                             them end without it (they were cancelled), ends the cluster
+    started --asked--> its successor is started beside it; its calls leave it; they are issued again
+                       in the successor, and the worker is stopped
 
 A call outlives the worker that runs it: it holds its channel ends meanwhile, so nobody downstream
 sees an end of channel, and items that the dead worker had leased are delivered again.
@@ -23,24 +25,52 @@ import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple, Protocol
 from uuid import uuid4
 
 import msgspec
 
+from rlinf_async import deadlines
 from rlinf_async.channels import Channel, Latest
 from rlinf_async.channels.wire.homes import HomeMaker
 from rlinf_async.channels.wire.session.connection import Traffic
+from rlinf_async.config.registry import names_for_workers
 from rlinf_async.observe.trace import Span
-from rlinf_async.runtime.wakers import WorkFuture, internal, result_of
-from rlinf_async.workers.base import BuildError, Device, Worker, WorkerDied, WorkerInfo
+from rlinf_async.runtime.wakers import WorkEvent, WorkFuture, internal, result_of
+from rlinf_async.workers.base import BuildError, Device, Worker, WorkerDied, WorkerError, WorkerInfo
 from rlinf_async.workers.host import OnEnd
 from rlinf_async.workers.methods import Method
 
-Cancel = Callable[[], None]
-"""Cancels a method that runs."""
+
+class MethodRun(Protocol):
+    """A method that runs in a worker."""
+
+    def cancel(self) -> None:
+        """Cancel it."""
+
+    def leave(self, within: float, /) -> None:
+        """Cancel it in a moment in which nothing is under way in it, so that it can begin anew
+        elsewhere; after ``within`` seconds in any case."""
+
+
+class MovingCall(Protocol):
+    """A call on a rank, whose worker may be replaced."""
+
+    def move(self, worker: WorkerHandle, within: float, left: Callable[[], None]) -> bool:
+        """Have the method leave this worker, and begin again in the next; False where it does not
+        run there. ``left`` is called once it has."""
+
+    def let_go(self) -> None:
+        """What the method still does there does not count any more."""
+
+    def check(self, cls: type[Worker]) -> None:
+        """Raise `BuildError` where it could not go on in a worker of this class."""
+
+    def become(self, cls: type[Worker]) -> None:
+        """The next worker is of this class."""
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,8 +142,8 @@ class WorkerHandle(ABC):
     """set when the worker is gone though nobody stopped it"""
 
     @abstractmethod
-    def begin(self, method: Method, arguments: dict[str, Any], on_end: OnEnd) -> Cancel:
-        """Start a method there and return at once, with a function that cancels it.
+    def begin(self, method: Method, arguments: dict[str, Any], on_end: OnEnd) -> MethodRun:
+        """Start a method there and return at once, with what cancels it.
 
         ``on_end`` is called once, later: with the result; with a `WorkerError`, which the method
         raised; with `WorkerDied`, if the worker died while the call ran; or with `CancelledError`.
@@ -224,6 +254,12 @@ class Backend(ABC):
             WorkerError: ``__init__`` or ``setup`` raised, or the process died.
         """
 
+    def check_class(self, cls: type[Worker]) -> None:  # noqa: B027
+        """Raise `BuildError` for a class that no worker's process can import."""
+
+    def took_over(self, worker: WorkerHandle) -> None:  # noqa: B027
+        """Note that this worker has taken the place of another of its name, which is to end."""
+
     def check_load(self, workers: int) -> None:  # noqa: B027
         """Warn where ``workers`` workers are too many for this host."""
 
@@ -269,6 +305,20 @@ class Restart(msgspec.Struct, frozen=True):
             raise BuildError(f"Restart: within must be more than 0 seconds, got {self.within!r}")
 
 
+SPANS_LIMIT: Final = 2.0
+"""seconds that a worker which was replaced has to hand its last spans over"""
+LET_GO_AFTER: Final = 10.0
+"""seconds for which a call that should have left a worker is waited for; what it does there is then
+refused"""
+
+
+class Life(NamedTuple):
+    """A started worker, and what it was started with."""
+
+    spec: WorkerSpec
+    worker: WorkerHandle
+
+
 class Supervisor:
     """One rank: its live worker, or the restart that is under way."""
 
@@ -295,10 +345,27 @@ class Supervisor:
         self.live: WorkerHandle | None = None
         """the worker; None while there is none"""
         self._restarting: asyncio.Task[None] | None = None
-        self.calls = 0
-        """calls that run on this rank, or wait for its worker"""
+        self._replacing: set[asyncio.Task[Any]] = set()
+        """starts of a successor, and its exchange with the present worker"""
+        self._others: list[WorkerHandle] = []
+        """workers that are to be stopped beside the live one: which it leaves, or which is ready to
+        take its place"""
+        self.left: WorkerHandle | None = None
+        """the worker that calls are leaving, in an exchange"""
+        self.running: dict[MovingCall, None] = {}
+        """calls that run on this rank, or wait for its worker, in the order in which they began"""
         self._unraised: Exception | None = None  # the final death, until a call has raised it
+        self._lives = 1
+        """lives that were begun: the next has this incarnation"""
         self.restarts = 0
+        """restarts after deaths"""
+        self.replaced = 0
+        """number of times that it was replaced by another, as was asked for"""
+        self.starting_successor = False
+        self.homes: list[str] = []
+        """channels whose queues live with its worker"""
+        self.spans_left: list[Span] = []
+        """spans of workers that were replaced"""
         self.stopping = False
 
     async def start(self) -> None:
@@ -334,9 +401,28 @@ class Supervisor:
             raise RuntimeError(f"{self.name} was not started")
         return await result_of(self._handle)
 
-    def call_ended(self, error: BaseException | None) -> None:
+    @property
+    def at_work(self) -> WorkerHandle | None:
+        """The worker in which calls run: the live one, or the one that they are leaving."""
+        return self.live or self.left
+
+    @property
+    def spec(self) -> WorkerSpec:
+        """What its worker was started with, or is to be started with again."""
+        return self._spec
+
+    @property
+    def was_started(self) -> bool:
+        """Whether it has ever had a worker that was ready."""
+        return self._handle is not None
+
+    def call_began(self, call: MovingCall) -> None:
+        """Count a call as running."""
+        self.running[call] = None
+
+    def call_ended(self, call: MovingCall, error: BaseException | None) -> None:
         """Count a call as ended; ``error`` is what it raises."""
-        self.calls -= 1
+        del self.running[call]
         if error is not None and error is self._unraised:
             self._unraised = None
         self._check_raised()
@@ -344,11 +430,14 @@ class Supervisor:
     async def stop(self, grace: float) -> None:
         """End the rank for good."""
         self.stopping = True
-        if self._restarting is not None:
-            self._restarting.cancel()
-            await asyncio.gather(self._restarting, return_exceptions=True)
-        if self.live is not None:
-            await self.live.stop(grace)
+        await _ended([*self._replacing, *([self._restarting] if self._restarting else [])])
+        handles = [*self._others, *([self.live] if self.live is not None else [])]
+        results = await asyncio.gather(
+            *(one.stop(grace) for one in handles), return_exceptions=True
+        )
+        for error in results:
+            if error is not None:
+                raise error
 
     def _adopt(self, handle: WorkerHandle) -> None:
         if self._handle is None or self._handle.done():
@@ -391,9 +480,199 @@ class Supervisor:
         log.warning("%s; starting it again (%d so far)", death.summary, self.restarts + 1)
         self._restarts.append(now)
         self.restarts += 1
-        info = msgspec.structs.replace(self._spec.info, incarnation=self.restarts)
-        self._spec = msgspec.structs.replace(self._spec, info=info)
+        self._spec = self._next_life(self._spec)
         return True
+
+    def _next_life(self, spec: WorkerSpec) -> WorkerSpec:
+        incarnation, self._lives = self._lives, self._lives + 1
+        info = msgspec.structs.replace(spec.info, incarnation=incarnation)
+        return msgspec.structs.replace(spec, info=info)
+
+    # ---- replacement
+
+    def check_successor(self, cls: type[Worker]) -> None:
+        """Raise `BuildError` where the calls that run could not go on in a worker of this class, or
+        where its process could not import it."""
+        self._backend.check_class(cls)
+        for call in self.running:
+            call.check(cls)
+
+    def _successor(
+        self, cls: type[Worker], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> WorkerSpec:
+        spec = self._next_life(self._spec)
+        env_vars = {**spec.env_vars, **names_for_workers()}
+        return msgspec.structs.replace(spec, cls=cls, args=args, kwargs=kwargs, env_vars=env_vars)
+
+    async def start_successor(
+        self, cls: type[Worker], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Life:
+        """Start a worker of this class beside the live one, whose place it may take.
+
+        Raises:
+            WorkerError: ``__init__`` or ``setup`` raised, or the process died.
+            BuildError: it cannot be started.
+        """
+        spec = self._successor(cls, args, kwargs)
+        starting = internal(asyncio.create_task(self._start_beside(spec)))
+        self._replacing.add(starting)
+        starting.add_done_callback(self._replacing.discard)
+        self.starting_successor = True
+        try:
+            return await result_of(starting)
+        except BaseException:
+            await self._uncancelled(self._abandon(starting))
+            raise
+        finally:
+            self.starting_successor = False
+
+    async def _start_beside(self, spec: WorkerSpec) -> Life:
+        if self.stopping:
+            raise BuildError(f"{self.name}: its cluster was left while it was replaced")
+        worker = await self._backend.start(spec)
+        self._others.append(worker)
+        return Life(spec, worker)
+
+    async def _abandon(self, starting: asyncio.Task[Life]) -> None:
+        """End the start of a successor, and the successor if it is there."""
+        await _ended([starting])
+        if not starting.cancelled() and starting.exception() is None:
+            await self.give_up_successor(starting.result(), 0.0)
+
+    async def give_up_successor(self, life: Life, grace: float) -> None:
+        """Stop a successor that does not take over."""
+        if life.worker in self._others:
+            self._others.remove(life.worker)
+            await life.worker.stop(grace)
+
+    async def exchange(self, life: Life, *, finish: float, grace: float) -> None:
+        """Let a successor take the place of the live worker. It cannot be cancelled by its caller:
+        calls are in the one worker or in the other.
+
+        Args:
+            life: what `start_successor` has started.
+            finish: seconds that calls have to finish what they have leased.
+            grace: seconds that the worker gets to end.
+        """
+        await self._uncancelled(self._exchange(life, finish, grace))
+
+    async def exchange_apart(
+        self,
+        cls: type[Worker],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        finish: float,
+        grace: float,
+    ) -> None:
+        """Stop the live worker, then start one of this class; where that fails, one as before.
+
+        Raises:
+            WorkerError, BuildError: it could not be started, and one as before was.
+        """
+        spec = self._successor(cls, args, kwargs)
+        await self._uncancelled(self._exchange_apart(spec, finish, grace))
+
+    async def _uncancelled(self, work: Coroutine[Any, Any, None]) -> None:
+        task = internal(asyncio.create_task(work, name=f"exchange {self.name}"))
+        self._replacing.add(task)
+        task.add_done_callback(self._replacing.discard)
+        task.add_done_callback(_retrieve)
+        await result_of(task)
+
+    @property
+    def is_exchanging(self) -> bool:
+        """Whether a successor is started, or takes over."""
+        return bool(self._replacing)
+
+    async def _exchange(self, life: Life, finish: float, grace: float) -> None:
+        if life.worker.died.done():
+            raise life.worker.died.result()
+        old = await self._emptied(finish)
+        self._others.remove(life.worker)
+        self._take_over(life)
+        if old is not None:
+            await self._stop_replaced(old, grace)
+
+    async def _exchange_apart(self, spec: WorkerSpec, finish: float, grace: float) -> None:
+        old = await self._emptied(finish)
+        if old is not None:
+            await self._stop_replaced(old, grace)
+        try:
+            worker = await self._backend.start(spec)
+        except (WorkerError, BuildError):
+            self._spec = self._next_life(self._spec)
+            try:
+                self._adopt(await self._start_life())
+            except (WorkerError, BuildError) as error:
+                self._give_up(error)
+            raise
+        self._take_over(Life(spec, worker))
+
+    def _take_over(self, life: Life) -> None:
+        self._spec = life.spec
+        for call in self.running:
+            call.become(life.spec.cls)
+        self._adopt(life.worker)
+        self._backend.took_over(life.worker)
+        self.replaced += 1
+
+    async def _emptied(self, finish: float) -> WorkerHandle | None:
+        """The live worker, which all calls have left; None where there is none.
+
+        Raises:
+            WorkerDied: it is dead for good.
+        """
+        if self._restarting is not None:  # as what is to be replaced
+            await _ended([self._restarting])
+        old = self.live
+        if old is not None:
+            self._others.append(old)
+            await self._empty(old, finish)
+        elif self._handle is not None and self._handle.done():
+            await self._handle
+        return old
+
+    async def _stop_replaced(self, old: WorkerHandle, grace: float) -> None:
+        with suppress(TimeoutError):
+            async with deadlines.timeout(SPANS_LIMIT):
+                self.spans_left += await old.spans()
+        try:
+            await old.stop(grace)
+        except WorkerError as error:  # it is gone all the same
+            log.error("while %s was replaced: %s", self.name, error)
+        self._others.remove(old)
+
+    async def _empty(self, old: WorkerHandle, finish: float) -> None:
+        """Have all calls leave a worker; they wait for the next."""
+        self.live, self.left = None, old
+        self._handle = WorkFuture()
+        self._handle.add_done_callback(_retrieve)
+        gone = WorkEvent()
+        here = list[MovingCall]()
+
+        def left(call: MovingCall) -> None:
+            here.remove(call)
+            if not here:
+                gone.set()
+
+        try:
+            for call in list(self.running):
+                here.append(call)
+                if not call.move(old, finish, partial(left, call)):
+                    here.remove(call)
+            if here:
+                with suppress(TimeoutError):
+                    async with deadlines.timeout(finish + LET_GO_AFTER):
+                        await gone.wait()
+            for call in list(here):
+                log.warning(
+                    "%s has not ended %s within %g s and is stopped: what it puts now is refused",
+                    self.name, call, finish + LET_GO_AFTER,
+                )  # fmt: skip
+                call.let_go()
+        finally:
+            self.left = None
 
     async def _restart(self, death: WorkerDied) -> None:
         try:
@@ -415,11 +694,11 @@ class Supervisor:
         It cancels the cluster's body, which must not look like the end of a call that the body
         itself cancelled and waits for.
         """
-        if self._unraised is not None and not self.calls and not self.stopping:
+        if self._unraised is not None and not self.running and not self.stopping:
             asyncio.get_running_loop().call_soon(self._report_if_idle)
 
     def _report_if_idle(self) -> None:
-        if self._unraised is not None and not self.calls:
+        if self._unraised is not None and not self.running:
             death, self._unraised = self._unraised, None
             self._on_idle_death(death)
 
@@ -430,7 +709,7 @@ def _not_replaced(death: WorkerDied, error: BuildError) -> WorkerDied:
     return type(death)(msgspec.structs.replace(death.failure, message=message))
 
 
-def _retrieve(future: asyncio.Future[WorkerHandle]) -> None:
+def _retrieve(future: asyncio.Future[Any]) -> None:
     """Mark the exception as retrieved: a death that no call waits for is reported otherwise."""
     if not future.cancelled():
         future.exception()
@@ -445,6 +724,13 @@ async def all_or_none(tasks: list[asyncio.Task[None]]) -> None:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+
+
+async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def all_ended(tasks: Iterable[asyncio.Task[None]]) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from rlinf_async.runtime.local import LocalBackend, LocalWorker
-from rlinf_async.runtime.supervise import Cancel, WorkerSpec
+from rlinf_async.runtime.supervise import MethodRun, WorkerSpec
 from rlinf_async.workers.base import Failure, WorkerDied
 from rlinf_async.workers.host import OnEnd
 from rlinf_async.workers.methods import Method
@@ -31,7 +31,7 @@ class Mortal(LocalWorker):
 
     name = ""
 
-    def begin(self, method: Method, arguments: dict[str, Any], on_end: OnEnd) -> Cancel:
+    def begin(self, method: Method, arguments: dict[str, Any], on_end: OnEnd) -> MethodRun:
         def ended(value: Any, error: BaseException | None) -> None:
             self.died.remove_done_callback(dies)
             if self.died.done() and not self.died.cancelled():
@@ -40,11 +40,11 @@ class Mortal(LocalWorker):
 
         def dies(died: asyncio.Future[WorkerDied]) -> None:
             if not died.cancelled():
-                cancel()
+                run.cancel()
 
-        cancel = super().begin(method, arguments, ended)
+        run = super().begin(method, arguments, ended)
         self.died.add_done_callback(dies)
-        return cancel
+        return run
 
     def kill(self) -> None:
         """End it as SIGKILL would."""

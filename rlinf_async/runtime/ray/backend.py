@@ -63,7 +63,7 @@ from rlinf_async.runtime.remote_worker import RemoteBackend, RemoteWorker
 from rlinf_async.runtime.signals import ignore_in_worker
 from rlinf_async.runtime.supervise import ProcessEnd, WorkerProcess, WorkerSpec, with_rendezvous
 from rlinf_async.runtime.wakers import internal
-from rlinf_async.workers.base import BuildError, Device, listen_for_ranks
+from rlinf_async.workers.base import BuildError, Device, Worker, listen_for_ranks
 
 
 class ActorStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -426,6 +426,9 @@ class RayBackend(RemoteBackend):
             raise
         self._hosts = hosts
         self._output.open()
+
+    def check_class(self, cls: type[Worker]) -> None:
+        check_importable(cls)
 
     async def place(self, ranks: Sequence[WorkerSpec]) -> Sequence[WorkerSpec]:
         check_importable(ranks[0].cls)
