@@ -9,8 +9,8 @@ from xdist.scheduler import LoadScopeScheduling
 if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
 
-TOGETHER = ("backends/vllm", "gpu", "runtime/ray/training")
-"""Folders whose files stay together too: they share engines, a device, or a Ray."""
+TOGETHER = ("backends/vllm", "gpu", "runtime/ray/training", "view")
+"""Folders whose files stay together too: they share engines, a device, a Ray, or a browser."""
 
 
 LONGEST = (

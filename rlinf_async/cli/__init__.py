@@ -35,6 +35,7 @@ COMMANDS = {
     "status": ("runs", "Show the graph of a run that goes on."),
     "stop": ("runs", "End a run in order, with a checkpoint."),
     "train": ("train", "Run the job that FILE.toml describes."),
+    "view": ("view", "Show runs in the browser, live."),
 }
 """module of this package that holds a command, and its line of the help, by its name"""
 

@@ -38,7 +38,9 @@ ARROWS: dict[str, set[str]] = {
     "simulate": LIGHT
     | {"backends", "channels", "episodes", "observe", "runtime", "testing", "workers"},
     "testing": LIGHT | {"channels", "data", "episodes", "runtime", "workers"},
-    "cli": LIGHT | {"channels", "observe", "recording", "runtime", "simulate", "workers"},
+    "view": LIGHT | {"observe"},
+    "cli": LIGHT
+    | {"channels", "observe", "recording", "runtime", "simulate", "view", "workers"},
 }
 """What each part may import of the others when it is imported."""
 
