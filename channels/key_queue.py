@@ -58,7 +58,7 @@ from rlinf_async.channels.encoded import (
 from rlinf_async.channels.errors import ChannelError, MalformedFrame, error_text
 from rlinf_async.channels.items import channel_rule
 from rlinf_async.channels.remote_payload import RemotePayload, remote_payload_of
-from rlinf_async.channels.statistics import DeadLetter, Edges, current_party
+from rlinf_async.channels.statistics import DeadLetter, Edges, Waits, current_party
 
 if TYPE_CHECKING:
     from rlinf_async.channels.ends import Key
@@ -289,7 +289,7 @@ class ChannelState(abc.ABC):
         "name", "no_receivers_left", "open", "opened_at", "prefetched", "prefetched_weight",
         "put_turn", "put_wait_seconds", "put_waits", "receivers", "redelivered", "refused",
         "rule", "senders", "sequence", "shared", "stale", "stealing", "touched", "unconfirmed",
-        "withdrawn",
+        "waits", "withdrawn",
     )  # fmt: skip
 
     def __init__(
@@ -331,6 +331,7 @@ class ChannelState(abc.ABC):
         self.form = Form()
         self.dead_letters: list[DeadLetter] = []
         self.edges = Edges()
+        self.waits = Waits()
         self.sequence = 0
         """sequence number of the item that came in last"""
         self.opened_at: float | None = None
@@ -594,7 +595,9 @@ class KeyQueue:
 
     def put_waited(self, wait: WaitingPut) -> None:
         """The put is over, in whichever way; account for its wait."""
-        self.channel.put_wait_seconds += wait.loop.time() - wait.since
+        seconds = wait.loop.time() - wait.since
+        self.channel.put_wait_seconds += seconds
+        self.channel.waits.add("put", wait.holder, seconds)
 
     def has_room(self, weight: int) -> bool:
         """Whether an item of this weight could be admitted."""
@@ -659,7 +662,9 @@ class KeyQueue:
 
     def get_waited(self, delivery: Delivery) -> None:
         """The get waits no more; account for its wait."""
-        self.channel.get_wait_seconds += delivery.loop.time() - delivery.since
+        seconds = delivery.loop.time() - delivery.since
+        self.channel.get_wait_seconds += seconds
+        self.channel.waits.add("get", delivery.holder, seconds)
 
     def prefetch(self, delivery: Delivery, link: PrefetchLink, count: int) -> None:
         """Let the ``count`` oldest entries leave the queue for a receiver that has not asked for

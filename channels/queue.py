@@ -21,7 +21,7 @@ from rlinf_async.channels.ends import Key
 from rlinf_async.channels.errors import ChannelEmpty, ChannelError, ChannelFailed, error_text
 from rlinf_async.channels.key_queue import ChannelState, Delivery, KeyQueue, WaitingPut
 from rlinf_async.channels.remote_payload import is_lost
-from rlinf_async.channels.statistics import KeyState, Statistics, Wait
+from rlinf_async.channels.statistics import KeyState, Statistics, Wait, Waited
 
 log = logging.getLogger(__name__)
 LOOKED_AT: Final = 16
@@ -329,6 +329,28 @@ def waits_of(queue: Queue) -> list[Wait]:
         found += _describe(queue, key, key.putters, "put", at)
         found += _describe(queue, key, key.getters, "get", at)
     return sorted(found, key=lambda wait: -wait.seconds)
+
+
+def waited_on(queue: Queue) -> list[Waited]:
+    """Seconds that each party has waited on this channel so far."""
+    at = queue.now()
+    waiting = [
+        (operation, wait.holder, at - wait.since)
+        for key in queue.every_key()
+        for operation, waits in _both(key)
+        for wait in waits
+    ]
+    holders = {
+        "put": tuple(dict.fromkeys(queue.receivers.values())),
+        "get": tuple(dict.fromkeys(queue.senders.values())),
+    }
+    return queue.waits.seen(queue.name, waiting, holders)
+
+
+def _both(
+    key: KeyQueue,
+) -> tuple[tuple[Literal["put", "get"], Iterable[WaitingPut | Delivery]], ...]:
+    return ("put", key.putters), ("get", key.getters)
 
 
 def _describe(

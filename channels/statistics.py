@@ -14,7 +14,7 @@ that can only be woken by one another.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from typing import Any, Final, Literal
 from weakref import WeakKeyDictionary
@@ -295,6 +295,69 @@ class Wait(msgspec.Struct, frozen=True):
             f"{self.party} has waited {self.seconds:.1f} s to {self.operation} on channel "
             f"{self.channel!r}{key}; {on}"
         )
+
+
+class Waited(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Waits of one party on one channel, all together, open ones up to now."""
+
+    party: str
+    operation: Literal["put", "get"]
+    channel: str
+    count: int
+    """waits that are over"""
+    seconds: float
+    """a sum: two tasks of a party that wait at the same time count twice"""
+    unblockers: tuple[str, ...] = ()
+    """parties that hold the other end"""
+
+
+class Waits:
+    """Seconds that each party has waited on one channel. Counted when a wait is over."""
+
+    __slots__ = ("_of",)
+
+    def __init__(self) -> None:
+        self._of: dict[tuple[str, str], list[float]] = {}
+        """number and seconds of the waits of each operation and party"""
+
+    def add(self, operation: str, party: str, seconds: float) -> None:
+        """Count a wait that is over."""
+        found = self._of.get((operation, party))
+        if found is None:
+            if len(self._of) >= MAX_EDGES:
+                party = OTHER_PARTIES
+            found = self._of.setdefault((operation, party), [0.0, 0.0])
+        found[0] += 1.0
+        found[1] += seconds
+
+    def seen(
+        self,
+        channel: str,
+        waiting: Iterable[tuple[Literal["put", "get"], str, float]],
+        holders: Mapping[str, tuple[str, ...]],
+    ) -> list[Waited]:
+        """Return all waits so far, those included that are not over.
+
+        Args:
+            channel: its name.
+            waiting: operation, party and seconds of each wait that is not over.
+            holders: parties that can end a wait of each operation.
+        """
+        found = {key: (int(count), seconds) for key, (count, seconds) in self._of.items()}
+        for operation, party, seconds in waiting:
+            count, before = found.get((operation, party), (0, 0.0))
+            found[operation, party] = count, before + seconds
+        return [
+            Waited(
+                party=party,
+                operation="put" if operation == "put" else "get",
+                channel=channel,
+                count=count,
+                seconds=seconds,
+                unblockers=holders.get(operation, ()),
+            )
+            for (operation, party), (count, seconds) in found.items()
+        ]
 
 
 def mark_cut_off(wait: Wait, prefixes: tuple[str, ...]) -> Wait:

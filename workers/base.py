@@ -45,6 +45,7 @@ import msgspec
 
 from rlinf_async.channels.errors import fit_bytes, text_of
 from rlinf_async.channels.statistics import ComputeThread, computations, current_thread
+from rlinf_async.observe.trace import Meter
 
 MAX_MESSAGE_BYTES: Final = 20_000
 MAX_TRACEBACK_BYTES: Final = 60_000
@@ -195,11 +196,16 @@ class WorkerContext:
     """A worker's identity, its compute thread and its recorder of spans."""
 
     def __init__(
-        self, info: WorkerInfo, executor: ThreadPoolExecutor, span: OpenSpan | None = None
+        self,
+        info: WorkerInfo,
+        executor: ThreadPoolExecutor,
+        span: OpenSpan | None = None,
+        meter: Meter | None = None,
     ) -> None:
         self.info = info
         self.executor = executor
         self.span: OpenSpan = span or _no_span
+        self.meter = meter or Meter()
         self.joined = False
         """whether the worker has joined its group's torch.distributed"""
         self.computing = 0
@@ -328,6 +334,11 @@ class Worker:
     def span(self, name: str, **args: Any) -> AbstractContextManager[Any]:
         """Record the block as a named span of the run's trace."""
         return self._context.span(name, **args)
+
+    @property
+    def meter(self) -> Meter:
+        """Sums of what this worker works on, from which a run names its bottleneck."""
+        return self._context.meter
 
     def doing(self) -> tuple[str, ...]:
         """Say what it does, beside its open spans, for reports and the live view. Override it where

@@ -32,6 +32,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 from rlinf_async.channels import ChannelClosed, LatestReceiver, Receiver, current_party
 from rlinf_async.channels.ends import CallLeases, current_leases
 from rlinf_async.deadlines import LoopWatch
+from rlinf_async.observe.trace import Meter
 from rlinf_async.workers.base import (
     OpenSpan,
     Worker,
@@ -205,11 +206,12 @@ class WorkerHost:
         kwargs: dict[str, Any],
         info: WorkerInfo,
         span: OpenSpan | None = None,
+        meter: Meter | None = None,
     ) -> None:
         self.info = info
         self.state = WorkerState.CREATED
         executor = ThreadPoolExecutor(1, thread_name_prefix=f"{info.name} compute")
-        self.context = WorkerContext(info, executor, span)
+        self.context = WorkerContext(info, executor, span, meter)
         self._make = (cls, args, kwargs)
         self._worker: Worker | None = None
         self._labels: dict[str, str] = {}

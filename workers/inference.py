@@ -234,7 +234,10 @@ class InferenceWorker(Worker):
 
     async def _answer(self, samples: list[Sample]) -> list[Sample]:
         config = self.config
-        with self.span("inference", samples=len(samples)):
+        with (
+            self.span("inference", samples=len(samples)),
+            self.meter.batch("inference", len(samples)),
+        ):
             return await self.compute(
                 with_log_probs,
                 self._trainer,

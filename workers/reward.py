@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from typing import Final
 
 import msgspec
 
@@ -33,6 +34,9 @@ from rlinf_async.messages.language import Failed, Outcome, Rejected, Sample, Sco
 from rlinf_async.rewards.judging import INLINE, Answer, Verifier, judge, load_verifier
 from rlinf_async.rewards.pool import ScoringPool
 from rlinf_async.workers.base import Worker, task_group
+
+SCORE: Final = "score"
+"""name of the spans, and of the sums, of scoring"""
 
 
 class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -126,6 +130,7 @@ class RewardWorker(Worker):
             NoReceivers: nobody takes scored samples any more.
         """
         report = RewardReport()
+        self.meter.serves(SCORE, 2 * self.config.processes)
         async with task_group() as group:
             for _ in range(2 * self.config.processes):
                 group.create_task(self._score_each(samples, scored, report))
@@ -135,9 +140,11 @@ class RewardWorker(Worker):
         """The outcome of one sample. Override it for scores that come from elsewhere."""
         name, answer = sample.request.prompt.verifier, Answer.of(sample)
         if name not in INLINE:
+            self.meter.serves(SCORE, self.config.processes)
             return await self._pool.judge(name, answer)
         if name not in self._inline:
             self._inline[name] = load_verifier(name)
+            self.meter.serves(SCORE, 1)
         return judge(name, self._inline[name], answer)
 
     async def _score_each(
@@ -151,7 +158,7 @@ class RewardWorker(Worker):
                     started = clock()
                     outcome = sample.outcome  # of an episode that scores itself, or failed
                     if not isinstance(outcome, Failed):
-                        with self.span("score", **_labels(sample)):
+                        with self.span(SCORE, **_labels(sample)):
                             outcome = outcome or await self.score(sample)
                     seconds = clock() - started
                     _count(report, outcome, seconds)

@@ -7,6 +7,7 @@
       config.toml         the configuration (config.1.toml, ...: of earlier starts, if it differed)
       inputs.json         digests of the files that were read, versions of packages
       metrics.csv         one row per iteration
+      waits.jsonl         who waited for whom: a record an iteration
       tensorboard/        the same for TensorBoard
       checkpoints/        what --resume goes on from
       trained/            the trained model, of a run that came to its end
@@ -79,6 +80,7 @@ class RunFolder:
         resumed: bool,
         made: bool,
         replaced: Path | None = None,
+        start: int = 1,
         notes: Iterable[str] = (),
         restarts: Mapping[str, int] | None = None,
     ) -> None:
@@ -100,6 +102,10 @@ class RunFolder:
         """What the live view shows, while the run goes on."""
         self.restarts_before = dict(restarts or {})
         """Restarts of workers in earlier starts of this run, by worker."""
+        self.waits = path / "waits.jsonl"
+        """Who waited for whom, a record an iteration."""
+        self.start = start
+        """Number of this start of the run: the first is 1."""
         self._made = made
         self._replaced = replaced
         """Where the configuration of the start before is kept, if this one has another."""
@@ -141,6 +147,7 @@ class RunFolder:
             resumed=marker is not None,
             made=made,
             replaced=replaced,
+            start=1 if marker is None else len(marker.starts),
             notes=notes,
             restarts=restarts,
         )

@@ -35,7 +35,8 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Final, NamedTuple
@@ -73,6 +74,212 @@ def is_waiting(name: str) -> bool:
     return name == WAIT or name.startswith(f"{WAIT} ")
 
 
+class Fit(msgspec.Struct, array_like=True):
+    """Weighted sums for a straight line ``seconds = a + b x``, least squares."""
+
+    weight: float = 0.0
+    x: float = 0.0
+    y: float = 0.0
+    xx: float = 0.0
+    xy: float = 0.0
+
+    def add(self, x: float, y: float, weight: float = 1.0) -> None:
+        """Add a point."""
+        self.weight += weight
+        self.x += weight * x
+        self.y += weight * y
+        self.xx += weight * x * x
+        self.xy += weight * x * y
+
+    def plus(self, other: Fit, sign: float = 1.0) -> Fit:
+        """Return the sums of both, or with ``sign`` -1 those that came after ``other``."""
+        return Fit(
+            self.weight + sign * other.weight,
+            self.x + sign * other.x,
+            self.y + sign * other.y,
+            self.xx + sign * other.xx,
+            self.xy + sign * other.xy,
+        )
+
+    def line(self) -> tuple[float, float]:
+        """Return ``a`` and ``b``, neither below 0; where all x are alike, the mean and 0."""
+        if self.weight <= 0.0:
+            return 0.0, 0.0
+        x, y = self.x / self.weight, self.y / self.weight
+        spread = self.xx / self.weight - x * x
+        slope = (self.xy / self.weight - x * y) / spread if spread > 1e-6 * (x * x) else 0.0
+        slope = min(max(slope, 0.0), y / x if x > 0.0 else 0.0)
+        return y - slope * x, slope
+
+
+class Work(msgspec.Struct, omit_defaults=True):
+    """Work of one name of one worker, since it began or over a time. Open work counts up to now."""
+
+    name: str
+    """a span's name, or that of pieces of work that the trace does not have; empty: all spans
+    together, waits left out"""
+    seconds: float = 0.0
+    """seconds with at least one piece under way"""
+    total: float = 0.0
+    """seconds of all pieces, a sum; of those at most ``capacity`` at a time count"""
+    full: float = 0.0
+    """seconds with ``capacity`` pieces under way or more"""
+    count: int = 0
+    """pieces that are over"""
+    capacity: int = 0
+    """pieces that the worker can work on at a time; 0: not known"""
+    size: float = 0.0
+    """items, tokens or rows of the pieces that are over, where they were counted"""
+    fit: Fit | None = None
+    """seconds by load: of each token by the pieces beside it, of each pass by its rows"""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether it is no work but a wait."""
+        return is_waiting(self.name)
+
+    def since(self, before: Work) -> Work:
+        """Return what came after ``before``."""
+        fit = self.fit if self.fit is None or before.fit is None else self.fit.plus(before.fit, -1)
+        return Work(
+            self.name,
+            self.seconds - before.seconds,
+            self.total - before.total,
+            self.full - before.full,
+            self.count - before.count,
+            self.capacity,
+            self.size - before.size,
+            fit,
+        )
+
+
+class _Kind:
+    """Work of one name, up to the time ``at``."""
+
+    __slots__ = ("at", "open", "work")
+
+    def __init__(self, name: str, at: int) -> None:
+        self.work = Work(name)
+        self.open, self.at = 0, at
+
+    def change(self, by: int, at: int) -> None:
+        """``by`` more pieces are under way from now on."""
+        now, work = self.open, self.work
+        passed = (at - self.at) / 1e9
+        if now > 0 and passed > 0:
+            capacity = work.capacity
+            work.seconds += passed
+            if capacity and now >= capacity:
+                work.full += passed
+                now = capacity
+            work.total += now * passed
+        self.at = at
+        self.open += by
+        if by < 0:
+            work.count -= by
+
+
+KINDS_KEPT: Final = 64
+"""names of work of one worker that are told apart; the others share one"""
+OTHERS: Final = "others"
+
+
+class Meter:
+    """How long a worker has worked on what, as sums: some ten steps of arithmetic for a piece.
+
+    Args:
+        clock: returns nanoseconds.
+    """
+
+    def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        self.clock = clock
+        self._lock = threading.Lock()
+        self._kinds: dict[str, _Kind] = {}
+
+    def change(self, name: str, by: int, at: int) -> None:
+        """``by`` pieces of this name began, or, below 0, ended at this time."""
+        with self._lock:
+            self._kind(name, at).change(by, at)
+            if not is_waiting(name):
+                self._kind("", at).change(by, at)
+
+    def serves(self, name: str, capacity: int) -> None:
+        """Note how many pieces of this name can be worked on at a time."""
+        with self._lock:
+            kind = self._kind(name, self.clock())
+            if kind.work.capacity != capacity:
+                kind.change(0, self.clock())
+                kind.work.capacity = capacity
+
+    def add(self, name: str, size: float) -> None:
+        """Note the size of a piece that is over."""
+        with self._lock:
+            self._kind(name, self.clock()).work.size += size
+
+    @contextmanager
+    def batch(self, name: str, size: float) -> Iterator[None]:
+        """Measure the block as the work on ``size`` rows or items at once."""
+        began = self.clock()
+        yield
+        with self._lock:
+            work = self._kind(name, began).work
+            work.size += size
+            work.fit = work.fit or Fit()
+            work.fit.add(size, (self.clock() - began) / 1e9)
+
+    @contextmanager
+    def beside(self, name: str) -> Iterator[Piece]:
+        """Measure the block as a piece of work that others go on beside; it sets the size."""
+        piece = Piece()
+        began = self.clock()
+        with self._lock:
+            kind = self._kind(name, began)
+            kind.change(1, began)
+            before = kind.work.total
+        try:
+            yield piece
+        finally:
+            ended = self.clock()
+            seconds = (ended - began) / 1e9
+            with self._lock:
+                kind.change(-1, ended)
+                work = kind.work
+                if piece.size > 0.0 and seconds > 0.0:
+                    work.size += piece.size
+                    work.fit = work.fit or Fit()
+                    beside = (work.total - before) / seconds
+                    work.fit.add(beside, seconds / piece.size, piece.size)
+
+    def seen(self) -> list[Work]:
+        """Return all work so far."""
+        now = self.clock()
+        with self._lock:
+            for kind in self._kinds.values():
+                kind.change(0, max(now, kind.at))
+            return [
+                msgspec.structs.replace(
+                    kind.work,
+                    fit=None if kind.work.fit is None else msgspec.structs.replace(kind.work.fit),
+                )
+                for kind in self._kinds.values()
+            ]
+
+    def _kind(self, name: str, at: int) -> _Kind:
+        found = self._kinds.get(name)
+        if found is None:
+            if len(self._kinds) >= KINDS_KEPT:
+                name = OTHERS
+            found = self._kinds.setdefault(name, _Kind(name, at))
+        return found
+
+
+class Piece:
+    """A piece of work that others go on beside."""
+
+    size = 0.0
+    """tokens, or items, that were made"""
+
+
 class SpanRecorder:
     """Records the spans of one worker, from its loop and its compute thread alike.
 
@@ -102,6 +309,8 @@ class SpanRecorder:
         )
         self._capacity = capacity
         self.clock = clock
+        self.meter = Meter(clock)
+        """sums of the same spans, which nobody has to take"""
         self._lock = threading.Lock()
         self._open: collections.Counter[str] = collections.Counter()
 
@@ -114,10 +323,11 @@ class SpanRecorder:
         with self._lock:
             return tuple(name for name in self._open.elements() if not is_waiting(name))
 
-    def count(self, name: str, change: int) -> None:
-        """Note that a span of this name was opened (1) or closed (-1)."""
+    def count(self, name: str, change: int, at: int) -> None:
+        """Note that a span of this name was opened (1) or closed (-1) at this time."""
         with self._lock:
             self._open[name] += change
+        self.meter.change(name, change, at)
 
     def record(self, name: str, start: int, duration: int, /, **args: Argument) -> None:
         """Record a span that was timed elsewhere, by ``time.monotonic_ns``."""
@@ -151,8 +361,8 @@ class _Recording:
         self._args = args
 
     def __enter__(self) -> None:
-        self._recorder.count(self._name, 1)
         self._start = self._recorder.clock()
+        self._recorder.count(self._name, 1, self._start)
 
     def __exit__(
         self,
@@ -160,9 +370,9 @@ class _Recording:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        start = self._start
-        self._recorder.count(self._name, -1)
-        self._recorder.add(self._name, start, self._recorder.clock() - start, self._args)
+        start, now = self._start, self._recorder.clock()
+        self._recorder.count(self._name, -1, now)
+        self._recorder.add(self._name, start, now - start, self._args)
 
 
 class ForegroundPeriod(NamedTuple):

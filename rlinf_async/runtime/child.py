@@ -12,6 +12,7 @@
     worker.standstill  report whether it could go on by itself
     worker.clock       say its time
     worker.home        let queues live there; where is that
+    worker.work        report how long it worked on what         the sums
     worker.spans       send its spans since the last time        the spans
     worker.stop        cancel its calls, run teardown, and exit
 
@@ -55,7 +56,7 @@ from rlinf_async.processes import signal_at_end_of_parent
 from rlinf_async.runtime.homes import CallEnds, WorkerHome
 from rlinf_async.runtime.launching import pinned_cores
 from rlinf_async.runtime.signals import ignore_in_worker, run
-from rlinf_async.runtime.supervise import Doing, Standstill, WorkerSpec
+from rlinf_async.runtime.supervise import Doing, Standstill, WorkDone, WorkerSpec
 from rlinf_async.runtime.wakers import current_is_internal, internal, what_can_go_on
 from rlinf_async.workers import foreign_calls
 from rlinf_async.workers.base import BuildError, Failure, WorkerError
@@ -348,7 +349,14 @@ class Child:
         self._boot = boot
         spec = boot.spec
         self._recorder = SpanRecorder(spec.info.name)
-        self._host = WorkerHost(spec.cls, spec.args, spec.kwargs, spec.info, self._recorder.span)
+        self._host = WorkerHost(
+            spec.cls,
+            spec.args,
+            spec.kwargs,
+            spec.info,
+            self._recorder.span,
+            self._recorder.meter,
+        )
         self._stopped = asyncio.Event()
         self._asked_to_stop = False
         self._direct: Direct | None = None
@@ -415,6 +423,11 @@ class Child:
             "worker.spans",
             Nothing,
             lambda request: request.reply(Nothing(), encode(self._recorder.take())),
+        )
+        router.add_sync(
+            "worker.work",
+            Nothing,
+            lambda request: request.reply(WorkDone.of(self._recorder.meter)),
         )
         router.add("worker.home", Nothing, self._listen)
         router.add("worker.stop", Nothing, self._stop)

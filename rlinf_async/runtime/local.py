@@ -17,6 +17,7 @@ from rlinf_async.runtime.supervise import (
     Backend,
     MethodRun,
     Standstill,
+    WorkDone,
     WorkerHandle,
     WorkerSpec,
     on_this_host,
@@ -48,6 +49,9 @@ class LocalWorker(WorkerHandle):
 
     async def spans(self) -> list[Span]:
         return self._recorder.take()
+
+    async def work(self) -> WorkDone:
+        return WorkDone.of(self._recorder.meter)
 
     async def stop(self, grace: float) -> None:
         self.died.cancel()
@@ -85,7 +89,9 @@ class LocalBackend(Backend):
                 f"Cluster.local() has one for all {spec.info.world_size}: use Cluster.process()"
             )
         recorder = SpanRecorder(spec.info.name, clock=_clock(asyncio.get_running_loop()))
-        host = WorkerHost(spec.cls, spec.args, spec.kwargs, spec.info, recorder.span)
+        host = WorkerHost(
+            spec.cls, spec.args, spec.kwargs, spec.info, recorder.span, recorder.meter
+        )
         await host.start()
         return LocalWorker(host, recorder)
 

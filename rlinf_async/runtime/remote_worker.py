@@ -64,6 +64,7 @@ from rlinf_async.runtime.supervise import (
     MethodRun,
     ProcessEnd,
     Standstill,
+    WorkDone,
     WorkerHandle,
     WorkerProcess,
     WorkerSpec,
@@ -460,6 +461,12 @@ class RemoteWorker(WorkerHandle):
         except ConnectionLost:
             return []
         return self._clock.aligned(decode_spans(body))
+
+    async def work(self) -> WorkDone:
+        try:
+            return await self._answer("worker.work", WorkDone)
+        except ConnectionLost:
+            return WorkDone()
 
     async def stop(self, grace: float) -> None:
         self._stopping = True

@@ -38,7 +38,7 @@ from rlinf_async.channels import Channel, Latest
 from rlinf_async.channels.wire.homes import HomeMaker
 from rlinf_async.channels.wire.session.connection import Traffic
 from rlinf_async.config.registry import names_for_workers
-from rlinf_async.observe.trace import Span
+from rlinf_async.observe.trace import Meter, Span, Work
 from rlinf_async.runtime.wakers import WorkEvent, WorkFuture, internal, result_of
 from rlinf_async.workers.base import BuildError, Device, Worker, WorkerDied, WorkerError, WorkerInfo
 from rlinf_async.workers.host import OnEnd
@@ -135,6 +135,19 @@ class Standstill(msgspec.Struct, frozen=True):
     """changes while its process moves large items, though no channel changes: see `movement`"""
 
 
+class WorkDone(msgspec.Struct, frozen=True):
+    """Work of one worker since it began."""
+
+    at: int = 0
+    """time up to which it counts, in nanoseconds of its own clock"""
+    work: tuple[Work, ...] = ()
+
+    @classmethod
+    def of(cls, meter: Meter) -> WorkDone:
+        """Return what a meter has seen by now."""
+        return cls(at=meter.clock(), work=tuple(meter.seen()))
+
+
 class WorkerHandle(ABC):
     """One started rank."""
 
@@ -164,6 +177,10 @@ class WorkerHandle(ABC):
     @abstractmethod
     async def spans(self) -> list[Span]:
         """The spans recorded since the last time."""
+
+    @abstractmethod
+    async def work(self) -> WorkDone:
+        """How long it has worked on what, since it began."""
 
     @abstractmethod
     async def stop(self, grace: float) -> None:

@@ -54,6 +54,10 @@ QUICK: Final = 1.0
 """seconds from which on reports name an episode whose agent does something else than call tools"""
 
 
+EPISODES: Final = "episodes"
+"""name of the open episodes in the sums of a worker's work"""
+
+
 class Language(NamedTuple):
     """How messages become tokens, and tokens an answer."""
 
@@ -139,6 +143,7 @@ class EpisodeWorker(Worker):
             NoReceivers: nobody takes finished episodes any more.
         """
         report = EpisodeReport()
+        self.meter.serves(EPISODES, self.config.concurrent)
         ends = TurnEnds(requests, turns, sticky)
         # A lease is known to its holder by the context of its task: each episode begins with one
         # in which there is none.
@@ -182,6 +187,20 @@ class EpisodeWorker(Worker):
     ) -> None:
         """Run one episode, and send it on; the leases of its answers are held until then."""
         [task] = lease
+        with self.meter.beside(EPISODES) as piece:
+            sample = await self._played(lease, task, ends, episodes, report)
+            piece.size = 1.0
+        _count(report, sample)
+
+    async def _played(
+        self,
+        lease: Lease[Request],
+        task: Request,
+        ends: TurnEnds,
+        episodes: Sender[Sample],
+        report: EpisodeReport,
+    ) -> Sample:
+        """Run one episode to its end, and send it on."""
         config, name = self.config, self.config.run
         clock = self._clocks[task.name] = AgentClock(config.seconds)
         async with AsyncExitStack() as held:
@@ -210,7 +229,7 @@ class EpisodeWorker(Worker):
             except (WrongItemType, UnicodeError) as error:  # text of a parser of the user's own
                 sample = unsendable(name, task, error, ending)
                 await episodes.put(sample)
-        _count(report, sample)
+        return sample
 
     def _episode(self, task: Request, turns: Turns) -> Episode:
         prompt, config = task.prompt, self.config

@@ -27,7 +27,7 @@ import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import cache, partial
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -188,6 +188,10 @@ ASKING = 4
 engine with free slots would wait for one after the other"""
 
 
+REQUESTS: Final = "requests"
+"""name of the requests that an engine works on, in the sums of a worker's work"""
+
+
 class LanguageRolloutReport(msgspec.Struct, kw_only=True):
     """The counts of one rank's `LanguageRolloutWorker.serve`."""
 
@@ -302,6 +306,7 @@ class LanguageRolloutWorker(Worker):
         """Answer requests, beside the tasks of a group, which ends when they do."""
         report = LanguageRolloutReport()
         live = self._live
+        self.meter.serves(REQUESTS, live.engine.max_concurrent)
         loads, restarts = live.weights.loads, live.restarts
         live.listen(weights)
         self._idle.begin()
@@ -536,7 +541,12 @@ class LanguageRolloutWorker(Worker):
             await live.weights.reach(request.min_version, request.name)
         if request.name in self._interrupted:
             return None
-        return await self.generate(request)
+        brought = 0 if request.partial is None else len(request.partial.token_ids)
+        with self.meter.beside(REQUESTS) as piece:
+            generated = await self.generate(request)
+            if generated is not None:
+                piece.size = float(len(generated.token_ids) - brought)
+        return generated
 
     def began(self, request: Request) -> None:
         """A request was taken. Override it to watch."""

@@ -434,7 +434,9 @@ class RolloutWorker(Worker):
     async def _answer(
         self, questions: list[Observations], actions: Sender[Actions], report: RolloutReport
     ) -> None:
-        answered = await self._pace.run("forward", answer_all, self._policy, questions)
+        rows = sum(len(question.observation) for question in questions)
+        with self.meter.batch("forward", rows):
+            answered = await self._pace.run("forward", answer_all, self._policy, questions)
         for question, answer in answered:
             try:
                 await actions.put(answer, key=stage_key(question.env_rank, question.stage))

@@ -28,10 +28,12 @@ from rlinf_async.observe.progress import ProgressView
 from rlinf_async.observe.run_folder import RUNS, RunFolder
 from rlinf_async.observe.summary import Detail, Summary, last_line, write_summary
 from rlinf_async.observe.trace import read_perfetto
+from rlinf_async.observe.waits import Facts
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.checkpoints import Stopped, abort_on_lost_items
 from rlinf_async.runtime.jobs.config import HostConfig, Reads, check_inputs, check_resumed
 from rlinf_async.runtime.jobs.view import Headline, LiveView
+from rlinf_async.runtime.jobs.waits import TellsFacts
 from rlinf_async.runtime.signals import Terminated, run, run_signals
 
 S = TypeVar("S", bound=Summary)
@@ -181,7 +183,8 @@ class _Execution(Generic[S]):
     async def _main(self) -> None:
         with ProgressView() as progress:
             async with self._run.host.make_cluster(self._folder.workers_log) as cluster:
-                view = LiveView(self._folder, cluster, progress, self._run.headline)
+                facts = self._run.facts if isinstance(self._run, TellsFacts) else Facts
+                view = LiveView(self._folder, cluster, progress, self._run.headline, facts)
                 self._spans_left_out = view.left_out
                 with view, abort_on_lost_items(cluster):
                     try:

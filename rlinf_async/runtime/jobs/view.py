@@ -34,7 +34,9 @@ from rlinf_async.observe.progress import (
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.status import Status, write_status
 from rlinf_async.observe.trace import Counter, CountRates, Span, write_perfetto
+from rlinf_async.observe.waits import Facts
 from rlinf_async.runtime.cluster import Cluster
+from rlinf_async.runtime.jobs.waits import WaitsFile, WaitsRecorder
 from rlinf_async.runtime.signals import run_signals
 from rlinf_async.runtime.supervise import Supervisor, WorkerHandle
 from rlinf_async.runtime.wakers import internal
@@ -148,6 +150,7 @@ class LiveView:
         cluster: the run's cluster.
         view: where to show it.
         headline: returns the top line, now.
+        facts: returns what the job says of what was trained since the last call.
     """
 
     def __init__(
@@ -156,6 +159,7 @@ class LiveView:
         cluster: Cluster,
         view: ProgressView,
         headline: Callable[[], Headline],
+        facts: Callable[[], Facts] = Facts,
     ) -> None:
         self._folder = folder
         self._cluster = cluster
@@ -172,6 +176,8 @@ class LiveView:
         self._write_at = float("-inf")  # when the status is next written
         self._ending = False
         self._shown: ProgressState | None = None
+        self._facts = facts
+        self._waits: WaitsRecorder | None = None
         self.left_out: Counts[str] = Counts()
         """spans left out of the trace, by worker"""
 
@@ -180,12 +186,23 @@ class LiveView:
         self._rates.look()
         state = self._shown = self._state()
         self._view.update(state)
+        if self._waits is not None:
+            self._waits.boundary(state.iteration)
         ending = run_signals().terminating
         now = time.monotonic()
         if now >= self._write_at or ending != self._ending:
             self._write_at = now + STATUS_EVERY
             state.waits = [_wait(one) for one in self._cluster.waits()[:WAITS_WRITTEN]]
             self._write(state, ending=ending)
+
+    def training_begins(self) -> None:
+        """Record from now on who waits for whom: workers serve, the next iteration begins."""
+        trained = self._headline().iteration
+        file = WaitsFile(self._folder.waits, trained)
+        self._waits = WaitsRecorder(
+            self._cluster, self._facts, file.write, start=self._folder.start
+        )
+        self._waits.begin(trained)
 
     def _state(self) -> ProgressState:
         run, iteration, iterations, figures = self._headline()
@@ -207,8 +224,10 @@ class LiveView:
         write_status(self._folder.status, status)
 
     async def write_trace(self) -> None:
-        """Collect the last spans and write the trace."""
+        """Collect the last spans and write the trace; write what is left of the waits."""
         try:
+            if self._waits is not None:
+                await self._waits.finish(self._headline().iteration)
             await self._collect()
         finally:
             try:

@@ -46,6 +46,7 @@ from rlinf_async.observe.pictures import draw_learning_curve
 from rlinf_async.observe.progress import ProgressState, ProgressView, figure
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import EmbodiedSummary, Staleness
+from rlinf_async.observe.waits import Facts
 from rlinf_async.runtime.calls import GroupCall, WorkerGroup
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.checkpoints import (
@@ -505,6 +506,10 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
         """Title of its pictures."""
         return f"{self.config.name}: {self.config.env.name}"
 
+    def facts(self) -> Facts:
+        """What was trained since the last time, for the records of waits."""
+        return Facts(max_staleness=self.config.training.max_staleness)
+
     @property
     def host(self) -> HostConfig:
         """Settings of the host, or hosts, on which the workers run."""
@@ -646,6 +651,7 @@ class EmbodiedRun(EnvironmentRun[EmbodiedConfig, EmbodiedProgress, EmbodiedChann
             flow.view.note = ""
         collecting = flow.collectors.collect()
         loop.clock.start()
+        flow.view.training_begins()
         checkpointer, signals = loop.checkpointer, loop.signals
         # A restarted env worker may send a trajectory again when the actors are done already.
         with channels.trajectories.receiver, checkpointer, signals.checked_each_step():
@@ -687,6 +693,17 @@ class EmbodiedRun(EnvironmentRun[EmbodiedConfig, EmbodiedProgress, EmbodiedChann
     def _ticket(self, iteration: int) -> Collect:
         epochs = self.config.training.rollout_epochs
         return msgspec.structs.replace(super()._ticket(iteration), epochs=epochs)
+
+    def facts(self) -> Facts:
+        """What was trained since the last time, for the records of waits."""
+        training, env = self.config.training, self.config.env
+        return Facts(
+            kind="embodied",
+            samples=self.config.trajectories,
+            max_staleness=training.max_staleness,
+            steps=training.rollout_epochs * training.steps_per_iteration // env.action_chunk,
+            stages=env.stages,
+        )
 
     # ---- pictures, summary
 

@@ -204,6 +204,7 @@ class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
         )
         collecting = flow.collectors.collect()
         loop.clock.start()
+        flow.view.training_begins()
         checkpointer, signals = loop.checkpointer, loop.signals
         with (
             channels.requests.sender,

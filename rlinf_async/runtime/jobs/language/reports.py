@@ -30,10 +30,11 @@ from rlinf_async.observe.pictures import LANGUAGE, draw_learning_curve
 from rlinf_async.observe.progress import figure
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import LanguageSummary, Staleness
+from rlinf_async.observe.waits import Facts, Shape, shapes_of
 from rlinf_async.runtime.jobs.checkpoints import Stopped
 from rlinf_async.runtime.jobs.language.config import EvaluationConfig, LanguageConfig
 from rlinf_async.runtime.jobs.language.roles import Trained
-from rlinf_async.runtime.jobs.language.samples import Collector, LanguageProgress
+from rlinf_async.runtime.jobs.language.samples import Collector, LanguageProgress, Source
 from rlinf_async.runtime.jobs.view import Headline
 
 if TYPE_CHECKING:  # a run without a scheduler does not load it
@@ -176,6 +177,65 @@ def add(progress: LanguageProgress, seen: TrainedOn, version: int, seconds: floa
     progress.lag_sum += seen.lag_mean
     progress.lag_max = max(progress.lag_max, seen.lag_max)
     progress.outcomes = dict(Counter(progress.outcomes) + seen.outcomes)
+
+
+class LanguageFacts:
+    """What a run says of the iterations of a record of its waits.
+
+    Args:
+        config: the run's configuration.
+    """
+
+    def __init__(self, config: LanguageConfig) -> None:
+        training, actor = config.training, config.actor
+        parts = 1
+        if actor.pipelined:
+            micro = (actor.micro_batch_size or 0) * config.data_ranks
+            parts = max(actor.global_batches, config.iteration_samples // micro if micro else 1)
+        self._plain = Facts(
+            kind="language",
+            samples=config.iteration_samples,
+            group_size=training.group_size,
+            max_staleness=training.max_staleness,
+            units=parts,
+            inferred=config.needs_inference,
+        )
+        self._source: Source | None = None
+        self._held = self._apart = 0.0
+        self._shapes: list[Shape] = []
+
+    def begin(self, source: Source) -> None:
+        """Iterations begin."""
+        self._source, self._held = source, source.held_seconds
+
+    def trained(self, groups: Sequence[Sequence[ScoredSample]]) -> None:
+        """Note the samples of an iteration."""
+        self._shapes = shapes_of(shape_of(one.sample) for group in groups for one in group)
+
+    def apart(self, seconds: float) -> None:
+        """Note seconds that belong to no iteration."""
+        self._apart += seconds
+
+    def take(self) -> Facts:
+        """What was trained since the last time."""
+        held = 0.0 if self._source is None else self._source.held_seconds
+        found = msgspec.structs.replace(
+            self._plain,
+            shapes=self._shapes,
+            held_seconds=round(held - self._held, 6),
+            apart_seconds=round(self._apart, 6),
+        )
+        self._held, self._apart = held, 0.0
+        return found
+
+
+def shape_of(sample: Sample) -> Shape:
+    """What a sample asked of the workers."""
+    episode = sample.episode
+    if episode is None:
+        return Shape(sample.generated.drawn_tokens)
+    seconds = sum(episode.tool_seconds.values())
+    return Shape(sample.generated.drawn_tokens, max(1, episode.turns), round(seconds, 6))
 
 
 def row(

@@ -38,6 +38,7 @@ from rlinf_async.observe.metrics import MetricsWriter
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.samples import SampleWriter
 from rlinf_async.observe.summary import LanguageSummary
+from rlinf_async.observe.waits import Facts
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.checkpoints import Checkpointer, Stopped, clean, in_background
 from rlinf_async.runtime.jobs.config import HostConfig
@@ -46,6 +47,7 @@ from rlinf_async.runtime.jobs.language.kept import SampleKeeper
 from rlinf_async.runtime.jobs.language.model import export
 from rlinf_async.runtime.jobs.language.reports import (
     Evaluated,
+    LanguageFacts,
     add,
     draw_curve,
     evaluate,
@@ -131,6 +133,7 @@ class LanguageRun:
         self._uncorrected = False
         """warned that ``off_policy`` changes nothing"""
         self._compared = prompts.held_out[:COMPARED_PROMPTS] or _first_of(prompts)
+        self._facts = LanguageFacts(config)
         self._in_flight = InFlight()
         unfinished = None
         if self.progress.version:
@@ -232,6 +235,8 @@ class LanguageRun:
     async def _train(self, flow: Flow) -> None:
         clock = TrainingClock(self.progress.train_seconds)
         signals = run_signals()
+        self._facts.begin(flow.source)
+        flow.view.training_begins()
         for iteration in range(self.progress.version, self.config.training.iterations):
             collected = partial(flow.collector.whole, iteration)
             trained = await flow.roles.train(iteration, collected)
@@ -239,6 +244,7 @@ class LanguageRun:
             await flow.roles.publish()
             flow.source.trained(version)
             row = self._account(flow, iteration, trained, clock())
+            accounted = clock()
             row |= await signals.unless_terminating(self._evaluate_if_due(flow, version)) or {}
             flow.metrics.write(self.progress.samples, row)
             await signals.unless_terminating(self._compare_weights_if_due(flow, version))
@@ -246,6 +252,7 @@ class LanguageRun:
             # can be written and the loop can be left.
             if signals.take_checkpoint_request() or self._checkpoint_due(version):
                 await self._checkpoint(flow)
+            self._facts.apart(clock() - accounted)
             flow.view.show()
             if signals.leaving:
                 await flow.checkpointer.finish()
@@ -261,6 +268,7 @@ class LanguageRun:
         flow.samples.keep(samples, step=step, iteration=iteration)
         drop_turns(flow.channels, self._ledger.running)
         seen = summed_up(iteration, groups)
+        self._facts.trained(groups)
         warn_of_failures(
             self.config.name,
             iteration,
@@ -397,6 +405,10 @@ class LanguageRun:
         """The top line of the live view."""
         run = f"{self.config.name} (seed {self.config.seed})"
         return headline(run, self.config.training.iterations, self.progress, self._last)
+
+    def facts(self) -> Facts:
+        """What was trained since the last time."""
+        return self._facts.take()
 
     @property
     def title(self) -> str:

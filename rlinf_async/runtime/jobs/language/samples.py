@@ -457,6 +457,8 @@ class Source:
         self._iterations = iterations
         self._generated = generated
         self._trained = WorkEvent()
+        self.held_seconds = 0.0
+        """seconds in which the staleness limit held back the next iteration"""
 
     def trained(self, version: int) -> None:
         """Note that this version is trained: later iterations may start."""
@@ -471,7 +473,10 @@ class Source:
         while self._ledger.next_iteration < self._iterations:
             if not self._ledger.may_admit(self._version):
                 self._trained.clear()
+                clock = asyncio.get_running_loop().time
+                since = clock()
                 await self._trained.wait()
+                self.held_seconds += clock() - since
                 continue
             for request in self._ledger.admit(self._prompts(self._ledger.prompts)):
                 await self._requests.put(request)
