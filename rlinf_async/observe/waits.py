@@ -20,7 +20,6 @@ from typing import Final, Literal
 
 import msgspec
 
-from rlinf_async.channels.statistics import Waited
 from rlinf_async.observe.files import RunFolderError, explaining
 from rlinf_async.observe.run_folder import check_is_run
 from rlinf_async.observe.trace import Work
@@ -92,6 +91,21 @@ class PartyWork(msgspec.Struct, kw_only=True, omit_defaults=True):
         return next((one for one in self.work if one.name == name), None)
 
 
+class PartyWait(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Waits of one party on one channel, all together."""
+
+    party: str
+    """the worker and the method that waited, or ``main``"""
+    operation: Literal["put", "get"]
+    channel: str
+    count: int
+    """waits that are over"""
+    seconds: float
+    """a sum: two tasks of a party that wait at the same time count twice"""
+    unblockers: tuple[str, ...] = ()
+    """parties that hold the other end"""
+
+
 class ChannelFlow(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What went through a channel."""
 
@@ -125,7 +139,7 @@ class WaitsRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     """seconds of all its iterations"""
     facts: Facts = msgspec.field(default_factory=Facts)
     parties: list[PartyWork] = []
-    waits: list[Waited] = []
+    waits: list[PartyWait] = []
     """waits on channels, the longest first"""
     channels: list[ChannelFlow] = []
     cores: Cores | None = None
@@ -215,7 +229,7 @@ def difference(now: Iterable[Work], before: Iterable[Work]) -> list[Work]:
     return [one for one in found if one.seconds > 0.0 or one.count]
 
 
-def waited_since(now: Sequence[Waited], before: Sequence[Waited]) -> list[Waited]:
+def waited_since(now: Sequence[PartyWait], before: Sequence[PartyWait]) -> list[PartyWait]:
     """Return the waits since ``before``, the longest first."""
     old = {(one.party, one.operation, one.channel): one for one in before}
     found = []

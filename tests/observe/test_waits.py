@@ -7,13 +7,13 @@ import pathlib
 import msgspec
 import pytest
 
-from rlinf_async.channels.statistics import Waited
 from rlinf_async.observe.files import RunFolderError
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.trace import SpanRecorder
 from rlinf_async.observe.waits import (
     Facts,
     NoWaits,
+    PartyWait,
     Shape,
     WaitsRecord,
     difference,
@@ -91,8 +91,8 @@ def test_shapes_keep_the_longest_sample() -> None:
 
 
 def test_waits_and_work_are_those_since_the_last_record() -> None:
-    def waited(seconds: float, count: int, channel: str = "groups") -> Waited:
-        return Waited("Actor[0].train", "get", channel, count, seconds)
+    def waited(seconds: float, count: int, channel: str = "groups") -> PartyWait:
+        return PartyWait("Actor[0].train", "get", channel, count, seconds)
 
     now = [waited(5.0, 3), waited(1.0, 1, "taken")]
     before = [waited(2.0, 1), waited(1.0, 1, "taken")]

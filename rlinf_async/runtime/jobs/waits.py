@@ -27,13 +27,13 @@ import msgspec
 from rlinf_async import deadlines
 from rlinf_async.channels import Channel
 from rlinf_async.channels.queue import waited_on
-from rlinf_async.channels.statistics import Waited
 from rlinf_async.observe.files import RunFolderError, atomic_write
 from rlinf_async.observe.trace import Work
 from rlinf_async.observe.waits import (
     ChannelFlow,
     Cores,
     Facts,
+    PartyWait,
     PartyWork,
     WaitsRecord,
     decode_waits,
@@ -101,7 +101,7 @@ class Moment(msgspec.Struct):
 
     iteration: int
     at: float
-    waited: list[Waited]
+    waited: list[PartyWait]
     flows: dict[str, tuple[int, int, int]]
     """puts, gets and depth of each channel"""
 
@@ -188,7 +188,11 @@ class WaitsRecorder:
         return Moment(
             iteration=iteration,
             at=asyncio.get_running_loop().time(),
-            waited=[wait for queue in queues for wait in waited_on(queue)],
+            waited=[
+                PartyWait(*msgspec.structs.astuple(one))
+                for queue in queues
+                for one in waited_on(queue)
+            ],
             flows={
                 one.name: (one.sequence - one.withdrawn, one.gets, len(one.unkeyed.entries))
                 for one in queues
