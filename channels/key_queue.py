@@ -284,12 +284,12 @@ class ChannelState(abc.ABC):
     __slots__ = (
         "accepts", "capacity", "channel", "copied", "credit", "credit_waits", "dead_letters",
         "decode", "direct", "edges", "encode", "encode_list", "ended", "failure", "fits", "form",
-        "get_turn", "get_wait_seconds", "get_waits", "gets", "had_sender",
+        "get_turn", "get_wait_seconds", "get_waits", "gets", "had_sender", "indirect",
         "item_type", "leases_ended", "leasing", "loaded", "lost", "max_deliveries", "max_weight",
         "name", "no_receivers_left", "open", "opened_at", "prefetched", "prefetched_weight",
         "put_turn", "put_wait_seconds", "put_waits", "receivers", "redelivered", "refused",
-        "rule", "senders", "sequence", "shared", "stale", "stealing", "touched", "unconfirmed",
-        "waits", "withdrawn",
+        "rule", "senders", "sequence", "shared", "stale", "stealing", "tap", "touched",
+        "unconfirmed", "waits", "withdrawn",
     )  # fmt: skip
 
     def __init__(
@@ -305,6 +305,10 @@ class ChannelState(abc.ABC):
         self.max_deliveries = max_deliveries
         self.stealing = stealing
         """whether a get takes what lies under other keys, too: see `steal`"""
+        self.tap: Tap | None = None
+        """who is told of all that happens; None where nothing is recorded"""
+        self.indirect = stealing
+        """whether a put or a get is more than to append and to pop: ``stealing``, or recorded"""
         self.senders: dict[int, str] = {}
         """who holds each open end, by its number"""
         self.receivers: dict[int, str] = {}
@@ -437,6 +441,11 @@ class ChannelState(abc.ABC):
         else:
             self.dead_letter(entry, error)
 
+    def tapped(self, tap: Tap | None) -> None:
+        """Tell this tap of all that happens from now on."""
+        self.tap = tap
+        self.indirect = self.stealing or tap is not None
+
     def count_lost(self, entries: list[Entry]) -> None:
         """Count entries that cannot be had: their producer died with their arrays."""
         self.lost += len(entries)
@@ -446,6 +455,40 @@ class ChannelState(abc.ABC):
                 "channel %r: %d items are lost, since %s was lost before anybody had fetched "
                 "their arrays from it", self.name, holders.count(holder), holder,
             )  # fmt: skip
+
+
+class Tap(Protocol):
+    """What a channel that is recorded tells its recorder. Called in its loop; never waits, never
+    raises."""
+
+    def put(
+        self, queue: KeyQueue, first: int, items: Sequence[Any], weight: int, sender: str
+    ) -> None:
+        """Items of this weight each came in, with numbers from ``first`` on."""
+
+    def withdrawn(self, sequence: int) -> None:
+        """The item with this number was taken out again: its put was cancelled."""
+
+    def taken(self, queue: KeyQueue, sequence: int, receiver: int) -> None:
+        """The end of this number got the item, at once."""
+
+    def delivered(self, queue: KeyQueue, delivery: Delivery, entries: Sequence[Entry]) -> None:
+        """A get, batch or lease was served with these."""
+
+    def settled(
+        self, queue: KeyQueue, delivery: Delivery, entries: Sequence[Entry],
+        ahead: Sequence[Entry], outcome: Outcome, error: BaseException | str,
+    ) -> None:  # fmt: skip
+        """Entries of a delivery were settled: what was asked for, and what was sent in advance."""
+
+    def lost(self, entries: Sequence[Entry]) -> None:
+        """Entries that nobody had were lost with the process that kept their arrays."""
+
+    def replaced(self, entry: Entry) -> None:
+        """This entry has another item now."""
+
+    def ended(self, error: str) -> None:
+        """No item can come any more: the channel was closed, or failed with this."""
 
 
 P = TypeVar("P", bound=WaitingPut)
@@ -556,6 +599,8 @@ class KeyQueue:
         channel.sequence = sequence = channel.sequence + 1
         entries.append(Entry(item, weight, sequence))
         self.weight += weight
+        if channel.tap is not None:
+            channel.tap.put(self, sequence, (item,), weight, holder or current_party.get())
         if self.getters.first:
             self.serve()
         elif channel.stealing:
@@ -585,13 +630,18 @@ class KeyQueue:
         if entry in self.entries:
             self.entries.remove(entry)
             self.weight -= entry.weight
-            self.channel.withdrawn += 1
+            self._withdraw(entry)
         elif self.getters.first and entry in (collecting := self.getters.first).entries:
             collecting.entries.remove(entry)
             collecting.weight -= entry.weight
-            self.channel.withdrawn += 1
+            self._withdraw(entry)
         self.serve()
         self.channel.forget(self.key)
+
+    def _withdraw(self, entry: Entry) -> None:
+        self.channel.withdrawn += 1
+        if self.channel.tap is not None:
+            self.channel.tap.withdrawn(entry.sequence)
 
     def put_waited(self, wait: WaitingPut) -> None:
         """The put is over, in whichever way; account for its wait."""
@@ -610,8 +660,9 @@ class KeyQueue:
 
     # ---- get
 
-    def take(self) -> Entry | None:
-        """Deliver the head and settle it as taken, at once; None if one would have to wait."""
+    def take(self, receiver: int) -> Entry | None:
+        """Deliver the head to the end of this number and settle it as taken, at once; None if one
+        would have to wait."""
         entries = self.entries
         if not entries or self.getters.first or self.channel.failure is not None:
             return None
@@ -620,6 +671,8 @@ class KeyQueue:
         entry = entries.popleft()
         self.weight -= entry.weight
         self.channel.gets += 1
+        if self.channel.tap is not None:
+            self.channel.tap.taken(self, entry.sequence, receiver)
         if self.putters:
             self.admit()
         if self.room_wanted:
@@ -694,6 +747,8 @@ class KeyQueue:
         """End this delivery, or ``count`` of its entries from ``first`` on. Entries that were
         settled before are left out."""
         if outcome is Outcome.TAKEN and count is None and delivery.link is None:  # most are
+            if self.channel.tap is not None and delivery.unsettled:
+                self.channel.tap.settled(self, delivery, delivery.held(), (), outcome, error)
             delivery.entries, delivery.unsettled = [], 0
         else:
             self._settle_entries(delivery, outcome, first, count, error)
@@ -729,6 +784,8 @@ class KeyQueue:
         prefetched = list(filter(None, entries[border:stop]))
         entries[first:stop] = [None] * (stop - first)
         delivery.unsettled -= len(requested) + len(prefetched)
+        if self.channel.tap is not None:
+            self.channel.tap.settled(self, delivery, requested, prefetched, outcome, error)
         if prefetched:
             delivery.prefetched -= len(prefetched)
             weight = sum([entry.weight for entry in prefetched])
@@ -748,6 +805,8 @@ class KeyQueue:
         entry = delivery.entries[index] if index < len(delivery.entries) else None
         if entry is not None:
             entry.item, entry.ready = item, None
+            if self.channel.tap is not None:
+                self.channel.tap.replaced(entry)
             self.settle(delivery, Outcome.RETURNED, index, 1)
 
     def return_except(
@@ -848,6 +907,8 @@ class KeyQueue:
                 if delivery.lease:
                     self._count_lease(delivery)
                 self.deliveries[delivery] = None
+                if channel.tap is not None:
+                    channel.tap.delivered(self, delivery, entries)  # type: ignore[arg-type]
                 delivery.served()
             else:
                 delivery.refused(channel.ended_error(self.key))
@@ -919,8 +980,10 @@ class KeyQueue:
             if not wait.cancelled:  # else its task has not run yet
                 self.channel.sequence += 1
                 wait.entry.sequence = self.channel.sequence
-                self.entries.append(wait.entry)
-                self.weight += wait.entry.weight
+                self.entries.append(entry := wait.entry)
+                self.weight += entry.weight
+                if (tap := self.channel.tap) is not None:
+                    tap.put(self, entry.sequence, (entry.item,), entry.weight, wait.holder)
                 wait.admitted()
                 admitted = True
         return admitted
@@ -960,8 +1023,8 @@ class KeyQueue:
         self.reserved_weight += weight
         self.channel.credit += items
 
-    def put_on_credit(self, items: Sequence[Any], each: int) -> None:
-        """Put items that weigh so much each, for which credit was spent.
+    def put_on_credit(self, items: Sequence[Any], each: int, holder: str = "") -> None:
+        """Put items of this party that weigh so much each, for which credit was spent.
 
         Raises:
             ChannelClosed, ChannelFailed, NoReceivers: no receiver will take them.
@@ -973,6 +1036,8 @@ class KeyQueue:
         for item in items:
             sequence += 1
             push(Entry(item, each, sequence))
+        if channel.tap is not None and items:
+            channel.tap.put(self, channel.sequence + 1, items, each, holder)
         channel.sequence = sequence
         self.weight += each * len(items)
         if self.getters.first or channel.stealing:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from types import UnionType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar, cast
 
 import msgspec
 
@@ -23,6 +23,19 @@ from rlinf_async.channels.statistics import Wait, WaitFuture, current_party
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 T_contra = TypeVar("T_contra", contravariant=True)
+
+
+class Tap(Protocol):
+    """What a `Latest` that is recorded tells its recorder. Never waits, never raises."""
+
+    def published(self, value: Any, version: int, sender: str) -> None:
+        """This party published the value."""
+
+    def seen(self, version: int, receiver: str, *, ahead: bool) -> None:
+        """This party was given the value; ``ahead``: before it asked."""
+
+    def ended(self, error: str) -> None:
+        """No newer value will come: it was closed, or failed with this."""
 
 
 class LatestStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,10 +66,17 @@ class Latest(Generic[T]):
         self._seen = True
         self._closed = False
         self._failure: tuple[str, BaseException | None] | None = None
+        self.tap: Tap | None = None
+        """who is told of all that happens; None where nothing is recorded"""
         self._waits: dict[WaitFuture, tuple[str, float, int]] = {}
         self.publisher = "its publisher"
         self.sender: LatestSender[T] = LocalLatestSender(self)
         self.receiver: LatestReceiver[T] = LocalLatestReceiver(self)
+
+    @property
+    def newest(self) -> T | Encoded:
+        """The newest value, as it is kept; None before the first."""
+        return cast("T | Encoded", self._value)
 
     def _publish(self, value: T | Encoded, party: str | None = None) -> int:
         """Replace the value; its version. One from another process stays encoded until taken."""
@@ -70,6 +90,8 @@ class Latest(Generic[T]):
         self._value, self._seen = value, False
         self.version += 1
         self.publisher = party or current_party.get()
+        if self.tap is not None:
+            self.tap.published(value, self.version, self.publisher)
         self._wake()
         return self.version
 
@@ -83,9 +105,17 @@ class Latest(Generic[T]):
             raise EndOfChannel(f"channel {self.name!r} has ended at version {self.version}")
         return None
 
-    async def wait_newer(self, than: int, party: str | None = None) -> tuple[int, T | Encoded]:
-        """Wait for a value newer than this version. ``party``: who waits, in reports; empty for a
-        receiver that only reads ahead, and is in none."""
+    async def wait_newer(
+        self, than: int, party: str | None = None, reader: str = ""
+    ) -> tuple[int, T | Encoded]:
+        """Wait for a value newer than this version.
+
+        Args:
+            than: the version.
+            party: who waits, in reports; empty for a receiver that only reads ahead, and is in
+                none.
+            reader: the process that reads, where it is another one.
+        """
         while (found := self._take_newer(than)) is None:
             loop = asyncio.get_running_loop()
             future = WaitFuture(loop=loop)
@@ -95,6 +125,8 @@ class Latest(Generic[T]):
                 await future
             finally:
                 self._waits.pop(future, None)
+        if self.tap is not None:
+            self.tap.seen(found[0], party or reader or current_party.get(), ahead=party == "")
         return found
 
     def value(self, found: T | Encoded) -> T:
@@ -111,6 +143,8 @@ class Latest(Generic[T]):
 
     def close(self) -> None:
         """No newer value will come."""
+        if self.tap is not None and not self._closed:
+            self.tap.ended("")
         self._closed = True
         self._wake()
 
@@ -119,6 +153,8 @@ class Latest(Generic[T]):
         if self._failure is None:
             said = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
             self._failure = said, error if isinstance(error, BaseException) else None
+            if self.tap is not None:
+                self.tap.ended(said)
             self._wake()
 
     async def statistics(self) -> LatestStatistics:
@@ -208,5 +244,7 @@ class LocalLatestReceiver(_LocalLatestEnd, LatestReceiver[T_co]):
         if found is None:
             return None
         self.version, value = found
+        if self._latest.tap is not None:
+            self._latest.tap.seen(self.version, current_party.get(), ahead=False)
         result: T_co = self._latest.value(value)
         return result

@@ -372,7 +372,7 @@ class LocalSender(_LocalEnd, Sender[T_contra]):
             and channel.accepts
             and channel.max_weight is None
             and len(entries) + queue.reserved < channel.capacity
-            and not (queue.putters or queue.getters.first or channel.stealing)
+            and not (queue.putters or queue.getters.first or channel.indirect)
         ):  # as `KeyQueue.put`, of which this is most of the time, without a call
             channel.sequence = sequence = sequence + 1
             entries.append(Entry(item, weight, sequence))
@@ -443,7 +443,7 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
                 or queue.getters.first
                 or queue.prefetching
                 or queue.room_wanted
-                or channel.stealing
+                or channel.indirect
             )
         ):  # as `KeyQueue.take`, of which this is most of the time, without a call
             entry = entries.popleft()
@@ -452,7 +452,7 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
         elif channel.direct or channel.stealing:
             pass
         elif (known := channel.known(key)) and known.entries:
-            entry = known.take()
+            entry = known.take(self._number)
         if entry is None:
             delivery = await self._deliver(1, 1, key, lease=False)
             [entry] = delivery.held()
@@ -479,7 +479,7 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
             raise ChannelEmpty(
                 f"channel {channel.name!r}: the next item is still on its way from its producer"
             )
-        entry = None if queue is None else queue.take() or self._take_in_turn(queue)
+        entry = None if queue is None else queue.take(self._number) or self._take_in_turn(queue)
         if entry is None:
             channel.forget(key)
             raise channel.empty_error(key)

@@ -185,7 +185,10 @@ class Queue(ChannelState):
 
     def _ends_changed(self) -> None:
         self.accepts = self.open and not self.no_receivers_left
-        self.ended = not self.open or (self.had_sender and not self.senders)
+        ended = not self.open or (self.had_sender and not self.senders)
+        if ended and not self.ended and self.tap is not None:
+            self.tap.ended("" if self.failure is None else self.failure[0])
+        self.ended = ended
 
     @staticmethod
     def now() -> float:
@@ -306,6 +309,8 @@ class Queue(ChannelState):
                 queue.entries.remove(entry)
                 queue.weight -= entry.weight
             self.count_lost(lost)
+            if lost and self.tap is not None:
+                self.tap.lost(lost)
             queue.serve()
             self.forget(queue.key)
 

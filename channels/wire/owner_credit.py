@@ -296,7 +296,7 @@ class Credits:
                 known = self._granted.get((run.queue, run.key))
                 if known is not None and known.channel is not end.queue:
                     raise MalformedFrame("items came for a channel that is not their sender's")
-            channel = self._put(run, items, refused)
+            channel = self._put(run, items, refused, holder)
             if channel is None:
                 continue
             if body.buffers:
@@ -312,7 +312,9 @@ class Credits:
         elif self._timer is None and not self._collected:
             self._timer = self._loop.call_later(CONFIRM_SECONDS, self._collect)
 
-    def _put(self, run: Run, items: list[Encoded], refused: ChannelError | None) -> Queue | None:
+    def _put(
+        self, run: Run, items: list[Encoded], refused: ChannelError | None, holder: str
+    ) -> Queue | None:
         """Put them where credit was granted; there."""
         credit = self._granted.get((run.queue, run.key))
         if credit is None:  # its channel was withdrawn
@@ -325,7 +327,7 @@ class Credits:
         try:
             if refused is not None:
                 raise refused
-            queue.put_on_credit(items, run.weight)
+            queue.put_on_credit(items, run.weight, holder)
         except ChannelError as error:
             channel.refused += run.count
             self._refuse(run, error)

@@ -406,7 +406,7 @@ class ChannelServer(Published):
         self, connection: Connection, newer: protocol.Newer, body: Encoded | None
     ) -> Reply:
         latest = self._latest(connection, newer.end, "latest_receiver")
-        version, value = await latest.wait_newer(newer.than, newer.party)
+        version, value = await latest.wait_newer(newer.than, newer.party, connection.peer)
         return protocol.Version(version), self._encoded(latest, version, value)
 
     def _encoded(self, latest: Latest[Any], version: int, value: Any) -> Encoded:

@@ -1,2 +1,67 @@
-"""Recordings of a run: everything that passed its channels, in order, in a file that can be read
-while it is written, and after the run was killed."""
+"""Recordings of a run: everything that passed its channels, in order, in files that can be read
+while they are written, and after the run was killed."""
+
+from rlinf_async.recording.errors import (
+    DamagedRecording,
+    NoRecording,
+    NotRecorded,
+    OtherVersion,
+    RecordingError,
+    TypeChanged,
+    TypeGone,
+)
+from rlinf_async.recording.events import (
+    Called,
+    ChannelEnded,
+    Declared,
+    Delivered,
+    Dropped,
+    Event,
+    Launched,
+    Published,
+    Put,
+    Replaced,
+    Returned,
+    Seen,
+    Settled,
+    Withdrawn,
+)
+from rlinf_async.recording.reader import (
+    RecordedChannel,
+    RecordedItem,
+    Recording,
+    read_recording,
+)
+from rlinf_async.recording.recorder import Recorder, RecorderState
+from rlinf_async.recording.segments import Damage
+
+__all__ = [
+    "Called",
+    "ChannelEnded",
+    "Damage",
+    "DamagedRecording",
+    "Declared",
+    "Delivered",
+    "Dropped",
+    "Event",
+    "Launched",
+    "NoRecording",
+    "NotRecorded",
+    "OtherVersion",
+    "Published",
+    "Put",
+    "RecordedChannel",
+    "RecordedItem",
+    "Recorder",
+    "RecorderState",
+    "Recording",
+    "RecordingError",
+    "Replaced",
+    "Returned",
+    "Seen",
+    "Settled",
+    "TypeChanged",
+    "TypeGone",
+    "Withdrawn",
+    "read_recording",
+]

@@ -2,8 +2,8 @@
 
 ::
 
-    of a channel   Declared -> Put ... Delivered ... Settled ... ChannelEnded      beside: Withdrawn,
-                                                                                   Replaced
+    of a channel   Declared -> Put ... Delivered ... Settled ... ChannelEnded
+                   beside: Withdrawn, Replaced
     of a `Latest`  Declared -> Published ... Seen ... ChannelEnded
     of a worker    Launched -> Called ... Returned
     of itself      Dropped
@@ -65,7 +65,8 @@ class Declared(Event, tag="declared"):
 
 
 class Put(Event, tag="put"):
-    """Items came into a channel; most often one. Its bodies are the items."""
+    """Items came into a channel; most often one. Its bodies are the items: one without a byte
+    where its arrays were lost with the process that kept them."""
 
     channel: str
     sequence: int
@@ -75,8 +76,6 @@ class Put(Event, tag="put"):
     """of each item"""
     sender: str = ""
     """the party that put it, such as ``"Rollout[0]"``"""
-    versions: tuple[int, ...] = ()
-    """versions of the weights, of items that have a field ``version``"""
 
 
 class Withdrawn(Event, tag="withdrawn"):
@@ -87,7 +86,11 @@ class Withdrawn(Event, tag="withdrawn"):
 
 
 class Delivered(Event, tag="delivered"):
-    """Items left the queue for one receiver. `Settled` says what became of them."""
+    """Items left the queue for one receiver. `Settled` says what became of them.
+
+    Items that were sent to a process in advance of its gets are delivered when it says that it has
+    taken them.
+    """
 
     channel: str
     sequences: list[int]
@@ -102,6 +105,8 @@ class Delivered(Event, tag="delivered"):
     weight: int = 1
     """weight that was asked for"""
     at_least: int = 1
+    taken: bool = False
+    """whether they were taken at once: no `Settled` follows"""
 
 
 class Settled(Event, tag="settled"):
@@ -136,6 +141,8 @@ class Seen(Event, tag="seen"):
     channel: str
     version: int
     receiver: str = ""
+    ahead: bool = False
+    """whether it was sent ahead of being asked for: when it was taken, or if, is not known"""
 
 
 class ChannelEnded(Event, tag="channel ended"):
@@ -185,14 +192,13 @@ class Returned(Event, tag="returned"):
 
 
 class Dropped(Event, tag="dropped"):
-    """The recording has a gap, or ends: these could not be written. The run went on."""
+    """The recording ends here, before the run: these events could not be written."""
 
+    first: int
+    """number of the first that is missing"""
     events: int
-    nbytes: int
-    """bytes of their bodies"""
+    """that were noted and are missing; what came later was not noted"""
     reason: str
-    final: bool = False
-    """whether nothing is recorded after it"""
 
 
 AnyEvent = (

@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from types import TracebackType, UnionType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from rlinf_async.channels import Channel, Latest, Statistics
 from rlinf_async.channels.statistics import Wait, mark_cut_off, render
@@ -38,6 +38,7 @@ from rlinf_async.runtime.launching import (
     check_limits,
     specs,
 )
+from rlinf_async.runtime.recording import ClusterRecording, RecordingConfig, next_start
 from rlinf_async.runtime.signals import run_signals
 from rlinf_async.runtime.supervise import (
     Backend,
@@ -53,6 +54,9 @@ from rlinf_async.runtime.supervise import (
 )
 from rlinf_async.runtime.wakers import internal
 from rlinf_async.workers.base import BuildError, Device, Worker, is_secondary
+
+if TYPE_CHECKING:  # a cluster that records nothing does not load it
+    from rlinf_async.recording.recorder import Recorder
 
 W = TypeVar("W", bound=Worker)
 log = logging.getLogger(__name__)
@@ -195,6 +199,7 @@ class ClusterChannels:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
+        self.recording = ClusterRecording()
         self.here: dict[str, Channel[Any] | Latest[Any]] = {}
         """channels whose queues live in this process, by name"""
         self.homed: dict[str, HomedChannel[Any]] = {}
@@ -221,6 +226,7 @@ class ClusterChannels:
         except TypeError as error:
             raise _cannot_cross(name, error) from error
         self.here[name] = made
+        self.recording.made(made)
         return made
 
     async def make_at(
@@ -233,6 +239,8 @@ class ClusterChannels:
             WorkerDied, HomeLost: as `Cluster.channel_at`.
         """
         maker = await self._backend.home(home)
+        if maker is not None:
+            self.recording.made_elsewhere(name, home)
         if maker is None:  # all are in one process
             here: Channel[T] = self.make(Channel, item_type, name=name, **options)
             made = HomedChannel[T](here, home)
@@ -568,6 +576,8 @@ class Cluster:
         )
         check_launch(launch, args, kwargs)
         self._check_open(launch.group)
+        if not self.groups:
+            self._channels.recording.check([*self.channels, *self.homed])
         places = placement.assign(count, self.devices) if placement else [()] * count
         ranks = specs(launch, places, self._backend, args, kwargs)
         return await self._groups.start(worker, launch, ranks)
@@ -662,6 +672,50 @@ class Cluster:
         """
         return self._channels.make(Latest, item_type, name=name)
 
+    # ---- recording
+
+    def record(self, channel: Channel[Any] | Latest[Any], folder: Path | None = None) -> None:
+        """Write down everything that passes a channel, from now on: see `rlinf_async.recording`.
+
+        Args:
+            channel: one whose queue lives in this process.
+            folder: of the recording, empty or not there, chosen with the first channel; by default
+                ``recording/1`` in the working directory, or the next number that is free.
+
+        Raises:
+            BuildError: the queue lives with a worker.
+            RecordingError: the folder is not empty, or cannot be made.
+        """
+        if not isinstance(channel, Channel | Latest):
+            raise BuildError(
+                f"{channel!r} lives with a worker, and its items do not pass this process: it "
+                "cannot be recorded; make it with cluster.channel"
+            )
+        recording = self._channels.recording
+        folder = folder or next_start(Path("recording"))
+        recording.open(folder, RecordingConfig().nbytes).record(channel)
+
+    def record_into(self, folder: Path, channels: Sequence[str], limit: int) -> None:
+        """Record the channels of these names as they are made; ``"all"``: every one.
+
+        When the first worker is launched, all that are named must be there.
+
+        Args:
+            folder: of the recording, empty or not there.
+            channels: their names.
+            limit: bytes of all recordings beside this one, and of this one.
+
+        Raises:
+            RecordingError: the folder is not empty, or cannot be made.
+        """
+        self._channels.recording.open(folder, limit)
+        self._channels.recording.want(channels)
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """Who writes down what passes the channels; None where nothing is recorded."""
+        return self._channels.recording.recorder
+
     # ---- what can be seen of it
 
     def waits(self) -> list[Wait]:
@@ -731,6 +785,7 @@ class Cluster:
         self._watch.stop()
         results = await self._groups.close(hurry)
         await self._backend.close()
+        self._channels.recording.close()
         log_failed_stops(results)
 
     def _check_open(self, group: str) -> None:
