@@ -47,6 +47,11 @@ _settings = {"ignore_unknown_options": True, "allow_interspersed_args": True}
     help="With --resume: from this one (version-000010, or 10), not from the newest.",
 )
 @click.option("--seed", type=int, help="The same as the setting 'seed' in the file.")
+@click.option(
+    "--record",
+    metavar="CHANNELS",
+    help="Write down what passes these channels: generated,scored, or all.",
+)
 @click.option("--traceback", is_flag=True, help="Show the driver's traceback if the run fails.")
 @click.argument("tokens", nargs=-1, type=click.UNPROCESSED, metavar="FILE.toml")
 @click.pass_obj
@@ -56,6 +61,7 @@ def train(
     resume: bool,
     checkpoint: str | None,
     seed: int | None,
+    record: str | None,
     traceback: bool,
     tokens: tuple[str, ...],
 ) -> int:
@@ -72,6 +78,8 @@ def train(
     file, overrides = split_tokens(tokens, out)
     if seed is not None:
         overrides["seed"] = str(seed)
+    if record is not None:
+        overrides["recording.channels"] = _listed(record)
     job, config = _read(session, file, overrides, _options(train))
     _check_folder(out, resume)
     resumed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -106,6 +114,11 @@ def check(session: Session, show: bool, devices: str | None, tokens: tuple[str, 
     if isinstance(job, PlacingJob):
         _print_plan(job.plan(config, machine))
     click.echo(f"{file}: ok")
+
+
+def _listed(names: str) -> str:
+    """Names with commas between them, as a setting has them; some have spaces."""
+    return msgspec.json.encode([name.strip() for name in names.split(",")]).decode()
 
 
 def _print_plan(plan: PlacementPlan) -> None:

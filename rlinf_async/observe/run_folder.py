@@ -11,6 +11,7 @@
       tensorboard/        the same for TensorBoard
       checkpoints/        what --resume goes on from
       trained/            the trained model, of a run that came to its end
+      recording/          what passed its channels, for each start: see `rlinf_async.recording`
       samples/            what the model said, and what it got for it; see `observe.samples`
       workers.log         what the workers printed, each line with its time and worker
       status.json         what the live view shows, while the run goes on
@@ -100,6 +101,8 @@ class RunFolder:
         self.summary = path / _SUMMARY
         self.status = path / STATUS
         """What the live view shows, while the run goes on."""
+        self.recording = path / "recording" / str(start)
+        """What this start records of its channels."""
         self.restarts_before = dict(restarts or {})
         """Restarts of workers in earlier starts of this run, by worker."""
         self.waits = path / "waits.jsonl"

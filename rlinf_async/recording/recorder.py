@@ -47,6 +47,8 @@ QUEUE_BYTES: Final = 256 * 1024**2
 QUEUE_EVENTS: Final = 1_000_000
 FRAME_BYTES: Final = 1024**2
 FRAME_SECONDS: Final = 0.5
+ADDED_BYTES: Final = 64 * 1024
+"""bytes from which on nothing is added to an event"""
 MOST_SEGMENT: Final = 64 * 1024**2
 LEAST_SEGMENT: Final = 64 * 1024
 SEGMENTS: Final = 8
@@ -83,12 +85,20 @@ class Recorder:
         folder: ``RUN/recording/<start>``: must be empty, or not there.
         limit: bytes of all recordings of the run; the oldest segments are deleted for it.
         queue_bytes: bytes that may wait for the disk.
+        frame_seconds: seconds after which what was noted is written, at most.
 
     Raises:
         RecordingError: the folder cannot be made, or holds a recording.
     """
 
-    def __init__(self, folder: Path, *, limit: int = LIMIT, queue_bytes: int = QUEUE_BYTES) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        limit: int = LIMIT,
+        queue_bytes: int = QUEUE_BYTES,
+        frame_seconds: float = FRAME_SECONDS,
+    ) -> None:
         self.folder = folder
         self.failure = ""
         """why the recording ended early"""
@@ -105,7 +115,7 @@ class Recorder:
         self._noted_bytes = 0
         self._closed = False
         _make(folder)
-        self._writer = _Writer(folder, limit, self._queued)
+        self._writer = _Writer(folder, limit, frame_seconds, self._queued)
 
     # ---- what is recorded
 
@@ -179,7 +189,7 @@ class Recorder:
     @property
     def last(self) -> Event | None:
         """The event that may be added to."""
-        return self._open
+        return self._open if self._open_bytes < ADDED_BYTES else None
 
     def wait_for(self, tasks: Sequence[asyncio.Future[Any]]) -> None:
         """Keep the last event, and what follows it, until these are done: its arrays come from
@@ -317,7 +327,9 @@ def project_version() -> str:
 class _Writer:
     """The thread that writes, and its files."""
 
-    def __init__(self, folder: Path, limit: int, queued: deque[tuple[Event, int]]) -> None:
+    def __init__(
+        self, folder: Path, limit: int, frame_seconds: float, queued: deque[tuple[Event, int]]
+    ) -> None:
         self.folder = folder
         self.declared: list[Declared] = []
         """what the next segment says of the channels"""
@@ -326,8 +338,10 @@ class _Writer:
         self.written = 0
         self.nbytes = 0
         self.failure = ""
+        self._frame_seconds = frame_seconds
         self._limit = limit
         self._segment_bytes = max(LEAST_SEGMENT, min(MOST_SEGMENT, limit // SEGMENTS))
+        self._frame_bytes = min(FRAME_BYTES, self._segment_bytes)
         self._queued = queued
         self._wake = threading.Event()
         self._filled = threading.Event()
@@ -388,7 +402,7 @@ class _Writer:
         while True:
             self._wake.wait()
             if not (self._flushing or self._ending or self._dropped):
-                self._filled.wait(FRAME_SECONDS)
+                self._filled.wait(self._frame_seconds)
             self._wake.clear()
             self._filled.clear()
             flushing, ending, dropped = self._flushing, self._ending, self._dropped
@@ -411,7 +425,7 @@ class _Writer:
                 return
             events: list[Event] = []
             nbytes = 0
-            while nbytes < FRAME_BYTES:
+            while nbytes < self._frame_bytes:
                 try:
                     event, size = self._queued.popleft()
                 except IndexError:

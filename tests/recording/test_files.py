@@ -28,6 +28,7 @@ from rlinf_async.recording import (
     read_recording,
     segments,
 )
+from tests.recording.killed import run_lives
 
 FRAMES = 6
 
@@ -285,3 +286,8 @@ def test_a_file_is_not_larger_than_what_zstd_makes_of_the_payload(tmp_path: Path
     recorder.close()
     size = sum(one.stat().st_size for one in (tmp_path / "1").iterdir())
     assert size <= 1.2 * len(zstandard.compress(raw, 3))
+
+
+def test_kills_at_random_moments_leave_what_was_said_to_be_written() -> None:
+    found = run_lives(8, seed=int.from_bytes(os.urandom(3), "little"))
+    assert sum(one.items for one in found) > 0

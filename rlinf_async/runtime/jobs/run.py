@@ -14,12 +14,13 @@ live view, the trace.
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from rlinf_async.config import UsageError, to_toml
 from rlinf_async.observe.files import ObserveError
@@ -34,7 +35,11 @@ from rlinf_async.runtime.jobs.checkpoints import Stopped, abort_on_lost_items
 from rlinf_async.runtime.jobs.config import HostConfig, Reads, check_inputs, check_resumed
 from rlinf_async.runtime.jobs.view import Headline, LiveView
 from rlinf_async.runtime.jobs.waits import TellsFacts
+from rlinf_async.runtime.recording import NoSuchChannel, RecordingConfig, summary_of
 from rlinf_async.runtime.signals import Terminated, run, run_signals
+
+if TYPE_CHECKING:
+    from rlinf_async.recording.recorder import Recorder
 
 S = TypeVar("S", bound=Summary)
 S_co = TypeVar("S_co", bound=Summary, covariant=True)
@@ -125,7 +130,8 @@ def run_in_folder(
         built, inputs = _build(build, folder, lambda run: check_inputs(folder, config, reads(run)))
         for note in (*folder.notes, *notes, *inputs):
             print(note, file=sys.stderr)
-        return _Execution(built, folder).carry_out()
+        recording = getattr(config, "recording", RecordingConfig())
+        return _Execution(built, folder, recording).carry_out()
 
 
 def _build(
@@ -149,9 +155,11 @@ def _build(
 class _Execution(Generic[S]):
     """A run from the first worker to the last picture."""
 
-    def __init__(self, one: Run[S], folder: RunFolder) -> None:
+    def __init__(self, one: Run[S], folder: RunFolder, recording: RecordingConfig) -> None:
         self._run = one
         self._folder = folder
+        self._recording = recording
+        self._recorder: Recorder | None = None
         self._restarts = folder.restarts_before
         """restarts of each worker that had some, in earlier starts, too"""
         self._spans_left_out: Mapping[str, int] = {}
@@ -163,6 +171,10 @@ class _Execution(Generic[S]):
         run_signals().grace_seconds = self._run.host.grace_seconds
         try:
             run(self._main())
+        except NoSuchChannel:  # nothing was started: the next try may have the folder
+            shutil.rmtree(folder.recording, ignore_errors=True)
+            folder.discard()
+            raise
         except BaseException as error:
             self._report_unfinished(error)
             raise
@@ -183,6 +195,10 @@ class _Execution(Generic[S]):
     async def _main(self) -> None:
         with ProgressView() as progress:
             async with self._run.host.make_cluster(self._folder.workers_log) as cluster:
+                if self._recording.channels:
+                    channels, limit = self._recording.channels, self._recording.nbytes
+                    cluster.record_into(self._folder.recording, channels, limit)
+                self._recorder = cluster.recorder
                 facts = self._run.facts if isinstance(self._run, TellsFacts) else Facts
                 view = LiveView(self._folder, cluster, progress, self._run.headline, facts)
                 self._spans_left_out = view.left_out
@@ -196,6 +212,8 @@ class _Execution(Generic[S]):
     def _summary(self, stopped: Stopped | None) -> S:
         summary = self._run.summary(stopped)
         summary.restarts = self._restarts
+        if self._recorder is not None:
+            summary.extra["recording"] = summary_of(self._recorder.state)
         return summary
 
     def _report_unfinished(self, cause: BaseException) -> None:

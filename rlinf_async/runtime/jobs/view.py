@@ -37,6 +37,7 @@ from rlinf_async.observe.trace import Counter, CountRates, Span, write_perfetto
 from rlinf_async.observe.waits import Facts
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.waits import WaitsFile, WaitsRecorder
+from rlinf_async.runtime.recording import summary_of
 from rlinf_async.runtime.signals import run_signals
 from rlinf_async.runtime.supervise import Supervisor, WorkerHandle
 from rlinf_async.runtime.wakers import internal
@@ -206,6 +207,8 @@ class LiveView:
 
     def _state(self) -> ProgressState:
         run, iteration, iterations, figures = self._headline()
+        if (recorder := self._cluster.recorder) is not None:
+            figures = [*figures, ("recorded", summary_of(recorder.state))]
         return ProgressState(
             run=run,
             iteration=iteration,

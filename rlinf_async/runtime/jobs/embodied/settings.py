@@ -28,6 +28,7 @@ from rlinf_async.runtime.jobs.placement import (
     RolePlacement,
     make_plan,
 )
+from rlinf_async.runtime.recording import RecordingConfig
 from rlinf_async.workers.base import Device, WorkerDied
 from rlinf_async.workers.env import EnvError, describe_env
 from rlinf_async.workers.env.config import EnvConfig
@@ -47,6 +48,7 @@ ALWAYS_MAY_DIFFER = (
     "rollout.torch_threads",
     "actor.bucket_bytes",
     "evaluation",
+    "recording",
     "cluster",
 )
 """settings and sections that a resumed run of any of these jobs may change"""
@@ -186,6 +188,7 @@ class EnvironmentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     training: LengthConfig
     rollout: RolloutConfig = RolloutConfig()
     evaluation: EmbodiedEvaluationConfig = EmbodiedEvaluationConfig()
+    recording: RecordingConfig = RecordingConfig()
     cluster: EmbodiedClusterConfig = EmbodiedClusterConfig()
 
     def __post_init__(self) -> None:

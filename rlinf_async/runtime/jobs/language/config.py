@@ -31,6 +31,7 @@ from rlinf_async.observe.samples import SamplesConfig
 from rlinf_async.parallel import Strategy
 from rlinf_async.runtime.jobs.config import HostConfig
 from rlinf_async.runtime.jobs.placement import Preset, RolePlacement
+from rlinf_async.runtime.recording import RecordingConfig
 from rlinf_async.scheduling import SchedulingConfig
 from rlinf_async.workers.episode.config import EpisodeConfig
 from rlinf_async.workers.reward import RewardConfig
@@ -414,6 +415,7 @@ MAY_DIFFER = (
     "training.export",
     "training.metrics",
     "samples",
+    "recording",
     "episode.seconds",
     "episode.concurrent",
     "episode.endpoint",
@@ -466,6 +468,7 @@ class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     evaluation: EvaluationConfig = EvaluationConfig()
     scheduler: SchedulingConfig = SchedulingConfig()
     samples: SamplesConfig = SamplesConfig()
+    recording: RecordingConfig = RecordingConfig()
     cluster: ClusterConfig = ClusterConfig()
 
     def __post_init__(self) -> None:
