@@ -19,13 +19,12 @@ from pathlib import Path
 
 import zstandard
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import rlinf_async as ra
 from benchmarks.channels import ours
 from rlinf_async.recording import Recording, read_recording
 
+ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 4_000_000_000
 STEPS = 60_000
 """environment steps of a run of PPO"""

@@ -39,8 +39,7 @@ ARROWS: dict[str, set[str]] = {
     | {"backends", "channels", "episodes", "observe", "runtime", "testing", "workers"},
     "testing": LIGHT | {"channels", "data", "episodes", "runtime", "workers"},
     "view": LIGHT | {"observe"},
-    "cli": LIGHT
-    | {"channels", "observe", "recording", "runtime", "simulate", "view", "workers"},
+    "cli": LIGHT | {"channels", "observe", "recording", "runtime", "simulate", "view", "workers"},
 }
 """What each part may import of the others when it is imported."""
 

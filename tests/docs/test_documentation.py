@@ -19,6 +19,7 @@ from rlinf_async.config import Document
 from rlinf_async.runtime.jobs.embodied.settings import EmbodiedConfig
 from rlinf_async.runtime.jobs.embodied_sac.config import SacConfig
 from rlinf_async.runtime.jobs.language.config import ClusterConfig, LanguageConfig
+from rlinf_async.runtime.recording import RecordingConfig
 from rlinf_async.simulate import SimulationConfig
 from tests.docs.pages import PAGES, ROOT, Block, Script, anchors, blocks, links, scripts, settings
 
@@ -135,8 +136,12 @@ def test_every_configuration_shown_can_be_read(block: Block) -> None:
     job: Any = shown[0] if shown else EmbodiedConfig
     if "[generation]" in block.text:
         job = SimulationConfig
-    if block.page.name == "placement.md":  # one section
-        job = msgspec.defstruct("Section", [("cluster", ClusterConfig)], forbid_unknown_fields=True)
+    sections: dict[str, tuple[str, Any]] = {  # pages that show one section
+        "placement.md": ("cluster", ClusterConfig),
+        "recording.md": ("recording", RecordingConfig),
+    }
+    if (section := sections.get(block.page.name)) is not None:
+        job = msgspec.defstruct("Section", [section], forbid_unknown_fields=True)
     if block.page.name == "jobs.md":  # tests/jobs/test_own_job.py runs that one
         return
     Document(block.where, block.text).to(job)
