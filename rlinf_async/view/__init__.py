@@ -6,6 +6,7 @@
                hiding the others
     table      metrics.csv, read on from where it was read to
     spans      trace.json.gz as arrays, made by a process of its own
+    kept       the list of samples, and a sample with its tokens
     graph      workers and channels, of a live run and of one that has ended
     guard      who may ask: own host, own origin, token
     server     what is asked, by path

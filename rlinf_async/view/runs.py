@@ -24,6 +24,7 @@ from rlinf_async.observe.files import RunFolderError, explaining
 from rlinf_async.observe.progress import ProgressState
 from rlinf_async.observe.run_folder import MARKER, RUNS, STATUS, check_is_run
 from rlinf_async.observe.status import RunState, look_at_run
+from rlinf_async.view.kept import KeptSamples, newest_segment
 from rlinf_async.view.table import Table
 
 LOOK_EVERY: Final = 2.0
@@ -36,7 +37,6 @@ FILES: Final = {
     "status": STATUS,
     "summary": "summary.json",
     "waits": "waits.jsonl",
-    "samples": "samples",
     "video": "video.mp4",
 }
 """what the page reads of a run, by the part of it that shows it"""
@@ -60,6 +60,7 @@ class Run:
         self.folder = folder
         self.name = name
         self.table = Table(folder / "metrics.csv")
+        self.samples = KeptSamples(folder)
         self.lock = threading.Lock()
         """held while its table is read"""
 
@@ -134,9 +135,13 @@ class Run:
     def _stamps(self) -> dict[str, str]:
         """When each file was written, so that the page asks for it again; those that are there."""
         stamps: dict[str, str] = {}
-        for part, name in FILES.items():
+        paths = {part: self.folder / name for part, name in FILES.items()}
+        with contextlib.suppress(OSError):
+            if (newest := newest_segment(self.folder)) is not None:
+                paths["samples"] = newest
+        for part, path in paths.items():
             with contextlib.suppress(OSError):
-                found = (self.folder / name).stat()
+                found = path.stat()
                 stamps[part] = f"{found.st_mtime_ns:x}-{found.st_size:x}"
         return stamps
 

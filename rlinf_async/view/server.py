@@ -6,6 +6,7 @@
     /api/state           all runs, as they are now  /api/metrics   cells of columns, the new ones
     /api/graph           workers and channels       /api/timeline  the spans of a trace
     /api/span            arguments of a span        /api/settings  the configuration
+    /api/samples         a page of the list         /api/sample    one with its tokens
     /api/videos          names of videos            /video/RUN/NAME
 
 Every answer is small, or made before it is asked for: a trace is read by a process of its own.
@@ -33,6 +34,7 @@ from rlinf_async.config.registry import needed
 from rlinf_async.observe.files import RunFolderError
 from rlinf_async.view import graph, spans
 from rlinf_async.view.guard import Guard
+from rlinf_async.view.kept import Query
 from rlinf_async.view.runs import Run, Runs
 
 if TYPE_CHECKING:
@@ -141,6 +143,8 @@ class Page:
                 Route("/api/timeline", self._timeline),
                 Route("/api/span", self._span),
                 Route("/api/settings", self._settings),
+                Route("/api/samples", self._samples),
+                Route("/api/sample", self._sample),
                 Route("/api/videos", self._videos),
                 Route("/video/{run}/{name}", self._video),
             ],
@@ -150,6 +154,12 @@ class Page:
                 HTTPException: _refused,
             },
         )
+
+    def read_ahead(self) -> None:
+        """Begin to read the trace of the first run, which the page shows first."""
+        for run in self._runs.all()[:1]:
+            with contextlib.suppress(RunFolderError):
+                self._traces.of(run.folder / "trace.json.gz")
 
     async def aclose(self) -> None:
         """Give up what is being read."""
@@ -212,6 +222,28 @@ class Page:
 
     def _settings(self, request: Request) -> Response:
         return _json(self._run(request).settings())
+
+    def _samples(self, request: Request) -> Response:
+        given = {
+            name: text
+            for name in Query.__struct_fields__
+            if (text := request.query_params.get(name)) is not None
+        }
+        try:
+            query = msgspec.convert(given, Query, strict=False)
+        except msgspec.ValidationError as error:
+            raise Missing(f"no such samples: {error}") from error
+        return _json(self._run(request).samples.page(query))
+
+    def _sample(self, request: Request) -> Response:
+        key = request.query_params.get("key", "")
+        try:
+            return _json(self._run(request).samples.record(key))
+        except KeyError as error:
+            raise RunFolderError(
+                f"the sample {key} is not there any more: the oldest are removed, and a run that "
+                "is resumed makes some anew"
+            ) from error
 
     def _videos(self, request: Request) -> Response:
         return _json({"videos": self._run(request).videos()})
@@ -305,6 +337,7 @@ async def serve(runs: Runs, port: int, announce: Callable[[str], None]) -> None:
         server = uvicorn.Server(config)
         server.capture_signals = contextlib.nullcontext  # they are the command's
         serving = asyncio.create_task(server.serve([listening]), name="server of the page")
+        page.read_ahead()
         announce(f"http://{HOST}:{bound}/?token={token}")
         try:
             await asyncio.shield(serving)

@@ -10,13 +10,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import httpx
+import numpy as np
 
 from rlinf_async.observe.metrics import CsvLog
 from rlinf_async.observe.progress import ChannelView, EdgeView, ProgressState, WaitView, WorkerView
 from rlinf_async.observe.run_folder import RunFolder
+from rlinf_async.observe.samples import SamplesConfig, SampleWriter, Vocabulary
 from rlinf_async.observe.status import Status, write_status
 from rlinf_async.observe.summary import LanguageSummary, write_summary
 from rlinf_async.observe.trace import Counter, Span, write_perfetto
+from rlinf_async.runtime.jobs.language.kept import KeptLanguageSample
 from rlinf_async.view.runs import Runs
 from rlinf_async.view.server import serve
 
@@ -45,6 +48,27 @@ def make_run(
             write_summary(folder.summary, summary)
             write_trace(folder.trace)
     return path
+
+
+def keep_samples(run: Path, prompt: str = "1 + 1 =", groups: int = 15) -> None:
+    """Samples of three tokens, eight of each prompt, the later the better."""
+    writer = SampleWriter(run, SamplesConfig(), keep_to=None)
+    made = [
+        KeptLanguageSample(
+            name=f"{number // 8}/{number % 8}", kind="training", step=number // 8,
+            iteration=number // 8, trained=True, outcome="scored", reward=number / 16, size=3,
+            prompt=prompt, completion="a<b>", finish="stop", detail="", reward_parts={"exact": 1.0},
+            verifier="exact", reference="2", prompt_tokens=[0], tokens=[0, 1, 2],
+            log_probs=[-0.1, -0.5, -3.0], versions=[3, 3, 4], mask=[1, 1, 0],
+            prev_log_probs=[-0.1, -0.25, -3.5], rollout_rank=0, scoring_seconds=0.001,
+        )
+        for number in range(8 * groups)
+    ]  # fmt: skip
+    Vocabulary(run, lambda tokens: "".join(("a", "<b>", " ")[one] for one in tokens)).note(
+        np.arange(3)
+    )
+    writer.put(lambda: made, len(made))
+    assert writer.close() == {}
 
 
 def write_trace(path: Path) -> None:

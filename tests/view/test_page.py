@@ -12,7 +12,7 @@ import pytest
 
 from rlinf_async.observe.metrics import CsvLog
 from tests.view.browser import Browser
-from tests.view.kit import CONFIG, going_on, make_run, served, tell
+from tests.view.kit import CONFIG, going_on, keep_samples, make_run, served, tell
 
 SCRIPT = "<img src=x onerror=\"document.title='taken over'\">"
 ODD = [
@@ -30,6 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shown")
     rows = [{"loss": 2.0 / (1 + i), "reward": math.sin(i / 9), "lr": 10.0**-i} for i in range(60)]
     make_run(folder / "first", rows)
+    keep_samples(folder / "first", f"<user>{SCRIPT}")
     make_run(folder / "odd", ODD, config=CONFIG.replace("= 8", "= 16") + f"# {SCRIPT}\n")
     make_run(folder / "later", rows[:30], outcome=None)
     (folder / "damaged").mkdir()
@@ -81,6 +82,40 @@ def test_every_tab_shows_its_part_and_a_damaged_run_hides_nothing(page: Browser)
     assert "is not TOML" in page.text("#panel-settings .problem")
 
 
+def test_samples_are_ordered_paged_and_shown_with_their_tokens(page: Browser) -> None:
+    choose(page, "first")
+    page.tab("samples")
+    page.until("return document.querySelectorAll('#panel-samples tbody tr').length === 50")
+    assert page.text("#panel-samples .count") == "1 to 50 of 120"
+    page.do(
+        "[...document.querySelectorAll('#panel-samples th button')]"
+        ".find((one) => one.textContent === 'reward').click()"
+    )
+    page.until("return document.querySelector('[aria-sort=descending] button').textContent"
+               " === 'reward ▼'")  # fmt: skip
+    first = page.text("#panel-samples tbody tr")
+    assert first.startswith("14/7 ")
+    page.do("document.querySelector('#panel-samples tbody tr').focus()")
+    page.keys("\ue007")  # Enter
+    page.until("return document.querySelector('.token')")
+    assert SCRIPT in page.text(".sample")
+    assert page.do(MARKED, "#panel-samples img") == 0
+    assert page.do("return [...document.querySelectorAll('.token')].map((o) => o.textContent)") == [
+        "a", "<b>", "␣"
+    ]  # fmt: skip
+    page.do("document.querySelector('.tokens').focus()")
+    page.keys("\ue014", "\ue014")  # to the right
+    told = page.text(".sample .details")
+    assert 'token 1: "<b>" (id 1), log-prob -0.5, recomputed -0.25, ratio 1.284, version 3' in told
+    for mode in ("ratio", "version", "mask"):
+        page.keys("c")
+        assert page.do("return document.querySelector('.sample select').value") == mode
+    assert page.do(MARKED, ".token.masked") == 1
+    page.one("#panel-samples .bar button:last-of-type").click()
+    page.until("return document.querySelector('#panel-samples .count').textContent"
+               " === '51 to 100 of 120'")  # fmt: skip
+
+
 def test_text_of_runs_is_text(page: Browser) -> None:
     page.until("return document.querySelectorAll('.card h3').length > 5")
     titles = page.do("return [...document.querySelectorAll('.card h3')].map((o) => o.textContent)")
@@ -90,7 +125,7 @@ def test_text_of_runs_is_text(page: Browser) -> None:
 
 def test_numbers_at_the_edges_are_drawn_and_told_exactly(page: Browser) -> None:
     page.one("#panel-curves input[type=search]").send_keys("tokens")
-    page.until("return document.querySelectorAll('.card').length === 1")
+    page.until("return document.querySelectorAll('.card:not([hidden])').length === 1")
     page.until("return document.querySelector('[data-metric=tokens] .values').textContent")
     assert page.text(CARD.format("tokens") + ".values") == f"{2**63 + 7} at 3"
     for name in ("steep", "single", "loss"):
@@ -113,7 +148,7 @@ def test_the_keyboard_is_enough(page: Browser) -> None:
 
     page.keys("/")
     page.keys("los")
-    page.until("return document.querySelectorAll('.card').length === 1")
+    page.until("return document.querySelectorAll('.card:not([hidden])').length === 1")
     page.keys(Keys.ESCAPE, "?")
     page.until("return document.getElementById('help').open")
     page.keys(Keys.ESCAPE)
@@ -153,7 +188,7 @@ def test_a_reload_shows_the_same(page: Browser) -> None:
     page.one("#panel-curves input[type=search]").send_keys("r")
     page.one("#panel-curves input[type=checkbox]").click()
     page.do("document.activeElement.blur()")
-    page.until("return document.querySelectorAll('.card').length > 1")
+    page.until("return document.querySelectorAll('.card:not([hidden])').length > 1")
     settle(page)
     before = page.picture()
     page.driver.refresh()
@@ -168,7 +203,7 @@ def test_a_reload_shows_the_same(page: Browser) -> None:
 def settle(page: Browser) -> None:
     """Wait until every card that is near has its values, and two pictures were drawn since."""
     page.until(
-        "return [...document.querySelectorAll('.card')].filter((one) => one.near)"
+        "return [...document.querySelectorAll('.card:not([hidden])')].filter((one) => one.near)"
         ".every((one) => one.querySelector('.values').textContent)"
     )
     page.driver.execute_async_script(

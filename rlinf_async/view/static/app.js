@@ -3,9 +3,10 @@ import { ago, ask, h, mark, problem } from "/static/dom.js";
 import { curves } from "/static/curves.js";
 import { timeline } from "/static/timeline.js";
 import { graph } from "/static/graph.js";
+import { samples } from "/static/samples.js";
 import { settings, videos } from "/static/settings.js";
 
-const VIEWS = [curves, timeline, graph, videos, settings];
+const VIEWS = [curves, timeline, graph, samples, videos, settings];
 const LIVE_MS = 1000, STILL_MS = 4000;
 
 // What all tabs know: `runs` as the server told, `shown` the ids that are compared, `current` the

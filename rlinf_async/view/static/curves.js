@@ -231,12 +231,13 @@ export const curves = {
 
   update() {
     const names = this.names(), match = matcher(this.search.value);
-    const wanted = names.filter(match);
+    const wanted = names.filter(match), known = new Set(names);
     this.chooseAlong(names);
-    for (const [name, card] of this.cards) if (!wanted.includes(name)) { this.near.unobserve(card.element); card.element.remove(); this.cards.delete(name); }
-    for (const [at, name] of wanted.entries()) {
+    for (const [name, card] of this.cards) if (!known.has(name)) { this.near.unobserve(card.element); card.element.remove(); this.cards.delete(name); }
+    for (const [at, name] of names.entries()) { // a card that is not wanted is hidden, and is there again at once
       if (!this.cards.has(name)) this.cards.set(name, this.makeCard(name));
       const element = this.cards.get(name).element;
+      element.hidden = !match(name);
       if (this.grid.children[at] !== element) { this.grid.insertBefore(element, this.grid.children[at] || null); this.near.observe(element); }
     }
     const rows = this.app.visibleRuns().map((run) => run.metrics.rows);
