@@ -91,10 +91,13 @@ class RewardWorker(Worker):
 
     Args:
         config: how this worker scores.
+        verifier: name of the verifier of every sample, whatever its record says: of one that was
+            swapped while the run went on. Empty: that of the record.
     """
 
-    def __init__(self, config: RewardConfig | None = None) -> None:
+    def __init__(self, config: RewardConfig | None = None, verifier: str = "") -> None:
         self.config = config or RewardConfig()
+        self._verifier = verifier
         self._inline: dict[str, Verifier] = {}
 
     async def setup(self) -> None:
@@ -138,7 +141,7 @@ class RewardWorker(Worker):
 
     async def score(self, sample: Sample) -> Outcome:
         """The outcome of one sample. Override it for scores that come from elsewhere."""
-        name, answer = sample.request.prompt.verifier, Answer.of(sample)
+        name, answer = self._verifier or sample.request.prompt.verifier, Answer.of(sample)
         if name not in INLINE:
             self.meter.serves(SCORE, self.config.processes)
             return await self._pool.judge(name, answer)

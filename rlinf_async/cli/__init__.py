@@ -34,6 +34,7 @@ COMMANDS = {
     "simulate": ("simulate", "Try a run, its placement and its scheduling in virtual time."),
     "status": ("runs", "Show the graph of a run that goes on."),
     "stop": ("runs", "End a run in order, with a checkpoint."),
+    "swap": ("swap", "Exchange workers of a run that goes on."),
     "train": ("train", "Run the job that FILE.toml describes."),
     "view": ("view", "Show runs in the browser, live."),
 }

@@ -97,12 +97,13 @@ def _wait(driver: Driver, seen: RunState) -> bool:
     what = "it is ending already" if seen.state == "ending" else "SIGTERM sent"
     limit = grace + BEYOND_GRACE
     said = f"{seen.folder}: {what}, process {driver.pid}; waiting up to {limit:g} s for its end"
-    with _shown_as_waiting(said):
+    with shown_as_waiting(said):
         return driver.wait(limit)
 
 
 @contextlib.contextmanager
-def _shown_as_waiting(what: str) -> Iterator[None]:
+def shown_as_waiting(what: str) -> Iterator[None]:
+    """Say for what is waited while the block runs."""
     console = Console(stderr=True)
     if not console.is_terminal:
         click.echo(what, err=True)

@@ -159,12 +159,13 @@ def _from_file(where: str) -> Any:
     place = FilePath(where).resolve()
     if not place.exists() and FOLDER in os.environ:
         place = FilePath(os.environ[FOLDER], where).resolve()
-    name = f"rlinf_async_file_{hashlib.sha256(str(place).encode()).hexdigest()[:12]}"
+    name = f"{_FILE}{hashlib.sha256(str(place).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, place)
     if spec is None or spec.loader is None:
         raise ImportError(f"{place} is no Python file")
+    _loaded[name] = place, _digest(place)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -172,6 +173,30 @@ def _from_file(where: str) -> Any:
         del sys.modules[name]
         raise
     return module
+
+
+_FILE = "rlinf_async_file_"
+"""what the names of modules begin with that are loaded from files"""
+_loaded: dict[str, tuple[FilePath, bytes]] = {}
+"""file, and digest of what was loaded, by the module's name"""
+
+
+def _digest(place: FilePath) -> bytes:
+    try:
+        return hashlib.sha256(place.read_bytes()).digest()
+    except OSError:  # whoever loads it says more
+        return b""
+
+
+def forget_changed_files() -> None:
+    """Have files whose content is another than when they were loaded, loaded anew when they are
+    next asked for. What was made of them goes on as it is."""
+    for name, (place, digest) in list(_loaded.items()):
+        if _digest(place) != digest:
+            sys.modules.pop(name, None)
+            del _loaded[name]
+    for registry in Registry._by_kind.values():
+        registry.named.cache_clear()
 
 
 class Part:

@@ -56,6 +56,8 @@ class WorkerView(msgspec.Struct, kw_only=True, frozen=True):
     waiting_for: str | None = None
     waiting_seconds: float = 0.0
     restarts: int = 0
+    replaced: int = 0
+    """number of times that it was swapped for another"""
     host: str | None = None
     """host of the worker's process, where it has one of its own"""
     devices: Sequence[str] = ()
@@ -282,9 +284,16 @@ def _workers(workers: Sequence[WorkerView], rows: int | None, *, wide: bool) -> 
         place = [view.host or "", " ".join(view.devices) or "cpu"] if placed else []
         cells = [Text(view.name), *map(Text, place), _doing(view)]
         if wide:
-            cells.append(Text(str(view.restarts) if view.restarts else "", style="yellow"))
+            cells.append(Text(_lives(view), style="yellow"))
         table.add_row(*cells)
     return _with_rest(table, len(workers), rows)
+
+
+def _lives(view: WorkerView) -> str:
+    """How often it was started again, and how often swapped."""
+    restarts = str(view.restarts) if view.restarts else ""
+    swaps = f"{view.replaced} swapped" if view.replaced else ""
+    return ", ".join(filter(None, (restarts, swaps)))
 
 
 def _doing(view: WorkerView) -> Text:

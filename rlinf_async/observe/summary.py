@@ -39,6 +39,8 @@ class Summary(msgspec.Struct, kw_only=True, rename={"return_": "return"}):
     staleness: Staleness | None = None
     restarts: dict[str, int] = {}
     """Restarts by worker, over all starts of the run."""
+    replaced: dict[str, int] = {}
+    """Swaps by worker, in the last start of the run: see ``swaps.json``."""
     dropped: dict[str, int] = {}
     """Number of items left out, by kind: stale answers, second trajectories, spans."""
     error: str | None = None

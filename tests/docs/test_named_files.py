@@ -18,7 +18,9 @@ SOURCES: Final = ("rlinf_async", "channels", "workers", "tests", "examples", "be
 NAMED = re.compile(r"(?<![\w/.{}*-])(?:[\w-]+/)*[\w-]+\.(?:md|py)\b(?![\w(*])")
 OF_THE_READER = re.compile(r"(file|FILE|script|mine|rewards|my_\w+|(benchmarks/)?NAME/bench)\.py")
 """what stands for a file of the reader's own"""
-IN_EXAMPLES: Final = {"bad.py", "dead.py", "pass_at_k.py", "test_agent.py", "test_tally.py"}
+IN_EXAMPLES: Final = {
+    *("bad.py", "dead.py", "pass_at_k.py", "test_agent.py", "test_tally.py", "near.py", "nera.py"),
+}
 """files that pages have their reader write"""
 
 

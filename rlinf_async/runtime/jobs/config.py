@@ -27,7 +27,7 @@ import platform
 import re
 import socket
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
@@ -238,7 +238,12 @@ def check_sinks(names: Sequence[str]) -> None:
             raise ConfigError(str(error), path=("training", "metrics")) from error
 
 
-def check_resumed(config: Any, started: Path, may_differ: Sequence[str]) -> list[str]:
+def check_resumed(
+    config: Any,
+    started: Path,
+    may_differ: Sequence[str],
+    amended: Callable[[Any], Any] = lambda config: config,
+) -> list[str]:
     """Refuse to go on with a run under a configuration of which too much differs.
 
     Returns the settings that differ and may, with both of their values.
@@ -248,6 +253,7 @@ def check_resumed(config: Any, started: Path, may_differ: Sequence[str]) -> list
         started: the file with the configuration that the run has now; nothing is checked where
             the folder holds no run, or one that was killed before it had written this file.
         may_differ: paths of the settings, or of whole sections, that a resumed run may change.
+        amended: returns the configuration of the file with what was changed while the run went on.
 
     Raises:
         UsageError: with the settings that differ, both of their values, and those that may.
@@ -268,10 +274,10 @@ def check_resumed(config: Any, started: Path, may_differ: Sequence[str]) -> list
             f"{started.parent} holds a run of the job {job!r}, and this configuration is for "
             f"{config.job!r}: start it in another folder"
         )
-    before = document.to(type(config))
+    before = amended(document.to(type(config)))
     allowed: list[str] = []
     differing: list[str] = []
-    for path, old, new in _differences(before, config):
+    for path, old, new in differences(before, config):
         may = any(path == one or path.startswith(f"{one}.") for one in may_differ)
         (allowed if may else differing).append(f"{path} ({old} in the run, {new} now)")
     if differing:
@@ -283,7 +289,7 @@ def check_resumed(config: Any, started: Path, may_differ: Sequence[str]) -> list
     return allowed
 
 
-def _differences(
+def differences(
     before: msgspec.Struct, now: msgspec.Struct, prefix: str = ""
 ) -> Iterator[tuple[str, object, object]]:
     """The settings that differ: path, value before, value now."""
@@ -291,7 +297,7 @@ def _differences(
         old, new = getattr(before, field.name), getattr(now, field.name)
         path = f"{prefix}{field.encode_name}"
         if isinstance(old, msgspec.Struct) and type(old) is type(new):
-            yield from _differences(old, new, f"{path}.")
+            yield from differences(old, new, f"{path}.")
         elif isinstance(old, dict) and isinstance(new, dict):
             for name in sorted(old.keys() | new.keys()):
                 if old.get(name) != new.get(name):
@@ -367,6 +373,17 @@ def check_inputs(folder: RunFolder, config: msgspec.Struct, reads: Reads) -> lis
         notes = [f"{folder.path} has no {FILE}: {unknown} began with is not known"]
     atomic_write(recorded, msgspec.json.format(msgspec.json.encode(now)))
     return notes
+
+
+def note_code(folder: RunFolder, config: msgspec.Struct, names: Iterable[str]) -> dict[str, str]:
+    """Record the user's code that a configuration names, as it is now; its digests, by file."""
+    recorded = folder.path / FILE
+    code = _code(config, names)
+    if recorded.is_file():
+        inputs = msgspec.json.decode(recorded.read_bytes(), type=Inputs)
+        inputs.code = code
+        atomic_write(recorded, msgspec.json.format(msgspec.json.encode(inputs)))
+    return code
 
 
 def _compared(before: Inputs, now: Inputs) -> list[str]:

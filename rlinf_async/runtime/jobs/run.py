@@ -19,6 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -33,6 +34,12 @@ from rlinf_async.observe.waits import Facts
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.checkpoints import Stopped, abort_on_lost_items
 from rlinf_async.runtime.jobs.config import HostConfig, Reads, check_inputs, check_resumed
+from rlinf_async.runtime.jobs.swapping import (
+    SwappableRun,
+    SwappingJob,
+    Swaps,
+    with_swaps,
+)
 from rlinf_async.runtime.jobs.view import Headline, LiveView
 from rlinf_async.runtime.jobs.waits import TellsFacts
 from rlinf_async.runtime.recording import NoSuchChannel, RecordingConfig, summary_of
@@ -103,6 +110,7 @@ def run_in_folder(
     may_differ: Sequence[str],
     build: Callable[[RunFolder], Run[S]],
     reads: Callable[[Any], Reads] = lambda _: Reads(),
+    swaps: SwappingJob | None = None,
 ) -> S:
     """Carry out a run, and leave everything in its folder.
 
@@ -114,13 +122,18 @@ def run_in_folder(
         may_differ: settings that a resumed run may change, see `check_resumed`.
         build: makes the run; raises where its input is wrong.
         reads: which files the run reads: a resumed one has to read the same. See `check_inputs`.
+        swaps: the job, where workers of its runs can be swapped while they go on.
 
     Raises:
         UsageError: the folder cannot be used, or what is to be resumed cannot be.
     """
     path = out or RUNS / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     notes: list[str] = []
-    if resume and (changed := check_resumed(config, path / "config.toml", may_differ)):
+
+    def amended(config: Any) -> Any:
+        return with_swaps(config, path)[0]
+
+    if resume and (changed := check_resumed(config, path / "config.toml", may_differ, amended)):
         notes = [f"the run goes on with other settings than before: {'; '.join(changed)}"]
     try:
         folder = RunFolder.create(path, config_text=to_toml(config), resume=resume)
@@ -130,8 +143,11 @@ def run_in_folder(
         built, inputs = _build(build, folder, lambda run: check_inputs(folder, config, reads(run)))
         for note in (*folder.notes, *notes, *inputs):
             print(note, file=sys.stderr)
+        swapping = None
+        if swaps is not None and isinstance(built, SwappableRun):
+            swapping = Swaps(folder, config, built, swaps)
         recording = getattr(config, "recording", RecordingConfig())
-        return _Execution(built, folder, recording).carry_out()
+        return _Execution(built, folder, recording, swapping).carry_out()
 
 
 def _build(
@@ -155,11 +171,16 @@ def _build(
 class _Execution(Generic[S]):
     """A run from the first worker to the last picture."""
 
-    def __init__(self, one: Run[S], folder: RunFolder, recording: RecordingConfig) -> None:
+    def __init__(
+        self, one: Run[S], folder: RunFolder, recording: RecordingConfig, swaps: Swaps | None
+    ) -> None:
         self._run = one
         self._folder = folder
         self._recording = recording
         self._recorder: Recorder | None = None
+        self._swaps = nullcontext if swaps is None else swaps.watched
+        self._replaced: Mapping[str, int] = {}
+        """number of times that each worker was replaced, of those that were"""
         self._restarts = folder.restarts_before
         """restarts of each worker that had some, in earlier starts, too"""
         self._spans_left_out: Mapping[str, int] = {}
@@ -202,11 +223,12 @@ class _Execution(Generic[S]):
                 facts = self._run.facts if isinstance(self._run, TellsFacts) else Facts
                 view = LiveView(self._folder, cluster, progress, self._run.headline, facts)
                 self._spans_left_out = view.left_out
-                with view, abort_on_lost_items(cluster):
+                with view, abort_on_lost_items(cluster), self._swaps():
                     try:
                         await self._run.main(cluster, view)
                     finally:
                         self._restarts = _restarts(cluster, self._folder.restarts_before)
+                        self._replaced = _replaced(cluster)
                         await view.write_trace()
 
     def _summary(self, stopped: Stopped | None) -> S:
@@ -214,6 +236,7 @@ class _Execution(Generic[S]):
         summary.restarts = self._restarts
         if self._recorder is not None:
             summary.extra["recording"] = summary_of(self._recorder.state)
+        summary.replaced = dict(self._replaced)
         return summary
 
     def _report_unfinished(self, cause: BaseException) -> None:
@@ -265,3 +288,9 @@ def _restarts(cluster: Cluster, before: Mapping[str, int]) -> dict[str, int]:
     for group in cluster.groups.values():
         total.update({one.name: one.restarts for one in group.supervisors})
     return {name: count for name, count in total.items() if count}
+
+
+def _replaced(cluster: Cluster) -> dict[str, int]:
+    """Number of times that each worker was replaced, in this start of the run."""
+    every = (one for group in cluster.groups.values() for one in group.supervisors)
+    return {one.name: one.replaced for one in every if one.replaced}

@@ -262,6 +262,7 @@ class LiveView:
             waiting_for=wait.channel if wait else None,
             waiting_seconds=wait.seconds if wait else 0.0,
             restarts=supervisor.restarts + self._folder.restarts_before.get(supervisor.name, 0),
+            replaced=supervisor.replaced,
             host=self._cluster.host(supervisor.name),
             devices=[str(device) for device in supervisor.devices],
             live=supervisor.live is not None,
@@ -291,6 +292,9 @@ class LiveView:
             supervisors = [
                 one for group in self._cluster.groups.values() for one in group.supervisors
             ]
+            for one in supervisors:
+                left, one.spans_left = one.spans_left, []
+                self.keep(left)
             handles = [one.live for one in supervisors]
             taken = (self._take(handle) for handle in handles if handle is not None)
             await asyncio.gather(*taken)

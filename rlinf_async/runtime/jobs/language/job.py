@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,10 +46,37 @@ from rlinf_async.runtime.jobs.language.run import LanguageRun
 from rlinf_async.runtime.jobs.language.schedulable import check_scheduler
 from rlinf_async.runtime.jobs.placement import PlacementPlan
 from rlinf_async.runtime.jobs.run import run_in_folder
+from rlinf_async.runtime.jobs.swapping import RoleSwap, with_swaps
 from rlinf_async.runtime.signals import run
 from rlinf_async.workers.base import Device
 
 WARM_START_DATA = ("warm_start", "data")
+_OF_THE_LEARNERS = (
+    "its ranks hold the weights that are trained: stop the run (rlinf-async stop), and go on from "
+    "its checkpoint under another configuration (--resume)"
+)
+SWAPS: Mapping[str, RoleSwap] = {
+    "reward": RoleSwap(("data.verifier", "reward")),
+    "episode": RoleSwap(
+        (
+            "episode.run",
+            "episode.environment",
+            "episode.max_turns",
+            "episode.seconds",
+            "episode.on_timeout",
+            "episode.concurrent",
+            "episode.tools",
+            "episode.on_tool_failure",
+            "episode.on_rewrite",
+        )
+    ),
+    "inference": RoleSwap(),
+    "rollout": RoleSwap(("rollout.serving", "rollout.transformers", "rollout.vllm", "rollout.toy")),
+    "actor": RoleSwap(refused=_OF_THE_LEARNERS),
+    "critic": RoleSwap(refused=_OF_THE_LEARNERS),
+    "scheduler": RoleSwap(refused="it holds the ledger of the devices"),
+}
+"""what can be swapped while a run goes on, by role"""
 
 
 class LanguageRL:
@@ -56,6 +84,7 @@ class LanguageRL:
 
     name = "language_rl"
     config_type = LanguageConfig
+    swaps = SWAPS
 
     def plan(
         self, config: LanguageConfig, devices: Sequence[Device] | None = None
@@ -109,14 +138,36 @@ class LanguageRL:
 
     def run(self, config: LanguageConfig, out: Path | None, resume: bool) -> LanguageSummary:
         """Train, evaluate, and leave everything in the run folder."""
+        if resume:
+            config, notes = with_swaps(config, out)
+            for note in notes:
+                print(f"{config.name}: {note}", file=sys.stderr)
         seeded = _seeded(placed(config, self.plan(config)))
 
         def build(folder: RunFolder) -> LanguageRun:
             return self._training(seeded, folder)
 
         return run_in_folder(
-            config, out, resume=resume, may_differ=MAY_DIFFER, build=build, reads=_reads
+            config,
+            out,
+            resume=resume,
+            may_differ=MAY_DIFFER,
+            build=build,
+            reads=_reads,
+            swaps=self,
         )
+
+    def check_swap(self, config: LanguageConfig, role: str) -> None:
+        """Check the configuration under which workers of a role are to take the places of others,
+        and load the user's code that they would load.
+
+        Raises:
+            UsageError: with the setting, and what is wrong with it.
+        """
+        self.check(config, config.cluster.devices())
+        if role == "reward":
+            verifier = config.data.verifier
+            check_scoring(config, (verifier,) if verifier else ())
 
     def _training(self, config: LanguageConfig, folder: RunFolder) -> LanguageRun:
         inputs = _inputs(config, folder.path / "model")

@@ -37,7 +37,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -75,6 +75,7 @@ from rlinf_async.runtime.jobs.placement import PlacementPlan
 from rlinf_async.runtime.supervise import Restart
 from rlinf_async.runtime.wakers import WorkEvent
 from rlinf_async.workers.actor import LanguageActor, LanguageBatches
+from rlinf_async.workers.base import BuildError
 from rlinf_async.workers.critic import LanguageCritic
 from rlinf_async.workers.episode import EpisodeReport, EpisodeWorker
 from rlinf_async.workers.inference import InferenceConfig, InferenceReport, InferenceWorker
@@ -388,6 +389,8 @@ class Roles:
         channels: channels of the run.
         model: the model's folder.
         verifiers: names of those that the data needs.
+        swapped: whether samples may be under way whose records name another verifier than the
+            configuration.
     """
 
     def __init__(
@@ -397,6 +400,8 @@ class Roles:
         channels: LanguageChannels,
         model: Path,
         verifiers: Sequence[str] = (),
+        *,
+        swapped: bool = False,
     ) -> None:
         self._plan = plan_roles(config, cluster.devices)
         self.learners = Learners(cluster, config, channels, model, self._plan)
@@ -405,6 +410,9 @@ class Roles:
         self._channels = channels
         self._model = model
         self._verifiers = verifiers
+        self._swapped = swapped
+        self.connected = False
+        """whether the workers that stream do so"""
         self._shared = takes_turns(self._plan)
         others = self._plan.ranks.keys() - {"rollout"}
         self._apart = not any(self._plan.shared("rollout", other) for other in others)
@@ -488,6 +496,7 @@ class Roles:
             await self.scheduling.launch()
             tasks = channels.tasks.receiver
             await self.scheduling.connect(self.learners.actors, channels.requests.receiver, tasks)
+        self.connected = True
 
     async def _watch_versions(self) -> None:
         """Note that a rollout worker serves new weights, each time one does."""
@@ -597,8 +606,7 @@ class Roles:
         else:
             launch = self.scheduling.launch_rollouts
         self._rollouts = await launch(
-            config.rollout.part.with_model(config.rollout.engine, self._model),
-            config.rollout.serving,
+            *self._rollout_arguments(config),
             backend=config.rollout.backend,
             count=config.rollout_ranks,
             name="Rollout",
@@ -611,35 +619,106 @@ class Roles:
         if config.has_episodes:
             self._episodes: WorkerGroup[EpisodeWorker] = await self._cluster.launch(
                 EpisodeWorker,
-                config.episode,
-                str(self._model),
-                config.data.chat_options,
+                *self._episode_arguments(config),
                 count=counts.episode_workers,
                 name="Episode",
                 restart=Restart(max=counts.max_restarts),
                 **self._plan.options("episode", counts.environment),
             )
         if config.needs_inference:
-            device = self._plan.device("inference", own_process=counts.processes)
             self._inference: WorkerGroup[InferenceWorker] = await self._cluster.launch(
                 InferenceWorker,
-                inference_config(config, self._model, device),
-                InferenceConfig(previous=config.needs_previous, reference=config.needs_reference),
+                *self._inference_arguments(config),
                 backend=inference_backend(config),
                 count=counts.inference_workers,
                 name="Inference",
                 restart=Restart(max=counts.max_restarts),
                 **self._plan.options("inference", counts.environment),
             )
-        preload = (*config.reward.preload, *self._verifiers)
         self._rewards: WorkerGroup[RewardWorker] = await self._cluster.launch(
             RewardWorker,
-            msgspec.structs.replace(config.reward, preload=preload),
+            *self._reward_arguments(config),
             count=counts.reward_workers,
             name="Reward",
             restart=Restart(max=counts.max_restarts),
             **self._plan.options("reward", counts.environment),
         )
+
+    # ---- arguments of the workers, which a swap changes
+
+    def _rollout_arguments(self, config: LanguageConfig) -> tuple[Any, ...]:
+        engine = config.rollout.part.with_model(config.rollout.engine, self._model)
+        return engine, config.rollout.serving
+
+    def _episode_arguments(self, config: LanguageConfig) -> tuple[Any, ...]:
+        return config.episode, str(self._model), config.data.chat_options
+
+    def _inference_arguments(self, config: LanguageConfig) -> tuple[Any, ...]:
+        device = self._plan.device("inference", own_process=config.cluster.processes)
+        asked = InferenceConfig(previous=config.needs_previous, reference=config.needs_reference)
+        return inference_config(config, self._model, device), asked
+
+    def _reward_arguments(self, config: LanguageConfig) -> tuple[Any, ...]:
+        verifier = config.data.verifier if self._swapped else ""
+        names = (verifier,) if verifier else self._verifiers
+        preload = (*config.reward.preload, *names)
+        return msgspec.structs.replace(config.reward, preload=preload), verifier
+
+    async def swap(self, role: str, config: LanguageConfig) -> str:
+        """Replace the workers of a role by some under this configuration; says how many.
+
+        Raises:
+            BuildError: they cannot be replaced in this run.
+            WorkerError: a new one could not be started; the old ones go on.
+        """
+        self._check_swap(role)
+        if role == "reward":
+            group: WorkerGroup[Any] = self._rewards
+            before = self._swapped
+            self._swapped = before or config.data.verifier != self._config.data.verifier
+            finish = FINISH + 2 * config.reward.time_limit
+            try:
+                await group.replace(RewardWorker, *self._reward_arguments(config), finish=finish)
+            except BaseException:
+                self._swapped = before
+                raise
+        elif role == "episode":
+            group = self._episodes
+            finish = FINISH + config.episode.seconds
+            arguments = self._episode_arguments(config)
+            await group.replace(EpisodeWorker, *arguments, finish=finish)
+        elif role == "inference":
+            group, backend = self._inference, inference_backend(config)
+            arguments = self._inference_arguments(config)
+            await group.replace(InferenceWorker, *arguments, backend=backend)
+        else:
+            group, backend = self._rollouts, config.rollout.backend
+            arguments = self._rollout_arguments(config)
+            await group.replace(
+                LanguageRolloutWorker, *arguments, backend=backend, finish=GENERATION
+            )
+        self._config = config
+        return f"{len(group)} worker{'s' if len(group) > 1 else ''} replaced"
+
+    def _check_swap(self, role: str) -> None:
+        """Raise `BuildError` for a role that this run does not have, or cannot do without."""
+        config, why = self._config, ""
+        if role == "episode" and not config.has_episodes:
+            why = "its samples are no episodes (episode.run is not set)"
+        elif role == "inference" and not config.needs_inference:
+            why = "it has none (cluster.inference_workers = 0)"
+        elif role == "rollout" and self.scheduling is not None:
+            why = "a scheduler gives devices to its rollout workers and takes them away"
+        elif role == "rollout" and self._shared:
+            why = "its rollout workers take turns with the learners on the same devices"
+        if why:
+            raise BuildError(f"workers of the role {role!r} cannot be swapped in this run: {why}")
+
+
+FINISH = 30.0
+"""seconds beyond the time limit of a verifier, or an agent, for what is under way to be finished"""
+GENERATION = 600.0
+"""the same for answers that are being generated"""
 
 
 def _retrieve(watching: asyncio.Task[None]) -> None:

@@ -24,11 +24,12 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -78,8 +79,10 @@ from rlinf_async.runtime.jobs.language.samples import (
     next_prompts,
 )
 from rlinf_async.runtime.jobs.run import Draw, TrainingClock
+from rlinf_async.runtime.jobs.swapping import changed, read_swaps
 from rlinf_async.runtime.jobs.view import Headline, LiveView
 from rlinf_async.runtime.signals import run_signals
+from rlinf_async.workers.base import BuildError
 
 if TYPE_CHECKING:  # a run without a scheduler does not load it
     from rlinf_async.workers.scheduler import SchedulerSummary
@@ -125,6 +128,7 @@ class LanguageRun:
         self._samples: SampleWriter | None = None
         self._last: dict[str, float] | None = None
         self._scheduled: SchedulerSummary | None = None
+        self._roles: Roles | None = None
         self._evaluated: Evaluated | None = None
         """result of the evaluation at the end"""
         training = config.training
@@ -158,7 +162,11 @@ class LanguageRun:
         """The flow, from the first prompt to the evaluation."""
         view.note = "starting workers"
         channels = LanguageChannels(cluster, self.config)
-        roles = Roles(cluster, self.config, channels, self.model, self._prompts.verifiers)
+        swaps = read_swaps(self.folder.path)
+        swapped = any("data.verifier" in one.settings for one in swaps)
+        verifiers = self._prompts.verifiers
+        roles = Roles(cluster, self.config, channels, self.model, verifiers, swapped=swapped)
+        self._roles = roles
         source = Source(
             self._ledger,
             partial(next_prompts, self._prompts, self.config.training.iterations),
@@ -289,6 +297,37 @@ class LanguageRun:
     def verifiers(self) -> tuple[str, ...]:
         """Names of the verifiers of its records."""
         return self._prompts.verifiers
+
+    # ---- swaps
+
+    @property
+    def can_swap(self) -> bool:
+        """Whether its workers have started, and run."""
+        return self._roles is not None and self._roles.connected
+
+    @property
+    def iteration(self) -> int:
+        """Number of iterations that were trained."""
+        return self.progress.version
+
+    @property
+    def code(self) -> tuple[str, ...]:
+        """Further code of the user's, beside what the configuration names."""
+        return self.verifiers
+
+    async def swap(self, role: str, settings: Mapping[str, Any]) -> str:
+        """Replace the workers of a role by some under these settings; says how many.
+
+        Raises:
+            BuildError: they cannot be replaced in this run.
+            WorkerError: a new one could not be started; the old ones go on.
+        """
+        if self._roles is None:
+            raise BuildError("the workers of this run have not started: try again")
+        config = changed(self.config, settings)
+        replaced = await self._roles.swap(role, config)
+        self.config = config
+        return replaced
 
     # ---- checkpoints
 
