@@ -190,7 +190,8 @@ class Document:
         """The document as a Struct, with ``dotted.path: text`` overrides over it."""
         changes = overrides or {}
         try:
-            tables = apply_overrides(self.tables, changes, type_)
+            tables, changes = _moved(self.tables, changes, type_)
+            tables = apply_overrides(tables, changes, type_)
             return convert_struct(tables, type_, (), None)
         except ConfigError as error:
             located = error if error.origin else self.located(error, changes)
@@ -212,6 +213,31 @@ class Document:
             return command_line(*named)
         others = f" with {', '.join(map(flag, within))}" if within else ""
         return f"{self.origin(path)}{others}"
+
+
+def _moved(tables: Table, overrides: Overrides, type_: Any) -> tuple[Table, Overrides]:
+    """Read settings under the names that they had before: those that ``MOVED`` of the type names.
+
+    Raises:
+        ConfigError: the file has both names.
+    """
+    for old, new in getattr(type_, "MOVED", {}).items():
+        before, now = path_of(old), path_of(new)
+        overrides = {
+            new if path_of(name) == before else name: text for name, text in overrides.items()
+        }
+        outer = tables.get(before[0])
+        if not isinstance(outer, dict) or before[1] not in outer:
+            continue
+        tables = copy.deepcopy(tables)
+        value = tables[before[0]].pop(before[1])
+        section = _section(tables, now[0])
+        if now[1] in section:
+            raise ConfigError(
+                f"this is called {new} now, which is set too: leave it out", path=before
+            )
+        section[now[1]] = value
+    return tables, overrides
 
 
 def _mentions(problem: str, name: str) -> bool:

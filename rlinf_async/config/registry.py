@@ -428,6 +428,11 @@ def check_arguments(
         pass
 
 
+def import_path(entry: object) -> str:
+    """Return where a class or function is imported from, ``"module:name"``; empty if nowhere."""
+    return _imported_from(entry)
+
+
 def _module(entry: object) -> str:
     return str(getattr(entry, "__module__", ""))
 

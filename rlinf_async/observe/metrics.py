@@ -1,7 +1,7 @@
 """Metrics of a run: one row of numbers per iteration, in a CSV and in named sinks.
 
-The CSV is the record that everything else reads; a sink (TensorBoard, or one from the entry point
-group ``rlinf_async.metrics``) gets the same rows.
+The CSV is the record that everything else reads; a sink (`rlinf_async.observe.sinks`, or one from
+the entry point group ``rlinf_async.metrics``) gets the same rows.
 
 The first column is ``step``. A new name becomes a new last column: the file is then replaced by one
 with the longer header, at once. A row is one write to the end of the file, so a kill can tear only
@@ -17,22 +17,22 @@ import errno
 import io
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Protocol, Self, SupportsFloat
+from typing import Final, Self, SupportsFloat
 
 from rlinf_async.config import ConfigError
-from rlinf_async.config.registry import Registry, UnknownName
 from rlinf_async.observe.files import (
     MetricsError,
-    ObserveError,
     RunFolderError,
     append_all,
     atomic_write,
     explaining,
 )
+from rlinf_async.observe.sinks.config import ObserveConfig
+from rlinf_async.observe.sinks.opened import OpenSinks
+from rlinf_async.observe.sinks.part import Outcome, SinkRun
 
 STEP = "step"
 GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
@@ -188,16 +188,6 @@ def _text(value: float | None) -> str:
     return str(value) if isinstance(value, int) else f"{value:.12g}"
 
 
-SINK_GROUP: Final = "rlinf_async.metrics"
-sinks: Registry[SinkFactory] = Registry(
-    "metrics sink",
-    # Imported when asked for: it takes a quarter of a second, which a worker that only traces
-    # need not.
-    entries={"tensorboard": "rlinf_async.observe.tensorboard_sink:TensorBoardSink"},
-    group=SINK_GROUP,
-    called_with=("folder", "resume_at"),
-)
-
 # The names that the learning curve and the live view know; a run may write any others beside them.
 ENV_STEPS: Final = "env_steps"
 SECONDS: Final = "train_seconds"
@@ -209,27 +199,16 @@ ACCURACY: Final = "accuracy"
 RESPONSE_TOKENS: Final = "response_tokens"
 
 
-class MetricsSink(Protocol):
-    """Something that takes rows of metrics. Made as ``factory(folder, resume_at)``."""
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-SinkFactory = Callable[[Path, int | None], MetricsSink]
-"""``(run folder, last step to keep or None)`` -> sink. Steps after that one will come again."""
-
-
 class MetricsWriter:
-    """Writes rows to ``metrics.csv`` and to the named sinks.
+    """Writes rows to ``metrics.csv`` and to sinks.
 
     Args:
         folder: the run folder.
         resume_at: the last step to keep of an earlier start; later rows are dropped, because they
             will be made again. None keeps nothing.
-        sinks: names of sinks: ``tensorboard``, or those of the entry point group
-            ``rlinf_async.metrics``.
+        sinks: the sinks of a run, which closes them; or names of some, with their defaults, which
+            are closed with the CSV: those of `rlinf_async.observe.sinks`, or of the entry point
+            group ``rlinf_async.metrics``.
 
     Raises:
         RunFolderError: a file cannot be written.
@@ -241,19 +220,24 @@ class MetricsWriter:
         folder: str | os.PathLike[str],
         *,
         resume_at: int | None = None,
-        sinks: Sequence[str] = ("tensorboard",),
+        sinks: Sequence[str] | OpenSinks = ("tensorboard",),
     ) -> None:
         path = Path(folder)
-        factories = {name: find_sink(name) for name in sinks}
-        self._csv = CsvLog(path / "metrics.csv", keep_to=resume_at)
-        self._sinks: dict[str, MetricsSink] = {}
-        self._failing: set[str] = set()
-        """names of the sinks that did not take their last row"""
+        self._own: OpenSinks | None = None
+        if isinstance(sinks, OpenSinks):
+            self._sinks = sinks
+        else:
+            self._sinks = self._own = _opened(sinks, path)
         try:
-            for name, factory in factories.items():
-                self._sinks[name] = _open_sink(name, factory, path, resume_at)
+            self._csv = CsvLog(path / "metrics.csv", keep_to=resume_at)
+            try:
+                self._sinks.begin(path, resume_at)
+            except BaseException:
+                self._csv.close()
+                raise
         except BaseException:
-            self.close()
+            if self._own is not None:
+                self._own.close("failed")
             raise
 
     @property
@@ -273,33 +257,20 @@ class MetricsWriter:
         """
         row = {name: _as_number(name, value) for name, value in metrics.items()}
         self._csv.write(step, row)
-        for name, sink in self._sinks.items():
-            with self._surviving(name, f"at step {step}"):
-                sink.write(step, row)
+        self._sinks.write(step, row)
 
-    def close(self) -> None:
-        """Close the CSV and every sink.
+    def close(self, outcome: Outcome = "finished") -> None:
+        """Close the CSV, and every sink that is not the run's to close.
 
         Raises:
             RunFolderError: the CSV is not in its place, or has rows that cannot be written.
         """
-        while self._sinks:
-            name, sink = self._sinks.popitem()
-            with self._surviving(name, "when it was closed"):
-                sink.close()
-        self._csv.close()
-
-    @contextmanager
-    def _surviving(self, name: str, when: str) -> Iterator[None]:
-        """Log what a sink raises, if it is not known to fail already."""
+        self._sinks.end_rows()
         try:
-            yield
-        except Exception as error:
-            if name not in self._failing:
-                self._failing.add(name)
-                log.warning("%s; the run goes on without it", _broken(name, when, error))
-        else:
-            self._failing.discard(name)
+            self._csv.close()
+        finally:
+            if self._own is not None:
+                self._own.close(outcome)
 
     def __enter__(self) -> Self:
         return self
@@ -311,35 +282,23 @@ class MetricsWriter:
         trace: TracebackType | None,
     ) -> None:
         try:
-            self.close()
+            self.close("finished" if error is None else "failed")
         except RunFolderError:
             if error is None:
                 raise  # otherwise the error on its way out is the first cause
 
 
-def find_sink(name: str) -> SinkFactory:
-    """The factory of a sink by name, imported: a run looks for it before its event loop begins,
-    which the import, from a cold disk, would hold up for seconds.
+def _opened(names: Sequence[str], folder: Path) -> OpenSinks:
+    """Sinks by name, with their defaults, of a writer that no run stands behind.
 
     Raises:
-        MetricsError: there is none of that name, or its package does not import.
+        MetricsError: one is unknown or did not open.
     """
+    run = SinkRun(folder=str(folder.absolute()), name=folder.absolute().name)
     try:
-        return sinks.load(name, ("training", "metrics"))
-    except (UnknownName, ConfigError) as error:
-        problem = error.problem if isinstance(error, ConfigError) else str(error)
-        raise MetricsError(
-            f"{problem}. A package adds one by the entry point group {SINK_GROUP!r}"
-        ) from error
-
-
-def _open_sink(name: str, factory: SinkFactory, folder: Path, resume_at: int | None) -> MetricsSink:
-    try:
-        return factory(folder, resume_at)
-    except ObserveError:
-        raise
-    except Exception as error:
-        raise MetricsError(_broken(name, "when it was opened", error)) from error
+        return OpenSinks(ObserveConfig(sinks=tuple(names)), run)
+    except ConfigError as error:
+        raise MetricsError(error.problem) from error
 
 
 def _as_number(name: str, value: SupportsFloat) -> float:
@@ -352,8 +311,3 @@ def _as_number(name: str, value: SupportsFloat) -> float:
         return float(value)
     except (TypeError, ValueError) as error:
         raise MetricsError(f"metric {name!r} is {value!r}, which is not a number") from error
-
-
-def _broken(name: str, when: str, error: Exception) -> str:
-    kind = "" if isinstance(error, ObserveError) else f"{type(error).__name__}: "
-    return f"metrics sink {name!r} failed {when}: {kind}{error}"

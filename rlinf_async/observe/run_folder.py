@@ -15,6 +15,7 @@
       samples/            what the model said, and what it got for it; see `observe.samples`
       workers.log         what the workers printed, each line with its time and worker
       status.json         what the live view shows, while the run goes on
+      sinks/              what metrics sinks keep: their ids of the run, databases, logs
       .lock               held by the process of the run, and says which that is
       learning_curve.png  video.mp4  trace.json.gz  timeline.png  summary.json   written at the end
 

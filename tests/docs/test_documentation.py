@@ -16,6 +16,7 @@ import pytest
 
 from rlinf_async.cli import COMMANDS, commands
 from rlinf_async.config import Document
+from rlinf_async.observe.sinks.config import ObserveConfig
 from rlinf_async.runtime.jobs.embodied.settings import EmbodiedConfig
 from rlinf_async.runtime.jobs.embodied_sac.config import SacConfig
 from rlinf_async.runtime.jobs.language.config import ClusterConfig, LanguageConfig
@@ -25,6 +26,8 @@ from tests.docs.pages import PAGES, ROOT, Block, Script, anchors, blocks, links,
 
 EVERY_BLOCK = [block for page in PAGES for block in blocks(page)]
 REQUIRED = "required"
+SINKS = settings(ROOT / "docs" / "metrics-sinks.md")
+"""settings that all jobs share"""
 README_WORKER = next(one.block for one in scripts() if one.block.page == ROOT / "README.md")
 
 
@@ -137,6 +140,7 @@ def test_every_configuration_shown_can_be_read(block: Block) -> None:
     if "[generation]" in block.text:
         job = SimulationConfig
     sections: dict[str, tuple[str, Any]] = {  # pages that show one section
+        "metrics-sinks.md": ("observe", ObserveConfig),
         "placement.md": ("cluster", ClusterConfig),
         "recording.md": ("recording", RecordingConfig),
     }
@@ -148,7 +152,7 @@ def test_every_configuration_shown_can_be_read(block: Block) -> None:
 
 
 def test_the_table_of_settings_has_every_setting_and_its_default() -> None:
-    page = settings(ROOT / "docs" / "embodied.md")
+    page = settings(ROOT / "docs" / "embodied.md") | SINKS
     assert {name: written(cell) for name, cell in page.items()} == defaults(EmbodiedConfig)
 
 
@@ -158,12 +162,12 @@ def test_the_tables_of_soft_actor_critic_have_every_setting_and_its_default() ->
     shared = tuple(f"{one}." for one in sections)
     others = settings(ROOT / "docs" / "embodied.md")
     page = {name: cell for name, cell in others.items() if name.startswith(shared)}
-    page |= settings(ROOT / "docs" / "sac.md")
+    page |= settings(ROOT / "docs" / "sac.md") | SINKS
     assert {name: written(cell) for name, cell in page.items()} == defaults(SacConfig)
 
 
 def test_the_tables_of_the_language_job_have_every_setting_and_its_default() -> None:
-    page: dict[str, str] = {}
+    page = SINKS.copy()
     pages = ("language", "language-data", "language-rollout", "language-training", "episodes")
     for name in pages:
         page |= settings(ROOT / "docs" / f"{name}.md")

@@ -29,7 +29,8 @@ def test_nothing_of_it_brings_in_torch() -> None:
 def test_a_sink_that_was_found_is_imported() -> None:
     """A run looks for its sinks before its event loop begins, and makes them in there."""
     program = (
-        "import sys; from rlinf_async.observe.metrics import find_sink; find_sink('tensorboard'); "
+        "import sys; from rlinf_async.observe.sinks.config import find_sink; "
+        "find_sink('tensorboard'); "
         "sys.exit('tensorboard.summary.writer.record_writer' not in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

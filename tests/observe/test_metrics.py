@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from rlinf_async.config import registry as registry_module
-from rlinf_async.observe import metrics as metrics_module
 from rlinf_async.observe.files import MetricsError, RunFolderError
 from rlinf_async.observe.metrics import MetricsWriter, read_columns
+from rlinf_async.observe.sinks.config import SINK_GROUP
 from tests.observe.test_files import full_disk_after
 from tests.observe.test_tensorboard import shown
 
@@ -256,7 +256,7 @@ class ListSink:
 def list_sink(monkeypatch: pytest.MonkeyPatch) -> type[ListSink]:
     """`ListSink`, installed as the entry point ``list``."""
     target = f"{__name__}:ListSink"
-    entry = EntryPoint(name="list", value=target, group=metrics_module.SINK_GROUP)
+    entry = EntryPoint(name="list", value=target, group=SINK_GROUP)
     monkeypatch.setattr(registry_module, "entry_points", lambda *, group: [entry])
     return ListSink
 
@@ -286,7 +286,7 @@ def test_a_sink_that_breaks_is_named_with_its_cause_once_and_ends_no_run(
 
 @pytest.mark.usefixtures("list_sink")
 def test_an_unknown_sink_is_an_error_that_lists_the_known_ones(tmp_path: Path) -> None:
-    message = r"no metrics sink is called 'wandb' \(known: 'list', 'tensorboard'\)"
+    message = r"no metrics sink is called 'nowhere' \(known: 'list', 'mlflow', "
     with pytest.raises(MetricsError, match=message):
-        MetricsWriter(tmp_path, sinks=["wandb"])
+        MetricsWriter(tmp_path, sinks=["nowhere"])
     assert not (tmp_path / "metrics.csv").exists()

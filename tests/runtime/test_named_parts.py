@@ -20,7 +20,7 @@ from rlinf_async.backends import parts as backends
 from rlinf_async.backends.policies.base import policies
 from rlinf_async.config import ConfigError
 from rlinf_async.config.registry import NAMES, Registry
-from rlinf_async.observe.metrics import sinks
+from rlinf_async.observe.sinks.config import sinks
 from rlinf_async.rewards.judging import verifiers
 from rlinf_async.runtime.jobs import jobs
 from rlinf_async.scheduling.policy import scaling_policies

@@ -37,8 +37,7 @@ from rlinf_async.config import ConfigError, Document, UsageError
 from rlinf_async.config.counts import MOST_THREADS, check_bounds
 from rlinf_async.config.registry import FOLDER
 from rlinf_async.data.records import digests
-from rlinf_async.observe.files import MetricsError, atomic_write
-from rlinf_async.observe.metrics import find_sink
+from rlinf_async.observe.files import atomic_write
 from rlinf_async.observe.run_folder import MARKER, RunFolder
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.interpreters import what_is_wrong
@@ -227,15 +226,6 @@ def _roles(placement: object) -> Iterator[tuple[str, Any]]:
     if isinstance(placement, msgspec.Struct):
         for field in msgspec.structs.fields(placement):
             yield field.encode_name, getattr(placement, field.name)
-
-
-def check_sinks(names: Sequence[str]) -> None:
-    """Raise `ConfigError` for a metrics sink that is not installed."""
-    for name in names:
-        try:
-            find_sink(name)
-        except MetricsError as error:
-            raise ConfigError(str(error), path=("training", "metrics")) from error
 
 
 def check_resumed(

@@ -18,8 +18,8 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -28,6 +28,9 @@ from rlinf_async.observe.files import ObserveError
 from rlinf_async.observe.pictures import draw_timeline
 from rlinf_async.observe.progress import ProgressView
 from rlinf_async.observe.run_folder import RUNS, RunFolder
+from rlinf_async.observe.sinks.config import ObserveConfig
+from rlinf_async.observe.sinks.opened import OUTCOMES, OpenSinks
+from rlinf_async.observe.sinks.part import SinkRun, plain_tables
 from rlinf_async.observe.summary import Detail, Summary, last_line, write_summary
 from rlinf_async.observe.trace import read_perfetto
 from rlinf_async.observe.waits import Facts
@@ -147,7 +150,28 @@ def run_in_folder(
         if swaps is not None and isinstance(built, SwappableRun):
             swapping = Swaps(folder, config, built, swaps)
         recording = getattr(config, "recording", RecordingConfig())
-        return _Execution(built, folder, recording, swapping).carry_out()
+        with _sinks(config, folder) as sinks:
+            return _Execution(built, folder, recording, swapping, sinks).carry_out()
+
+
+@contextmanager
+def _sinks(config: Any, folder: RunFolder) -> Iterator[OpenSinks | None]:
+    """Open the sinks of a run, and tell them how it has ended; they do not hold its loop up."""
+    observe = getattr(config, "observe", None)
+    if not isinstance(observe, ObserveConfig):  # a job of the user's own
+        yield None
+        return
+    about = SinkRun(folder=str(folder.path), name=folder.path.name, config=plain_tables(config))
+    try:
+        sinks = OpenSinks(observe, about)
+    except ObserveError as error:
+        raise UsageError(str(error)) from error
+    try:
+        yield sinks
+    except BaseException as error:
+        sinks.close(OUTCOMES[Stopped.by(error).outcome])
+        raise
+    sinks.close("finished")
 
 
 def _build(
@@ -172,9 +196,15 @@ class _Execution(Generic[S]):
     """A run from the first worker to the last picture."""
 
     def __init__(
-        self, one: Run[S], folder: RunFolder, recording: RecordingConfig, swaps: Swaps | None
+        self,
+        one: Run[S],
+        folder: RunFolder,
+        recording: RecordingConfig,
+        swaps: Swaps | None,
+        sinks: OpenSinks | None,
     ) -> None:
         self._run = one
+        self._sinks = sinks
         self._folder = folder
         self._recording = recording
         self._recorder: Recorder | None = None
@@ -221,7 +251,8 @@ class _Execution(Generic[S]):
                     cluster.record_into(self._folder.recording, channels, limit)
                 self._recorder = cluster.recorder
                 facts = self._run.facts if isinstance(self._run, TellsFacts) else Facts
-                view = LiveView(self._folder, cluster, progress, self._run.headline, facts)
+                headline = self._run.headline
+                view = LiveView(self._folder, cluster, progress, headline, facts, self._sinks)
                 self._spans_left_out = view.left_out
                 with view, abort_on_lost_items(cluster), self._swaps():
                     try:

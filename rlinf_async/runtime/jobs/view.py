@@ -23,6 +23,7 @@ from rlinf_async.channels.queue import statistics_of
 from rlinf_async.channels.statistics import Edge, Wait
 from rlinf_async.channels.wire.session.connection import Traffic
 from rlinf_async.observe.files import ObserveError
+from rlinf_async.observe.metrics import MetricsWriter
 from rlinf_async.observe.progress import (
     ChannelView,
     EdgeView,
@@ -32,6 +33,7 @@ from rlinf_async.observe.progress import (
     WorkerView,
 )
 from rlinf_async.observe.run_folder import RunFolder
+from rlinf_async.observe.sinks.opened import OpenSinks
 from rlinf_async.observe.status import Status, write_status
 from rlinf_async.observe.trace import Counter, CountRates, Span, write_perfetto
 from rlinf_async.observe.waits import Facts
@@ -152,6 +154,7 @@ class LiveView:
         view: where to show it.
         headline: returns the top line, now.
         facts: returns what the job says of what was trained since the last call.
+        sinks: where the rows of metrics go besides the CSV.
     """
 
     def __init__(
@@ -161,7 +164,9 @@ class LiveView:
         view: ProgressView,
         headline: Callable[[], Headline],
         facts: Callable[[], Facts] = Facts,
+        sinks: OpenSinks | None = None,
     ) -> None:
+        self._sinks = sinks
         self._folder = folder
         self._cluster = cluster
         self._view = view
@@ -181,6 +186,12 @@ class LiveView:
         self._waits: WaitsRecorder | None = None
         self.left_out: Counts[str] = Counts()
         """spans left out of the trace, by worker"""
+
+    def metrics(self, resume_at: int | None) -> MetricsWriter:
+        """Return what writes the rows of the run; ``resume_at`` is the last step that it keeps of
+        an earlier start."""
+        sinks = () if self._sinks is None else self._sinks
+        return MetricsWriter(self._folder.path, resume_at=resume_at, sinks=sinks)
 
     def show(self) -> None:
         """Draw the present state, and write it now and then."""

@@ -291,7 +291,7 @@ LANGUAGE: Final = [
     Wrong("more stages than layers", MEGATRON, {"actor.tp": 1, "actor.pp": 3}, "pp"),
     Wrong("heads over three ranks", MEGATRON, {"actor.tp": 3}, "tp"),
     Wrong("a device that is not there", SUMS, {"cluster.placement.actor": "7"}, "placement"),
-    Wrong("metrics to nowhere", SUMS, {"training.metrics": '["wandbb"]'}, "metrics"),
+    Wrong("metrics to nowhere", SUMS, {"observe.sinks": '["wandbb"]'}, "observe.sinks"),
     Wrong("a template that is none", SUMS, {"data.chat_template": "{% if %}"}, "chat_template"),
     Wrong(
         "no template's file", SUMS, {"data.chat_template": "{folder}/none.jinja"}, "chat_template"

@@ -50,7 +50,11 @@ def said(job: Job, *arguments: object) -> str:
         ("training.total_steps", "0", "total_steps is 0; it must be at least 1"),
         ("training.max_staleness", "-1", "max_staleness is -1"),
         ("actor.ppo.minibatch_size", "100000", TOO_MANY),
-        ("training.metrics", "wandb", "no metrics sink is called 'wandb' (known: 'tensorboard')"),
+        (
+            "observe.sinks",
+            "wanb",
+            "no metrics sink is called 'wanb'; did you mean 'wandb'?",
+        ),
         ("seed", "-1", "(--seed): seed: -1 is below 0"),
         ("actor.seed", "-1", "seed is -1; it must be at least 0"),
         ("evaluation.seed", "-1", "seed is -1; they must be at least 1, 0 and 0"),

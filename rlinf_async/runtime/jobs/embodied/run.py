@@ -418,7 +418,8 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
     ) -> None:
         """Train, evaluate, and wait for the workers that collect to end."""
         flow.view.note = ""
-        with flow.collectors.serving(), self._metrics() as metrics:
+        kept = self.progress.env_steps if self.progress.version else None
+        with flow.collectors.serving(), flow.view.metrics(kept) as metrics:
             kept = self.config.training.keep_checkpoints
             checkpointer = Checkpointer(flow.cluster, writers, self.folder.checkpoints, kept)
             clock = TrainingClock(self.progress.train_seconds)
@@ -491,11 +492,6 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
             print(warning, file=sys.stderr)
 
     # ---- metrics, pictures, summary
-
-    def _metrics(self) -> MetricsWriter:
-        kept = self.progress.env_steps if self.progress.version else None
-        sinks = self.config.training.metrics
-        return MetricsWriter(self.folder.path, resume_at=kept, sinks=sinks)
 
     def headline(self) -> Headline:
         """The top line of the live view."""

@@ -5,10 +5,10 @@ settings, sizes, devices, seeds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -18,8 +18,9 @@ from rlinf_async.backends.policies.config import MLPS, PolicyConfig, mlp_misfit,
 from rlinf_async.config import ConfigError
 from rlinf_async.config.counts import MOST_WORKERS, check_bounds
 from rlinf_async.messages.spaces import EnvSpec
+from rlinf_async.observe.sinks.config import ObserveConfig, check_sinks
 from rlinf_async.runtime.apart import apart as run_apart
-from rlinf_async.runtime.jobs.config import HostConfig, check_sinks
+from rlinf_async.runtime.jobs.config import HostConfig
 from rlinf_async.runtime.jobs.placement import (
     SETTING,
     PlacementPlan,
@@ -40,7 +41,7 @@ ALWAYS_MAY_DIFFER = (
     "training.total_steps",
     "training.keep_checkpoints",
     "training.return_window",
-    "training.metrics",
+    "observe",
     "env.make_seconds",
     "env.reset_seconds",
     "env.step_seconds",
@@ -70,8 +71,6 @@ class LengthConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """newest checkpoints that are kept"""
     return_window: int = 100
     """episodes over which the return and the success rate are averaged while training"""
-    metrics: tuple[str, ...] = ("tensorboard",)
-    """sinks beside ``metrics.csv``; others by the entry point group ``rlinf_async.metrics``"""
 
     def __post_init__(self) -> None:
         positive = ("total_steps", "steps_per_iteration", "keep_checkpoints", "return_window")
@@ -179,6 +178,8 @@ def plan_of(counts: EmbodiedClusterConfig, devices: Sequence[Device]) -> Placeme
 class EnvironmentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings that every job in environments has, and the sizes that follow from them."""
 
+    MOVED: ClassVar[Mapping[str, str]] = {"training.metrics": "observe.sinks"}
+
     job: str
     name: str
     """name of the run, in reports and in the default run folder"""
@@ -189,6 +190,7 @@ class EnvironmentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     rollout: RolloutConfig = RolloutConfig()
     evaluation: EmbodiedEvaluationConfig = EmbodiedEvaluationConfig()
     recording: RecordingConfig = RecordingConfig()
+    observe: ObserveConfig = ObserveConfig()
     cluster: EmbodiedClusterConfig = EmbodiedClusterConfig()
 
     def __post_init__(self) -> None:
@@ -247,7 +249,7 @@ def check_host(config: EnvironmentSettings, devices: Sequence[Device] | None, de
         )
     config.plan(config.cluster.devices() if devices is None else devices)
     config.cluster.check_interpreters(config.cluster.placement)
-    check_sinks(config.training.metrics)
+    check_sinks(config.observe)
 
 
 def check_processes(cluster: EmbodiedClusterConfig) -> None:

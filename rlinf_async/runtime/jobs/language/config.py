@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -28,6 +29,7 @@ from rlinf_async.config.registry import Part, Path
 from rlinf_async.data import DataConfig
 from rlinf_async.messages.language import Sampling
 from rlinf_async.observe.samples import SamplesConfig
+from rlinf_async.observe.sinks.config import ObserveConfig
 from rlinf_async.parallel import Strategy
 from rlinf_async.runtime.jobs.config import HostConfig
 from rlinf_async.runtime.jobs.placement import Preset, RolePlacement
@@ -294,8 +296,6 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     export: bool = True
     """whether to write the model as a Hugging Face folder at the end: ``trained/`` in the run
     folder"""
-    metrics: tuple[str, ...] = ("tensorboard",)
-    """sinks beside ``metrics.csv``; others by the entry point group ``rlinf_async.metrics``"""
 
     def __post_init__(self) -> None:
         positive = ("iterations", "prompts", "group_size", "keep_checkpoints")
@@ -413,9 +413,9 @@ MAY_DIFFER = (
     "training.checkpoint_every",
     "training.keep_checkpoints",
     "training.export",
-    "training.metrics",
     "samples",
     "recording",
+    "observe",
     "episode.seconds",
     "episode.concurrent",
     "episode.endpoint",
@@ -451,6 +451,8 @@ MAY_DIFFER = (
 class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Reinforcement learning of a language model on verifiable tasks."""
 
+    MOVED: ClassVar[Mapping[str, str]] = {"training.metrics": "observe.sinks"}
+
     job: str = "language_rl"
     name: str = "language"
     """name of the run, in reports and in the default run folder"""
@@ -469,6 +471,7 @@ class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     scheduler: SchedulingConfig = SchedulingConfig()
     samples: SamplesConfig = SamplesConfig()
     recording: RecordingConfig = RecordingConfig()
+    observe: ObserveConfig = ObserveConfig()
     cluster: ClusterConfig = ClusterConfig()
 
     def __post_init__(self) -> None:

@@ -16,8 +16,9 @@ from rlinf_async.data import DataConfig, DataError, Prompts, load_tokenizer
 from rlinf_async.data.records import existing
 from rlinf_async.episodes.template import load_template
 from rlinf_async.observe.run_folder import RunFolder
+from rlinf_async.observe.sinks.config import check_sinks
 from rlinf_async.observe.summary import LanguageSummary
-from rlinf_async.runtime.jobs.config import Reads, check_sinks, model_files
+from rlinf_async.runtime.jobs.config import Reads, model_files
 from rlinf_async.runtime.jobs.language.backends import has_weights, placed, plan_roles
 from rlinf_async.runtime.jobs.language.checks import (
     check_agent,
@@ -107,7 +108,7 @@ class LanguageRL:
         check_sizes(config)
         check_scheduler(config, plan)
         check_backends(config)
-        check_sinks(config.training.metrics)
+        check_sinks(config.observe)
         checkpoint_folder(config.model)
         check_families(config)
         check_verifiers(config)

@@ -194,7 +194,7 @@ class LanguageRun:
         keeper = SampleKeeper(self._writer(), self.folder.path, self.model)
         with (
             channels.held_open(),
-            self._metrics() as metrics,
+            view.metrics(self._kept_step) as metrics,
             in_background(cluster, collector.run(), "collector"),
             nullcontext()
             if dispatcher is None
@@ -429,10 +429,6 @@ class LanguageRun:
     def _kept_step(self) -> int | None:
         """Last step of an earlier start that is kept."""
         return self.progress.samples if self.progress.version else None
-
-    def _metrics(self) -> MetricsWriter:
-        sinks = self.config.training.metrics
-        return MetricsWriter(self.folder.path, resume_at=self._kept_step, sinks=sinks)
 
     def _writer(self) -> SampleWriter:
         """Begin to keep samples; `summary` ends it."""
