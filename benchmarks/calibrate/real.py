@@ -17,6 +17,7 @@ from typing import Literal
 from rlinf_async.backends.toy.config import ToyEngineConfig, ToyTrainerConfig
 from rlinf_async.data import DataConfig
 from rlinf_async.messages.language import Sampling
+from rlinf_async.observe.sinks.config import ObserveConfig
 from rlinf_async.runtime.jobs.language.config import (
     ActorConfig,
     ClusterConfig,
@@ -55,9 +56,9 @@ def configured(kind: Kind, data: Path, iterations: int) -> LanguageConfig:
             prompts=16,
             group_size=4,
             checkpoint_every=0,
-            metrics=(),
             export=False,
         ),
+        observe=ObserveConfig(sinks=()),
         rollout=GenerationSettings(
             backend=kind,
             sampling=Sampling(max_tokens=150 if toy else 96),

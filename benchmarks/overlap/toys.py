@@ -23,6 +23,7 @@ from rlinf_async.backends.toy.config import ToyEngineConfig, ToyTrainerConfig
 from rlinf_async.backends.toy.engine import response_length
 from rlinf_async.data import DataConfig, Prompts, load_tokenizer
 from rlinf_async.messages.language import Request, Sampling
+from rlinf_async.observe.sinks.config import ObserveConfig
 from rlinf_async.runtime.jobs.language.config import (
     ActorConfig,
     ClusterConfig,
@@ -57,8 +58,9 @@ def configured(tail: float, pipelined: bool, data: Path) -> LanguageConfig:
         model=ModelConfig(config=MODEL, tokenizer="arithmetic"),
         data=DataConfig(path=str(data), verifier="exact", shuffle=False),
         training=TrainingConfig(
-            iterations=ITERATIONS, prompts=SAMPLES, group_size=1, checkpoint_every=0, metrics=()
+            iterations=ITERATIONS, prompts=SAMPLES, group_size=1, checkpoint_every=0
         ),
+        observe=ObserveConfig(sinks=()),
         rollout=GenerationSettings(
             backend="toy",
             sampling=Sampling(max_tokens=1000),

@@ -18,6 +18,7 @@ from pathlib import Path
 from rlinf_async.backends.toy.config import ToyEngineConfig, ToyTrainerConfig
 from rlinf_async.data import DataConfig
 from rlinf_async.messages.language import Sampling
+from rlinf_async.observe.sinks.config import ObserveConfig
 from rlinf_async.runtime.jobs.language.config import (
     ActorConfig,
     ClusterConfig,
@@ -52,8 +53,9 @@ def configured(policy: str, data: Path, iterations: int, factor: float) -> Langu
         model=ModelConfig(config=MODEL, tokenizer="arithmetic"),
         data=DataConfig(path=str(data), verifier="exact", shuffle=False),
         training=TrainingConfig(
-            iterations=iterations, prompts=SAMPLES, group_size=1, checkpoint_every=0, metrics=()
+            iterations=iterations, prompts=SAMPLES, group_size=1, checkpoint_every=0
         ),
+        observe=ObserveConfig(sinks=()),
         rollout=GenerationSettings(
             backend="toy",
             sampling=Sampling(max_tokens=1000),
