@@ -13,6 +13,9 @@ import msgspec
 from rlinf_async.config.counts import check_between, check_bounds
 
 KLEstimator = Literal["k1", "k2", "k3"]
+OffPolicyCorrection = Literal["none", "truncated", "truncated_sequence", "decoupled", "icepop"]
+MASKS = ("off_policy_geometric", "off_policy_product", "off_policy_veto")
+"""settings that leave out whole samples"""
 Aggregation = Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum"]
 
 LOG_RATIO_LIMIT = 20.0
@@ -64,24 +67,38 @@ class LanguageLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """The loss of a language model, and its coefficients."""
 
     name: str = "ppo"
-    """``ppo``, ``gspo``, ``reinforce``, ``supervised``, or a user's own"""
+    """``ppo``, ``gspo``, ``cispo``, ``sapo``, ``reinforce``, ``supervised``, or a user's own"""
     clip_low: float = 0.2
-    """the ratio is clipped at ``1 - clip_low`` from below"""
+    """the ratio is clipped at ``1 - clip_low`` from below; 1: not at all"""
     clip_high: float = 0.2
     """the ratio is clipped at ``1 + clip_high`` from above; DAPO: larger than ``clip_low``"""
     dual_clip: float | None = None
     """factor of the limit of a loss with a negative advantage, ``-dual_clip * advantage``; above 1
     """
+    sapo_positive: float = 1.0
+    """sapo: temperature of the gate where the advantage is positive"""
+    sapo_negative: float = 1.05
+    """sapo: temperature of the gate where it is not"""
     proximal: Literal["auto", "behaviour", "current", "step"] = "auto"
     """denominator of the ratio. ``auto``: the recomputed log-probs if the sample has them, else
     those of the engine; ``behaviour``: those of the engine; ``current``: those of the current
     weights, which are the initial ones of the iteration if that is one optimizer step; ``step``:
     those of the weights that the iteration begins with, computed by the trainer itself"""
-    off_policy: Literal["none", "truncated", "decoupled"] = "none"
-    """correction for tokens that another policy than the proximal one sampled; ``proximal`` is then
+    off_policy: OffPolicyCorrection = "none"
+    """weight of tokens that another policy than the proximal one sampled; ``proximal`` is then
     ``step`` or ``current``, or samples bring log-probs of the trainer's"""
     off_policy_cap: float = 2.0
-    """``truncated``: upper limit of the weight; ``decoupled``: tokens above it are left out"""
+    """``truncated``, ``truncated_sequence``: upper limit of the weight; ``decoupled``, ``icepop``:
+    tokens above it are left out"""
+    off_policy_floor: float = 0.5
+    """``icepop``: tokens whose weight is below it are left out"""
+    off_policy_geometric: tuple[float, float] | None = None
+    """bounds of the geometric mean of a sample's weights, outside of which it is left out; needs
+    ``proximal = "step"``"""
+    off_policy_product: tuple[float, float] | None = None
+    """bounds of the product of a sample's weights; the same"""
+    off_policy_veto: float | None = None
+    """a sample with a token whose weight is below it is left out; needs ``proximal = "step"``"""
     kl_coefficient: float = 0.0
     """coefficient of the KL to the reference that is added to the loss; 0: none"""
     kl_estimator: KLEstimator = "k3"
@@ -98,8 +115,11 @@ class LanguageLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     part in the same collectives"""
 
     def __post_init__(self) -> None:
-        _check_clips(self)
+        check_bounds(self, "clip_low", above=0, most=1)
+        check_bounds(self, "clip_high", above=0, below=math.inf)
+        check_bounds(self, "dual_clip", above=1)
         check_bounds(self, "off_policy_cap", "early_stop_ratio", "k3_limit", above=0)
+        check_bounds(self, "sapo_positive", "sapo_negative", above=0, below=math.inf)
         check_bounds(self, "log_ratio_limit", above=0, most=LARGEST_LOG_RATIO)
         check_bounds(self, "kl_coefficient", "entropy_coefficient", least=0, below=math.inf)
         if self.off_policy != "none" and self.proximal == "behaviour":
@@ -107,12 +127,32 @@ class LanguageLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
                 f"off_policy is {self.off_policy!r}, which weights tokens by proximal / behaviour: "
                 "with proximal = 'behaviour' each weight is 1; set proximal to 'step'"
             )
+        self._check_masks()
 
+    @property
+    def masks(self) -> list[str]:
+        """Settings that are used and leave out whole samples."""
+        return [name for name in MASKS if getattr(self, name) is not None]
 
-def _check_clips(loss: LanguageLossConfig | LossConfig) -> None:
-    check_bounds(loss, "clip_low", above=0, below=1)
-    check_bounds(loss, "clip_high", above=0)
-    check_bounds(loss, "dual_clip", above=1)
+    def _check_masks(self) -> None:
+        if self.off_policy == "icepop" and not 0 < self.off_policy_floor < self.off_policy_cap:
+            raise ValueError(
+                f"off_policy_floor is {self.off_policy_floor}; it must be above 0 and below "
+                f"off_policy_cap ({self.off_policy_cap})"
+            )
+        for name in ("off_policy_geometric", "off_policy_product"):
+            bounds = getattr(self, name)
+            if bounds is not None and not 0 <= bounds[0] < 1 < bounds[1]:
+                raise ValueError(
+                    f"{name} is {list(bounds)}; it must be [low, high] with low below 1, which is "
+                    "the weight of a sample of the proximal policy, and high above"
+                )
+        check_bounds(self, "off_policy_veto", above=0, below=1)
+        if self.masks and self.proximal != "step":
+            raise ValueError(
+                f"{self.masks[0]} leaves out samples by proximal / behaviour, before the first "
+                f"optimizer step: set proximal to 'step' (it is {self.proximal!r})"
+            )
 
 
 class AdvantageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -148,7 +188,9 @@ class LossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     entropy_coefficient: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_clips(self)
+        check_bounds(self, "clip_low", above=0, below=1)
+        check_bounds(self, "clip_high", above=0)
+        check_bounds(self, "dual_clip", above=1)
         check_bounds(self, "value_clip", above=0)
         if not math.isfinite(self.entropy_coefficient):
             raise ValueError(

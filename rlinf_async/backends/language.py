@@ -275,6 +275,11 @@ class LanguageTrainer(Protocol):
         """
         ...
 
+    def leave_out(self, samples: Sequence[TrainingSample]) -> int:
+        """Clear the ``loss_mask`` of samples, with the log-probs of `first_log_probs`, that the
+        loss does not train; return how many these are."""
+        ...
+
     def values(self, samples: Sequence[TrainingSample]) -> list[Floats]:
         """Values ``[R]`` before each response token, of a critic. As `log_probs`. Collective."""
         ...
@@ -598,6 +603,10 @@ class VersionTrainer(VersionCounter):
     ) -> list[Floats]:
         """Return the log-probs: within an iteration the version is the same."""
         return self.log_probs(samples)
+
+    def leave_out(self, samples: Sequence[TrainingSample]) -> int:
+        """Leave out nothing."""
+        return 0
 
     def load(self, update: WeightUpdate) -> None:
         """Take the version of these weights."""

@@ -451,6 +451,8 @@ class LanguageTrainReport(msgspec.Struct, kw_only=True):
     """samples in this rank's share, including those that were not scored"""
     unscored: int
     """samples that were left out: rejected or failed"""
+    left_out: int
+    """samples of this rank's share that a mask of ``loss.off_policy_...`` left out"""
     groups: int
     groups_without_signal: int
     """groups whose scored samples all have the same rewards: nothing can be learnt from them"""

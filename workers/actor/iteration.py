@@ -286,6 +286,8 @@ class Iteration:
         self._tokens = 0
         """tokens trained on this rank"""
         self._busy = 0.0
+        self._left_out = 0
+        """samples that the loss leaves out, by their log-probs"""
         """seconds of training, without waits for samples"""
         self.arrived = ArrivalStatistics(trainer.version, max_staleness)
 
@@ -520,6 +522,7 @@ class Iteration:
         if samples:  # else another rank reads them
             for sample, log_prob in zip(samples, found, strict=True):
                 sample.prev_log_prob = log_prob
+            self._left_out += self._trainer.leave_out(samples)
         return there
 
     def _counted(
@@ -623,6 +626,7 @@ class Iteration:
             steps=len(steps),
             samples=arrived.samples,
             unscored=arrived.unscored,
+            left_out=self._left_out,
             groups=arrived.groups,
             groups_without_signal=arrived.without_signal,
             prompt_tokens=arrived.prompt_tokens,

@@ -3,5 +3,6 @@
 ::
 
     advantages.py   the table; grpo, rloo, reinforce++, reinforce++_baseline, gae
-    losses.py       the table; ppo, gspo, reinforce, supervised; off-policy weights; k1, k2, k3
+    losses.py       the table; ppo, gspo, cispo, sapo, reinforce, supervised; off-policy weights;
+                    k1, k2, k3
 """

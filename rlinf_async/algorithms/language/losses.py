@@ -15,7 +15,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from rlinf_async.algorithms.config import K3_LIMIT, LOG_RATIO_LIMIT, KLEstimator, LanguageLossConfig
+from rlinf_async.algorithms.config import (
+    K3_LIMIT,
+    LARGEST_LOG_RATIO,
+    LOG_RATIO_LIMIT,
+    KLEstimator,
+    LanguageLossConfig,
+)
 from rlinf_async.algorithms.losses import clipped_surrogate, squared_error
 from rlinf_async.config.registry import Registry
 
@@ -29,25 +35,35 @@ class OffPolicyWeights(NamedTuple):
 
 
 def off_policy_weights(
-    proximal_log_prob: Tensor, behaviour_log_prob: Tensor, config: LanguageLossConfig
+    inputs: TokenLossInputs, config: LanguageLossConfig
 ) -> OffPolicyWeights | None:
-    """Return the weights of ``[N]`` tokens, without gradients; None for ``off_policy = "none"``.
+    """Return the weights of the tokens, without gradients; None for ``off_policy = "none"``.
 
     The ratio's denominator is the *proximal* policy; with ``proximal = "step"`` the weights that
     the iteration begins with. Tokens were sampled by the *behaviour* policy: an engine with its own
-    kernels, or older weights. Each token's loss is multiplied by ``w = exp(proximal - behaviour)``:
+    kernels, or older weights. Each token's loss is multiplied by a function of
+    ``w = exp(proximal - behaviour)``:
 
     - ``truncated``: ``min(w, cap)`` (truncated importance sampling, Ionides 2008; for engine and
       trainer that disagree: Yao et al. 2025).
+    - ``truncated_sequence``: ``min(product of the sample's w, cap)``.
     - ``decoupled``: ``w``, and 0 where it is above the cap (decoupled PPO, Hilton et al. 2022,
       equation 5; leaving tokens out: Fu et al. 2025, AReaL).
+    - ``icepop``: ``w``, and 0 where it is above the cap or below the floor (IcePop, Ling team
+      2025).
     """
     if config.off_policy == "none":
         return None
     with torch.no_grad():
-        weight = (proximal_log_prob - behaviour_log_prob).exp()
+        difference = inputs.proximal_log_prob - inputs.behaviour_log_prob
+        if config.off_policy == "truncated_sequence":
+            difference = _sample_sum(difference, inputs)
+            difference = difference.clamp(max=LARGEST_LOG_RATIO)  # finite, and above any cap
+        weight = difference.exp()
         capped = weight > config.off_policy_cap
-        left = config.off_policy_cap if config.off_policy == "truncated" else 0.0
+        left = config.off_policy_cap if config.off_policy.startswith("truncated") else 0.0
+        if config.off_policy == "icepop":
+            capped |= weight < config.off_policy_floor
         return OffPolicyWeights(weight.masked_fill(capped, left), capped.to(weight.dtype))
 
 
@@ -136,6 +152,32 @@ def gspo(inputs: TokenLossInputs, config: LanguageLossConfig) -> Tensor:
     return clipped_surrogate(log_ratio.exp(), inputs.advantage, config).loss
 
 
+@register_language_loss("cispo")
+def cispo(inputs: TokenLossInputs, config: LanguageLossConfig) -> Tensor:
+    """Return ``-clipped ratio x advantage x log-prob``, the ratio without a gradient (MiniMax-M1
+    2025, equations 4 and 5): every token keeps its gradient, whatever its ratio.
+
+    MiniMax, and TRL, clip from above alone: ``clip_low = 1``. TRL's ``epsilon_high`` is
+    ``1 + clip_high``.
+    """
+    ratio = _log_ratio(inputs, config).detach().exp()
+    held = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
+    return -held * inputs.advantage * inputs.log_prob
+
+
+@register_language_loss("sapo")
+def sapo(inputs: TokenLossInputs, config: LanguageLossConfig) -> Tensor:
+    """Return the surrogate behind a soft gate (Gao et al. 2025, "Soft Adaptive Policy
+    Optimization", equations 5 and 6), negated: ``4 / t x sigmoid(t (ratio - 1)) x advantage``; the
+    temperature ``t`` depends on the sign of the advantage. At ratio 1 the gradient is that of
+    ``ppo``, and it fades with the distance from 1 instead of being cut off."""
+    ratio = _log_ratio(inputs, config).exp()
+    positive = inputs.advantage > 0.0
+    temperature = torch.where(positive, config.sapo_positive, config.sapo_negative).to(ratio.dtype)
+    gate = torch.sigmoid(temperature * (ratio - 1.0)) * 4.0 / temperature
+    return -gate * inputs.advantage
+
+
 @register_language_loss("reinforce")
 def reinforce(inputs: TokenLossInputs, config: LanguageLossConfig) -> Tensor:
     """Return ``-advantage x log-prob`` (Williams 1992, equation 4)."""
@@ -160,7 +202,7 @@ def token_loss(inputs: TokenLossInputs, config: LanguageLossConfig) -> TokenLoss
         inputs = _with_ratio_1(inputs, going)
         metrics["early_stopped"] = 1.0 - going
     loss = policy = language_losses.named(config.name)(inputs, config)
-    weights = off_policy_weights(inputs.proximal_log_prob, inputs.behaviour_log_prob, config)
+    weights = off_policy_weights(inputs, config)
     if weights is not None:
         loss = loss * weights.weight
         metrics |= {
@@ -199,12 +241,14 @@ def _log_ratio(inputs: TokenLossInputs, config: LanguageLossConfig) -> Tensor:
     return log_ratio.clamp(-config.log_ratio_limit, config.log_ratio_limit)
 
 
+def _sample_sum(tokens: Tensor, inputs: TokenLossInputs) -> Tensor:
+    """Replace each token's value by the sum over its sample's tokens."""
+    return tokens.new_zeros(inputs.samples).index_add(0, inputs.sample, tokens)[inputs.sample]
+
+
 def _sample_mean(tokens: Tensor, inputs: TokenLossInputs) -> Tensor:
     """Replace each token's value by the mean over its sample's tokens."""
-    zeros = tokens.new_zeros(inputs.samples)
-    totals = zeros.index_add(0, inputs.sample, tokens)
-    counts = zeros.index_add(0, inputs.sample, torch.ones_like(tokens))
-    return (totals / counts.clamp(min=1.0))[inputs.sample]
+    return _sample_sum(tokens, inputs) / _sample_sum(torch.ones_like(tokens), inputs)
 
 
 def _still_training(inputs: TokenLossInputs, config: LanguageLossConfig, limit: float) -> Tensor:

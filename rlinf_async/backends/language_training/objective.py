@@ -38,7 +38,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlinf_async.algorithms.config import LanguageLossConfig, share_of
-from rlinf_async.algorithms.language.losses import TokenLossInputs, token_loss, token_value_loss
+from rlinf_async.algorithms.language.losses import (
+    TokenLossInputs,
+    token_loss,
+    token_value_loss,
+)
 from rlinf_async.backends.base import TrainingDiverged
 from rlinf_async.backends.language import EngineDisagrees
 from rlinf_async.backends.language_training.config import LanguageTrainingConfig
@@ -339,7 +343,7 @@ class TokenStatistics(NamedTuple):
 
 SUPERVISED = LanguageLossConfig(name="supervised")
 
-SILENT_AT_ZERO = frozenset({"ppo", "gspo", "reinforce"})
+SILENT_AT_ZERO = frozenset({"ppo", "gspo", "cispo", "sapo", "reinforce"})
 """losses without a gradient where the advantage is 0"""
 
 

@@ -28,6 +28,7 @@ from rlinf_async.algorithms.language.advantages import (
     compute_group_advantages,
     whitened,
 )
+from rlinf_async.algorithms.off_policy import leave_out
 from rlinf_async.backends.base import RescaleReport
 from rlinf_async.backends.checkpoint.collectives import Rank, fail_together
 from rlinf_async.backends.checkpoint.writing import ModelFiles
@@ -247,6 +248,11 @@ class LanguageModelTrainer(VersionCounter, Generic[C, M]):
         if batch == batches - 1:
             self.kept_weights.drop(STEP)
         return found
+
+    def leave_out(self, samples: Sequence[TrainingSample]) -> int:
+        """Clear the ``loss_mask`` of samples that the masks of the loss leave out; return how many
+        these are."""
+        return leave_out(samples, self.config.loss)
 
     # ---- where weights and moments are
 

@@ -12,7 +12,8 @@ import msgspec
 import numpy as np
 import xxhash
 
-from rlinf_async.algorithms.config import LanguageLossConfig
+from rlinf_async.algorithms.config import LARGEST_LOG_RATIO, LanguageLossConfig
+from rlinf_async.algorithms.off_policy import leave_out
 from rlinf_async.backends.language import MicroBatch, VersionTrainer
 from rlinf_async.backends.toy.config import ToyPolicyConfig, ToyTrainerConfig
 from rlinf_async.backends.toy.engine import token_log_probs
@@ -72,15 +73,27 @@ class ToyTrainer(VersionTrainer):
         let_pass(self.config.seconds_per_step)
         found = {"samples_trained": float(samples), "tokens_trained": float(tokens)}
         if weights:
-            every, cap = np.concatenate(weights), self._loss.off_policy_cap
-            left = cap if self._loss.off_policy == "truncated" else 0.0
-            held = np.where(every > cap, left, every)
-            found["off_policy_weight"] = float(held.mean())
-            found["off_policy_change"] = float(np.abs(held - 1.0).mean())
-            found["off_policy_capped"] = float((every > cap).mean())
+            found |= self._of_weights(np.concatenate(weights))
         if compared:
             found["engine_actor_difference"] = difference / compared
         return found | {"engine_actor_tokens": float(compared)}
+
+    def _of_weights(self, every: Floats) -> dict[str, float]:
+        """Return what the metrics say of ``proximal / behaviour`` of all trained tokens."""
+        loss = self._loss
+        left = loss.off_policy_cap if loss.off_policy.startswith("truncated") else 0.0
+        floor = loss.off_policy_floor if loss.off_policy == "icepop" else 0.0
+        capped = (every > loss.off_policy_cap) | (every < floor)
+        held = np.where(capped, left, every)
+        return {
+            "off_policy_weight": float(held.mean()),
+            "off_policy_change": float(np.abs(held - 1.0).mean()),
+            "off_policy_capped": float(capped.mean()),
+        }
+
+    def leave_out(self, samples: Sequence[TrainingSample]) -> int:
+        """Clear the ``loss_mask`` of samples that the masks of the loss leave out."""
+        return leave_out(samples, self._loss)
 
     def _weights(self, samples: Sequence[TrainingSample]) -> list[Floats]:
         """Return ``proximal / behaviour`` of the trained tokens of each sample, before the cap."""
@@ -89,10 +102,13 @@ class ToyTrainer(VersionTrainer):
         proximal = [one.prev_log_prob for one in samples]
         if self._loss.proximal == "current":
             proximal = list(self.log_probs(samples))
-        return [
-            np.exp((one.log_prob if found is None else found) - one.log_prob)[one.loss_mask]
-            for one, found in zip(samples, proximal, strict=True)
+        found = [
+            ((one.log_prob if log_prob is None else log_prob) - one.log_prob)[one.loss_mask]
+            for one, log_prob in zip(samples, proximal, strict=True)
         ]
+        if self._loss.off_policy == "truncated_sequence":
+            found = [np.full_like(one, one.sum()) for one in found]
+        return [np.exp(np.minimum(one, LARGEST_LOG_RATIO)) for one in found]
 
     def log_probs(
         self, samples: Sequence[TrainingSample], *, reference: bool = False

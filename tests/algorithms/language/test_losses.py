@@ -122,20 +122,24 @@ def test_off_policy_weights_multiply_the_surrogate(correction: Any) -> None:
     torch.testing.assert_close(done.metrics["off_policy_capped"], above.double())
 
 
-@pytest.mark.parametrize(("correction", "expected"), [("truncated", 2.0), ("decoupled", 0.0)])
+@pytest.mark.parametrize(
+    ("correction", "expected"),
+    [("truncated", 2.0), ("truncated_sequence", 2.0), ("decoupled", 0.0), ("icepop", 0.0)],
+)
 def test_a_token_that_was_never_to_be_sampled_is_capped_like_others(
     correction: Any, expected: float
 ) -> None:
-    never = torch.tensor([-math.inf, -200.0])
-    found = off_policy_weights(torch.zeros(2), never, LanguageLossConfig(off_policy=correction))
+    never = torch.full((TOKENS,), -math.inf)
+    given = inputs(proximal_log_prob=torch.zeros(TOKENS), behaviour_log_prob=never)
+    found = off_policy_weights(given, LanguageLossConfig(off_policy=correction))
     assert found is not None
-    assert found.weight.tolist() == [expected] * 2
-    assert found.capped.tolist() == [1.0] * 2
+    assert found.weight.tolist() == [expected] * TOKENS
+    assert found.capped.tolist() == [1.0] * TOKENS
 
 
 def test_off_policy_weights_are_constants_to_the_gradient() -> None:
-    proximal = torch.zeros(2, requires_grad=True)
-    found = off_policy_weights(proximal, torch.ones(2), LanguageLossConfig(off_policy="truncated"))
+    given = inputs(proximal_log_prob=torch.zeros(TOKENS, requires_grad=True))
+    found = off_policy_weights(given, LanguageLossConfig(off_policy="truncated"))
     assert found is not None
     assert not found.weight.requires_grad
 
@@ -350,7 +354,9 @@ def test_reference_log_probs_that_are_missing_are_an_error_that_says_what_to_do(
 @pytest.mark.parametrize(
     ("field", "number"),
     [
-        ("clip_low", 1.0),
+        ("clip_low", 1.1),
+        ("off_policy_veto", 1.0),
+        ("sapo_positive", 0.0),
         ("clip_high", math.nan),
         ("dual_clip", 1.0),
         ("off_policy_cap", 0.0),

@@ -180,9 +180,9 @@ LOSSES = [
         name=name, proximal=proximal, off_policy=off_policy, early_stop_ratio=1.05,
         aggregation="sequence-mean-token-mean", kl_coefficient=0.1, entropy_coefficient=0.01,
     )
-    for name in ("ppo", "gspo", "reinforce")
+    for name in ("ppo", "gspo", "cispo", "sapo", "reinforce")
     for proximal in ("auto", "behaviour", "current", "step")
-    for off_policy in ("none", "truncated", "decoupled")
+    for off_policy in ("none", "truncated", "truncated_sequence", "decoupled", "icepop")
     if proximal != "behaviour" or off_policy == "none"
 ]  # fmt: skip
 

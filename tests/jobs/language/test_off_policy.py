@@ -56,6 +56,50 @@ def test_a_correction_that_is_accepted_changes_weights(job: Job, cell: Cell) -> 
     assert all(float(row["off_policy_change"]) > 1e-3 for row in stale)
 
 
+@pytest.mark.parametrize("name", ["icepop", "truncated_sequence"])
+def test_every_weight_is_named_and_measured(job: Job, name: str) -> None:
+    job.succeed(*arguments((name, "step", 0, 2, 1)), "--evaluation.samples", 0)
+    stale = [row for row in job.iterations if float(row["staleness_mean"]) > 0]
+    assert all(float(row["off_policy_change"]) > 1e-3 for row in stale)
+
+
+MASKS = {
+    "off_policy_geometric": "[0.999, 1.001]",
+    "off_policy_product": "[0.99, 1.01]",
+    "off_policy_veto": "0.999",
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_mask_that_would_leave_out_nothing_is_refused(job: Job, mask: str) -> None:
+    setting = (f"--actor.loss.{mask}", MASKS[mask])
+    for proximal, staleness, said in [("current", 2, "'step'"), ("step", 0, "max_staleness")]:
+        ended = job.command(
+            *("check", job.file, *setting, "--actor.loss.proximal", proximal),
+            *("--training.max_staleness", staleness),
+        )
+        assert ended.code == 2, ended.out
+        assert mask in ended.err
+        assert said in ended.err
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_real_model_leaves_out_samples_that_it_is_far_from(tiny: Job, epochs: int) -> None:
+    """With a weight beside the masks: all three hold at once."""
+    tiny.succeed(
+        *arguments(("truncated", "step", 0, 2, 2)),
+        *("--actor.epochs", epochs, "--evaluation.samples", 0, "--actor.loss.name", "cispo"),
+        *("--actor.optimizer.lr", 1e-2, "--data.verifier", LETTERS, "--actor.micro_batch_size", 2),
+        *(part for name, value in MASKS.items() for part in (f"--actor.loss.{name}", value)),
+    )
+    shares = [float(row["off_policy_left_out"]) for row in tiny.iterations]
+    fresh = [float(row["staleness_mean"]) == 0 for row in tiny.iterations]
+    assert max(shares) > 0.1
+    assert all(share == 0 for share, new in zip(shares, fresh, strict=True) if new)
+    trained = [float(row["trained_tokens"]) for row in tiny.iterations]
+    assert trained[shares.index(max(shares))] < max(trained)
+
+
 @pytest.mark.parametrize("pipelined", ["true", "false"])
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_a_real_model_is_corrected_for_staleness_over_several_mini_batches(

@@ -333,15 +333,18 @@ def _check_critics(config: LanguageConfig) -> None:
 
 
 def _check_off_policy(config: LanguageConfig) -> None:
-    """Refuse a correction that would weight each token by 1."""
+    """Refuse a correction that would weight each token by 1, or leave out nothing."""
     actor, staleness = config.actor, config.training.max_staleness
-    loss, where = actor.loss, ("actor", "loss", "off_policy")
-    if loss.off_policy == "none":
+    loss = actor.loss
+    named = [] if loss.off_policy == "none" else [f"{loss.off_policy!r}"]
+    used = [*(["off_policy"] if named else []), *loss.masks]
+    if not used:
         return
+    where, what = ("actor", "loss", used[0]), [*named, *loss.masks][0]
     # In less than float32 the actor's forward pass finds others than the engine at once.
     if loss.proximal == "auto" and not (config.rounded and config.needs_inference):
         raise ConfigError(
-            f"{loss.off_policy!r} weights tokens by proximal / behaviour, but with proximal = "
+            f"{what} weights tokens by proximal / behaviour, but with proximal = "
             "'auto' both are of the weights that sampled (an inference worker computes as soon as "
             "a sample is there), and each weight is 1: set actor.loss.proximal to 'step', or leave "
             "it out (also to resume a run that has it)",
@@ -351,7 +354,7 @@ def _check_off_policy(config: LanguageConfig) -> None:
     one_policy = loss.proximal == "step" or not changes
     if one_policy and not staleness and _engine_is_exact(config):
         raise ConfigError(
-            f"{loss.off_policy!r} weights tokens by proximal / behaviour, but with "
+            f"{what} weights tokens by proximal / behaviour, but with "
             "training.max_staleness = 0 an iteration begins with the weights that sampled, which "
             f"the engine {config.rollout.backend!r} computes with as the trainer does: each weight "
             "is 1; leave it out, or set training.max_staleness",

@@ -239,9 +239,17 @@ def shape_of(sample: Sample) -> Shape:
 
 
 def row(
-    progress: LanguageProgress, iteration: int, seen: TrainedOn, trained: Trained
+    progress: LanguageProgress,
+    iteration: int,
+    seen: TrainedOn,
+    trained: Trained,
+    *,
+    masks: bool = False,
 ) -> dict[str, float]:
-    """One row of the metrics. What a trainer reports is of the whole batch, equal on all ranks."""
+    """One row of the metrics. What a trainer reports is of the whole batch, equal on all ranks.
+
+    ``masks``: whether the loss leaves out samples.
+    """
     reports = trained.actors
     groups = sum(report.groups for report in reports)
     learnt = dict(reports[0].metrics)
@@ -250,6 +258,9 @@ def row(
     if trained.critics:
         values = trained.critics[0].metrics
         learnt |= {f"critic_{name}": values[name] for name in OF_THE_CRITIC if name in values}
+    if masks:
+        samples = sum(report.samples for report in reports)
+        learnt["off_policy_left_out"] = sum(one.left_out for one in reports) / samples
     return {
         "iteration": float(iteration),
         "version": float(progress.version),

@@ -287,7 +287,13 @@ class LanguageRun:
         self._warned = warn_of_no_signal(self.config.name, iteration, trained, warned=self._warned)
         add(self.progress, seen, iteration + 1, seconds)
         self.progress.duplicates += self._ledger.take_duplicates()
-        self._last = row(self.progress, iteration, seen, trained)
+        self._last = row(
+            self.progress,
+            iteration,
+            seen,
+            trained,
+            masks=bool(self.config.actor.loss.masks),
+        )
         self._uncorrected = warn_of_no_correction(
             self.config.name, self._last, warned=self._uncorrected
         )
