@@ -110,6 +110,9 @@ class LanguageLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     entropy_coefficient: float = 0.0
     """coefficient of the entropy bonus"""
     aggregation: Aggregation = "token-mean"
+    aggregation_length: int | None = None
+    """divisor of the sum over a sample's tokens with ``sequence-mean-token-sum``; in Dr. GRPO the
+    length of the longest possible response. None: the sum is not divided"""
     early_stop_ratio: float | None = None
     """the loss of a sample whose mean ratio is above it is multiplied by 0; every rank still takes
     part in the same collectives"""
@@ -120,6 +123,12 @@ class LanguageLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         check_bounds(self, "dual_clip", above=1)
         check_bounds(self, "off_policy_cap", "early_stop_ratio", "k3_limit", above=0)
         check_bounds(self, "sapo_positive", "sapo_negative", above=0, below=math.inf)
+        check_bounds(self, "aggregation_length", least=1)
+        if self.aggregation_length is not None and self.aggregation != "sequence-mean-token-sum":
+            raise ValueError(
+                f"aggregation_length divides the sum over a sample's tokens, but aggregation is "
+                f"{self.aggregation!r}: set that to 'sequence-mean-token-sum', or leave it out"
+            )
         check_bounds(self, "log_ratio_limit", above=0, most=LARGEST_LOG_RATIO)
         check_bounds(self, "kl_coefficient", "entropy_coefficient", least=0, below=math.inf)
         if self.off_policy != "none" and self.proximal == "behaviour":
@@ -208,7 +217,7 @@ class Share(NamedTuple):
     """the sample's part of the denominator"""
 
 
-def share_of(trained_tokens: int, aggregation: Aggregation) -> Share:
+def share_of(trained_tokens: int, loss: LanguageLossConfig) -> Share:
     """Return the share of a sample of ``R`` trained tokens in the loss of a global batch.
 
     ::
@@ -225,13 +234,14 @@ def share_of(trained_tokens: int, aggregation: Aggregation) -> Share:
     ``sequence-mean-token-mean``  weight 1/R, units 1   every sample counts alike (GRPO, Shao et al.
                                                         2024, equation 3)
     ``sequence-mean-token-sum``   weight 1, units 1     no bias by length (Dr. GRPO, Liu et al.
-                                                        2025, up to its constant)
+                                                        2025); weight 1/L with its constant L,
+                                                        ``aggregation_length``
     ============================  ====================  ==========================================
     """
     if trained_tokens == 0:
         return Share(0.0, 0.0)
-    if aggregation == "token-mean":
+    if loss.aggregation == "token-mean":
         return Share(1.0, float(trained_tokens))
-    if aggregation == "sequence-mean-token-mean":
+    if loss.aggregation == "sequence-mean-token-mean":
         return Share(1.0 / trained_tokens, 1.0)
-    return Share(1.0, 1.0)
+    return Share(1.0 / (loss.aggregation_length or 1), 1.0)

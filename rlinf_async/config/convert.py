@@ -14,7 +14,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
-from typing import Annotated, Any, TypeGuard, TypeVar, Union
+from typing import Annotated, Any, Protocol, TypeGuard, TypeVar, Union, runtime_checkable
 
 import msgspec
 from msgspec import inspect
@@ -212,6 +212,17 @@ NONE = "none"
 """TOML has no null: this word stands for None in a field that allows it."""
 
 
+@runtime_checkable
+class HasPresets(Protocol):
+    """A Struct that a table may fill in by the name of a preset."""
+
+    @classmethod
+    def base_of(cls, table: Mapping[str, object], base: object, /) -> object:
+        """Return what gives the fields that the table leaves out; ``base`` where it names no
+        preset."""
+        ...
+
+
 def convert(value: object, type_: Any, path: Path = (), base: object = None) -> Any:
     """The value as ``type_``; ``base`` gives the fields that a table leaves out.
 
@@ -231,6 +242,11 @@ def convert_struct(table: Mapping[str, object], type_: type[S], path: Path, base
     """A table as a Struct; an error of its ``__post_init__`` gets the path."""
     known = fields_of(type_)
     _check_names(table, type_, known, path)
+    if issubclass(type_, HasPresets):
+        try:
+            base = type_.base_of(table, base)
+        except ConfigError as error:
+            raise ConfigError(error.problem, path=(*path, *error.path)) from error
     values = {
         field.name: _field_value(table, field, path, getattr(base, field.name, None))
         for field in known.values()

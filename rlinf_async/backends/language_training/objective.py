@@ -407,7 +407,7 @@ class Objective(ABC):
         loss = loss or self.config.loss
         self.check_ready(samples, loss)
         masks = [trained_tokens(sample) for sample in samples]
-        units = sum(share_of(int(mask.sum()), loss.aggregation).units for mask in masks)
+        units = sum(share_of(int(mask.sum()), loss).units for mask in masks)
         forwarded = [
             sample
             for sample, mask in zip(samples, masks, strict=True)
@@ -514,7 +514,7 @@ def token_weights(
 ) -> Tensor:
     """Return the weight ``[N]`` of each trained token in the sum of the losses."""
     counts = [int(mask.sum()) for mask in masks]
-    shares = [share_of(count, config.aggregation).weight for count in counts]
+    shares = [share_of(count, config).weight for count in counts]
     return torch.from_numpy(np.repeat(np.array(shares, np.float32), counts)).to(device)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlinf_async.algorithms.config import LanguageLossConfig
+from rlinf_async.algorithms.config import LanguageLossConfig, share_of
 from rlinf_async.algorithms.language.losses import TokenLossInputs, token_loss
 from rlinf_async.algorithms.off_policy import is_left_out, leave_out
 from rlinf_async.messages.language import TrainingSample
@@ -214,6 +214,7 @@ def test_without_masks_nothing_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
+        ({"aggregation_length": 8}, "set that to 'sequence-mean-token-sum'"),
         ({"off_policy_geometric": (0.9, 1.1)}, "off_policy_geometric leaves out .* 'step'"),
         ({"off_policy_veto": 0.1, "proximal": "current"}, "off_policy_veto leaves out .* 'step'"),
         ({"off_policy_product": (1.1, 2.0), "proximal": "step"}, r"is \[1.1, 2.0\]; it must be"),
@@ -226,3 +227,18 @@ def test_without_masks_nothing_is_left_out() -> None:
 def test_bounds_that_mean_nothing_are_refused(fields: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         LanguageLossConfig(**fields)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_dr_grpo_divides_by_the_longest_response_as_trl_does(seed: int) -> None:
+    """TRL's ``loss_type = "dr_grpo"``: the sum over all tokens, divided by the number of samples
+    times ``max_completion_length``."""
+    batch = Padded(seed)
+    loss = LanguageLossConfig(aggregation="sequence-mean-token-sum", aggregation_length=LENGTH)
+    shares = [share_of(int(row.sum()), loss) for row in batch.mask]
+    tokens = torch.zeros(BATCH, LENGTH)
+    tokens[batch.mask] = token_loss(batch.packed(), loss).loss.detach()
+    ours = sum(
+        float(row.sum()) * share.weight for row, share in zip(tokens, shares, strict=True)
+    ) / sum(share.units for share in shares)
+    assert ours == pytest.approx(float(tokens.sum()) / (BATCH * LENGTH), rel=1e-6)

@@ -336,7 +336,7 @@ def test_shares_make_the_three_means() -> None:
     losses = [[1.0, 2.0, 3.0], [10.0], []]
 
     def total(aggregation: Any) -> float:
-        shares = [share_of(len(one), aggregation) for one in losses]
+        shares = [share_of(len(one), LanguageLossConfig(aggregation=aggregation)) for one in losses]
         weighted = sum(s.weight * sum(one) for s, one in zip(shares, losses, strict=True))
         return weighted / sum(share.units for share in shares)
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from rlinf_async.algorithms.config import LanguageAdvantageConfig, LanguageLossConfig
+from rlinf_async.algorithms.config import (
+    Aggregation,
+    LanguageAdvantageConfig,
+    LanguageLossConfig,
+)
 from rlinf_async.backends.base import OptimizerConfig, SchedulerConfig
 from rlinf_async.backends.megatron.config import MegatronOptions
 from rlinf_async.backends.parts import (
@@ -25,7 +30,7 @@ from rlinf_async.backends.vllm.config import VllmEngineConfig
 from rlinf_async.config import ConfigError
 from rlinf_async.config.convert import convert
 from rlinf_async.config.counts import MOST_WORKERS, check_bounds
-from rlinf_async.config.registry import Part, Path
+from rlinf_async.config.registry import Part, Path, nearest
 from rlinf_async.data import DataConfig
 from rlinf_async.messages.language import Sampling
 from rlinf_async.observe.samples import SamplesConfig
@@ -143,6 +148,10 @@ class LanguageOptimizerConfig(
     max_grad_norm: float | None = 1.0
 
 
+def _recipe(loss: LanguageLossConfig, *, divide_by_std: bool = True) -> ActorConfig:
+    return ActorConfig(advantage=LanguageAdvantageConfig(divide_by_std=divide_by_std), loss=loss)
+
+
 class ActorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The training of the policy."""
 
@@ -156,6 +165,9 @@ class ActorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     optimizer: LanguageOptimizerConfig = LanguageOptimizerConfig()
     advantage: LanguageAdvantageConfig = LanguageAdvantageConfig()
     loss: LanguageLossConfig = LanguageLossConfig()
+    recipe: str = ""
+    """name of a published algorithm, whose settings take the place of the defaults of ``advantage``
+    and ``loss``; see `recipes`"""
     pipelined: bool = True
     """train on the first complete micro-batch; False: collect the whole iteration first"""
     global_batches: int = 1
@@ -193,6 +205,24 @@ class ActorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 path=(name,),
             )
 
+    @classmethod
+    def base_of(cls, table: Mapping[str, object], base: object) -> object:
+        """Return the settings of the recipe that a table names, for those that it leaves out."""
+        name = table.get("recipe") or getattr(base, "recipe", "")
+        if not isinstance(name, str) or not name:
+            return base
+        made = recipes().get(name)
+        if made is None:
+            raise ConfigError(
+                f"there is no recipe {name!r}{nearest(name, recipes())}; there are: "
+                f"{', '.join(recipes())}",
+                path=("recipe",),
+            )
+        before = base if isinstance(base, ActorConfig) else ActorConfig()
+        return msgspec.structs.replace(
+            before, recipe=name, advantage=made.advantage, loss=made.loss
+        )
+
     @property
     def part(self) -> LanguageTrainerPart:
         """Description of the trainer."""
@@ -207,6 +237,26 @@ class ActorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def model_ranks(self) -> int:
         """Actors that hold one copy of the model together, and train on the same samples."""
         return self.tp * self.pp
+
+
+@functools.cache
+def recipes() -> dict[str, ActorConfig]:
+    """Settings of published algorithms, by name.
+
+    Sources: CISPO, MiniMax-M1 2025 (bounds as in TRL); DAPO, Yu et al. 2025; decoupled PPO, Hilton
+    et al. 2022, as in AReaL (Fu et al. 2025); Dr. GRPO, Liu et al. 2025; GSPO, Zheng et al. 2025,
+    section 5.1; SAPO, Gao et al. 2025.
+    """
+    loss = LanguageLossConfig
+    each: Aggregation = "sequence-mean-token-mean"
+    return {
+        "cispo": _recipe(loss(name="cispo", clip_low=1.0, clip_high=4.0)),
+        "dapo": _recipe(loss(clip_low=0.2, clip_high=0.28)),
+        "decoupled_ppo": _recipe(loss(proximal="step", off_policy="decoupled", off_policy_cap=5.0)),
+        "dr_grpo": _recipe(loss(aggregation="sequence-mean-token-sum"), divide_by_std=False),
+        "gspo": _recipe(loss(name="gspo", clip_low=3e-4, clip_high=4e-4, aggregation=each)),
+        "sapo": _recipe(loss(name="sapo", aggregation=each)),
+    }
 
 
 def _parallel_trainers() -> str:
@@ -431,6 +481,7 @@ MAY_DIFFER = (
     "actor.balance_window",
     "actor.activation_checkpointing",
     "actor.publish_precision",
+    "actor.recipe",
     "actor.loss.proximal",
     "actor.loss.off_policy",
     "actor.loss.off_policy_cap",
