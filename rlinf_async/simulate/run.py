@@ -45,7 +45,7 @@ from rlinf_async.observe.pictures import COLOURS, FAINT, INK, headline, new_figu
 from rlinf_async.observe.trace import Span
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.language.samples import Collector, Dispatcher, Ledger, Source
-from rlinf_async.runtime.jobs.language.scheduling import EpisodeNews
+from rlinf_async.runtime.jobs.language.scheduling import SampleNews
 from rlinf_async.scheduling import ACTOR, ScalingDecision, instance_name
 from rlinf_async.simulate.bounds import by_cause
 from rlinf_async.simulate.config import ScalingPolicyConfig, SimulationConfig, placements
@@ -415,7 +415,7 @@ class SimulatedRun:
             samples=config.samples,
         )
         self.news = (
-            EpisodeNews(self.orders.receiver, self.told.sender) if config.episode.turns else None
+            SampleNews(self.orders.receiver, self.told.sender) if config.episode.turns else None
         )
         self.collector = Collector(
             self.ledger,

@@ -29,11 +29,11 @@ from rlinf_async.workers.scheduler.messages import (
     ActorChanged,
     ActorReady,
     DevicesReport,
-    EpisodesEnded,
     HandBack,
     InstanceNews,
     InstanceReport,
     Orders,
+    SamplesTold,
     SchedulerReport,
     Topology,
 )
@@ -203,8 +203,9 @@ class Control:
             case InstanceNews():
                 self._began.update(report.began)
                 self._note_ended(report)
-            case EpisodesEnded():
+            case SamplesTold():
                 self.monitor.responses.note_samples(report.ended)
+                self.monitor.responses.forget_samples(report.replaced)
                 self.fresh += len(report.ended)
             case ActorReady():
                 self.actor, self.is_open, self.asks = report, True, True

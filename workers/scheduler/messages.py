@@ -6,7 +6,7 @@
                                                      (`Latest`: it holds for all later ones, too)
     InstanceReport  rollout      -> scheduler        orders are carried out; how far requests are
     InstanceNews    rollout      -> scheduler        responses are finished, requests have begun
-    EpisodesEnded   the job      -> scheduler        episodes are finished
+    SamplesTold   the job      -> scheduler        episodes are finished, groups replaced
     DevicesReport   whoever      -> scheduler        devices are lost, or there again
                     watches hosts
     ActorReady      actor rank 0 -> scheduler        at a boundary between two mini-batches
@@ -130,11 +130,14 @@ class InstanceNews(msgspec.Struct, frozen=True, kw_only=True, tag="news"):
     """names of requests that the instance has taken, while only some instances take any"""
 
 
-class EpisodesEnded(msgspec.Struct, frozen=True, kw_only=True, tag="episodes"):
-    """the job -> scheduler: episodes that are finished. A scheduler that was started again is told
-    of all that are not trained."""
+class SamplesTold(msgspec.Struct, frozen=True, kw_only=True, tag="samples"):
+    """the job -> scheduler: what rollout workers do not know. A scheduler that was started again is
+    told of all that is not trained."""
 
-    ended: tuple[EndedCount, ...]
+    ended: tuple[EndedCount, ...] = ()
+    """episodes that are finished"""
+    replaced: tuple[EndedCount, ...] = ()
+    """samples whose group was replaced by another prompt: the iteration does not have them"""
 
 
 class DevicesReport(msgspec.Struct, frozen=True, kw_only=True, tag="devices"):
@@ -186,7 +189,7 @@ class ActorChanged(msgspec.Struct, frozen=True, kw_only=True, tag="changed"):
 
 
 SchedulerReport = (
-    InstanceReport | InstanceNews | EpisodesEnded | ActorReady | ActorChanged | DevicesReport
+    InstanceReport | InstanceNews | SamplesTold | ActorReady | ActorChanged | DevicesReport
 )
 
 

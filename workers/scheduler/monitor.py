@@ -46,16 +46,29 @@ class Finished:
         """tokens of each response, by group"""
         self.whole = 0
         """groups of which all responses are finished"""
+        self._forgotten: set[str] = set()
 
     def add(self, one: EndedCount, group_size: int) -> None:
         """Take a response; one that is finished twice counts once."""
-        if one.name in self.lengths:
+        if one.name in self.lengths or one.name in self._forgotten:
             return
         self.lengths[one.name] = one.tokens
         self.tokens += one.tokens
         group = self.groups.setdefault(one.group, [])
         group.append(one.tokens)
         self.whole += len(group) == group_size
+
+    def forget(self, one: EndedCount, group_size: int) -> None:
+        """Leave a response out, also where it is told of later."""
+        self._forgotten.add(one.name)
+        if (tokens := self.lengths.pop(one.name, None)) is None:
+            return
+        self.tokens -= tokens
+        group = self.groups[one.group]
+        self.whole -= len(group) == group_size
+        group.remove(tokens)
+        if not group:
+            del self.groups[one.group]
 
 
 class Responses:
@@ -99,6 +112,13 @@ class Responses:
         for one in ended:
             if one.iteration >= 0:
                 self._samples_of.setdefault(one.iteration, Finished()).add(one, self._group)
+
+    def forget_samples(self, replaced: Iterable[EndedCount]) -> None:
+        """Take samples whose group was replaced: others are still to be finished. Their lengths
+        tell of those."""
+        for one in replaced:
+            here = self._samples_of.setdefault(one.iteration, Finished())
+            here.forget(one, self._group)
 
     def begin(self, iteration: int) -> None:
         """An iteration begins: lengths are expected by those of the iterations before.

@@ -9,9 +9,9 @@ import numpy as np
 
 from rlinf_async.channels import Channel, Latest
 from rlinf_async.messages.language import Boundary, Generated, Sample
-from rlinf_async.runtime.jobs.language.scheduling import EpisodeNews
+from rlinf_async.runtime.jobs.language.scheduling import SampleNews
 from rlinf_async.testing import run, wait_all_blocked
-from rlinf_async.workers.scheduler import EpisodesEnded, Orders, SchedulerReport
+from rlinf_async.workers.scheduler import Orders, SamplesTold, SchedulerReport
 from tests.backends.requests import request
 
 
@@ -36,7 +36,7 @@ def test_a_scheduler_that_is_started_again_is_told_of_all_that_are_not_trained()
     async def main() -> None:
         orders = Latest(Orders, name="orders")
         reports = Channel[SchedulerReport](SchedulerReport, name="reports")
-        news = EpisodeNews(orders.receiver, reports.sender)
+        news = SampleNews(orders.receiver, reports.sender)
         running = asyncio.create_task(news.run())
 
         async def told() -> list[tuple[int, int, int]]:
@@ -44,7 +44,7 @@ def test_a_scheduler_that_is_started_again_is_told_of_all_that_are_not_trained()
             found = []
             while (await reports.state()).depth:
                 report = await reports.receiver.get()
-                assert isinstance(report, EpisodesEnded)
+                assert isinstance(report, SamplesTold)
                 found += [(one.group, one.iteration, one.tokens) for one in report.ended]
             return found
 

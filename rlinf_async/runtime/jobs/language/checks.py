@@ -37,6 +37,7 @@ from rlinf_async.parallel.splits import nearest_divisors
 from rlinf_async.rewards import ScoringPool, load_verifier
 from rlinf_async.rewards.judging import BUILT_IN, INLINE, Answer, judge, verifiers
 from rlinf_async.runtime.apart import apart as run_apart
+from rlinf_async.runtime.jobs.language.acceptance import acceptance_rules
 from rlinf_async.runtime.jobs.language.backends import has_weights
 from rlinf_async.runtime.jobs.language.config import ActorConfig, LanguageConfig
 from rlinf_async.runtime.jobs.language.model import check_weights
@@ -607,6 +608,8 @@ def check_verifiers(config: LanguageConfig) -> None:
         verifiers.check(config.data.verifier, ("data", "verifier"), apart=True)
     for name in config.reward.preload:
         verifiers.check(name, ("reward", "preload"), apart=True)
+    if config.training.accept:
+        acceptance_rules.check(config.training.accept, ("training", "accept"))
 
 
 def check_scoring(config: LanguageConfig, verifiers: Sequence[str]) -> None:

@@ -333,6 +333,15 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_staleness: int = 0
     """versions that the weights which generated a token may be behind the trained ones; 0 is
     on-policy"""
+    accept: str = ""
+    """dynamic sampling: name of a rule for whole groups, ``varied`` or ``"mine.py:accept"``: one
+    that it refuses is replaced by another prompt. Empty: every group is trained"""
+    accept_part: str = ""
+    """part of the reward (`Scored.parts`) that the rule sees, where the reward itself is shaped;
+    empty: the reward"""
+    max_extra: int | None = None
+    """most groups of an iteration that are replaced; those beyond are trained as they are. None:
+    four times ``prompts``"""
     check_weights_every: int = 0
     """versions between two comparisons of the engine's log-probs with the actor's; 0: only the
     first version, which is always compared"""
@@ -352,6 +361,23 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         check_bounds(self, *positive, least=1)
         check_bounds(self, "max_staleness", "check_weights_every", "checkpoint_every", least=0)
         check_bounds(self, "check_weights_tolerance", above=0)
+        check_bounds(self, "max_extra", least=1)
+        for name in ("accept_part", "max_extra"):
+            if getattr(self, name) and not self.accept:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}, but without accept every group is "
+                    'trained: set accept, as in accept = "varied", or leave it out'
+                )
+        if self.accept == "varied" and self.group_size == 1:
+            raise ValueError(
+                "accept is 'varied', but the only sample of a group is like itself: set group_size "
+                "to 2 or more"
+            )
+
+    @property
+    def most_extra(self) -> int:
+        """Most groups of an iteration that are replaced."""
+        return 4 * self.prompts if self.max_extra is None else self.max_extra
 
 
 class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -481,6 +507,9 @@ MAY_DIFFER = (
     "actor.balance_window",
     "actor.activation_checkpointing",
     "actor.publish_precision",
+    "training.accept",
+    "training.accept_part",
+    "training.max_extra",
     "actor.recipe",
     "actor.loss.proximal",
     "actor.loss.off_policy",

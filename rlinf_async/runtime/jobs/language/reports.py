@@ -34,7 +34,12 @@ from rlinf_async.observe.waits import Facts, Shape, shapes_of
 from rlinf_async.runtime.jobs.checkpoints import Stopped
 from rlinf_async.runtime.jobs.language.config import EvaluationConfig, LanguageConfig
 from rlinf_async.runtime.jobs.language.roles import Trained
-from rlinf_async.runtime.jobs.language.samples import Collector, LanguageProgress, Source
+from rlinf_async.runtime.jobs.language.samples import (
+    Collector,
+    LanguageProgress,
+    Replaced,
+    Source,
+)
 from rlinf_async.runtime.jobs.view import Headline
 
 if TYPE_CHECKING:  # a run without a scheduler does not load it
@@ -276,6 +281,18 @@ def row(
         **seen.metrics,
         **learnt,
     }
+
+
+def drawn(groups: Groups, replaced: Replaced) -> dict[str, float]:
+    """Columns about all groups of an iteration that were generated, those that were replaced
+    included: the reward of the others alone is that of a choice."""
+    outcomes = [one.outcome for group in groups for one in group]
+    rewards = [one.reward for one in outcomes if isinstance(one, Scored)]
+    scored = len(rewards) + replaced.scored
+    columns = {"groups_refused": float(replaced.groups)}
+    if scored:
+        columns["reward_drawn"] = (sum(rewards) + replaced.reward) / scored
+    return columns
 
 
 def evaluation_row(progress: LanguageProgress, found: Evaluated) -> dict[str, float]:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from rlinf_async.data import DataState, Prompts
-from rlinf_async.messages.language import Prompt
+from rlinf_async.messages.language import Prompt, ScoredSample
 from rlinf_async.observe.metrics import MetricsWriter
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.samples import SampleWriter
@@ -43,6 +43,7 @@ from rlinf_async.observe.waits import Facts
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.checkpoints import Checkpointer, Stopped, clean, in_background
 from rlinf_async.runtime.jobs.config import HostConfig
+from rlinf_async.runtime.jobs.language.acceptance import Acceptance
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.kept import SampleKeeper
 from rlinf_async.runtime.jobs.language.model import export
@@ -51,6 +52,7 @@ from rlinf_async.runtime.jobs.language.reports import (
     LanguageFacts,
     add,
     draw_curve,
+    drawn,
     evaluate,
     evaluation_row,
     headline,
@@ -85,6 +87,7 @@ from rlinf_async.runtime.signals import run_signals
 from rlinf_async.workers.base import BuildError
 
 if TYPE_CHECKING:  # a run without a scheduler does not load it
+    from rlinf_async.runtime.jobs.language.scheduling import SampleNews
     from rlinf_async.workers.scheduler import SchedulerSummary
 
 FLUSH_SECONDS = 5.0
@@ -104,6 +107,13 @@ class Flow(NamedTuple):
     metrics: MetricsWriter
     view: LiveView
     samples: SampleKeeper
+
+
+def _replace(source: Source, news: SampleNews | None, group: Sequence[ScoredSample]) -> None:
+    """Replace a group; the scheduler is told."""
+    source.replace(group)
+    if news is not None:
+        news.replaced(group)
 
 
 class LanguageRun:
@@ -167,17 +177,22 @@ class LanguageRun:
         verifiers = self._prompts.verifiers
         roles = Roles(cluster, self.config, channels, self.model, verifiers, swapped=swapped)
         self._roles = roles
+        accept, training = self._acceptance(), self.config.training
+        wanted = f"{training.iterations} iterations of {training.prompts} prompts"
+        if accept is not None:
+            wanted += f", {self.progress.refused} refused ones beside them so far,"
         source = Source(
             self._ledger,
-            partial(next_prompts, self._prompts, self.config.training.iterations),
+            partial(next_prompts, self._prompts, wanted),
             channels.tasks.sender,
             version=self.progress.version,
             iterations=self.config.training.iterations,
             generated=self._in_flight.names,
+            replaces=accept is not None,
         )
         dispatcher = self._dispatcher(channels, roles)
         valued = self.config.has_critic and dispatcher is not None
-        news = None if roles.scheduling is None else roles.scheduling.episodes
+        news = None if roles.scheduling is None else roles.scheduling.news
         collector = Collector(
             self._ledger,
             channels.scored.receiver,
@@ -185,7 +200,9 @@ class LanguageRun:
             ranks=self.config.data_ranks,
             version=self.progress.version,
             dispatcher=None if valued else dispatcher,
-            finished=None if news is None else news.ended,
+            finished=news.ended if news is not None and self.config.has_episodes else None,
+            accept=accept,
+            replace=partial(_replace, source, news),
         )
         kept = self.config.training.keep_checkpoints
         checkpointer = Checkpointer(cluster, roles.learners, self.folder.checkpoints, kept)
@@ -224,6 +241,13 @@ class LanguageRun:
             await self._export(flow)
         channels.weights.sender.close()
         self._scheduled = await roles.finish()
+
+    def _acceptance(self) -> Acceptance | None:
+        """Who says which groups are trained."""
+        training = self.config.training
+        if not training.accept:
+            return None
+        return Acceptance(training.accept, training.accept_part, training.most_extra)
 
     def _dispatcher(self, channels: LanguageChannels, roles: Roles) -> Dispatcher | None:
         """Who gives groups to actors whose number changes."""
@@ -270,6 +294,7 @@ class LanguageRun:
         self, flow: Flow, iteration: int, trained: Trained, seconds: float
     ) -> dict[str, float]:
         """Add the iteration to the progress; its row of the metrics."""
+        replaced = self._ledger.replaced(iteration)
         groups = flow.collector.trained(iteration)
         samples = [one for group in groups for one in group]
         step = self.progress.samples + len(samples)
@@ -294,6 +319,9 @@ class LanguageRun:
             trained,
             masks=bool(self.config.actor.loss.masks),
         )
+        if self.config.training.accept:
+            self.progress.refused += replaced.groups
+            self._last |= drawn(groups, replaced)
         self._uncorrected = warn_of_no_correction(
             self.config.name, self._last, warned=self._uncorrected
         )

@@ -25,6 +25,9 @@ A checkpoint of a run holds beside the actors' shards what was not trained yet::
       version-000010/       the actors' shards; critic/ for those of the critics
         run.msgpack         `Unfinished`: the ledger, the position in the data, samples in flight
 
+With `Acceptance`, a group that is not to be trained is replaced: `acceptance`. Then the number of a
+group is not its place any more: which rank trains it follows from the place.
+
 Where actors change between mini-batches, the groups go through a `Dispatcher`.
 """
 
@@ -60,6 +63,7 @@ from rlinf_async.messages.language import (
 )
 from rlinf_async.observe.files import RunFolderError, explaining
 from rlinf_async.runtime.jobs.checkpoints import RunProgress, load_progress
+from rlinf_async.runtime.jobs.language.acceptance import Acceptance
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.roles import CRITIC, LanguageChannels
 from rlinf_async.runtime.wakers import WorkEvent, WorkFuture
@@ -218,6 +222,15 @@ NextPrompts = Callable[[int], Sequence[Prompt]]
 """The next prompts of the data, as many as are asked for."""
 
 
+class Replaced(msgspec.Struct):
+    """The groups of an iteration that were refused, and replaced."""
+
+    groups: int = 0
+    scored: int = 0
+    reward: float = 0.0
+    """sum over their scored samples"""
+
+
 class LedgerState(msgspec.Struct, kw_only=True):
     """All that a ledger knows: plain data, part of every checkpoint.
 
@@ -229,6 +242,10 @@ class LedgerState(msgspec.Struct, kw_only=True):
     next_iteration: int = 0
     running: list[Request] = []
     finished: list[ScoredSample] = []
+    places: dict[int, int] = {}
+    """place of each group that has not the number of its place: see `Ledger.replace`"""
+    replaced: dict[int, Replaced] = {}
+    """by iteration"""
 
 
 class Ledger:
@@ -270,6 +287,10 @@ class Ledger:
             request = one.sample.request
             self._finished.setdefault(request.group, {})[request.index] = one
         self._duplicates = 0
+        self._places = dict(state.places)
+        self._replaced = {
+            number: msgspec.structs.replace(one) for number, one in state.replaced.items()
+        }
 
     @property
     def running(self) -> list[Request]:
@@ -295,28 +316,58 @@ class Ledger:
         """
         if len(prompts) != self.prompts:
             raise ValueError(f"{len(prompts)} prompts, but an iteration has {self.prompts}")
+        first = self.next_iteration * self.prompts
         requests = [
-            self._request(prompt, self._next_group + position, index)
+            request
             for position, prompt in enumerate(prompts)
-            for index in range(self.group_size)
+            for request in self._admit(prompt, self.next_iteration, first + position)
         ]
-        self._running.update(((one.group, one.index), one) for one in requests)
-        self._next_group += len(prompts)
         self.next_iteration += 1
         return requests
 
-    def _request(self, prompt: Prompt, group: int, index: int) -> Request:
+    def replace(self, refused: Sequence[ScoredSample], prompt: Prompt) -> list[Request]:
+        """Forget a whole group; the requests of another prompt in its place: in the same iteration,
+        and trained by the rank that would have trained it."""
+        request = refused[0].sample.request
+        found = self._replaced.setdefault(request.iteration, Replaced())
+        rewards = [one.outcome.reward for one in refused if isinstance(one.outcome, Scored)]
+        found.groups += 1
+        found.scored += len(rewards)
+        found.reward += sum(rewards)
+        del self._finished[request.group]
+        place = self._places.pop(request.group, request.group)
+        return self._admit(prompt, request.iteration, place)
+
+    def place(self, group: int) -> int:
+        """The place of a group: iterations before its own, times their prompts, and its own number
+        there."""
+        return self._places.get(group, group)
+
+    def replaced(self, iteration: int) -> Replaced:
+        """The groups of an iteration that were replaced so far."""
+        return self._replaced.get(iteration, Replaced())
+
+    def _admit(self, prompt: Prompt, iteration: int, place: int) -> list[Request]:
+        group = self._next_group
+        self._next_group += 1
+        if place != group:
+            self._places[group] = place
+        requests = [self._request(prompt, group, iteration, at) for at in range(self.group_size)]
+        self._running.update(((one.group, one.index), one) for one in requests)
+        return requests
+
+    def _request(self, prompt: Prompt, group: int, iteration: int, index: int) -> Request:
         parts = (self._seed, group, index)
         return Request(
             group=group,
             index=index,
             group_size=self.group_size,
-            iteration=self.next_iteration,
-            min_version=max(0, self.next_iteration - self.max_staleness),
+            iteration=iteration,
+            min_version=max(0, iteration - self.max_staleness),
             prompt=prompt,
             sampling=self._sampling,
             seed=int(np.random.SeedSequence(parts).generate_state(1)[0]),
-            priority=self.next_iteration,  # the actors wait for the oldest iteration first
+            priority=iteration,  # the actors wait for the oldest iteration first
         )
 
     def take(self, scored: ScoredSample) -> list[ScoredSample] | None:
@@ -344,6 +395,9 @@ class Ledger:
         ]
         for group in done:
             del self._finished[group]
+            self._places.pop(group, None)
+        for older in [one for one in self._replaced if one <= iteration]:
+            del self._replaced[older]
 
     def take_duplicates(self) -> int:
         """Samples that came a second time, and were left out, since the last call."""
@@ -359,6 +413,10 @@ class Ledger:
             finished=[
                 one for _, group in sorted(self._finished.items()) for one in self._in_order(group)
             ],
+            places=dict(self._places),
+            replaced={
+                number: msgspec.structs.replace(one) for number, one in self._replaced.items()
+            },
         )
 
     @staticmethod
@@ -366,8 +424,9 @@ class Ledger:
         return [group[index] for index in sorted(group)]
 
 
-def to_train(group: Sequence[ScoredSample]) -> SampleGroup:
-    """The message to the actor about a whole group.
+def to_train(group: Sequence[ScoredSample], place: int | None = None) -> SampleGroup:
+    """The message to the actor about a whole group; ``place`` in the order of the groups, where it
+    is not the group's number.
 
     A sample that was not scored stays in, so that sizes are as configured, but no token of it
     trains and no baseline sees it: a failure never becomes a reward of 0.
@@ -375,7 +434,7 @@ def to_train(group: Sequence[ScoredSample]) -> SampleGroup:
     first = group[0].sample.request
     return SampleGroup(
         iteration=first.iteration,
-        group=first.group,
+        group=first.group if place is None else place,
         samples=[_training_sample(one) for one in group],
     )
 
@@ -406,13 +465,13 @@ def _training_sample(scored: ScoredSample) -> TrainingSample:
     )
 
 
-def next_prompts(prompts: Prompts, iterations: int, count: int) -> Sequence[Prompt]:
+def next_prompts(prompts: Prompts, wanted: str, count: int) -> Sequence[Prompt]:
     """Return the next ``count`` prompts.
 
     Args:
         prompts: prompts of the run.
-        iterations: iterations of the whole run, for the error.
-        count: prompts of one iteration.
+        wanted: what the whole run is to be trained on, for the error.
+        count: number of prompts.
 
     Raises:
         DataError: the data ended before.
@@ -421,8 +480,8 @@ def next_prompts(prompts: Prompts, iterations: int, count: int) -> Sequence[Prom
     if len(found) < count:
         raise DataError(
             f"{prompts.config.name}: the data ended after {prompts.position} records (epochs = "
-            f"{prompts.config.epochs}), but {iterations} iterations of {count} prompts are to be "
-            "trained: set epochs to 0, or fewer iterations"
+            f"{prompts.config.epochs}), but {wanted} are to be trained: set epochs to 0, or fewer "
+            "iterations"
         )
     return found
 
@@ -438,6 +497,7 @@ class Source:
         version: trained so far.
         iterations: iterations of the whole run.
         generated: names of samples of a resumed run that need no rollout any more.
+        replaces: whether groups may be replaced until all iterations are trained.
     """
 
     def __init__(
@@ -449,37 +509,57 @@ class Source:
         version: int,
         iterations: int,
         generated: Container[str] = (),
+        replaces: bool = False,
     ) -> None:
+        self._replaces = replaces
+        self._again: deque[Request] = deque()
+        """requests of prompts that replace others"""
         self._ledger = ledger
         self._prompts = prompts
         self._requests = requests
         self._version = version
         self._iterations = iterations
         self._generated = generated
-        self._trained = WorkEvent()
+        self._news = WorkEvent()
         self.held_seconds = 0.0
         """seconds in which the staleness limit held back the next iteration"""
 
     def trained(self, version: int) -> None:
         """Note that this version is trained: later iterations may start."""
         self._version = version
-        self._trained.set()
+        self._news.set()
+
+    def replace(self, refused: Sequence[ScoredSample]) -> None:
+        """Admit the next prompt in the place of a whole group."""
+        [prompt] = self._prompts(1)
+        self._again += self._ledger.replace(refused, prompt)
+        self._news.set()
 
     async def run(self) -> None:
-        """Put the requests that a resumed run had admitted, then admit the next iterations."""
+        """Put the requests that a resumed run had admitted, then admit the next iterations, and
+        prompts that replace others."""
+        self._again.clear()  # they are running
         for request in self._ledger.running:
             if request.name not in self._generated:
                 await self._requests.put(request)
-        while self._ledger.next_iteration < self._iterations:
-            if not self._ledger.may_admit(self._version):
-                self._trained.clear()
-                clock = asyncio.get_running_loop().time
+        clock = asyncio.get_running_loop().time
+        while self._left():
+            while self._again:  # the actors wait for these: before later iterations
+                await self._requests.put(self._again.popleft())
+            held_back = self._ledger.next_iteration < self._iterations
+            if held_back and self._ledger.may_admit(self._version):
+                for request in self._ledger.admit(self._prompts(self._ledger.prompts)):
+                    await self._requests.put(request)
+            elif not self._again:
+                self._news.clear()
                 since = clock()
-                await self._trained.wait()
-                self.held_seconds += clock() - since
-                continue
-            for request in self._ledger.admit(self._prompts(self._ledger.prompts)):
-                await self._requests.put(request)
+                await self._news.wait()
+                self.held_seconds += clock() - since if held_back else 0.0
+
+    def _left(self) -> bool:
+        """Whether anything may still be admitted."""
+        done = self._version if self._replaces else self._ledger.next_iteration
+        return done < self._iterations
 
 
 class Collector:
@@ -497,7 +577,9 @@ class Collector:
         ranks: number of DP ranks.
         version: trained so far: the first iteration to send on.
         dispatcher: gives groups to ranks instead, where the number of ranks changes.
-        finished: is told of every sample that is to be trained.
+        finished: is told of every sample that is generated for training.
+        accept: whether a whole group is to be trained; None: every one is.
+        replace: admits another prompt in the place of a group that is not.
     """
 
     def __init__(
@@ -510,7 +592,10 @@ class Collector:
         version: int,
         dispatcher: Dispatcher | None = None,
         finished: Callable[[Sample], None] | None = None,
+        accept: Acceptance | None = None,
+        replace: Callable[[Sequence[ScoredSample]], None] | None = None,
     ) -> None:
+        self._accept, self._replace = accept, replace
         self._ledger = ledger
         self._scored = scored
         self._finished = finished
@@ -555,8 +640,20 @@ class Collector:
         groups = self._whole.pop(iteration)
         return sorted(groups, key=lambda group: group[0].sample.request.group)
 
+    def _accepts(self, group: list[ScoredSample], iteration: int) -> bool:
+        """Whether a group is trained; one that is not is replaced."""
+        if self._accept is None or self._replace is None or self._accept(group):
+            return True
+        if self._ledger.replaced(iteration).groups >= self._accept.most:
+            self._accept.warn(iteration)
+            return True
+        self._replace(group)
+        return False
+
     async def _take(self, group: list[ScoredSample]) -> None:
         iteration = group[0].sample.request.iteration
+        if not self._accepts(group, iteration):
+            return
         self._whole.setdefault(iteration, []).append(group)
         self._held.setdefault(iteration, []).append(group)
         while ready := self._held.pop(self._sending, None):
@@ -568,11 +665,11 @@ class Collector:
             self._complete.set()
 
     async def _send_on(self, group: list[ScoredSample]) -> None:
+        place = self._ledger.place(group[0].sample.request.group)
         if self._dispatcher is not None:
-            self._dispatcher.add(to_train(group))
+            self._dispatcher.add(to_train(group, place))
             return
-        number = group[0].sample.request.group
-        await self._groups.put(to_train(group), key=number % self._ranks)
+        await self._groups.put(to_train(group, place), key=place % self._ranks)
 
     def _answer(self, request: Request, scored: ScoredSample) -> None:
         waiting = self._expected.pop(request.name, None)
@@ -594,6 +691,8 @@ class LanguageProgress(RunProgress, kw_only=True):
     """tokens of their prompts and responses"""
     outcomes: dict[str, int] = msgspec.field(default_factory=dict)
     """samples by outcome: scored, rejected, failed"""
+    refused: int = 0
+    """groups that were replaced by others, of the iterations that are trained"""
     eval_accuracy_before: float | None = None
     eval_reward_before: float | None = None
 

@@ -6,7 +6,7 @@
     actor rank 0 --Verdict, by rank--> other ranks of the actor
     actor rank 0 --DataShare--> Dispatcher --SampleGroup--> actors
     actors --SampleGroup, trained, where there are several epochs--> Dispatcher
-    Collector --finished episodes--> EpisodeNews --EpisodesEnded--> scheduler
+    Collector --finished episodes--> SampleNews --SamplesTold--> scheduler
 
 A scheduler that dies is restarted. One that dies too often, or fails, is given up: this process
 takes its place, with policy "static", by which everybody goes home and stays there.
@@ -30,7 +30,7 @@ from rlinf_async.channels import (
     Receiver,
     Sender,
 )
-from rlinf_async.messages.language import DataShare, Request, Sample, SampleGroup
+from rlinf_async.messages.language import DataShare, Request, Sample, SampleGroup, ScoredSample
 from rlinf_async.parallel import Strategy
 from rlinf_async.runtime.calls import GroupCall, WorkerGroup
 from rlinf_async.runtime.cluster import Cluster
@@ -46,8 +46,8 @@ from rlinf_async.workers.rollout.language import LanguageRolloutReport, Language
 from rlinf_async.workers.scheduler import (
     EndedCount,
     EndedLog,
-    EpisodesEnded,
     Orders,
+    SamplesTold,
     ScheduledActor,
     ScheduledRollout,
     SchedulerReport,
@@ -114,8 +114,9 @@ async def decide(
         return summary
 
 
-class EpisodeNews:
-    """Tells the scheduler of finished episodes, which rollout workers do not know.
+class SampleNews:
+    """Tells the scheduler what rollout workers do not know: which episodes are finished, and which
+    groups were replaced by other prompts.
 
     A scheduler that is started again is told of all that are not trained: what the one before had
     read is lost with it.
@@ -129,18 +130,17 @@ class EpisodeNews:
         self._orders, self._reports = orders, reports
         self._news = WorkEvent()
         self._ended = EndedLog()
+        self._replaced = EndedLog()
 
     def ended(self, sample: Sample) -> None:
         """Take an episode; a second one of its name does no harm."""
-        request = sample.request
-        self._ended.add(
-            EndedCount(
-                group=request.group,
-                tokens=sample.generated.drawn_tokens,
-                name=request.name,
-                iteration=request.iteration,
-            )
-        )
+        self._ended.add(_count(sample))
+        self._news.set()
+
+    def replaced(self, group: Sequence[ScoredSample]) -> None:
+        """Take the samples of a group that another prompt takes the place of."""
+        for one in group:
+            self._replaced.add(_count(one.sample))
         self._news.set()
 
     async def run(self) -> None:
@@ -159,17 +159,30 @@ class EpisodeNews:
                 return
             seen = self._orders.version
             self._ended.forget(newest.boundary)
+            self._replaced.forget(newest.boundary)
             if newest.scheduler != scheduler:
                 scheduler = newest.scheduler
                 self._ended.tell_again()
+                self._replaced.tell_again()
                 self._news.set()
 
     async def _tell(self) -> None:
         while True:
             await self._news.wait()
             self._news.clear()
-            if ended := self._ended.take():
-                await self._reports.put(EpisodesEnded(ended=ended))
+            ended, replaced = self._ended.take(), self._replaced.take()
+            if ended or replaced:
+                await self._reports.put(SamplesTold(ended=ended, replaced=replaced))
+
+
+def _count(sample: Sample) -> EndedCount:
+    request = sample.request
+    return EndedCount(
+        group=request.group,
+        tokens=sample.generated.drawn_tokens,
+        name=request.name,
+        iteration=request.iteration,
+    )
 
 
 class Scheduling:
@@ -195,9 +208,9 @@ class Scheduling:
             SampleGroup, name="samples of the next epoch", capacity=batches * len(layout.actor)
         )
         """trained once, to be trained again, where there are several epochs"""
-        self.episodes = (
-            EpisodeNews(self._orders.receiver, self._reports.sender)
-            if config.has_episodes
+        self.news = (
+            SampleNews(self._orders.receiver, self._reports.sender)
+            if config.has_episodes or config.training.accept
             else None
         )
         self._telling: asyncio.Task[None] | None = None
@@ -271,9 +284,9 @@ class Scheduling:
             self.again.sender,
         )
         self._deciding = start_background(self._cluster, self._decide(), "scheduler")
-        if self.episodes is not None:
-            news = self.episodes.run()
-            self._telling = start_background(self._cluster, news, "news of episodes")
+        if self.news is not None:
+            news = self.news.run()
+            self._telling = start_background(self._cluster, news, "news of samples")
 
     async def _decide(self) -> None:
         self._summary = await decide(
