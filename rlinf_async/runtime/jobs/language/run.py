@@ -177,19 +177,8 @@ class LanguageRun:
         verifiers = self._prompts.verifiers
         roles = Roles(cluster, self.config, channels, self.model, verifiers, swapped=swapped)
         self._roles = roles
-        accept, training = self._acceptance(), self.config.training
-        wanted = f"{training.iterations} iterations of {training.prompts} prompts"
-        if accept is not None:
-            wanted += f", {self.progress.refused} refused ones beside them so far,"
-        source = Source(
-            self._ledger,
-            partial(next_prompts, self._prompts, wanted),
-            channels.tasks.sender,
-            version=self.progress.version,
-            iterations=self.config.training.iterations,
-            generated=self._in_flight.names,
-            replaces=accept is not None,
-        )
+        accept = self._acceptance()
+        source = self._source(channels, replaces=accept is not None)
         dispatcher = self._dispatcher(channels, roles)
         valued = self.config.has_critic and dispatcher is not None
         news = None if roles.scheduling is None else roles.scheduling.news
@@ -241,6 +230,21 @@ class LanguageRun:
             await self._export(flow)
         channels.weights.sender.close()
         self._scheduled = await roles.finish()
+
+    def _source(self, channels: LanguageChannels, *, replaces: bool) -> Source:
+        training = self.config.training
+        wanted = f"{training.iterations} iterations of {training.prompts} prompts"
+        if replaces:
+            wanted += f", {self.progress.refused} refused ones beside them so far,"
+        return Source(
+            self._ledger,
+            partial(next_prompts, self._prompts, wanted),
+            channels.tasks.sender,
+            version=self.progress.version,
+            iterations=training.iterations,
+            generated=self._in_flight.names,
+            replaces=replaces,
+        )
 
     def _acceptance(self) -> Acceptance | None:
         """Who says which groups are trained."""
