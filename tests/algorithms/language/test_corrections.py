@@ -166,8 +166,8 @@ def test_whole_samples_are_left_out_as_verl_rejects_them(masks: dict[str, Any]) 
                 rejected |= not low <= (ratios.sum() / mask.sum()).exp() <= high
             if "off_policy_veto" in masks:
                 rejected |= bool((ratios.exp() < masks["off_policy_veto"]).any())
-            tokens = [one[row][mask].numpy() for one in (batch.old, batch.rollout)]
-            assert is_left_out(*tokens, config) == rejected
+            old, rollout = (one[row][mask].numpy() for one in (batch.old, batch.rollout))
+            assert is_left_out(old, rollout, config) == rejected
             left, kept = left + rejected, kept + (not rejected)
     assert left > 10
     assert kept > 10

@@ -83,8 +83,8 @@ def test_whatever_the_order_and_a_kill_each_place_is_trained_once_with_an_accept
         if flying:
             request = flying.pop(chance.randrange(len(flying)))
             assert 0 <= version - request.min_version <= max_staleness
-            if (group := records.take(finished(request))) is not None:
-                arrived(group)
+            if (done := records.take(finished(request))) is not None:
+                arrived(done)
         if len(whole.get(version, [])) == count:
             trained += sorted(whole.pop(version))
             records.trained(version)
