@@ -1,5 +1,6 @@
 """The graph of workers and channels of a run: of one that goes on, from ``status.json``; of one
-that has ended, from the numbers of its trace.
+that has ended, from the numbers of its trace. Beside it who was busy, and who waited for whom, from
+the newest records of ``waits.jsonl``.
 
 Nodes are groups of workers and channels, and the run itself, which holds the ends of channels that
 no worker holds. An edge leads the way that the items go.
@@ -7,14 +8,23 @@ no worker holds. An edge leads the way that the items go.
 
 from __future__ import annotations
 
+import os
 import re
+from collections import defaultdict
+from pathlib import Path
 from typing import Any, Final
 
+from rlinf_async.observe.files import explaining
 from rlinf_async.observe.progress import ProgressState
+from rlinf_async.observe.waits import MAIN, WAITS, WaitsRecord, decode_waits
 
 DRIVER: Final = "the run"
 """the process of the run, which puts to and gets from channels itself"""
 ARROW: Final = " -> "
+NEWEST: Final = 512 * 1024
+"""bytes of the records of waits that are read, the newest"""
+LEAST_SHARE: Final = 0.005
+"""share of its time that somebody waited, below which it is not told"""
 
 
 def of_status(shown: ProgressState) -> dict[str, Any]:
@@ -161,3 +171,68 @@ def _ends(edge: str, channels: set[str]) -> tuple[str, str, str] | None:
         if left in channels:
             return right, left, "in"
     return None
+
+
+def newest_waits(run: Path) -> list[WaitsRecord]:
+    """The newest records of the waits of a run, oldest first; none where it has none.
+
+    Raises:
+        RunFolderError: they cannot be read.
+    """
+    path = run / WAITS
+    with explaining("read", path):
+        try:
+            with path.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - NEWEST))
+                content = file.read()
+        except FileNotFoundError:
+            return []
+    if size > NEWEST:  # its first line is a part of one
+        content = content.partition(b"\n")[2]
+    return decode_waits(content, path)
+
+
+def add_waits(told: dict[str, Any], records: list[WaitsRecord]) -> None:
+    """Add to a graph how busy each group was, and who waited for what, as shares of time."""
+    if not records:
+        return
+    busy: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    ranks: dict[str, set[str]] = defaultdict(set)
+    waited: dict[tuple[str, str, str], float] = defaultdict(float)
+    unblockers: dict[tuple[str, str, str], set[str]] = defaultdict(set)
+    for record in records:
+        for party in record.parties:
+            sums = busy[group_of(party.worker)]
+            sums[0] += party.busy * party.seconds
+            sums[1] += party.seconds
+        for wait in record.waits:
+            group = _named(wait.party)
+            ranks[group].add(wait.party.partition(".")[0])
+            waited[group, wait.operation, wait.channel] += wait.seconds
+            unblockers[group, wait.operation, wait.channel] |= set(map(_named, wait.unblockers))
+    seconds = sum(record.seconds for record in records)
+    for group in told["groups"]:
+        work, time = busy.get(group["name"], (0.0, 0.0))
+        group["busy"] = work / time if time > 0 else None
+    first, last = records[0], records[-1]
+    told["iterations"] = [first.iteration - first.iterations + 1, last.iteration]
+    told["shares"] = [
+        {
+            "group": group,
+            "operation": operation,
+            "channel": channel,
+            "share": min(1.0, total / (seconds * len(ranks[group]))),
+            "unblockers": sorted(unblockers[group, operation, channel]),
+        }
+        for (group, operation, channel), total in sorted(
+            waited.items(), key=lambda one: (-one[1] / len(ranks[one[0][0]]), one[0])
+        )
+        if seconds > 0 and total / (seconds * len(ranks[group])) >= LEAST_SHARE
+    ]
+
+
+def _named(party: str) -> str:
+    """The group of a party that waits, or holds the other end."""
+    group = group_of(party.partition(".")[0])
+    return DRIVER if group == MAIN else group

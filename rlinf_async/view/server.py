@@ -197,11 +197,12 @@ class Page:
         run = self._run(request)
         shown = await run_in_threadpool(run.shown)
         if shown is not None:
-            return _json(graph.of_status(shown))
+            return _json(await run_in_threadpool(_with_waits, graph.of_status(shown), run))
         digest = self._traces.of(run.folder / "trace.json.gz")
         if digest is None:
             return _json({"waiting": "the trace is being read"}, 202)
-        return _json(graph.of_trace(spans.header_of(digest)))
+        told = graph.of_trace(spans.header_of(digest))
+        return _json(await run_in_threadpool(_with_waits, told, run))
 
     async def _timeline(self, request: Request) -> Response:
         from starlette.responses import Response
@@ -265,6 +266,15 @@ class Page:
             return self._runs.of(number)
         except KeyError as error:
             raise Missing(f"there is no run of the number {number}") from error
+
+
+def _with_waits(told: dict[str, Any], run: Run) -> dict[str, Any]:
+    """The graph, with the waits of the run, or with what is wrong with their file."""
+    try:
+        graph.add_waits(told, graph.newest_waits(run.folder))
+    except RunFolderError as error:
+        told["problem"] = str(error)
+    return told
 
 
 def _static_files() -> dict[str, bytes]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import httpx
+import msgspec
 import numpy as np
 
 from rlinf_async.observe.metrics import CsvLog
@@ -18,7 +19,8 @@ from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.samples import SamplesConfig, SampleWriter, Vocabulary
 from rlinf_async.observe.status import Status, write_status
 from rlinf_async.observe.summary import LanguageSummary, write_summary
-from rlinf_async.observe.trace import Counter, Span, write_perfetto
+from rlinf_async.observe.trace import Counter, Span, Work, write_perfetto
+from rlinf_async.observe.waits import WAITS, PartyWait, PartyWork, WaitsRecord
 from rlinf_async.runtime.jobs.language.kept import KeptLanguageSample
 from rlinf_async.view.runs import Runs
 from rlinf_async.view.server import serve
@@ -69,6 +71,28 @@ def keep_samples(run: Path, prompt: str = "1 + 1 =", groups: int = 15) -> None:
     )
     writer.put(lambda: made, len(made))
     assert writer.close() == {}
+
+
+def keep_waits(run: Path, iterations: int = 4) -> None:
+    """Records of a run whose rollout workers wait for the reward worker three quarters of it."""
+    records = [
+        WaitsRecord(
+            iteration=at, seconds=2.0,
+            parties=[
+                PartyWork(worker=name, role=name[:-3].lower(), seconds=2.0,
+                          work=[Work("", seconds=2.0 * busy, count=1)])
+                for name, busy in (("Rollout[0]", 0.2), ("Rollout[1]", 0.3), ("Reward[0]", 0.95))
+            ],
+            waits=[
+                PartyWait(f"Rollout[{rank}].generate", "put", "generated", 1, 1.5,
+                          ("Reward[0].score",))
+                for rank in range(2)
+            ] + [PartyWait("main.collect", "get", "scored", 1, 0.5, ("Reward[0].score",))],
+        )
+        for at in range(1, iterations + 1)
+    ]  # fmt: skip
+    content = b"".join(msgspec.json.encode(one) + b"\n" for one in records)
+    (run / WAITS).write_bytes(content)
 
 
 def write_trace(path: Path) -> None:

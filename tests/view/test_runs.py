@@ -17,10 +17,11 @@ import pytest
 from rlinf_async.cli import main
 from rlinf_async.config import UsageError
 from rlinf_async.observe.metrics import CsvLog
+from rlinf_async.view.graph import newest_waits
 from rlinf_async.view.runs import Runs
 from rlinf_async.view.server import listener
 from rlinf_async.view.table import Table
-from tests.view.kit import CONFIG, entered, make_run
+from tests.view.kit import CONFIG, entered, keep_waits, make_run
 
 ROWS = [{"loss": 1.0 / (1 + i), "reward": float(i)} for i in range(5)]
 HOLD = """
@@ -123,6 +124,32 @@ def test_the_graph_of_a_run_that_has_ended_comes_from_its_trace(tmp_path: Path) 
         assert ("the run", "requests", "out") in ends
         depth = next(one["depth"] for one in told["channels"] if one["name"] == "requests")
         assert depth == pytest.approx(sum(i % 5 for i in range(29)) / 29)
+
+
+def test_the_graph_says_who_waited_for_whom(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "waited", ROWS)
+    keep_waits(run)
+    with entered(run) as client:
+        told = settled(client, "/api/graph", 0)
+        busy = {one["name"]: one.get("busy") for one in told["groups"]}
+        assert (busy["Rollout"], busy["Reward"]) == (pytest.approx(0.25), pytest.approx(0.95))
+        assert told["iterations"] == [1, 4]
+        shares = [(one["group"], one["channel"], one["share"]) for one in told["shares"]]
+        assert shares == [("Rollout", "generated", 0.75), ("the run", "scored", 0.25)]
+        assert told["shares"][0]["unblockers"] == ["Reward"]
+        with (run / "waits.jsonl").open("ab") as file:
+            file.write(b'{"iteration": "none"}\n{"iteration')
+        told = settled(client, "/api/graph", 0)
+        assert "line 5 is no record of waits" in told["problem"]
+        assert told["channels"]
+
+
+def test_of_a_long_run_the_newest_waits_are_read(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "long")
+    keep_waits(run, iterations=3000)
+    records = newest_waits(run)
+    assert records[-1].iteration == 3000
+    assert 10 < len(records) < 3000
 
 
 def test_only_new_cells_are_told_and_all_of_a_file_that_was_replaced(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ export const graph = {
     this.picture.replaceChildren(this.svg(told));
     if (focused) { const again = [...this.picture.querySelectorAll("[data-node]")].find((one) => one.dataset.node === focused); if (again) again.focus(); }
     if (this.chosen) this.tell(this.chosen);
-    this.lists.replaceChildren(this.waits(told, run));
+    this.lists.replaceChildren(...[this.shares(told), this.waits(told, run)].filter(Boolean));
   },
 
   svg(told) {
@@ -91,11 +91,11 @@ export const graph = {
     const width = EDGE * 2 + columns.length * (WIDE + ACROSS) - ACROSS, height = 40 + tall * (HIGH + DOWN) - DOWN + below * 18 + (below ? 16 : 0);
     const arrow = h("svg:marker", { id: "arrow", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 9, markerHeight: 9, orient: "auto", markerUnits: "userSpaceOnUse" }, h("svg:path", { d: "M0 0 8 4 0 8z", fill: "context-stroke" }));
     const root = h("svg:svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": "workers and channels" }, h("svg:defs", {}, arrow));
-    const waited = new Set((told.waits || []).map((one) => `${one.group} ${one.channel} ${one.operation}`));
+    const waited = new Map((told.shares || []).map((one) => [`${one.group} ${one.channel} ${one.operation}`, one.share]));
     let lane = 0;
     for (const edge of edges) {
       const returning = back.has(`${edge.from}\u0000${edge.to}`);
-      root.append(...this.edge(edge, place.get(edge.from), place.get(edge.to), returning ? height - 12 - 18 * lane++ : null, waited.has(`${edge.group} ${edge.channel} ${edge.way === "out" ? "put" : "get"}`)));
+      root.append(...this.edge(edge, place.get(edge.from), place.get(edge.to), returning ? height - 12 - 18 * lane++ : null, waited.get(`${edge.group} ${edge.channel} ${edge.way === "out" ? "put" : "get"}`) || 0));
     }
     for (const [node, one] of groups) root.append(this.group(node, one, place.get(node), told));
     for (const [node, one] of channels) root.append(this.channel(node, one, place.get(node), told));
@@ -118,14 +118,15 @@ export const graph = {
   edge(edge, from, to, lane, waited) {
     const x1 = from.x + WIDE, y1 = from.y + HIGH / 2, x2 = to.x, y2 = to.y + HIGH / 2;
     const name = edge.way === "out" ? `${edge.group} → ${edge.channel}` : `${edge.channel} → ${edge.group}`;
-    const rate = edge.rate ? `${short(edge.rate)}/s` : "";
+    const much = waited >= 0.2, share = much ? `waits ${Math.round(waited * 100)} %` : "";
+    const rate = [edge.rate ? `${short(edge.rate)}/s` : "", share].filter(Boolean).join(", ");
     let path, tx = (x1 + x2) / 2, ty = (y1 + y2) / 2 - 5;
     if (lane !== null) { // around everything, back to the left
       path = `M${x1} ${y1 + 12}C${x1 + 40} ${y1 + 12} ${x1 + 40} ${lane} ${x1 - 10} ${lane}L${x2 + 10} ${lane}C${x2 - 40} ${lane} ${x2 - 40} ${y2 + 12} ${x2} ${y2 + 12}`;
       ty = lane - 4;
     } else path = `M${x1} ${y1}C${x1 + ACROSS / 2} ${y1} ${x2 - ACROSS / 2} ${y2} ${x2} ${y2}`;
     return [
-      h("svg:path", { class: waited ? "edge waited" : "edge", d: path, "marker-end": "url(#arrow)" }, h("svg:title", { text: `${name}${rate && `, ${rate}`}${waited ? ", waits" : ""}` })),
+      h("svg:path", { class: much ? "edge waited" : "edge", d: path, "marker-end": "url(#arrow)" }, h("svg:title", { text: `${name}${rate && `, ${rate}`}` })),
       h("svg:text", { class: "small", x: tx, y: ty, "text-anchor": "middle", text: rate }),
     ];
   },
@@ -146,7 +147,8 @@ export const graph = {
       const doing = [...new Set(one.workers.map((worker) => worker.doing).filter(Boolean))].join(", ");
       if (waiting.length) lines.push(`${waiting.length} of ${count} wait: ${on}`);
       if (doing) lines.push(doing);
-    } else if (one.share) lines.push(one.share);
+    }
+    if (one.busy !== null && one.busy !== undefined) lines.push(`busy ${Math.round(one.busy * 100)} %`);
     const limit = told.bottleneck && told.bottleneck.role === one.name;
     if (limit) lines.unshift("⚠ bottleneck");
     return this.box(node, place, "group", count > 1 ? `${one.name} × ${count}` : one.name, lines.slice(0, 2), { class: limit ? " limit" : "" });
@@ -175,6 +177,15 @@ export const graph = {
       lines.push(edge.rate === undefined ? way : `${way}: ${short(edge.rate)} items/s, ${short(edge.bytes / 1e6)} MB/s`);
     }
     this.details.replaceChildren(h("h3", { text: name }), h("div", { text: lines.join("\n") || "nothing more is known" }));
+  },
+
+  // Who waited for whom over the last iterations.
+  shares(told) {
+    if (!told.shares || !told.shares.length) return null;
+    const head = h("tr", {}, ...["who", "waits for", "share of its time", "who can end it"].map((text) => h("th", { scope: "col", text })));
+    const rows = told.shares.slice(0, 30).map((one) => h("tr", {}, h("td", { text: one.group }), h("td", { text: `${one.operation} ${one.channel}` }), h("td", { class: "number", text: `${(one.share * 100).toFixed(1)} %` }), h("td", { text: one.unblockers.join(", ") })));
+    const [first, last] = told.iterations;
+    return h("section", {}, h("h2", { text: `Who waited for whom, iterations ${first} to ${last}` }), h("table", { class: "shares" }, h("thead", {}, head), h("tbody", {}, rows)));
   },
 
   waits(told, run) {
