@@ -25,7 +25,7 @@ def guarded(command: Callable[[], object], session: Session) -> int:
     try:
         result = command()
     except BaseException as error:
-        return _failed(_first_cause(error), session)
+        return _failed(first_cause(error), session)
     return result if isinstance(result, int) else OK
 
 
@@ -54,12 +54,12 @@ def _report(error: Exception, session: Session) -> None:
     if session.traceback:
         click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
         return
-    click.echo(f"error: {_text(error)}", err=True)
+    click.echo(f"error: {message(error)}", err=True)
     if not _is_ours(error) or _is_explained(error):
         click.echo("(--traceback shows where this was raised)", err=True)
 
 
-def _text(error: BaseException) -> str:
+def message(error: BaseException) -> str:
     """The message of an error; with its type where it is not one of ours, which say all in
     words. Its notes follow, each on a line."""
     return "\n".join([_message(error), *getattr(error, "__notes__", ())])
@@ -71,7 +71,7 @@ def _message(error: BaseException) -> str:
     if _is_ours(error):
         return str(error)
     if isinstance(error, BaseExceptionGroup):
-        causes = "\n".join(f"- {_text(inner)}" for inner in error.exceptions)
+        causes = "\n".join(f"- {message(inner)}" for inner in error.exceptions)
         return f"{len(error.exceptions)} things failed:\n{causes}"
     return raised(error).removesuffix(": ")
 
@@ -85,10 +85,10 @@ def _is_ours(error: BaseException) -> bool:
     return type(error).__module__.split(".")[0] == "rlinf_async"
 
 
-def _first_cause(error: BaseException) -> BaseException:
+def first_cause(error: BaseException) -> BaseException:
     """Return the one error inside a group; a group that has an interrupt counts as an interrupt."""
     if not isinstance(error, BaseExceptionGroup):
         return error
     if (interrupts := error.subgroup((KeyboardInterrupt, Terminated))) is not None:
-        return _first_cause(interrupts.exceptions[0])
-    return _first_cause(error.exceptions[0]) if len(error.exceptions) == 1 else error
+        return first_cause(interrupts.exceptions[0])
+    return first_cause(error.exceptions[0]) if len(error.exceptions) == 1 else error

@@ -37,6 +37,9 @@ ARROWS: dict[str, set[str]] = {
     | {"workers"},
     "simulate": LIGHT
     | {"backends", "channels", "episodes", "observe", "runtime", "testing", "workers"},
+    "language": LIGHT
+    | {"algorithms", "backends", "data", "episodes", "observe", "runtime", "workers"},
+    "embodied": LIGHT | {"algorithms", "backends", "observe", "runtime", "workers"},
     "testing": LIGHT | {"channels", "data", "episodes", "runtime", "workers"},
     "view": LIGHT | {"observe"},
     "cli": LIGHT | {"channels", "observe", "recording", "runtime", "simulate", "view", "workers"},

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import os
 import pathlib
+import re
+import shutil
 import subprocess
 import sys
 from typing import Any, cast
@@ -23,19 +26,28 @@ ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
 
-def run(*command: object) -> subprocess.CompletedProcess[str]:
-    """Run ``python ...`` in the repository's root, as a reader would."""
+EXECUTE = """
+import sys, nbclient, nbformat
+notebook = nbformat.read(sys.argv[1], 4)
+nbclient.NotebookClient(notebook, timeout=None).execute()
+nbformat.write(notebook, sys.argv[1])
+"""
+
+
+def run(*command: object, folder: pathlib.Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run ``python ...`` in the repository's root, or elsewhere, as a reader would."""
     words = [sys.executable, *(str(word) for word in command)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
 
 
+SUFFIXES = (".ipynb", ".py", ".toml")
 ELSEWHERE = {"program_output.py": "rewards/test_isolation.py"}
 """Examples that the tests of what they show run."""
 
 
 def test_every_example_is_run_here_or_where_it_is_said() -> None:
-    names = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".toml")}
+    names = {path.name for path in EXAMPLES.iterdir() if path.suffix in SUFFIXES}
     source = pathlib.Path(__file__).read_text(encoding="utf-8")
     assert {name for name in names if f'"{name}"' not in source} == set()
     for example, test in ELSEWHERE.items():
@@ -51,6 +63,31 @@ def test_the_custom_workers_find_every_prime() -> None:
     )
     assert sum(tested) == 1998
     assert sum(primes.values()) == 303
+
+
+def test_a_run_from_python_learns_to_say_digits(tmp_path: pathlib.Path) -> None:
+    script = shutil.copy(EXAMPLES / "train_from_python.py", tmp_path)
+    done = run(script, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    *rows, answers, end = done.stdout.splitlines()
+    assert [line.partition(":")[0] for line in rows] == [f"iteration {n}" for n in (4, 9, 14, 19)]
+    assert float(rows[-1].rpartition(" ")[2]) > 0.8
+    assert answers.startswith("best answer at first: ")
+    assert end.startswith(f"finished, everything is in {tmp_path}/runs/digits-")
+
+
+def test_the_notebook_shows_a_bar_and_what_the_model_said(tmp_path: pathlib.Path) -> None:
+    notebook = shutil.copy(EXAMPLES / "train_from_python.ipynb", tmp_path)
+    done = run("-W", "ignore", "-c", EXECUTE, notebook, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    cells = json.loads(pathlib.Path(notebook).read_text(encoding="utf-8"))["cells"]
+    outputs = [one for cell in cells for one in cell.get("outputs", ())]
+    [bar] = [one for one in outputs if one["output_type"] == "display_data"]
+    assert '<progress value="20" max="20"' in "".join(bar["data"]["text/html"])
+    assert "| finished: " in "".join(bar["data"]["text/plain"])
+    printed = "".join("".join(one["text"]) for one in outputs if one["output_type"] == "stream")
+    assert "iteration 19: reward " in printed
+    assert len(re.findall(r"^(?:0|19) <user>", printed, re.MULTILINE)) == 6
 
 
 def test_the_custom_worker_brings_in_no_torch() -> None:

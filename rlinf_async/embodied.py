@@ -1,0 +1,78 @@
+"""The configurations of ``embodied_ppo`` and ``embodied_sac``, jobs in environments: a Struct for
+each of their tables, from one module.
+
+::
+
+    from rlinf_async.embodied import EmbodiedConfig, EmbodiedTrainingConfig, EnvConfig
+
+What each setting means is in the docs, under its table. Importing this brings in no torch.
+"""
+
+from rlinf_async.algorithms.config import AdvantageConfig, LossConfig
+from rlinf_async.backends.base import OptimizerConfig, SchedulerConfig
+from rlinf_async.backends.fsdp.config import (
+    CloningConfig,
+    EmbodiedTrainerConfig,
+    FSDPConfig,
+    PPOConfig,
+)
+from rlinf_async.backends.policies.config import PolicyConfig
+from rlinf_async.backends.policies.vision_language.config import LoraConfig, VisionLanguageConfig
+from rlinf_async.backends.sac_config import (
+    SacLossConfig,
+    SacOptimizerConfig,
+    SacPolicyConfig,
+    SacShardingConfig,
+    SacTrainerConfig,
+)
+from rlinf_async.messages.spaces import ActionSpec, Factor, ObservationPart, ObservationSpec
+from rlinf_async.runtime.jobs.config import RayConfig
+from rlinf_async.runtime.jobs.embodied.settings import (
+    DemonstrationsConfig,
+    EmbodiedClusterConfig,
+    EmbodiedConfig,
+    EmbodiedEvaluationConfig,
+    EmbodiedPlacement,
+    EmbodiedTrainingConfig,
+)
+from rlinf_async.runtime.jobs.embodied_sac.config import SacConfig, SacTrainingConfig
+from rlinf_async.runtime.jobs.placement import RolePlacement
+from rlinf_async.workers.env.config import EnvConfig
+from rlinf_async.workers.replay.worker import ReplayConfig
+from rlinf_async.workers.rollout.policy import RolloutConfig
+
+__all__ = [
+    "ActionSpec",
+    "AdvantageConfig",
+    "CloningConfig",
+    "DemonstrationsConfig",
+    "EmbodiedClusterConfig",
+    "EmbodiedConfig",
+    "EmbodiedEvaluationConfig",
+    "EmbodiedPlacement",
+    "EmbodiedTrainerConfig",
+    "EmbodiedTrainingConfig",
+    "EnvConfig",
+    "FSDPConfig",
+    "Factor",
+    "LoraConfig",
+    "LossConfig",
+    "ObservationPart",
+    "ObservationSpec",
+    "OptimizerConfig",
+    "PPOConfig",
+    "PolicyConfig",
+    "RayConfig",
+    "ReplayConfig",
+    "RolePlacement",
+    "RolloutConfig",
+    "SacConfig",
+    "SacLossConfig",
+    "SacOptimizerConfig",
+    "SacPolicyConfig",
+    "SacShardingConfig",
+    "SacTrainerConfig",
+    "SacTrainingConfig",
+    "SchedulerConfig",
+    "VisionLanguageConfig",
+]

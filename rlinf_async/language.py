@@ -1,0 +1,74 @@
+"""The configuration of the ``language_rl`` job: a Struct for each of its tables, from one module.
+
+::
+
+    from rlinf_async.language import LanguageConfig, ModelConfig, TrainingConfig
+
+What each setting means is in the docs, under its table. Importing this brings in no torch.
+"""
+
+from rlinf_async.algorithms.config import LanguageAdvantageConfig, LanguageLossConfig
+from rlinf_async.backends.base import SchedulerConfig
+from rlinf_async.backends.megatron.config import MegatronOptions
+from rlinf_async.backends.toy.config import ToyEngineConfig, ToyTrainerConfig
+from rlinf_async.backends.transformers.config import TransformersEngineConfig
+from rlinf_async.backends.vllm.config import VllmEngineConfig
+from rlinf_async.data.config import DataConfig
+from rlinf_async.episodes.endpoint.config import EndpointConfig
+from rlinf_async.messages.language import Sampling
+from rlinf_async.observe.samples import SamplesConfig
+from rlinf_async.runtime.jobs.config import RayConfig
+from rlinf_async.runtime.jobs.language.config import (
+    ActorConfig,
+    ClusterConfig,
+    CriticConfig,
+    CriticOptimizerConfig,
+    EvaluationConfig,
+    GenerationSettings,
+    LanguageConfig,
+    LanguageOptimizerConfig,
+    LanguagePlacement,
+    ModelConfig,
+    TrainingConfig,
+    WarmStartConfig,
+)
+from rlinf_async.runtime.jobs.placement import RolePlacement
+from rlinf_async.scheduling.config import SchedulingConfig
+from rlinf_async.scheduling.state import Rates
+from rlinf_async.workers.episode.config import EpisodeConfig
+from rlinf_async.workers.reward import RewardConfig
+from rlinf_async.workers.rollout.language import LanguageRolloutConfig
+
+__all__ = [
+    "ActorConfig",
+    "ClusterConfig",
+    "CriticConfig",
+    "CriticOptimizerConfig",
+    "DataConfig",
+    "EndpointConfig",
+    "EpisodeConfig",
+    "EvaluationConfig",
+    "GenerationSettings",
+    "LanguageAdvantageConfig",
+    "LanguageConfig",
+    "LanguageLossConfig",
+    "LanguageOptimizerConfig",
+    "LanguagePlacement",
+    "LanguageRolloutConfig",
+    "MegatronOptions",
+    "ModelConfig",
+    "Rates",
+    "RayConfig",
+    "RewardConfig",
+    "RolePlacement",
+    "SamplesConfig",
+    "Sampling",
+    "SchedulerConfig",
+    "SchedulingConfig",
+    "ToyEngineConfig",
+    "ToyTrainerConfig",
+    "TrainingConfig",
+    "TransformersEngineConfig",
+    "VllmEngineConfig",
+    "WarmStartConfig",
+]
