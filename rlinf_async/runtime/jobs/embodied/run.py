@@ -32,7 +32,7 @@ import shutil
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Generic, Literal, NamedTuple, TypeVar
@@ -45,6 +45,7 @@ from rlinf_async.observe.metrics import MetricsWriter
 from rlinf_async.observe.pictures import draw_learning_curve
 from rlinf_async.observe.progress import ProgressState, ProgressView, figure
 from rlinf_async.observe.run_folder import RunFolder
+from rlinf_async.observe.samples import KeptSample, SampleWriter
 from rlinf_async.observe.summary import EmbodiedSummary, Staleness
 from rlinf_async.observe.waits import Facts
 from rlinf_async.runtime.calls import GroupCall, WorkerGroup
@@ -82,6 +83,9 @@ from rlinf_async.runtime.jobs.view import Headline, LiveView
 from rlinf_async.runtime.signals import RunSignals, run_signals
 from rlinf_async.workers.actor import EmbodiedFSDPActor, TrainingPlan
 from rlinf_async.workers.env import EnvReport, EvaluatedEpisode, EvaluationPlan
+
+FLUSH_SECONDS = 5.0
+"""seconds that a checkpoint waits for a disk that episodes are written to"""
 
 
 class EmbodiedProgress(RunProgress, kw_only=True):
@@ -133,6 +137,41 @@ def merged(parts: Sequence[TrainReport]) -> TrainReport:
         episode_length=[value for one in parts for value in one.episode_length],
         episode_success=[value for one in parts for value in one.episode_success],
     )
+
+
+def trained_episodes(report: TrainReport, step: int) -> Iterator[KeptSample]:
+    """The summaries of the episodes that ended in an iteration, as they are kept."""
+    ended = zip(report.episode_return, report.episode_length, report.episode_success, strict=True)
+    for number, (episode_return, length, success) in enumerate(ended):
+        yield KeptSample(
+            name=f"{report.iteration}/{number}",
+            kind="training",
+            step=step,
+            iteration=report.iteration,
+            trained=True,
+            outcome="scored",
+            reward=episode_return,
+            size=length,
+            success=success,
+        )
+
+
+def evaluated_episodes(
+    episodes: Sequence[EvaluatedEpisode], step: int, version: int
+) -> Iterator[KeptSample]:
+    """The summaries of the episodes of an evaluation, as they are kept."""
+    for one in episodes:
+        yield KeptSample(
+            name=f"{-1 - one.episode}/{version}",
+            kind="evaluation",
+            step=step,
+            iteration=version,
+            trained=False,
+            outcome="scored",
+            reward=one.episode_return,
+            size=one.length,
+            success=one.success,
+        )
 
 
 def row(progress: EmbodiedProgress, report: TrainReport) -> dict[str, float]:
@@ -400,6 +439,7 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
         """warnings that were printed"""
         self._episodes: list[EvaluatedEpisode] = []
         """episodes of the evaluation"""
+        self._samples: SampleWriter | None = None
 
     @abstractmethod
     async def main(self, cluster: Cluster, view: LiveView) -> None:
@@ -419,6 +459,7 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
         """Train, evaluate, and wait for the workers that collect to end."""
         flow.view.note = ""
         kept = self.progress.env_steps if self.progress.version else None
+        self._samples = SampleWriter(self.folder.path, self.config.samples, keep_to=kept)
         with flow.collectors.serving(), flow.view.metrics(kept) as metrics:
             kept = self.config.training.keep_checkpoints
             checkpointer = Checkpointer(flow.cluster, writers, self.folder.checkpoints, kept)
@@ -435,9 +476,14 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
     ) -> list[EvaluatedEpisode]:
         """Evaluate weights of at least this version."""
         cluster, channels, collectors, view = flow
-        return await evaluate(
+        episodes = await evaluate(
             cluster, self.config, channels, collectors, view, min_version=min_version
         )
+        if self._samples is not None:
+            step = self.progress.env_steps + 1 if min_version else 0
+            make = partial(evaluated_episodes, episodes, step, min_version)
+            self._samples.put(make, len(episodes))
+        return episodes
 
     # ---- training
 
@@ -470,7 +516,12 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
         training = self.config.training
         await self._issue(channels, report.version + training.max_staleness)
         self.progress.take(report, loop.clock(), training.return_window)
+        if self._samples is not None:
+            make = partial(trained_episodes, report, self.progress.env_steps)
+            self._samples.put(make, len(report.episode_return))
         if loop.signals.take_checkpoint_request() or self._checkpoint_due(report.version):
+            if self._samples is not None:  # those of this version are kept by then
+                await asyncio.to_thread(self._samples.flushed, FLUSH_SECONDS)
             await loop.checkpointer.begin(self.progress)
 
     def _checkpoint_due(self, version: int) -> bool:
@@ -519,13 +570,15 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
         return made if ended else {"learning curve": made["learning curve"]}
 
     def summary(self, stopped: Stopped | None) -> EmbodiedSummary:
-        """Return the summary of the run."""
+        """Return the summary of the run, whose episodes are all written by then."""
         summary = summarized(self.config, self.progress, self._episodes, stopped)
         if self.progress.version:
             summary.dropped = {
                 "stale answers": sum(report.dropped_answers for report in self._env_reports),
                 "second trajectories": self.progress.duplicates,
             }
+        if self._samples is not None:
+            summary.dropped |= self._samples.close()
         return summary
 
 

@@ -18,6 +18,7 @@ from rlinf_async.backends.policies.config import MLPS, PolicyConfig, mlp_misfit,
 from rlinf_async.config import ConfigError
 from rlinf_async.config.counts import MOST_WORKERS, check_bounds
 from rlinf_async.messages.spaces import EnvSpec
+from rlinf_async.observe.samples import SamplesConfig
 from rlinf_async.observe.sinks.config import ObserveConfig, check_sinks
 from rlinf_async.runtime.apart import apart as run_apart
 from rlinf_async.runtime.jobs.config import HostConfig
@@ -42,6 +43,7 @@ ALWAYS_MAY_DIFFER = (
     "training.keep_checkpoints",
     "training.return_window",
     "observe",
+    "samples",
     "env.make_seconds",
     "env.reset_seconds",
     "env.step_seconds",
@@ -191,6 +193,7 @@ class EnvironmentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     evaluation: EmbodiedEvaluationConfig = EmbodiedEvaluationConfig()
     recording: RecordingConfig = RecordingConfig()
     observe: ObserveConfig = ObserveConfig()
+    samples: SamplesConfig = SamplesConfig()
     cluster: EmbodiedClusterConfig = EmbodiedClusterConfig()
 
     def __post_init__(self) -> None:
