@@ -11,7 +11,7 @@ from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.key_queue import Delivery, Entry, KeyQueue, Outcome
 from rlinf_async.channels.latest import Latest
 from rlinf_async.channels.queue import Queue
-from rlinf_async.channels.remote_payload import remote_payload_of
+from rlinf_async.channels.remote_payload import RemotePayload, remote_payload_of
 from rlinf_async.channels.statistics import current_party
 from rlinf_async.channels.wire.codec import ItemCodec
 from rlinf_async.recording.events import (
@@ -121,11 +121,7 @@ class ChannelTap(_Tap):
     def put(
         self, queue: KeyQueue, first: int, items: Sequence[Any], weight: int, sender: str
     ) -> None:
-        bodies = [self._body(item) for item in items]
-        nbytes = sum([len(body.data) for body in bodies])
-        for body in bodies:
-            if body.buffers:
-                nbytes += sum(map(len, body.buffers))
+        bodies, nbytes, payloads = self._bodies(items)
         recorder = self.recorder
         event, following = self._last_put
         if (
@@ -150,10 +146,22 @@ class ChannelTap(_Tap):
             )
             recorder.begin(event, nbytes)
         self._last_put = event, first + len(items)
-        payloads = [found for body in bodies if (found := remote_payload_of(body)) is not None]
-        loading = [payload.start_loading() for payload in payloads if not payload.lost]
         if payloads:
+            loading = [payload.start_loading() for payload in payloads if not payload.lost]
             recorder.wait_for(loading)
+
+    def _bodies(self, items: Sequence[Any]) -> tuple[list[Encoded], int, list[RemotePayload]]:
+        """Items as they travel, the bytes of them all, and their arrays that are elsewhere."""
+        nbytes = 0
+        for item in items:
+            if item.__class__ is not Encoded or item.buffers:
+                break
+            nbytes += len(item.data)
+        else:  # as most that come in numbers
+            return list(items), nbytes, []
+        bodies = [self._body(item) for item in items]
+        payloads = [found for body in bodies if (found := remote_payload_of(body)) is not None]
+        return bodies, sum([body.nbytes for body in bodies]), payloads
 
     def withdrawn(self, sequence: int) -> None:
         self.recorder.note(Withdrawn(channel=self.name, sequence=sequence))
