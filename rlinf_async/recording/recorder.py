@@ -447,6 +447,9 @@ class _Writer:
             self._append(segments.frame_of(events), first)
         except OSError as error:
             self.failure = f"{error.strerror or error} ({self.folder})"
+        except Exception as error:  # an event that cannot be written must not end the thread
+            log.exception("an event of the recording in %s could not be written", self.folder)
+            self.failure = f"{type(error).__name__}: {error}"
         else:
             self.written = last
 
