@@ -20,6 +20,7 @@ from rlinf_async.channels.encoded import Encoded
 from rlinf_async.recording import (
     DamagedRecording,
     Dropped,
+    Launched,
     NoRecording,
     OtherVersion,
     Put,
@@ -291,3 +292,13 @@ def test_a_file_is_not_larger_than_what_zstd_makes_of_the_payload(tmp_path: Path
 def test_kills_at_random_moments_leave_what_was_said_to_be_written() -> None:
     found = run_lives(8, seed=int.from_bytes(os.urandom(3), "little"))
     assert sum(one.items for one in found) > 0
+
+
+def test_an_event_that_cannot_be_written_ends_the_recording(tmp_path: Path) -> None:
+    recorder = write(tmp_path / "1", [1, 2])
+    odd = Launched(worker="A[0]", cls="a:A", group="A", rank=0, world=1, details={"odd": object()})
+    recorder.note(odd)
+    assert not recorder.flush()
+    assert "TypeError" in recorder.state.failure
+    recorder.close()
+    assert sequences(tmp_path) == [1, 2]
