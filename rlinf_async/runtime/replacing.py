@@ -26,6 +26,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
+from rlinf_async.channels.statistics import until_done
 from rlinf_async.runtime.launching import check_arguments, check_class
 from rlinf_async.runtime.supervise import Life, Supervisor, all_or_none, log_failed_stops
 from rlinf_async.runtime.wakers import internal
@@ -147,8 +148,10 @@ async def _beside(
         else:
             done = zip(ranks, starts, strict=True)
             ready = [(one, start.result()) for one, start in done if _succeeded(start)]
-        stops = (one.give_up_successor(life, group.grace) for one, life in ready)
-        log_failed_stops(await asyncio.gather(*stops, return_exceptions=True))
+        stops = [one.give_up_successor(life, group.grace) for one, life in ready]
+        for stop in stops:
+            await until_done(stop)
+        log_failed_stops([None if one.cancelled() else one.exception() for one in stops])
         raise
 
 

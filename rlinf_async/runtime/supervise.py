@@ -62,6 +62,7 @@ class MovingCall(Protocol):
     def move(self, worker: WorkerHandle, within: float, left: Callable[[], None]) -> bool:
         """Have the method leave this worker, and begin again in the next; False where it does not
         run there. ``left`` is called once it has."""
+        ...
 
     def let_go(self) -> None:
         """What the method still does there does not count any more."""
@@ -554,13 +555,18 @@ class Supervisor:
         """End the start of a successor, and the successor if it is there."""
         await _ended([starting])
         if not starting.cancelled() and starting.exception() is None:
-            await self.give_up_successor(starting.result(), 0.0)
+            await self._end_successor(starting.result(), 0.0)
 
-    async def give_up_successor(self, life: Life, grace: float) -> None:
-        """Stop a successor that does not take over."""
+    def give_up_successor(self, life: Life, grace: float) -> asyncio.Task[None]:
+        """Stop a successor that does not take over, whoever waits for that or not."""
+        return self._in_background(self._end_successor(life, grace))
+
+    async def _end_successor(self, life: Life, grace: float) -> None:
         if life.worker in self._others:
-            self._others.remove(life.worker)
-            await life.worker.stop(grace)
+            try:
+                await life.worker.stop(grace)
+            finally:
+                self._others.remove(life.worker)
 
     async def exchange(self, life: Life, *, finish: float, grace: float) -> None:
         """Let a successor take the place of the live worker. It cannot be cancelled by its caller:
@@ -591,16 +597,20 @@ class Supervisor:
         await self._uncancelled(self._exchange_apart(spec, finish, grace))
 
     async def _uncancelled(self, work: Coroutine[Any, Any, None]) -> None:
-        task = internal(asyncio.create_task(work, name=f"exchange {self.name}"))
+        await result_of(self._in_background(work))
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Do this in a task that ends with this rank, and not with whoever waits for it."""
+        task = internal(asyncio.create_task(work, name=f"replace {self.name}"))
         self._replacing.add(task)
         task.add_done_callback(self._replacing.discard)
         task.add_done_callback(_retrieve)
-        await result_of(task)
+        return task
 
     @property
     def is_exchanging(self) -> bool:
         """Whether a successor is started, or takes over."""
-        return bool(self._replacing)
+        return not all(task.done() for task in self._replacing)
 
     async def _exchange(self, life: Life, finish: float, grace: float) -> None:
         if life.worker.died.done():
@@ -640,8 +650,8 @@ class Supervisor:
         Raises:
             WorkerDied: it is dead for good.
         """
-        if self._restarting is not None:  # as what is to be replaced
-            await _ended([self._restarting])
+        while self._restarting is not None and not self._restarting.done():
+            await _ended([self._restarting])  # it would be started as what is to be replaced
         old = self.live
         if old is not None:
             self._others.append(old)

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
@@ -348,6 +350,94 @@ async def left_at_any_time(backend: Counted, turns: int) -> None:
 def test_whatever_ends_a_replacement_leaves_no_worker_behind() -> None:
     for turns in range(30):
         explore(lambda turns=turns: left_at_any_time(Counted(), turns), seeds=range(5))  # type: ignore[misc]
+
+
+class Program:
+    """A random program: what it does to one group, and what became of its items."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.weights = WEIGHTS if seed % 2 else ORDERLY
+        self.backend = Counted()
+        self.sent = 0
+        self.seen = Counter[int]()
+        self.may_double = False
+        """whether a call was ended between a put and its acknowledgement, perhaps"""
+        self.swaps: list[asyncio.Task[None]] = []
+
+    async def main(self) -> None:
+        async with ra.Cluster(self.backend, devices=()) as cluster:
+            numbers = cluster.channel(Number, name="numbers", max_deliveries=1000)
+            doubled = cluster.channel(Number, name="doubled", capacity=2)
+            self.group = await cluster.launch(Doubler, count=2, restart=Restart(max=1000))
+            self.ends = numbers.receiver, doubled.sender
+            reading = asyncio.create_task(self.read(doubled.receiver))
+            with numbers.receiver, doubled.sender:
+                self.running = self.group.call(Doubler.leased, *self.ends)
+                with numbers.sender as sender:
+                    for _ in range(60):
+                        await self.step(sender)
+                    await asyncio.gather(*self.swaps, return_exceptions=True)
+                await self.running
+            await reading
+            assert statistics_of(numbers.queue).leases_out == 0
+            assert len([one for one in self.backend.alive() if not one.died.done()]) <= 2
+        assert not [one for one in self.backend.alive() if not one.died.done()]
+        assert set(self.seen) == set(range(self.sent))
+        assert self.may_double or max(self.seen.values(), default=1) == 1
+
+    async def step(self, sender: ra.Sender[Number]) -> None:
+        match self.random.choices(OPERATIONS, self.weights)[0]:
+            case "put":
+                await sender.put(Number(self.sent))
+                self.sent += 1
+            case "swap":
+                orderly = self.weights is ORDERLY or self.random.randrange(4)
+                finish = 600.0 if orderly else 0.0
+                self.may_double |= not finish
+                self.swaps.append(asyncio.create_task(self.swap(finish)))
+            case "stop swap":
+                for one in self.swaps[-1:]:
+                    one.cancel()
+            case "kill":
+                self.may_double = True
+                self.backend.kill(f"Doubler[{self.random.randrange(2)}]")
+            case "cancel":
+                self.may_double = True
+                self.running.cancel()
+                with suppress(asyncio.CancelledError):
+                    await self.running
+                self.running = self.group.call(Doubler.leased, *self.ends)
+            case _:
+                for _ in range(self.random.randrange(12)):
+                    await asyncio.sleep(0)
+
+    async def swap(self, finish: float) -> None:
+        with suppress(ra.WorkerDied, BuildError):  # it was killed; another swap is under way
+            if self.random.randrange(2):
+                await self.group.replace(Tripler, 10_000, finish=finish)
+            else:
+                await self.group.replace(Doubler, finish=finish)
+
+    async def read(self, doubled: ra.Receiver[Number]) -> None:
+        async for number in doubled:
+            tripled = number.value >= 10_000
+            self.seen[(number.value - 10_000) // 3 if tripled else number.value // 2] += 1
+
+
+OPERATIONS = ("put", "swap", "stop swap", "kill", "cancel", "wait")
+WEIGHTS = (8, 3, 1, 1, 0.3, 6)
+ORDERLY = (8, 3, 1, 0, 0, 6)
+"""nothing dies and no call is cancelled: what is put, is put once"""
+
+
+def test_random_programs_of_swaps_kills_and_cancellations_lose_nothing() -> None:
+    for seed in range(150):
+        try:
+            run(Program(seed).main(), seed=seed)
+        except BaseException as error:
+            error.add_note(f"program {seed}")
+            raise
 
 
 def test_a_restart_that_is_under_way_is_overtaken() -> None:
