@@ -38,7 +38,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property
 from types import TracebackType
-from typing import Any, Final, ParamSpec, Self, TypeVar
+from typing import Any, ClassVar, Final, ParamSpec, Self, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -231,6 +231,10 @@ class Worker:
     """Base class of all workers. Its attributes are available before ``__init__`` runs."""
 
     _context: WorkerContext
+
+    stateless: ClassVar[bool] = False
+    """whether what it does depends on nothing but what it is given, and the newest weights: not on
+    what it did before. A replay may then begin anywhere."""
 
     @property
     def name(self) -> str:

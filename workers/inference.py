@@ -168,6 +168,8 @@ class InferenceWorker(Worker):
         backend: the trainer's registered name.
     """
 
+    stateless = True
+
     _trainer: LanguageTrainer = made_by("setup()")
 
     def __init__(

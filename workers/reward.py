@@ -95,6 +95,8 @@ class RewardWorker(Worker):
             swapped while the run went on. Empty: that of the record.
     """
 
+    stateless = True
+
     def __init__(self, config: RewardConfig | None = None, verifier: str = "") -> None:
         self.config = config or RewardConfig()
         self._verifier = verifier

@@ -23,12 +23,14 @@ from rlinf_async.runtime.signals import RunSignals
 
 COMMANDS = {
     "bench": ("checkpoints", "Measure, against bars and against others."),
+    "bundle": ("replay", "Write the part of a recording around a crash into one file."),
     "calibrate": ("simulate", "Fit the cost models of a simulation to a real run."),
     "check": ("train", "Say whether a run could start; start nothing."),
     "demonstrations": ("checkpoints", "Record demonstrations from a scripted policy."),
     "envs": ("envs", "List simulators, their environments, and the policies that fit."),
     "evaluate": ("runs", "Let a trained policy act again; film it."),
     "export": ("checkpoints", "Write a checkpoint as a Hugging Face folder."),
+    "replay": ("replay", "Play one worker of a recorded run again, alone."),
     "reshard": ("checkpoints", "Write a checkpoint anew, for another number of ranks."),
     "samples": ("samples", "Print what the model of a run said, and what it got for it."),
     "simulate": ("simulate", "Try a run, its placement and its scheduling in virtual time."),

@@ -189,6 +189,7 @@ class Returned(Event, tag="returned"):
     incarnation: int = 0
     error: str = ""
     """``Type: message`` and the traceback, of a method that raised"""
+    details: dict[str, Any] = {}
 
 
 class Dropped(Event, tag="dropped"):

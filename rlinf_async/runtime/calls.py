@@ -193,8 +193,8 @@ class RankCall:
     """A call on one rank: begun on its live worker, or as soon as there is one again."""
 
     __slots__ = (
-        "_arguments", "_call", "_ended", "_ends", "_left", "_method", "_run", "_supervisor",
-        "_wait", "_worker", "cancelled", "error", "value",
+        "_arguments", "_call", "_ended", "_ends", "_left", "_method", "_recorded", "_run",
+        "_supervisor", "_wait", "_worker", "cancelled", "error", "value",
     )  # fmt: skip
 
     def __init__(
@@ -216,6 +216,8 @@ class RankCall:
         """set while the method leaves ``_worker``; to be called once it has"""
         self._wait: asyncio.Task[None] | None = None
         self._ended = False
+        self._recorded = 0
+        """number of the call in the recording; 0: it is in none"""
         self.value: Any = None
         self.error: BaseException | None = None
         self.cancelled = False
@@ -288,6 +290,9 @@ class RankCall:
     def _begin(self, worker: WorkerHandle) -> None:
         self._worker = worker
         on_end = partial(self._on_end, worker)
+        if (recorder := self._supervisor.recorder) is not None:
+            spec = self._supervisor.spec
+            self._recorded = recorder.called(spec, self._method.name, self._arguments)
         try:
             self._run = worker.begin(self._method, self._arguments, on_end)
         except Exception as error:  # reported later: the caller must have the call first
@@ -297,6 +302,8 @@ class RankCall:
     def _on_end(self, worker: WorkerHandle, value: Any, error: BaseException | None) -> None:
         if worker is not self._worker:
             return  # it was let go of
+        if (recorder := self._supervisor.recorder) is not None and self._recorded:
+            recorder.returned(self._supervisor.spec, self._recorded, value, error)
         if self._left is not None and self._has_left(error):
             return
         if error is None:

@@ -57,6 +57,7 @@ from rlinf_async.workers.base import BuildError, Device, Worker, is_secondary
 
 if TYPE_CHECKING:  # a cluster that records nothing does not load it
     from rlinf_async.recording.recorder import Recorder
+    from rlinf_async.runtime.recorded import CallsRecorder
 
 W = TypeVar("W", bound=Worker)
 log = logging.getLogger(__name__)
@@ -90,6 +91,16 @@ class ClusterGroups:
         self._placing: set[str] = set()
         """names of groups whose devices are being reserved"""
         self._spans: list[Span] = []
+        self._recorder: CallsRecorder | None = None
+
+    def record_calls(self, recorder: CallsRecorder) -> None:
+        """Record launches and calls from now on, and what runs already as it was launched."""
+        if self._recorder is not None:
+            return
+        self._recorder = recorder
+        for one in self.supervisors():
+            one.recorder = recorder
+            recorder.launched(one.spec)
 
     def check_name(self, name: str) -> None:
         """Raise `BuildError` where a name is taken."""
@@ -110,6 +121,8 @@ class ClusterGroups:
             Supervisor(self._backend, spec, launch.restart or Never(), self._on_idle_death)
             for spec in placed
         ]
+        for one in supervisors:
+            one.recorder = self._recorder
         made = WorkerGroup(worker, launch.group, supervisors, self._on_failure, self._grace)
         self.by_name[launch.group] = made
         self._backend.check_load(len(self.supervisors()))
@@ -694,6 +707,7 @@ class Cluster:
         recording = self._channels.recording
         folder = folder or next_start(Path("recording"))
         recording.open(folder, RecordingConfig().nbytes).record(channel)
+        self._record_calls()
 
     def record_into(self, folder: Path, channels: Sequence[str], limit: int) -> None:
         """Record the channels of these names as they are made; ``"all"``: every one.
@@ -710,6 +724,14 @@ class Cluster:
         """
         self._channels.recording.open(folder, limit)
         self._channels.recording.want(channels)
+        self._record_calls()
+
+    def _record_calls(self) -> None:
+        """Record what the workers are told to do, too."""
+        from rlinf_async.runtime.recorded import CallsRecorder
+
+        if self.recorder is not None:
+            self._groups.record_calls(CallsRecorder(self.recorder.note, self.recorder.folder))
 
     @property
     def recorder(self) -> Recorder | None:

@@ -385,6 +385,8 @@ class Supervisor:
         self.spans_left: list[Span] = []
         """spans of workers that were replaced"""
         self.stopping = False
+        self.recorder: CallsRecorder | None = None
+        """records its lives and calls; None: nobody does"""
 
     async def start(self) -> None:
         """Start the rank: another life where one dies before it is ready.
@@ -404,6 +406,8 @@ class Supervisor:
 
     async def _start_life(self) -> WorkerHandle:
         began = asyncio.get_running_loop().time()
+        if self.recorder is not None:
+            self.recorder.launched(self._spec)
         try:
             return await self._backend.start(self._spec)
         finally:
@@ -638,6 +642,8 @@ class Supervisor:
 
     def _take_over(self, life: Life) -> None:
         self._spec = life.spec
+        if self.recorder is not None:
+            self.recorder.launched(life.spec)
         for call in self.running:
             call.become(life.spec.cls)
         self._adopt(life.worker)

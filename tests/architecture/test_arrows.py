@@ -35,6 +35,7 @@ ARROWS: dict[str, set[str]] = {
     "runtime": LIGHT
     | {"algorithms", "backends", "channels", "data", "episodes", "observe", "recording", "rewards"}
     | {"workers"},
+    "replaying": LIGHT | {"channels", "recording", "runtime", "workers"},
     "simulate": LIGHT
     | {"backends", "channels", "episodes", "observe", "runtime", "testing", "workers"},
     "language": LIGHT
@@ -42,7 +43,8 @@ ARROWS: dict[str, set[str]] = {
     "embodied": LIGHT | {"algorithms", "backends", "observe", "runtime", "workers"},
     "testing": LIGHT | {"channels", "data", "episodes", "runtime", "workers"},
     "view": LIGHT | {"observe"},
-    "cli": LIGHT | {"channels", "observe", "recording", "runtime", "simulate", "view", "workers"},
+    "cli": LIGHT
+    | {"channels", "observe", "recording", "replaying", "runtime", "simulate", "view", "workers"},
 }
 """What each part may import of the others when it is imported."""
 

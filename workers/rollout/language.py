@@ -217,6 +217,8 @@ class LanguageRolloutWorker(Worker):
         backend: the engine's registered name.
     """
 
+    stateless = True
+
     def __init__(
         self,
         engine: Any,
