@@ -27,9 +27,7 @@ BAR = 40
 @click.command()
 @click.argument("folder", metavar="RUN", type=click.Path(path_type=pathlib.Path))
 @click.option("--only", metavar="ROLE[:RANK]", help="The worker: actor, rollout:1, Reward[0], ...")
-@click.option(
-    "--from", "first", type=click.IntRange(min=0), help="Compare from this iteration on."
-)
+@click.option("--from", "first", type=click.IntRange(min=0), help="Compare from this iteration on.")
 @click.option("--start", type=click.IntRange(min=1), help="Start of a run that was resumed.")
 @click.option(
     "--tolerance",
@@ -41,9 +39,7 @@ BAR = 40
 @click.option(
     "--ignore", multiple=True, metavar="FIELD", help="A field that is not compared, by its name."
 )
-@click.option(
-    "--data.verifier", "verifier", metavar="NAME", help="Score anew with this verifier."
-)
+@click.option("--data.verifier", "verifier", metavar="NAME", help="Score anew with this verifier.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def replay(
     folder: pathlib.Path,
@@ -194,9 +190,7 @@ def bundle(
 
     `rlinf-async replay FILE` plays it, on another machine too.
     """
-    made = bundle_run(
-        folder, only=only, around=around, iterations=iterations, start=start, out=out
-    )
+    made = bundle_run(folder, only=only, around=around, iterations=iterations, start=start, out=out)
     size = f"{made.nbytes / 1e6:.2f} MB"
     click.echo(f"{made.path}: {made.manifest.worker}, {made.events} events, {size}")
     if made.manifest.error:

@@ -105,9 +105,9 @@ def _script(file: str, folder: Path | None) -> Any:
     copy = None if folder is None else folder / Path(file).name
     path = copy if copy is not None and copy.is_file() else Path(file)
     main = sys.modules.get("__main__")
-    if main is not None and getattr(main, "__file__", None):
-        if Path(str(main.__file__)).resolve() == path.resolve():
-            return main
+    own = getattr(main, "__file__", None)
+    if own is not None and Path(own).resolve() == path.resolve():
+        return main
     name = f"_recorded_{path.stem}"
     known = sys.modules.get(name)
     if known is not None and known.__file__ == str(path):
@@ -142,7 +142,8 @@ def plain(value: Any, where: str = "the value") -> Any:
         return value if SMALLEST <= value <= LARGEST else ["int", hex(value)]
     for name, cls in END_KINDS.items():
         if isinstance(value, cls):
-            return ["end", name, value.channel_name]
+            end: Any = value
+            return ["end", name, end.channel_name]
     if kind in (list, tuple, set, frozenset):
         parts = sorted(value, key=repr) if kind in (set, frozenset) else value
         return [kind.__name__, [plain(one, f"{where}[{at}]") for at, one in enumerate(parts)]]

@@ -13,4 +13,13 @@ from rlinf_async.replaying.report import ReplayReport, Scores
 from rlinf_async.replaying.run import replay
 from rlinf_async.replaying.source import Source, opened
 
-__all__ = ["Bundle", "Difference", "ReplayReport", "Scores", "Source", "bundle_run", "opened", "replay"]
+__all__ = [
+    "Bundle",
+    "Difference",
+    "ReplayReport",
+    "Scores",
+    "Source",
+    "bundle_run",
+    "opened",
+    "replay",
+]

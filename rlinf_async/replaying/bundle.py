@@ -50,7 +50,7 @@ from rlinf_async.recording.events import (
     Withdrawn,
 )
 from rlinf_async.recording.values import paths_in
-from rlinf_async.replaying.history import Life, is_of, iterations_of, lives_of
+from rlinf_async.replaying.history import DEATHS, Life, is_of, iterations_of, lives_of
 from rlinf_async.replaying.playing import ENDED_FROM_OUTSIDE, Stage
 from rlinf_async.replaying.run import Plan
 from rlinf_async.replaying.source import CODE, FOLDER, MANIFEST, Manifest, Source, opened
@@ -135,7 +135,7 @@ def _crash(source: Source, start: int) -> tuple[str, int, str] | None:
         line = event.error.partition("\n")[0]
         if kind not in ENDED_FROM_OUTSIDE:
             return event.worker, event.number, line
-        if kind in ("WorkerDied", "WorkerUnresponsive") and died is None:
+        if kind in DEATHS and died is None:
             died = event.worker, event.number, line
     return died
 
@@ -202,9 +202,7 @@ class _Making:
 
     def _first(self, lives: list[Life]) -> int | None:
         """The iteration with which the part begins; None where there are no iterations."""
-        given = [
-            one for life in lives for one in life.inputs if one.number <= self._end
-        ]
+        given = [one for life in lives for one in life.inputs if one.number <= self._end]
         known = sorted({number for one in given for number in iterations_of(one)})
         if not known:
             return None
@@ -283,9 +281,7 @@ class _Needs:
                 needed = (event.channel, event.version) in self._items
                 own = is_of(event.sender, self._worker) and event.number in self._put
                 return event if needed or own else None
-            case Delivered():
-                return self._some(event)
-            case Settled():
+            case Delivered() | Settled():
                 return self._some(event)
             case Replaced() | Withdrawn():
                 return event if (event.channel, event.sequence) in self._items else None
@@ -299,9 +295,7 @@ class _Needs:
         """A put with the items that are needed alone; the others are empty, in their places."""
         own = is_of(event.sender, self._worker) and event.number in self._put
         count = len(event.bodies)
-        needed = [
-            own or (event.channel, event.sequence + at) in self._items for at in range(count)
-        ]
+        needed = [own or (event.channel, event.sequence + at) in self._items for at in range(count)]
         if not any(needed):
             return None
         event.bodies = [
@@ -310,7 +304,7 @@ class _Needs:
         ]
         return event
 
-    def _some(self, event: Any) -> Any:
+    def _some(self, event: Delivered | Settled) -> Event | None:
         kept = [one for one in event.sequences if (event.channel, one) in self._items]
         if not kept:
             return None
@@ -361,9 +355,6 @@ def _copy_code(events: Iterable[Event], config: str, folder: Path) -> list[str]:
             path = Path(where)
             if path.is_file():
                 files[path.resolve()] = Path(path.name if path.is_absolute() else where)
-                if path.is_absolute() and Path(path.name) != path:
-                    missing.append(f"{where}: copied as {path.name}; it is looked for there") \
-                        if name in config else None
             else:
                 missing.append(f"{where}: there is no such file here")
         else:
@@ -438,9 +429,9 @@ def _add_module(name: str, files: dict[Path, Path], missing: list[str]) -> None:
 def _is_own(path: Path) -> bool:
     """Whether a file is neither of an installed package nor of this project."""
     known = [*site.getsitepackages(), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")]
-    project = Path(segments.__file__).resolve().parents[1]
-    real = path.resolve()
-    return not any(real.is_relative_to(Path(one).resolve()) for one in (*known, project))
+    folders = [Path(one).resolve() for one in known]
+    folders.append(Path(segments.__file__).resolve().parents[1])
+    return not any(path.resolve().is_relative_to(one) for one in folders)
 
 
 def _inside(path: Path) -> Path:

@@ -7,10 +7,10 @@ and leases are those of the recording, whatever weight is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
-from rlinf_async.channels import Lease, LatestReceiver, LatestSender, Receiver, Sender
+from rlinf_async.channels import LatestReceiver, LatestSender, Lease, Receiver, Sender
 from rlinf_async.channels.ends import NO_REPLACEMENTS, Key, checked_least
 from rlinf_async.channels.errors import ChannelClosed, ChannelEmpty
 from rlinf_async.channels.items import ItemRule, channel_rule
@@ -197,7 +197,7 @@ class ReplayLatestReceiver(_End, LatestReceiver[T_co]):
         return value
 
 
-KINDS = {
+KINDS: Mapping[str, Callable[[ChannelInfo, Script], Any]] = {
     "sender": ReplaySender,
     "receiver": ReplayReceiver,
     "latest sender": ReplayLatestSender,

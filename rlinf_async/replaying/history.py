@@ -40,6 +40,8 @@ from rlinf_async.recording.events import (
 
 Decode = Callable[[str, Encoded], Any]
 """Decodes an item of the channel of this name."""
+DEATHS: Final = ("WorkerDied", "WorkerUnresponsive")
+"""errors of a call whose worker is gone"""
 KEPT: Final = ("taken", "failed")
 """outcomes of a delivery that the worker had in its hands"""
 
@@ -110,6 +112,11 @@ class RecordedCall(msgspec.Struct, eq=False, kw_only=True):
         """Whether its caller cancelled it."""
         return self.ended is not None and self.ended.error.startswith("CancelledError")
 
+    @property
+    def died(self) -> bool:
+        """Whether it ended with the worker's process."""
+        return self.ended is not None and self.ended.error.partition(":")[0] in DEATHS
+
 
 class Life(msgspec.Struct, eq=False, kw_only=True):
     """One life of a worker: from its launch to its end, or to the next launch under its name."""
@@ -160,7 +167,7 @@ def versions_of(item: Any) -> tuple[int, int] | None:
     """The oldest and the newest version of the weights that made an item; None where it does not
     say."""
     for owner in (item, getattr(item, "generated", None)):
-        version = getattr(owner, "version", None)
+        version: Any = getattr(owner, "version", None)
         if isinstance(version, int):
             return version, version
         if getattr(version, "size", 0):
@@ -213,9 +220,7 @@ class _Reading:
     def read(self, event: Event) -> None:
         match event:
             case Launched() if event.worker == self._worker:
-                self.lives.append(
-                    Life(launched=event, calls=[], inputs=[], outputs=[], closed={})
-                )
+                self.lives.append(Life(launched=event, calls=[], inputs=[], outputs=[], closed={}))
             case Put():
                 self._put(event)
             case Withdrawn():
@@ -320,9 +325,7 @@ class _Reading:
             self._items[event.channel, event.version] = body
         if self.lives and is_of(event.sender, self._worker):
             self._own(event).outputs.append(
-                Output(
-                    number=event.number, channel=event.channel, body=body, version=event.version
-                )
+                Output(number=event.number, channel=event.channel, body=body, version=event.version)
             )
 
     def _seen(self, event: Seen) -> None:
@@ -347,7 +350,7 @@ class _Reading:
         for life in self.lives:
             for call in life.calls:
                 call.inside = any(_surrounds(other, call) for other in life.calls)
-            life.died = any(call.ended is None for call in life.calls)
+            life.died = any(call.ended is None or call.died for call in life.calls)
             life.inputs = [one for one in life.inputs if self._was_taken(one, life.died)]
         return self.lives
 
@@ -368,9 +371,7 @@ def _surrounds(outer: RecordedCall, inner: RecordedCall) -> bool:
     return outer.ended is None or outer.ended.number > inner.ended.number
 
 
-def lives_of(
-    worker: str, events: Callable[[], Iterable[Event]], decode: Decode
-) -> list[Life]:
+def lives_of(worker: str, events: Callable[[], Iterable[Event]], decode: Decode) -> list[Life]:
     """The lives of a worker, by its name; none where it was never launched while it was recorded.
 
     Args:

@@ -31,7 +31,7 @@ from rlinf_async.config import UsageError
 from rlinf_async.recording.events import Called, Launched, Returned
 from rlinf_async.recording.values import NotFound, found_at, restored
 from rlinf_async.replaying.ends import KINDS, ChannelInfo
-from rlinf_async.replaying.history import Life, RecordedCall
+from rlinf_async.replaying.history import DEATHS, Life, RecordedCall
 from rlinf_async.replaying.script import Script
 from rlinf_async.runtime.recorded import text_of_error
 from rlinf_async.runtime.wakers import free_task
@@ -52,7 +52,7 @@ CHANNEL_ERRORS: Final = (
     "ChannelClosed", "ChannelFailed", "EndOfChannel", "NoReceivers", "ConnectionLost", "LeaseLost",
 )  # fmt: skip
 """errors that only pass on what happened elsewhere: a replay does not know of that"""
-ENDED_FROM_OUTSIDE: Final = (*CHANNEL_ERRORS, "CancelledError", "WorkerDied", "WorkerUnresponsive")
+ENDED_FROM_OUTSIDE: Final = (*CHANNEL_ERRORS, *DEATHS, "CancelledError")
 PLAIN: Final = Decoder(Any)
 
 
@@ -166,9 +166,7 @@ class Stage:
 
     # ---- of a call
 
-    def call_arguments(
-        self, launched: Launched, called: Called, script: Script
-    ) -> dict[str, Any]:
+    def call_arguments(self, launched: Launched, called: Called, script: Script) -> dict[str, Any]:
         """The arguments of a call, with ends that are fed from the recording; files that it would
         write into the run's folder go to another one.
 

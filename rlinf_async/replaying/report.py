@@ -131,10 +131,7 @@ class Comparing:
         before = sum(output.number < self._since for output in recorded)
         self._report.skipped += min(before, len(replayed))
         expected = list(enumerate(recorded, 1))[before:]
-        left: list[Done] = []
-        for done in replayed[before:]:
-            if not self._match(expected, done):
-                left.append(done)
+        left = [done for done in replayed[before:] if not self._match(expected, done)]
         where = f"channel {channel!r}"
         for (index, output), done in zip(expected, left, strict=False):
             self._unequal(where, index, output, done)
@@ -198,8 +195,8 @@ class Comparing:
         begun = call.recorded.begun
         where = f"call {index}, {begun.method}()"
         if returned is None:
-            if call.error is not None and not call.cut and not call.recorded.cancelled:
-                self._ended_otherwise(where, call, "that it went on until it was ended from outside")
+            if isinstance(call.error, Exception) and not call.cut:  # else it was cancelled
+                self._ended_otherwise(where, call, "that it went on until others ended it")
             return
         if call.cut or not call.ended:
             said = _first_line(returned.error) or "that it returned"

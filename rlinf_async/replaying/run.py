@@ -110,7 +110,7 @@ async def replay_opened(
     verifier: str | None = None,
 ) -> ReplayReport:
     """As `replay`, of a recording that was opened."""
-    if not (isinstance(tolerance, (int, float)) and 0 <= tolerance < math.inf):
+    if not 0 <= tolerance < math.inf:
         raise UsageError(f"tolerance is {tolerance!r}: it is a number from 0")
     options = ReplayOptions(
         only=only,
@@ -363,9 +363,7 @@ class _Rescored:
         """Both distributions."""
         both = [tuple(map(_reward, pair)) for pair in self._pairs]
         failed = [sum(pair[at] is None for pair in both) for at in (0, 1)]
-        why = [
-            after.outcome.error for _, after in self._pairs if isinstance(after.outcome, Failed)
-        ]
+        why = [after.outcome.error for _, after in self._pairs if isinstance(after.outcome, Failed)]
         return Scores(
             verifier=self._verifier,
             recorded=[pair[0] for pair in both if pair[0] is not None],

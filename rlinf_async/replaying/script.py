@@ -208,7 +208,7 @@ class Script:
         return found
 
     def force(self) -> bool:
-        """Give the earliest input that is waited for, though it is not due; whether there is one."""
+        """Give the earliest input that is waited for, before its time; whether there is one."""
         waiting = [one for one in self._waiting if one.given is not None]
         if not waiting:
             return False

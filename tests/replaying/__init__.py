@@ -1,0 +1,1 @@
+"""Tests of replays: one worker of a recorded run, played again alone."""

@@ -1,0 +1,277 @@
+"""A worker that is played again gets what it got, and what it puts is compared exactly."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from pathlib import Path
+
+import pytest
+
+from rlinf_async import Cluster, Restart, run
+from rlinf_async.config import UsageError
+from rlinf_async.replaying import ReplayReport, replay
+from rlinf_async.testing import VirtualLoop
+from tests.replaying import workers
+from tests.replaying.conftest import LIMIT, add, drain, record
+from tests.replaying.workers import Adder, Follower, Learner, Number, Weights
+
+
+def again(folder: Path, only: str = "adder", **options: object) -> ReplayReport:
+    """The report of a replay."""
+    return run(replay(folder, only, **options))  # type: ignore[arg-type]
+
+
+def test_a_worker_played_again_alone_is_equal_and_says_how_much_was_compared(added: Path) -> None:
+    report = again(added, tolerance=0.0)
+    assert report.equal
+    assert (report.worker, report.items, report.calls, report.lives) == ("Adder[0]", 50, 1, 1)
+    assert report.compared == 50 * 3 + 1  # three fields of each, and the result
+    assert (report.forced, report.overlapped, report.largest) == (0, 0, 0.0)
+
+
+def test_a_worker_of_a_process_is_played_again_in_this_one(tmp_path: Path) -> None:
+    run(record(tmp_path, kind="process"))
+    report = again(tmp_path, tolerance=0.0)
+    assert report.equal and report.items == 50 and report.forced == 0
+
+
+def test_the_first_difference_is_named_with_channel_item_field_and_both_values(
+    added: Path,
+) -> None:
+    workers.drift = 0.25
+    report = again(added)
+    found = report.first_difference
+    assert found is not None and not report.equal
+    assert (found.where, found.index, found.path) == ("channel 'sums'", 1, ".value")
+    assert (found.recorded, found.replayed, found.iteration) == ("0.0", "0.25", 0)
+    assert report.differences == 50
+
+
+def test_numbers_may_differ_by_the_tolerance_and_not_by_more(added: Path) -> None:
+    workers.drift = 1e-7
+    report = again(added, tolerance=1e-6)
+    assert report.equal and 0 < report.largest <= 1.1e-7
+    assert not again(added, tolerance=1e-8).equal
+    assert not again(added, tolerance=0.0).equal
+
+
+@pytest.mark.parametrize(("extra", "number"), [(2, 2), (-1, 5)])
+def test_items_that_are_too_many_or_missing_are_differences(
+    added: Path, extra: int, number: int
+) -> None:
+    workers.surplus = extra
+    report = again(added)
+    found = report.first_difference
+    assert found is not None and report.differences == number
+    assert (found.recorded if extra > 0 else found.replayed) == "nothing"
+
+
+def test_what_was_before_an_iteration_is_played_and_not_compared(added: Path) -> None:
+    report = again(added, first=7)
+    assert report.equal and (report.items, report.skipped) == (15, 35)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"only": "nobody"}, "no such worker was recorded"),
+        ({"only": "adder:3"}, "there are Adder"),
+        ({"only": "adder:x:y"}, "name a role and a rank"),
+        ({"only": "adder", "first": 10}, "iterations 0 to 9"),
+        ({"only": "adder", "start": 4}, "start 4 was not recorded"),
+        ({"only": "adder", "tolerance": -1.0}, "a number from 0"),
+        ({"only": "adder", "tolerance": math.nan}, "a number from 0"),
+        ({"only": "adder", "verifier": "exact"}, "--only reward"),
+    ],
+)
+def test_what_is_not_there_is_refused_by_name(
+    added: Path, options: dict[str, object], said: str
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        again(added, **options)  # type: ignore[arg-type]
+
+
+def test_a_folder_without_a_recording_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--record all"):
+        again(tmp_path)
+    with pytest.raises(UsageError, match="no such folder"):
+        again(tmp_path / "nowhere")
+    (tmp_path / "file").write_bytes(b"no bundle")
+    with pytest.raises(UsageError, match="is no bundle"):
+        again(tmp_path / "file")
+
+
+def test_batches_of_a_key_and_of_a_stealing_channel_are_those_of_the_recording(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        async with Cluster.process() as cluster:
+            cluster.record_into(tmp_path / "recording" / "1", ["all"], LIMIT)
+            numbers = cluster.channel(Number, name="numbers", stealing=True)
+            sums = cluster.channel(Number, name="sums")
+            group = await cluster.launch(Adder, name="Adder")
+            calls = [
+                group[0].call(Adder.batches, numbers.receiver, sums.sender, key) for key in (0, 1)
+            ]
+            draining = asyncio.create_task(drain(sums, [0, 1]))
+            with numbers.sender as sender:
+                for at in range(60):
+                    await sender.put(Number(float(at), at), key=at % 3)  # 2 is nobody's
+                    if at % 7 == 0:
+                        await asyncio.sleep(0)
+            assert sum([await call for call in calls]) > 0
+            assert sum(one.iteration for one in await draining) == 60
+
+    run(main())
+    report = again(tmp_path, tolerance=0.0)
+    assert report.equal and report.calls == 2 and report.forced == 0
+
+
+def test_leases_that_failed_are_delivered_again_as_often_as_they_were(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with Cluster.local() as cluster:
+            cluster.record_into(tmp_path / "recording" / "1", ["all"], LIMIT)
+            numbers = cluster.channel(Number, name="numbers", capacity=64)
+            sums = cluster.channel(Number, name="sums", capacity=64)
+            group = await cluster.launch(Adder, name="Adder")
+            with numbers.sender as sender:
+                for at in range(20):
+                    await sender.put(Number(float(at), at // 5, at))
+                call = group[0].call(Adder.leases, numbers.receiver, sums.sender)
+            assert max(await call) == 2
+
+    run(main())
+    report = again(tmp_path, tolerance=0.0)
+    assert report.equal and report.items > 0 and report.forced == 0
+
+
+def test_what_is_taken_without_waiting_is_there_when_it_was(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with Cluster.local() as cluster:
+            cluster.record_into(tmp_path / "recording" / "1", ["all"], LIMIT)
+            numbers = cluster.channel(Number, name="numbers")
+            sums = cluster.channel(Number, name="sums", capacity=64)
+            group = await cluster.launch(Adder, name="Adder")
+            call = group[0].call(Adder.poll, numbers.receiver, sums.sender, 30)
+            with numbers.sender as sender:
+                for at in range(30):
+                    await sender.put(Number(float(at), at))
+                await call
+
+    run(main())
+    report = again(tmp_path, tolerance=0.0)
+    assert report.equal and report.items == 30
+
+
+def test_calls_one_after_the_other_and_published_values_are_compared(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with Cluster.process() as cluster:
+            cluster.record_into(tmp_path / "recording" / "1", ["all"], LIMIT)
+            numbers = cluster.channel(Number, name="numbers")
+            asked = cluster.channel(Number, name="asked")
+            products = cluster.channel(Number, name="products", capacity=64)
+            weights = cluster.latest(Weights, name="weights")
+            learners = await cluster.launch(Learner)
+            followers = await cluster.launch(Follower)
+            following = followers[0].call(
+                Follower.follow, asked.receiver, products.sender, weights.receiver
+            )
+            with numbers.sender as sender, asked.sender as asking, numbers.receiver:
+                for iteration in range(4):
+                    call = learners[0].call(Learner.learn, numbers.receiver, 3, weights.sender)
+                    for at in range(3):
+                        await sender.put(Number(0.1 * at, iteration))
+                    await call
+                    for at in range(5):
+                        await asking.put(Number(float(at), iteration, iteration + 1))
+            assert await following == 20
+
+    run(main())
+    learner = again(tmp_path, "learner", tolerance=0.0)
+    assert learner.equal and learner.calls == 4 and learner.items == 4
+    follower = again(tmp_path, "Follower[0]", tolerance=0.0)
+    assert follower.equal and follower.items == 20
+    workers.drift = 1e-3
+    found = again(tmp_path, "learner").first_difference
+    assert found is not None and (found.where, found.path) == ("channel 'weights'", ".data[0]")
+
+
+def test_an_error_of_the_worker_is_the_same_error_again(tmp_path: Path) -> None:
+    run(fail(tmp_path))
+    report = again(tmp_path)
+    assert report.equal
+    assert report.error == "ValueError: a number of iteration 3 is negative"
+
+
+async def fail(folder: Path) -> None:
+    """A run whose worker fails in iteration 3."""
+    cluster = Cluster.local()
+    with pytest.raises(Exception, match="is negative"):
+        async with cluster:
+            cluster.record_into(folder / "recording" / "1", ["all"], LIMIT)
+            numbers = cluster.channel(Number, name="numbers")
+            sums = cluster.channel(Number, name="sums", capacity=64)
+            group = await cluster.launch(Adder, name="Adder")
+            with numbers.sender as sender:
+                call = group[0].call(Adder.run_failing, numbers.receiver, sums.sender)
+                for at in range(40):
+                    await sender.put(Number(-1.0 if at == 35 else float(at), at // 10))
+                await call
+
+
+def test_a_worker_that_died_and_was_started_again_is_played_life_by_life(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with Cluster.process() as cluster:
+            cluster.record_into(tmp_path / "recording" / "1", ["all"], LIMIT)
+            numbers = cluster.channel(Number, name="numbers")
+            sums = cluster.channel(Number, name="sums", capacity=64)
+            group = await cluster.launch(Adder, name="Adder", restart=Restart())
+            with numbers.sender as sender, sums.receiver as receiver:
+                call = group[0].call(Adder.run, numbers.receiver, sums.sender)
+                for at in range(5):
+                    await sender.put(Number(1.0, 0))
+                    await receiver.get(key=0)
+                process = cluster._backend.process("Adder[0]")
+                assert process is not None
+                process.kill()
+                for at in range(5):
+                    await sender.put(Number(1.0, 1, at))
+                    await receiver.get(key=1)
+                sender.close()
+                await call
+
+    run(main())
+    report = again(tmp_path, tolerance=0.0)
+    assert report.equal and (report.lives, report.items) == (2, 10)
+
+
+def test_it_is_played_in_virtual_time_too(added: Path) -> None:
+    loop = VirtualLoop()
+    try:
+        report = loop.run_until_complete(replay(added, "adder"))
+    finally:
+        loop.close()
+    assert report.equal and report.items == 50
+
+
+def test_ranks_that_compute_together_are_refused_by_name(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with Cluster.process() as cluster:
+            cluster.record_into(tmp_path / "recording" / "1", ["all"], LIMIT)
+            await cluster.launch(Adder, count=2, collective="gloo", name="Adder")
+
+    run(main())
+    with pytest.raises(UsageError, match=r"Adder\[1\] computes together with the other 1 ranks"):
+        again(tmp_path, "adder:1")
+
+
+def test_a_channel_that_was_not_recorded_is_named(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with Cluster.local() as cluster:
+            cluster.record_into(tmp_path / "recording" / "1", ["numbers"], LIMIT)
+            await add(cluster, iterations=2)
+
+    run(main())
+    with pytest.raises(UsageError, match=r"an end of channel 'sums', which was not recorded"):
+        again(tmp_path)
