@@ -54,7 +54,7 @@ from rlinf_async.replaying.history import DEATHS, Life, is_of, iterations_of, li
 from rlinf_async.replaying.playing import ENDED_FROM_OUTSIDE, Stage
 from rlinf_async.replaying.run import Plan
 from rlinf_async.replaying.source import CODE, FOLDER, MANIFEST, Manifest, Source, opened
-from rlinf_async.runtime.jobs.config import imported_beside
+from rlinf_async.runtime.jobs.config import imported_beside, packages
 
 DEFAULT_ITERATIONS: Final = 2
 CRASH: Final = "crash"
@@ -454,13 +454,7 @@ def _installed() -> bool:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "platform": platform.platform()}
-    for name in ("rlinf-async", "torch", "numpy", "msgspec", "transformers", "gymnasium"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    return {"platform": platform.platform(), **packages()}
 
 
 def _readme(manifest: Manifest) -> str:

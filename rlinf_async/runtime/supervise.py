@@ -92,6 +92,22 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """whether the run goes on after its death: then what it has put must not be lost with it"""
 
 
+class LifeRecorder(Protocol):
+    """Writes down what workers are told to do: see `rlinf_async.runtime.recorded`."""
+
+    def launched(self, spec: WorkerSpec, /) -> None:
+        """A life of a rank begins."""
+
+    def called(self, spec: WorkerSpec, method: str, arguments: Mapping[str, Any], /) -> int:
+        """A method is called in this life; a number for the call."""
+        ...
+
+    def returned(
+        self, spec: WorkerSpec, call: int, value: Any, error: BaseException | None, /
+    ) -> None:
+        """A call has ended."""
+
+
 def on_this_host(
     ranks: Sequence[WorkerSpec], folder: Path, *, processes: bool = False
 ) -> list[WorkerSpec]:
@@ -385,7 +401,7 @@ class Supervisor:
         self.spans_left: list[Span] = []
         """spans of workers that were replaced"""
         self.stopping = False
-        self.recorder: CallsRecorder | None = None
+        self.recorder: LifeRecorder | None = None
         """records its lives and calls; None: nobody does"""
 
     async def start(self) -> None:

@@ -354,7 +354,7 @@ def check_inputs(folder: RunFolder, config: msgspec.Struct, reads: Reads) -> lis
     """
     recorded = folder.path / FILE
     code = _code(config, reads.code)
-    now = Inputs(files=_digests(reads.files), code=code, packages=_packages())
+    now = Inputs(files=_digests(reads.files), code=code, packages=packages())
     notes: list[str] = []
     if recorded.is_file():
         notes = _compared(msgspec.json.decode(recorded.read_bytes(), type=Inputs), now)
@@ -511,7 +511,7 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(one)
 
 
-def _packages() -> dict[str, str]:
+def packages() -> dict[str, str]:
     """Return the versions of Python, of this package, and of its installed requirements."""
     found = {"python": platform.python_version()}
     try:
