@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlinf_async import Cluster, Restart, run
+from rlinf_async import Cluster, Restart, WorkerError, run
 from rlinf_async.config import UsageError
 from rlinf_async.replaying import ReplayReport, replay
 from rlinf_async.testing import VirtualLoop
@@ -33,7 +33,9 @@ def test_a_worker_played_again_alone_is_equal_and_says_how_much_was_compared(add
 def test_a_worker_of_a_process_is_played_again_in_this_one(tmp_path: Path) -> None:
     run(record(tmp_path, kind="process"))
     report = again(tmp_path, tolerance=0.0)
-    assert report.equal and report.items == 50 and report.forced == 0
+    assert report.equal
+    assert report.items == 50
+    assert report.forced == 0
 
 
 def test_the_first_difference_is_named_with_channel_item_field_and_both_values(
@@ -42,7 +44,8 @@ def test_the_first_difference_is_named_with_channel_item_field_and_both_values(
     workers.drift = 0.25
     report = again(added)
     found = report.first_difference
-    assert found is not None and not report.equal
+    assert found is not None
+    assert not report.equal
     assert (found.where, found.index, found.path) == ("channel 'sums'", 1, ".value")
     assert (found.recorded, found.replayed, found.iteration) == ("0.0", "0.25", 0)
     assert report.differences == 50
@@ -51,7 +54,8 @@ def test_the_first_difference_is_named_with_channel_item_field_and_both_values(
 def test_numbers_may_differ_by_the_tolerance_and_not_by_more(added: Path) -> None:
     workers.drift = 1e-7
     report = again(added, tolerance=1e-6)
-    assert report.equal and 0 < report.largest <= 1.1e-7
+    assert report.equal
+    assert 0 < report.largest <= 1.1e-7
     assert not again(added, tolerance=1e-8).equal
     assert not again(added, tolerance=0.0).equal
 
@@ -63,13 +67,15 @@ def test_items_that_are_too_many_or_missing_are_differences(
     workers.surplus = extra
     report = again(added)
     found = report.first_difference
-    assert found is not None and report.differences == number
+    assert found is not None
+    assert report.differences == number
     assert (found.recorded if extra > 0 else found.replayed) == "nothing"
 
 
 def test_what_was_before_an_iteration_is_played_and_not_compared(added: Path) -> None:
     report = again(added, first=7)
-    assert report.equal and (report.items, report.skipped) == (15, 35)
+    assert report.equal
+    assert (report.items, report.skipped) == (15, 35)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +131,9 @@ def test_batches_of_a_key_and_of_a_stealing_channel_are_those_of_the_recording(
 
     run(main())
     report = again(tmp_path, tolerance=0.0)
-    assert report.equal and report.calls == 2 and report.forced == 0
+    assert report.equal
+    assert report.calls == 2
+    assert report.forced == 0
 
 
 def test_leases_that_failed_are_delivered_again_as_often_as_they_were(tmp_path: Path) -> None:
@@ -143,7 +151,9 @@ def test_leases_that_failed_are_delivered_again_as_often_as_they_were(tmp_path: 
 
     run(main())
     report = again(tmp_path, tolerance=0.0)
-    assert report.equal and report.items > 0 and report.forced == 0
+    assert report.equal
+    assert report.items > 0
+    assert report.forced == 0
 
 
 def test_what_is_taken_without_waiting_is_there_when_it_was(tmp_path: Path) -> None:
@@ -161,7 +171,8 @@ def test_what_is_taken_without_waiting_is_there_when_it_was(tmp_path: Path) -> N
 
     run(main())
     report = again(tmp_path, tolerance=0.0)
-    assert report.equal and report.items == 30
+    assert report.equal
+    assert report.items == 30
 
 
 def test_calls_one_after_the_other_and_published_values_are_compared(tmp_path: Path) -> None:
@@ -189,12 +200,16 @@ def test_calls_one_after_the_other_and_published_values_are_compared(tmp_path: P
 
     run(main())
     learner = again(tmp_path, "learner", tolerance=0.0)
-    assert learner.equal and learner.calls == 4 and learner.items == 4
+    assert learner.equal
+    assert learner.calls == 4
+    assert learner.items == 4
     follower = again(tmp_path, "Follower[0]", tolerance=0.0)
-    assert follower.equal and follower.items == 20
+    assert follower.equal
+    assert follower.items == 20
     workers.drift = 1e-3
     found = again(tmp_path, "learner").first_difference
-    assert found is not None and (found.where, found.path) == ("channel 'weights'", ".data[0]")
+    assert found is not None
+    assert (found.where, found.path) == ("channel 'weights'", ".data[0]")
 
 
 def test_an_error_of_the_worker_is_the_same_error_again(tmp_path: Path) -> None:
@@ -206,18 +221,21 @@ def test_an_error_of_the_worker_is_the_same_error_again(tmp_path: Path) -> None:
 
 async def fail(folder: Path) -> None:
     """A run whose worker fails in iteration 3."""
-    cluster = Cluster.local()
-    with pytest.raises(Exception, match="is negative"):
-        async with cluster:
-            cluster.record_into(folder / "recording" / "1", ["all"], LIMIT)
-            numbers = cluster.channel(Number, name="numbers")
-            sums = cluster.channel(Number, name="sums", capacity=64)
-            group = await cluster.launch(Adder, name="Adder")
-            with numbers.sender as sender:
-                call = group[0].call(Adder.run_failing, numbers.receiver, sums.sender)
-                for at in range(40):
-                    await sender.put(Number(-1.0 if at == 35 else float(at), at // 10))
-                await call
+    with pytest.raises(WorkerError, match="is negative"):
+        await _fail(folder)
+
+
+async def _fail(folder: Path) -> None:
+    async with Cluster.local() as cluster:
+        cluster.record_into(folder / "recording" / "1", ["all"], LIMIT)
+        numbers = cluster.channel(Number, name="numbers")
+        sums = cluster.channel(Number, name="sums", capacity=64)
+        group = await cluster.launch(Adder, name="Adder")
+        with numbers.sender as sender:
+            call = group[0].call(Adder.run_failing, numbers.receiver, sums.sender)
+            for at in range(40):
+                await sender.put(Number(-1.0 if at == 35 else float(at), at // 10))
+            await call
 
 
 def test_a_worker_that_died_and_was_started_again_is_played_life_by_life(tmp_path: Path) -> None:
@@ -229,7 +247,7 @@ def test_a_worker_that_died_and_was_started_again_is_played_life_by_life(tmp_pat
             group = await cluster.launch(Adder, name="Adder", restart=Restart())
             with numbers.sender as sender, sums.receiver as receiver:
                 call = group[0].call(Adder.run, numbers.receiver, sums.sender)
-                for at in range(5):
+                for _ in range(5):
                     await sender.put(Number(1.0, 0))
                     await receiver.get(key=0)
                 process = cluster._backend.process("Adder[0]")
@@ -243,7 +261,8 @@ def test_a_worker_that_died_and_was_started_again_is_played_life_by_life(tmp_pat
 
     run(main())
     report = again(tmp_path, tolerance=0.0)
-    assert report.equal and (report.lives, report.items) == (2, 10)
+    assert report.equal
+    assert (report.lives, report.items) == (2, 10)
 
 
 def test_it_is_played_in_virtual_time_too(added: Path) -> None:
@@ -252,7 +271,8 @@ def test_it_is_played_in_virtual_time_too(added: Path) -> None:
         report = loop.run_until_complete(replay(added, "adder"))
     finally:
         loop.close()
-    assert report.equal and report.items == 50
+    assert report.equal
+    assert report.items == 50
 
 
 def test_ranks_that_compute_together_are_refused_by_name(tmp_path: Path) -> None:

@@ -67,13 +67,15 @@ def there_and_back(value: Any) -> Any:
 )
 def test_a_value_comes_back_as_it_was(value: Any) -> None:
     found = there_and_back(value)
-    assert found == value and type(found) is type(value)
+    assert found == value
+    assert type(found) is type(value)
 
 
 def test_functions_with_arguments_and_arrays_come_back() -> None:
     assert there_and_back(functools.partial(scale, 3.0))(2.0) == 6.0
     found = there_and_back({"a": np.arange(6, dtype=np.int16).reshape(2, 3)})["a"]
-    assert found.dtype == np.int16 and found.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert found.dtype == np.int16
+    assert found.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_what_cannot_be_recorded_is_named_with_its_place(tmp_path: Path) -> None:
@@ -138,7 +140,8 @@ def test_a_tolerance_of_nothing_is_exact() -> None:
 )
 def test_the_path_leads_to_the_first_difference(replayed: Any, path: str) -> None:
     found = difference(Settings(name="x", inner=Point(1.0, (2, 3))), replayed)
-    assert found is not None and found[0] == path
+    assert found is not None
+    assert found[0] == path
 
 
 def test_keys_shapes_and_dtypes_are_compared() -> None:
@@ -157,7 +160,8 @@ def test_measured_times_are_left_out_and_counted() -> None:
     before, after = (Settings(name="x", inner=Point(0.0), seconds=at) for at in (1.0, 2.0))
     comparison.compare(before, after)
     comparison.compare({"train_seconds": 1.0, "loss": 2.0}, {"train_seconds": 3.0, "loss": 2.0})
-    assert comparison.left_out == {"seconds": 1, "train_seconds": 1} and comparison.values == 4
+    assert comparison.left_out == {"seconds": 1, "train_seconds": 1}
+    assert comparison.values == 4
 
 
 def test_weights_are_compared_as_the_numbers_that_they_are() -> None:
