@@ -288,6 +288,13 @@ class Worker:
         """
         return ()
 
+    @classmethod
+    def resumes_exactly(cls, arguments: Mapping[str, Any]) -> bool:
+        """Whether a worker with these arguments of ``__init__``, begun with ``resume=`` the folder
+        that ``begin_checkpoint`` wrote, does to the last bit what it would have done. A replay may
+        then begin there."""
+        return False
+
     async def setup(self) -> None:
         """Runs once after ``__init__``, before the first call. Override it for slow preparation:
         load a model, start a simulator."""

@@ -185,8 +185,9 @@ class _Making:
         needs = _Needs(self._worker, plan, self._end)
         events = list(needs.of(source.events(start)))
         self._copy_checkpoint(plan, folder)
+        absent = self._copy_files(lives[0].launched, folder)
         self.manifest.first = plan.from_number
-        self.manifest.missing = _copy_code(events, self._config(), folder / CODE)
+        self.manifest.missing = [*absent, *_copy_code(events, self._config(), folder / CODE)]
         _write_events(folder / FOLDER / "1", events)
         config = source.folder / "config.toml"
         if config.is_file():
@@ -198,7 +199,7 @@ class _Making:
     def _plan(self, lives: list[Life], cls: type[Any], stage: Stage) -> Plan:
         first = self._first(lives)
         cut = self._source.cut_before(self._start)
-        return Plan.of(lives, cls, first, stage, cut)
+        return Plan.of(lives, cls, first, stage, cut, smallest=True)
 
     def _first(self, lives: list[Life]) -> int | None:
         """The iteration with which the part begins; None where there are no iterations."""
@@ -228,6 +229,27 @@ class _Making:
         if resume is not None:
             inside = Path(resume).resolve().relative_to(self._source.folder.resolve())
             shutil.copytree(resume, folder / inside)
+
+    def _copy_files(self, launched: Launched, folder: Path) -> list[str]:
+        """Copy the files of the run that the launch names, such as its model; those that lie
+        elsewhere, and are not in the bundle."""
+        absent: list[str] = []
+        old = str(launched.details.get("folder", ""))
+        for text in sorted(set(_strings(Decoder(Any).decode(launched.body())))):
+            if not text.startswith("/") or not Path(text).is_absolute():
+                continue
+            inside = text.removeprefix(f"{old}/") if text.startswith(f"{old}/") else ""
+            here = self._source.folder / inside if inside else Path(text)
+            if inside.startswith("checkpoints") or not here.exists():
+                continue
+            if not inside:
+                absent.append(f"{text}, which the launch names")
+            elif here.is_dir():
+                shutil.copytree(here, folder / inside, dirs_exist_ok=True)
+            else:
+                (folder / inside).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(here, folder / inside)
+        return absent
 
 
 class _Needs:
@@ -394,14 +416,19 @@ def _types(path: TypePath) -> Iterator[str]:
 
 def _texts(data: Any) -> Iterator[str]:
     """Texts that name code, ``"file.py:name"`` or ``"module:name"``."""
+    for text in _strings(data):
+        yield from (found[0] for found in _NAMED.finditer(text))
+
+
+def _strings(data: Any) -> Iterator[str]:
     if isinstance(data, str):
-        yield from (found[0] for found in _NAMED.finditer(data))
+        yield data
     elif isinstance(data, Mapping):
         for one in data.values():
-            yield from _texts(one)
+            yield from _strings(one)
     elif isinstance(data, (list, tuple)):
         for one in data:
-            yield from _texts(one)
+            yield from _strings(one)
 
 
 def _add_module(name: str, files: dict[Path, Path], missing: list[str]) -> None:

@@ -3,7 +3,8 @@ were compared.
 
 Numbers may differ by a tolerance; whole numbers, text, shapes, dtypes and lengths may not. NaN is
 equal to NaN. Weights are compared tensor by tensor, with the numbers that their bytes are. Times
-that were measured differ in every run: fields that hold seconds are left out, and counted.
+that were measured differ in every run, and so does how often somebody had to wait: fields that hold
+those are left out, and counted.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from rlinf_async.messages.weights import TensorSlot, WeightBucket
 TIMES: Final = ("seconds", "longest")
 """names of fields that hold measured times, by themselves or behind an underscore"""
 RATES: Final = "_per_second"
+WAITS: Final = ("waited", "set_aside")
+"""names of fields that count how often somebody had to wait: so much depends on the moment"""
 CHECKSUM: Final = "checksum"
 """field that follows from others: with a tolerance, those are compared"""
 
@@ -76,7 +79,8 @@ class Comparison:
     """Compares values, and counts.
 
     Args:
-        tolerance: largest difference of two numbers that are not whole; 0: none.
+        tolerance: largest difference of two numbers that are not whole, as a part of the number
+            where that is above 1; 0: none.
         ignored: names of further fields that are not compared.
     """
 
@@ -133,7 +137,7 @@ class Comparison:
 
     def _is_left_out(self, name: str, path: str) -> bool:
         last = name.rpartition("_")[2]
-        time = last in TIMES or name.endswith(RATES)
+        time = last in TIMES or name.endswith(RATES) or name in WAITS
         derived = name == CHECKSUM and self.tolerance > 0
         if time or derived or name in self.ignored:
             self.left_out[name] += 1
@@ -151,7 +155,7 @@ class Comparison:
         if math.isnan(recorded) and math.isnan(replayed):
             return
         distance = abs(recorded - replayed)
-        if not distance <= self.tolerance:
+        if not distance <= self.tolerance * max(1.0, abs(recorded)):
             raise Found(path, recorded, replayed)
         self.largest = max(self.largest, distance)
 
@@ -185,7 +189,8 @@ class Comparison:
         if before.dtype.kind in "fc":
             with np.errstate(invalid="ignore"):
                 far = np.abs(before - after)
-            within = np.zeros(before.shape, bool) if self.tolerance == 0 else far <= self.tolerance
+                limit = self.tolerance * np.maximum(1.0, np.abs(before))
+                within = (far <= limit) & (self.tolerance > 0)
             same = same | within | (np.isnan(before) & np.isnan(after))
             if before.size and bool(np.all(same)):
                 self.largest = max(self.largest, float(np.max(far, initial=0.0, where=within)))

@@ -14,6 +14,7 @@ What a worker would write into the run's folder goes to a folder of its own, whi
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import shutil
 import sys
@@ -144,6 +145,11 @@ class Stage:
             raise UsageError(f"{launched.worker} cannot be played again: {error}") from error
         there = self._moved(launched)
         return tuple(there(one) for one in args), {name: there(one) for name, one in kwargs.items()}
+
+    def named_arguments(self, cls: type[Worker], launched: Launched) -> Mapping[str, Any]:
+        """The same by their names."""
+        args, kwargs = self.arguments_of(launched)
+        return inspect.signature(cls).bind(*args, **kwargs).arguments
 
     def info_of(self, launched: Launched) -> WorkerInfo:
         """The identity of a worker, with the devices that are here, too."""

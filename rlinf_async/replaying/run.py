@@ -30,6 +30,7 @@ from rlinf_async.replaying.playing import Play, Stage
 from rlinf_async.replaying.report import Comparing, ReplayReport, Scores
 from rlinf_async.replaying.script import Script, Transform
 from rlinf_async.replaying.source import Source, opened
+from rlinf_async.rewards.judging import load_verifier
 from rlinf_async.workers.base import Worker
 from rlinf_async.workers.reward import RewardWorker
 
@@ -157,11 +158,14 @@ class _Replay:
                 f"{launched.group} (torch.distributed, {launched.details['collective']}): a replay "
                 "has one rank alone. Record a run with one rank of it"
             )
-        if self._options.verifier is not None and not issubclass(cls, RewardWorker):
+        if self._options.verifier is None:
+            return
+        if not issubclass(cls, RewardWorker):
             raise UsageError(
                 f"a verifier is for a reward worker, and {worker} is a {cls.__name__}: "
                 "--only reward"
             )
+        load_verifier(self._options.verifier, ("data", "verifier"))
 
     async def _play(
         self, report: ReplayReport, plan: Plan, stage: Stage, cls: type[Worker]
@@ -207,40 +211,55 @@ class Plan(msgspec.Struct, kw_only=True):
 
     @classmethod
     def of(
-        cls, lives: list[Life], worker: type[Worker], first: int | None, stage: Stage, cut: int
+        cls,
+        lives: list[Life],
+        worker: type[Worker],
+        first: int | None,
+        stage: Stage,
+        cut: int,
+        *,
+        smallest: bool = False,
     ) -> Plan:
-        """The plan for an iteration to begin with; ``cut``: the recording has no events before this
-        number.
+        """The plan for an iteration to begin with.
+
+        Args:
+            lives: of the worker, in the recording.
+            worker: its class.
+            first: the iteration; None: from the beginning.
+            stage: everything around it.
+            cut: the recording has no events before this number.
+            smallest: begin from a checkpoint where that is exact, though all is there.
 
         Raises:
             UsageError: there is no such iteration; the recording does not have what it needs.
         """
-        name = lives[0].launched.worker
-        since = 0 if first is None else _number_of(lives, first)
-        beginning = lives[0].launched.number
-        since = max(since, cut) if cut > 1 else since
-        if since <= beginning and cut <= 1:
-            return cls(lives=lives, since=since)
+        since = max(0 if first is None else _number_of(lives, first), cut if cut > 1 else 0)
         last = next((one for one in reversed(lives) if one.launched.number <= since), lives[0])
         later = [one for one in lives if one.launched.number > last.launched.number]
-        if getattr(worker, "stateless", False):
+        if since and worker.stateless:
             return cls(lives=[_later(last, since), *later], since=since, from_number=since)
-        restored = _from_checkpoint(last, since, stage)
-        if restored is not None:
-            call, folder, version = restored
+        if cut <= 1 and not smallest:
+            return cls(lives=lives, since=since)
+        found = _from_checkpoint(last, since, stage)
+        exact = worker.resumes_exactly(stage.named_arguments(worker, last.launched))
+        if found is not None and (exact or cut > 1):
+            call, folder, version = found
+            note = f"begun from its checkpoint {folder.name}"
+            if not exact:
+                note += ", which does not have all that it had in memory: numbers may differ"
             return cls(
                 lives=[_resumed(last, call.begun.number, version), *later],
                 since=since,
                 overrides={"resume": str(folder)},
-                notes=[f"begun from its checkpoint {folder.name}"],
+                notes=[note],
                 from_number=call.begun.number + 1,
                 also={call.begun.call},
             )
         if cut > 1:
             raise UsageError(
-                f"the recording begins at event {cut}: what was before was deleted for its limit, "
-                f"and {name} has a state that came from there, of which there is no checkpoint. "
-                "Set recording.limit higher, or checkpoint_every lower"
+                f"the recording begins with event {cut}: what was before was deleted for its "
+                f"limit, and {last.launched.worker} has a state that came from there, of which "
+                "there is no checkpoint. Set recording.limit higher, or checkpoint_every lower"
             )
         return cls(lives=lives, since=since)
 

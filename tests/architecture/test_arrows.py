@@ -35,7 +35,7 @@ ARROWS: dict[str, set[str]] = {
     "runtime": LIGHT
     | {"algorithms", "backends", "channels", "data", "episodes", "observe", "recording", "rewards"}
     | {"workers"},
-    "replaying": LIGHT | {"channels", "recording", "runtime", "workers"},
+    "replaying": LIGHT | {"channels", "recording", "rewards", "runtime", "workers"},
     "simulate": LIGHT
     | {"backends", "channels", "episodes", "observe", "runtime", "testing", "workers"},
     "language": LIGHT

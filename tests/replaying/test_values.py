@@ -125,7 +125,10 @@ def test_nan_is_nan_and_whole_numbers_are_exact_however_large() -> None:
 
 def test_a_tolerance_of_nothing_is_exact() -> None:
     assert difference(0.1, np.nextafter(0.1, 1.0)) is not None
-    assert difference(np.float32([1.0]), np.nextafter(np.float32([1.0]), np.float32(2))) is not None
+    assert (
+        difference(np.ones(1, np.float32), np.nextafter(np.ones(1, np.float32), np.float32(2)))
+        is not None
+    )
     assert difference(0.1, np.nextafter(0.1, 1.0), tolerance=1e-12) is None
 
 
@@ -166,9 +169,8 @@ def test_measured_times_are_left_out_and_counted() -> None:
 
 def test_weights_are_compared_as_the_numbers_that_they_are() -> None:
     def bucket(values: list[float], dtype: str) -> WeightBucket:
-        numbers = np.float32(values)
-        data = numbers.view(np.uint32) >> 16 if dtype == "bfloat16" else numbers
-        data = data.astype(np.uint16) if dtype == "bfloat16" else data
+        numbers = np.array(values, np.float32).view(np.uint32)
+        data = (numbers >> 16).astype(np.uint16) if dtype == "bfloat16" else numbers
         raw = np.frombuffer(data.tobytes(), np.uint8)
         return WeightBucket((TensorSlot("w", dtype, (2,), 0),), raw, int(raw.sum()))
 

@@ -76,6 +76,12 @@ class EmbodiedFSDPActor(TrainingWorker[TrainerBackend]):
         self._stages = 0
         """stages that share an iteration, over all env workers; 0 before the first is trained"""
 
+    @classmethod
+    def resumes_exactly(cls, arguments: Mapping[str, Any]) -> bool:
+        """Unless rewards are normalised: of the returns of episodes that go on, a checkpoint has
+        nothing, since environments begin new ones when a run is resumed."""
+        return not getattr(arguments.get("trainer"), "normalize_reward", True)
+
     async def clone(self) -> dict[str, float]:
         """Learn from demonstrations, before the first iteration; returns metrics. On all ranks."""
         with self.span("clone"):

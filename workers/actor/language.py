@@ -172,6 +172,10 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
         self._sizes = batches.of_rank(1)  # until the trainer knows its data ranks
         self._offloaded = False
 
+    @classmethod
+    def resumes_exactly(cls, arguments: Mapping[str, Any]) -> bool:
+        return True
+
     async def setup(self) -> None:
         """Build the model; then it is known which ranks train on the same samples."""
         await super().setup()

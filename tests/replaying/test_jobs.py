@@ -1,0 +1,124 @@
+"""Each worker of a recorded run of a job, played again alone, does what it did."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlinf_async import run
+from rlinf_async.cli import main
+from rlinf_async.replaying import ReplayReport, bundle_run, replay
+from tests.jobs.embodied.kit import SMALL
+from tests.jobs.language.kit import TINY
+
+TOLERANCE = 1e-6
+
+
+def again(folder: Path, only: str, **options: object) -> ReplayReport:
+    """The report of a replay."""
+    return run(replay(folder, only, **options))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def language(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recorded GRPO run of 3 iterations: a real model, the transformers engine."""
+    folder = tmp_path_factory.mktemp("language")
+    data = folder / "sums.jsonl"
+    lines = [f'{{"prompt": "{a}+{a + 1}=", "answer": "{2 * a + 1}"}}' for a in range(24)]
+    data.write_text("\n".join(lines))
+    (folder / "job.toml").write_text(TINY.format(data=data))
+    out = folder / "run"
+    wanted = ["--training.iterations", "3", "--training.checkpoint_every", "1"]
+    assert (
+        main(["train", str(folder / "job.toml"), "--record", "all", *wanted, "--out", str(out)])
+        == 0
+    )
+    return out
+
+
+@pytest.fixture(scope="module")
+def embodied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recorded PPO run of 3 iterations, with a rollout worker."""
+    folder = tmp_path_factory.mktemp("embodied")
+    (folder / "job.toml").write_text(SMALL)
+    out = folder / "run"
+    wanted = ["--training.total_steps", "192", "--training.checkpoint_every", "1"]
+    assert (
+        main(["train", str(folder / "job.toml"), "--record", "all", *wanted, "--out", str(out)])
+        == 0
+    )
+    return out
+
+
+@pytest.mark.parametrize("role", ["actor", "rollout", "reward"])
+def test_each_worker_of_a_grpo_run_does_the_same_again(language: Path, role: str) -> None:
+    report = again(language, role)
+    assert report.first_difference is None
+    assert report.equal
+    assert report.largest <= TOLERANCE
+    # Losses and weights of 3 iterations, and the weights before; 24 samples and 4 of evaluations.
+    assert report.items >= (4 if role == "actor" else 24)
+
+
+@pytest.mark.parametrize("role", ["actor", "rollout", "env"])
+def test_each_worker_of_a_ppo_run_does_the_same_again(embodied: Path, role: str) -> None:
+    report = again(embodied, role)
+    assert report.first_difference is None
+    assert report.equal
+    assert report.largest <= TOLERANCE
+    assert report.items >= 4
+
+
+def test_a_reward_worker_begins_at_the_iteration_that_is_asked_for(language: Path) -> None:
+    report = again(language, "reward", first=2)
+    assert report.equal
+    assert report.skipped == 0
+    assert report.items < again(language, "reward").items
+
+
+def test_nothing_of_the_run_is_changed_by_a_replay(embodied: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in embodied.rglob("*")}
+    again(embodied, "actor")
+    assert {path: path.stat().st_mtime_ns for path in embodied.rglob("*")} == before
+
+
+def test_another_verifier_scores_the_samples_of_the_recording(
+    language: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verifier = tmp_path / "mine.py"
+    verifier.write_text("def score(answer):\n    return 0.5\n")
+    command = ["replay", str(language), "--only", "reward", "--data.verifier"]
+    assert main([*command, f"{verifier}:score"]) == 0
+    said = capsys.readouterr().out
+    assert "mean 0.5000, 0 samples without one" in said
+    assert "recorded: " in said
+    assert main([*command, "nowhere.py:score"]) == 2
+    assert "nowhere.py" in capsys.readouterr().err
+
+
+def test_what_was_before_an_iteration_is_played_so_that_the_rest_is_exact(
+    embodied: Path,
+) -> None:
+    report = again(embodied, "actor", first=2)
+    assert report.equal
+    assert (report.items, report.skipped) == (1, 3)  # the weights that came of it
+
+
+def test_a_bundle_of_an_actor_begins_from_its_checkpoint(language: Path, tmp_path: Path) -> None:
+    made = bundle_run(
+        language, only="actor", around="2", iterations=1, out=tmp_path / "actor.tar.zst"
+    )
+    report = again(made.path, "actor")
+    assert report.equal
+    assert report.notes == ["begun from its checkpoint version-000002"]
+    assert report.items == 1
+
+
+def test_a_bundle_has_the_beginning_where_a_checkpoint_does_not_say_all(
+    embodied: Path, tmp_path: Path
+) -> None:
+    made = bundle_run(embodied, only="actor", around="2", iterations=1, out=tmp_path / "actor")
+    report = again(made.path, "actor")  # rewards are normalised
+    assert report.equal
+    assert not report.notes
