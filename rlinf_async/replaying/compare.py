@@ -155,7 +155,8 @@ class Comparison:
         if math.isnan(recorded) and math.isnan(replayed):
             return
         distance = abs(recorded - replayed)
-        if not distance <= self.tolerance * max(1.0, abs(recorded)):
+        limit = self.tolerance * max(1.0, abs(recorded))
+        if not (math.isfinite(distance) and distance <= limit):
             raise Found(path, recorded, replayed)
         self.largest = max(self.largest, distance)
 
@@ -190,7 +191,7 @@ class Comparison:
             with np.errstate(invalid="ignore"):
                 far = np.abs(before - after)
                 limit = self.tolerance * np.maximum(1.0, np.abs(before))
-                within = (far <= limit) & (self.tolerance > 0)
+                within = np.isfinite(far) & (far <= limit) & (self.tolerance > 0)
             same = same | within | (np.isnan(before) & np.isnan(after))
             if before.size and bool(np.all(same)):
                 self.largest = max(self.largest, float(np.max(far, initial=0.0, where=within)))

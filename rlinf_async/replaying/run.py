@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from collections.abc import Iterable, Sequence
@@ -179,7 +180,10 @@ class _Replay:
             transform: Transform = _unchanged if rescored is None else rescored.sample
             script = Script(life, transform)
             play = Play(life, script, stage)
-            await play.run(plan.overrides if index == 0 else None)
+            overrides = dict(plan.overrides) if index == 0 else {}
+            if verifier is not None and "verifier" in inspect.signature(cls).parameters:
+                overrides["verifier"] = verifier  # goes before that of a sample
+            await play.run(overrides)
             if rescored is not None:
                 rescored.add(play)
             else:
