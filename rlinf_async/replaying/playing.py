@@ -297,10 +297,11 @@ class Play:
         launched = self.life.launched
         cls = self._stage.class_of(launched)
         args, kwargs = self._stage.arguments_of(launched)
+        bound = inspect.signature(cls).bind(*args, **kwargs)
+        bound.arguments.update(overrides or {})
         with as_recorded(launched):
-            host = WorkerHost(
-                cls, args, {**kwargs, **(overrides or {})}, self._stage.info_of(launched)
-            )
+            info = self._stage.info_of(launched)
+            host = WorkerHost(cls, bound.args, bound.kwargs, info)
             _limit_threads(host, launched)
             await host.start()
             try:
