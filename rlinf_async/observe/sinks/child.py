@@ -7,7 +7,7 @@
 
 What the library prints goes to ``sinks/NAME.log`` of the run folder. A row that the sink does not
 take is offered again, after 1 s and then ever less often, until the run has ended; then for
-`CLOSE_SECONDS`, whatever the library does meanwhile.
+the seconds that `End` says, whatever the library does meanwhile.
 
 Invariant: a step that an earlier start has handed over is not handed over again. What it has not,
 up to the step that the run goes on from, is taken from ``metrics.csv``.
@@ -34,7 +34,7 @@ from rlinf_async.config.registry import load_entry_point, raised
 from rlinf_async.observe.files import ObserveError, atomic_write
 from rlinf_async.observe.metrics import STEP, read_columns
 from rlinf_async.observe.sinks.messages import (
-    CLOSE_SECONDS,
+    ORPHAN_SECONDS,
     End,
     Ended,
     Failed,
@@ -48,10 +48,8 @@ from rlinf_async.observe.sinks.messages import (
 from rlinf_async.observe.sinks.part import Client, Outcome, Row, set_default_environment
 from rlinf_async.processes import frame, leave_signals_to_driver, read_message
 
-HAND_OVER_SECONDS: Final = 20.0
-"""seconds of them for rows that were not handed over yet"""
-ORPHAN_SECONDS: Final = 8.0
-"""seconds that a sink has when the process of the run is gone"""
+HAND_OVER: Final = 2 / 3
+"""share of the seconds at the end for rows that were not handed over yet"""
 FAILING_SECONDS: Final = 3.0
 """seconds of them where the sink does not take rows"""
 ROWS_KEPT: Final = 10_000
@@ -229,7 +227,7 @@ def _serve(deliveries: Deliveries, inbox: queue.SimpleQueue[Any]) -> None:
             end = message
     began = time.monotonic()
     while not deliveries.idle:
-        limit = FAILING_SECONDS if deliveries.failing else HAND_OVER_SECONDS
+        limit = FAILING_SECONDS if deliveries.failing else HAND_OVER * end.seconds
         if time.monotonic() - began > limit:
             break
         if not deliveries.hand_over():
@@ -252,10 +250,11 @@ def _read(
             inbox.put(message)
         else:
             deliveries.lost += 1
-    limit = threading.Timer(ORPHAN_SECONDS if message is None else CLOSE_SECONDS, _end_now)
+    end = End("killed", ORPHAN_SECONDS) if message is None else message
+    limit = threading.Timer(end.seconds, _end_now)
     limit.daemon = True
     limit.start()
-    inbox.put(End("killed") if message is None else message)
+    inbox.put(end)
 
 
 def _end_now() -> None:

@@ -10,6 +10,10 @@ from rlinf_async.observe.sinks.part import Outcome, Row, SinkRun
 
 CLOSE_SECONDS: Final = 30.0
 """seconds that a sink has when the run has ended"""
+STOP_SECONDS: Final = 6.0
+"""seconds that it has when the run was stopped: whoever did that waits"""
+ORPHAN_SECONDS: Final = 8.0
+"""seconds that it has when the process of the run is gone"""
 
 
 class Opening(msgspec.Struct, tag=True):
@@ -36,6 +40,8 @@ class End(msgspec.Struct, tag=True):
     """No more rows follow. Run -> process."""
 
     outcome: Outcome
+    seconds: float
+    """seconds after which the process ends, whatever its library does"""
 
 
 class Opened(msgspec.Struct, tag=True):

@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Final
 from urllib.parse import urlsplit
 
@@ -84,8 +85,8 @@ class MlflowClient:
         self._entities = needed(
             "mlflow.entities", extra="mlflow", needed_for="the metrics sink 'mlflow'"
         )
-        own = f"sqlite:///{run.files / 'mlflow.db'}"
-        uri = settings.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or own
+        uri = settings.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", "")
+        uri = uri or _own_database(run.files / "mlflow.db", tracking.MlflowClient)
         self._client: Any = tracking.MlflowClient(tracking_uri=uri)
         self._id = kept.get("id") or self._create(settings, run)
         self._names: dict[str, str] = {}
@@ -152,6 +153,20 @@ class MlflowClient:
         """End the run."""
         self._client.set_tag(self._id, "outcome", outcome)
         self._client.set_terminated(self._id, STATES[outcome])
+
+
+def _own_database(file: Path, client: Callable[..., Any]) -> str:
+    """Return the address of a database in the run folder, made if it is not there.
+
+    It is made beside its place: mlflow cannot go on with one whose making was cut off.
+    """
+    if not file.exists():
+        partial = file.with_name(f"{file.name}.partial")
+        for leftover in file.parent.glob(f"{partial.name}*"):
+            leftover.unlink()
+        client(tracking_uri=f"sqlite:///{partial}")
+        partial.rename(file)
+    return f"sqlite:///{file}"
 
 
 def _taken(name: str) -> str:

@@ -1,15 +1,18 @@
-"""wandb, mlflow and trackio themselves: what they have of a run that was stopped and resumed."""
+"""wandb, mlflow and trackio themselves: what they have of a run that failed and was resumed."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
+import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from rlinf_async.observe.metrics import MetricsWriter
+from rlinf_async.observe.sinks.child import State
 from rlinf_async.observe.sinks.config import ObserveConfig
 from rlinf_async.observe.sinks.mlflow import _taken
 from rlinf_async.observe.sinks.opened import OpenSinks
@@ -30,15 +33,23 @@ def start(
     with MetricsWriter(folder, resume_at=resume_at, sinks=sinks) as writer:
         for step in steps:
             writer.write(step, {"loss/kl": math.nan if step == 2 else step / 4, "reward": 1.0})
+        for name in LIBRARIES:  # they may take long to open
+            while last_step(folder / "sinks" / f"{name}.json") != steps[-1]:
+                time.sleep(0.05)
     sinks.close(outcome)
+
+
+def last_step(state: Path) -> int | None:
+    """The last step that was handed over."""
+    return msgspec.json.decode(state.read_bytes(), type=State).step if state.exists() else None
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sinks' files of a run that was stopped at step 4, and went on from step 3 to 6."""
+    """The sinks' files of a run that failed at step 4, and went on from step 3 to 6."""
     folder, config = tmp_path_factory.mktemp("runs") / "run-7", {"actor": {"lr": 0.5}}
     folder.mkdir()
-    start(folder, range(1, 5), "stopped", resume_at=None, **config)
+    start(folder, range(1, 5), "failed", resume_at=None, **config)
     start(folder, range(4, 7), "finished", resume_at=3, **config)
     return folder / "sinks"
 
