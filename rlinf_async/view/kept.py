@@ -78,7 +78,6 @@ class KeptSamples:
                 "all": len(index),
                 "chosen": len(chosen),
                 "first": first,
-                "iterations": [min(index.iterations, default=0), max(index.iterations, default=0)],
                 "rows": [_listed(index, int(number)) for number in shown],
             }
 

@@ -126,6 +126,7 @@ class Page:
         self._runs = runs
         self._traces = Traces()
         self._files = _static_files()
+        self._reading: asyncio.Task[None] | None = None
 
     def app(self) -> Starlette:
         """The application, which answers everybody: a `Guard` stands before it."""
@@ -156,13 +157,17 @@ class Page:
         )
 
     def read_ahead(self) -> None:
-        """Begin to read the trace of the first run, which the page shows first."""
+        """Begin to read the trace and the index of samples of the first run, which the page shows
+        first."""
         for run in self._runs.all()[:1]:
             with contextlib.suppress(RunFolderError):
                 self._traces.of(run.folder / "trace.json.gz")
+            self._reading = asyncio.create_task(asyncio.to_thread(_read_samples, run))
 
     async def aclose(self) -> None:
         """Give up what is being read."""
+        if self._reading is not None:
+            await self._reading
         await self._traces.aclose()
 
     async def _index(self, request: Request) -> Response:
@@ -275,6 +280,12 @@ def _with_waits(told: dict[str, Any], run: Run) -> dict[str, Any]:
     except RunFolderError as error:
         told["problem"] = str(error)
     return told
+
+
+def _read_samples(run: Run) -> None:
+    """Read the index of a run's samples; what is wrong with it is said where it is shown."""
+    with contextlib.suppress(RunFolderError):
+        run.samples.page(Query())
 
 
 def _static_files() -> dict[str, bytes]:
