@@ -211,6 +211,7 @@ class InferenceWorker(Worker):
             WeightsEnded: a sample has tokens of newer weights than will ever come.
         """
         report = InferenceReport()
+        self.meter.serves("inference", self.config.max_samples)
         loads = self._weights.loads
         async with task_group() as group:
             following = group.create_task(self._weights.follow(weights, self._load))

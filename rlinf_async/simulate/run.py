@@ -43,9 +43,12 @@ from rlinf_async.messages.language import (
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.observe.pictures import COLOURS, FAINT, INK, headline, new_figure, quiet, save
 from rlinf_async.observe.trace import Span
+from rlinf_async.observe.waits import Facts, Shape, WaitsRecord, shapes_of
 from rlinf_async.runtime.cluster import Cluster
+from rlinf_async.runtime.jobs.language.reports import shape_of
 from rlinf_async.runtime.jobs.language.samples import Collector, Dispatcher, Ledger, Source
 from rlinf_async.runtime.jobs.language.scheduling import SampleNews
+from rlinf_async.runtime.jobs.waits import WaitsRecorder
 from rlinf_async.scheduling import ACTOR, ScalingDecision, instance_name
 from rlinf_async.simulate.bounds import by_cause
 from rlinf_async.simulate.config import ScalingPolicyConfig, SimulationConfig, placements
@@ -243,6 +246,8 @@ class SimulationRecord(msgspec.Struct, kw_only=True):
     lengths: list[list[int]] = []
     """response tokens of the samples of each iteration"""
     history: list[Moment] = []
+    waits: list[WaitsRecord] = []
+    """who waited for whom in each iteration, where that was asked for"""
     trace: bytes = b""
     """trace of the event loop, where it was asked for"""
 
@@ -257,6 +262,7 @@ def simulate(
     shuffled: bool = False,
     check: bool = False,
     max_steps: int | None = None,
+    waits: bool = False,
 ) -> SimulationRecord:
     """Run it to its end.
 
@@ -268,6 +274,7 @@ def simulate(
         trace_lines: steps of the loop to be kept.
         shuffled: whether the order of events at one time is drawn from the seed, to find races; by
             default first come, first served.
+        waits: whether the record has who waited for whom in each iteration.
         check: whether invariants are held after each decision; AssertionError where one is broken.
         max_steps: loop steps after which `Livelock` is raised: faults alone keep a run alive.
     """
@@ -276,7 +283,7 @@ def simulate(
         loop = VirtualLoop(
             config.seed if shuffled else None, max_steps=max_steps, trace_lines=trace_lines
         )
-        record = run_on(loop, _main(config, on_step, report or _ignored, spans, check))
+        record = run_on(loop, _main(config, on_step, report or _ignored, spans, check, waits))
         record.result.steps, record.trace = loop.steps, loop.trace
         del loop  # or it would outlive the collection
     record.result.real_seconds = time.perf_counter() - began
@@ -312,11 +319,15 @@ async def _main(
     report: Callable[[str], None],
     with_spans: bool,
     check: bool,
+    with_waits: bool = False,
 ) -> SimulationRecord:
     async with Cluster.local(deadlock_after=None) as cluster:
         run = SimulatedRun(cluster, config, report, check=check)
         await run.launch()
+        if with_waits:
+            run.record_waits()
         await run.train(on_step or (lambda number, seconds: None))
+        await run.waits_written()
         spans = await cluster.spans() if with_spans else []
         return SimulationRecord(
             result=await run.result(),
@@ -325,6 +336,7 @@ async def _main(
             trained=run.trained,
             lengths=run.lengths,
             history=run.site.usage.history,
+            waits=run.waits,
         )
 
 
@@ -352,6 +364,11 @@ class SimulatedRun:
         self._records: list[EpisodeRecord] = []
         self._faults = Faults(config, self.site, self._tell)
         self._next_prompt = 0
+        self.waits: list[WaitsRecord] = []
+        """records of who waited for whom"""
+        self._recorder: WaitsRecorder | None = None
+        self._shapes: list[Shape] = []
+        self._held = 0.0
 
     def _make_channels(self) -> None:
         cluster, config = self._cluster, self._config
@@ -481,6 +498,29 @@ class SimulatedRun:
                 name="episode",
             )
 
+    def record_waits(self) -> None:
+        """Record who waits for whom from now on."""
+        self._recorder = WaitsRecorder(self._cluster, self._facts, self.waits.append, cores=False)
+
+    async def waits_written(self) -> None:
+        """Wait until the records of all iterations are there."""
+        if self._recorder is not None:
+            await self._recorder.finish(self._config.work.iterations)
+
+    def _facts(self) -> Facts:
+        work, held = self._config.work, self.source.held_seconds
+        before, self._held = self._held, held
+        return Facts(
+            kind="language",
+            samples=self._config.samples,
+            group_size=work.group_size,
+            max_staleness=work.max_staleness,
+            units=self._config.prompts if work.pipelined else work.mini_batches,
+            shapes=self._shapes,
+            held_seconds=held - before,
+            inferred=self._config.inference.devices > 0,
+        )
+
     async def train(self, on_step: OnStep) -> None:
         """Run all iterations."""
         with ExitStack() as ends:  # this process's own ends, open between two calls
@@ -532,6 +572,8 @@ class SimulatedRun:
         self.site.settle()
         await self._publish()
         self.site.restart()
+        if self._recorder is not None:
+            self._recorder.begin(0)
         source: asyncio.Task[None] | None = None
         for number in range(self._config.work.iterations):
             began = loop.time()
@@ -549,6 +591,8 @@ class SimulatedRun:
             self._account(reports, number)
             gc.collect(0)  # what is new
             self._step_seconds.append(loop.time() - began)
+            if self._recorder is not None:
+                self._recorder.boundary(number + 1)
             on_step(number, loop.time())
         assert source is not None
         await source
@@ -604,6 +648,7 @@ class SimulatedRun:
         samples = [one.sample for group in self.collector.trained(number) for one in group]
         self.trained += [one.request.name for one in samples]
         self.lengths.append([one.generated.drawn_tokens for one in samples])
+        self._shapes = shapes_of(shape_of(one) for one in samples)
         self._records += [one.episode for one in samples if one.episode is not None]
         self.site.check_home()
 

@@ -48,6 +48,7 @@ from rlinf_async.workers.actor.iteration import Batches, Iteration, Waiting
 from rlinf_async.workers.base import Worker
 from rlinf_async.workers.episode import EpisodeConfig, EpisodeWorker
 from rlinf_async.workers.episode.worker import Language
+from rlinf_async.workers.reward import SCORE
 from rlinf_async.workers.scheduler import ScheduledActor, ScheduledRollout, SchedulerWorker
 
 ENGINE = "rlinf_async.backends.cost.engine:CostEngine"
@@ -117,7 +118,8 @@ class SimulatedIteration(Iteration):
     async def _busy_with(self, work: Callable[..., None], *args: Any) -> None:
         self.site.trains(self.ranks)
         try:
-            await self._worker.compute(work, *args)
+            with self._worker.meter.beside(STEPS):
+                await self._worker.compute(work, *args)
         finally:
             self.site.trains(-self.ranks)
 
@@ -195,6 +197,10 @@ class SimulatedScheduler(SchedulerWorker):
 
 TOOL: Final = "tool"
 """name of whatever an episode waits for between two turns"""
+STEPS: Final = "steps"
+"""name of the actors' work, without what they wait for one another, in the sums of work"""
+NO_BOUND: Final = 1_000_000
+"""samples that are scored at a time where nothing bounds them"""
 NO_LIMIT: Final = 1e9
 """seconds that an episode may take"""
 
@@ -278,6 +284,7 @@ class SimulatedScorer(Worker):
     async def score(self, samples: Receiver[Sample], scored: Sender[ScoredSample]) -> int:
         """Score until there are no more; return how many."""
         room = asyncio.Semaphore(self._env.workers or sys.maxsize)
+        self.meter.serves(SCORE, self._env.workers or NO_BOUND)
         count = 0
         async with asyncio.TaskGroup() as group:
             async for sample in samples:
@@ -294,7 +301,8 @@ class SimulatedScorer(Worker):
         self, one: ScoredSample, room: asyncio.Semaphore, scored: Sender[ScoredSample]
     ) -> None:
         async with room:
-            await asyncio.sleep(self._env.seconds)
+            with self.span(SCORE):
+                await asyncio.sleep(self._env.seconds)
         await scored.put(one)
 
 
@@ -308,11 +316,16 @@ class SimulatedInference(Worker):
     async def log_probs(self, samples: Receiver[ScoredSample], done: Sender[ScoredSample]) -> int:
         """Pass samples on, in batches, until there are no more; return how many."""
         count = 0
+        self.meter.serves("inference", self._config.batch)
         with contextlib.suppress(EndOfChannel):
             while True:
                 async with samples.lease(weight=self._config.batch, at_least=1) as items:
                     tokens = sum(one.sample.tokens for one in items)
-                    with self._site.inferring(tokens) as seconds:
+                    with (
+                        self._site.inferring(tokens) as seconds,
+                        self.span("inference", samples=len(items)),
+                        self.meter.batch("inference", len(items)),
+                    ):
                         await asyncio.sleep(seconds)
                     for one in items:
                         await done.put(one)
