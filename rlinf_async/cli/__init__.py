@@ -39,6 +39,7 @@ COMMANDS = {
     "swap": ("swap", "Exchange workers of a run that goes on."),
     "train": ("train", "Run the job that FILE.toml describes."),
     "view": ("view", "Show runs in the browser, live."),
+    "waits": ("waits", "Name the bottleneck of a run, from measured waits."),
 }
 """module of this package that holds a command, and its line of the help, by its name"""
 

@@ -19,6 +19,7 @@ from rlinf_async.cli.failures import FAILED, OK
 from rlinf_async.cli.jobs import Session
 from rlinf_async.cli.train import config_of, job_of
 from rlinf_async.config import ConfigError, Document, UsageError
+from rlinf_async.observe.bottleneck import analyse
 from rlinf_async.observe.files import RunFolderError
 from rlinf_async.observe.progress import ProgressState, RunConsole, picture_of
 from rlinf_async.observe.run_folder import MARKER, RUNS, check_is_run, newest_run
@@ -58,6 +59,8 @@ def status(folder: str | None, as_json: bool) -> None:
     click.echo(_sentence(seen))
     if seen.status is not None:
         _draw(seen.status.shown)
+    with contextlib.suppress(RunFolderError):  # without records there is nothing to say
+        click.echo(analyse(named(folder)).text)
 
 
 @click.command()

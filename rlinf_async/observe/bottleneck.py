@@ -28,8 +28,10 @@ EXPLAINED: Final = (0.75, 1.3)
 """played over measured seconds between which a gain is predicted"""
 WORTH: Final = 0.05
 """share of an iteration that advice has to save"""
-NEARLY: Final = 0.9
+NEARLY: Final = 0.8
 """share of what a role can give at most, from which on fewer workers are enough"""
+CLEARLY: Final = 1.2
+"""times the gain of more workers from which on more staleness is advised instead"""
 MORE: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 MOST: Final = 4
 """a role is advised at most so many times its workers"""
@@ -192,6 +194,8 @@ class _Analysis:
         other = self._staler(pipeline, played)
         if other is not None and advice is not None and other.factor < 0.97 * advice.factor:
             other = None
+        if other is not None and advice is not None and other.factor > CLEARLY * advice.factor:
+            advice, other = other, advice
         return self._said(name, roles, played, advice, other, limits)
 
     # ---- what is known of the workers
@@ -305,7 +309,7 @@ class _Analysis:
         episodes = self.work("episode", "episodes")
         if episodes.count:
             crews["episode"] = Crew(
-                workers=self.workers("episode"), capacity=episodes.capacity or 10**6
+                workers=self.workers("episode"), capacity=episodes.capacity or 10**6, alone=1.0
             )
         load = self.work("rollout", "load weights")
         return Pipeline(
@@ -438,8 +442,10 @@ class _Analysis:
         elif chosen is None:
             text += ": no more workers of one role gain 5 % or more"
         else:
+            most = "" if chosen.max_staleness is not None else ", at most,"
+            takes = "take" if chosen.more > 1 else "takes"
             text += (
-                f": {chosen}, at most, take an iteration from {chosen.seconds_now:.3g} s to "
+                f": {chosen}{most} {takes} an iteration from {chosen.seconds_now:.3g} s to "
                 f"{chosen.seconds_then:.3g} s ({chosen.factor:.2f} x)"
             )
             if other is not None and other is not chosen:

@@ -43,6 +43,8 @@ class Summary(msgspec.Struct, kw_only=True, rename={"return_": "return"}):
     """Swaps by worker, in the last start of the run: see ``swaps.json``."""
     dropped: dict[str, int] = {}
     """Number of items left out, by kind: stale answers, second trajectories, spans."""
+    bottleneck: str | None = None
+    """Who limited the run, and what would help, in a sentence; None where it has no records."""
     error: str | None = None
     """The first cause, where the run failed."""
     extra: dict[str, Detail] = {}

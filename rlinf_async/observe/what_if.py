@@ -19,14 +19,15 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
 from rlinf_async.observe.waits import Shape
 
 Event = tuple[float, int, Callable[[float], None]]
-LARGE = 1500
-"""samples of an iteration from which on fewer iterations are played"""
+LARGE = 512
+"""samples of an iteration that are played at most, about: of more, each stands for several"""
 
 
 class Crew(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +37,8 @@ class Crew(msgspec.Struct, frozen=True, kw_only=True):
     capacity: int = 1
     """pieces that each works on at a time"""
     alone: float = 0.0
-    """seconds of a piece, of a batch, or of an engine's step, whatever is done beside"""
+    """seconds of a piece, of a batch, or of an engine's step, whatever is done beside; of episodes
+    the factor of what their tools take"""
     beside: float = 0.0
     """seconds that each item of a batch, or each request beside, adds"""
 
@@ -92,8 +94,34 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
 
 def iteration_seconds(pipeline: Pipeline) -> float:
     """Return the seconds of an iteration, once the pipeline is full."""
-    play = _Embodied(pipeline) if pipeline.embodied else _Language(pipeline)
-    return play.seconds()
+    if pipeline.embodied:
+        return _Embodied(pipeline).seconds()
+    return _Language(_thinned(pipeline)).seconds()
+
+
+def _thinned(pipeline: Pipeline) -> Pipeline:
+    """Return a large job with fewer samples, of which each stands for several."""
+    groups = pipeline.samples // pipeline.group_size
+    each = -(-pipeline.samples // LARGE)
+    if each < 2 or groups < 2 * each:
+        return pipeline
+
+    def crew(role: str, one: Crew) -> Crew:
+        if role == "actor":
+            return one
+        factor = each if role == "reward" else 1
+        return msgspec.structs.replace(
+            one,
+            capacity=one.capacity if role == "reward" else max(1, round(one.capacity / each)),
+            alone=one.alone * factor,
+            beside=one.beside * each,
+        )
+
+    return msgspec.structs.replace(
+        pipeline,
+        samples=groups // each * pipeline.group_size,
+        crews={role: crew(role, one) for role, one in pipeline.crews.items()},
+    )
 
 
 class _Play:
@@ -110,7 +138,7 @@ class _Play:
         self._training = False
         self._ends: list[float] = []
         """time at which each version was there"""
-        self._wanted = 3 + pipeline.max_staleness + (3 if pipeline.samples > LARGE else 8)
+        self._wanted = 11 + pipeline.max_staleness
 
     def seconds(self) -> float:
         """Play it; the mean seconds of the iterations at the end."""
@@ -174,16 +202,17 @@ class _Servers:
     """Servers of one role with one queue. Each takes a piece, or a batch of what is there."""
 
     def __init__(
-        self, play: _Play, crew: Crew, done: Callable[[_Item, float], None], most: int = 1
+        self, play: _Play, crew: Crew, done: Callable[[_Item, float], None], most: int = 0
     ) -> None:
-        self._play, self._crew, self._done, self._most = play, crew, done, most
-        self._free = crew.workers * max(1, crew.capacity)
+        """``most``: items of a batch, of which each worker makes one at a time; 0: single ones."""
+        self._play, self._crew, self._done, self._most = play, crew, done, most or 1
+        self._free = crew.workers * (1 if most else max(1, crew.capacity))
         self._queue: deque[_Item] = deque()
 
     def put(self, item: _Item, now: float) -> None:
-        """Queue an item; the servers take turns at the end of this moment."""
+        """Queue an item; a server that waits takes it at once, as a get that waits does."""
         self._queue.append(item)
-        self._play.at(now, self._take)
+        self._take(now)
 
     def _take(self, now: float) -> None:
         while self._free and self._queue:
@@ -191,7 +220,7 @@ class _Servers:
             self._free -= 1
             size = sum(item.size for item in batch)
             seconds = self._crew.alone + self._crew.beside * size
-            self._play.at(now + seconds, lambda then, batch=batch: self._end(batch, then))
+            self._play.at(now + seconds, partial(self._end, batch))
 
     def _end(self, batch: list[_Item], now: float) -> None:
         self._free += 1
@@ -286,6 +315,7 @@ class _Language(_Play):
         self._turn = 0
         self._requests: list[tuple[int, int, _Item]] = []
         episode = crews.get("episode")
+        self._episodes = episode is not None
         self._slots = episode.workers * episode.capacity if episode else 0
         self._tasks: deque[_Item] = deque()
         self._last = _Servers(self, crews["reward"], self._scored) if "reward" in crews else None
@@ -306,12 +336,11 @@ class _Language(_Play):
         for number, place in enumerate(places):
             shape = one.shapes[round(place * (len(one.shapes) - 1) / last)]
             item = _Item(iteration, shape, number // one.group_size)
-            if self._slots:
+            if self._episodes:
                 self._tasks.append(item)
             else:
                 self._request(item)
-        if self._slots:
-            self._open(now)
+        self._open()
         self.at(now, self._hand_out)
 
     def loaded(self, now: float) -> None:
@@ -320,7 +349,7 @@ class _Language(_Play):
             for engine in self._engines:
                 engine.stall(self.pipeline.load, now)
 
-    def _open(self, now: float) -> None:
+    def _open(self) -> None:
         while self._slots and self._tasks:
             self._slots -= 1
             self._request(self._tasks.popleft())
@@ -344,12 +373,13 @@ class _Language(_Play):
         """A turn of a sample is generated."""
         item.turns_left -= 1
         if item.turns_left > 0:
-            wait = item.shape.tool_seconds / (item.shape.turns - 1)
+            tools = self.pipeline.crews["episode"].alone if self._episodes else 1.0
+            wait = tools * item.shape.tool_seconds / (item.shape.turns - 1)
             self.at(now + wait, lambda then: self._again(item, then))
         else:
-            if "episode" in self.pipeline.crews:
+            if self._episodes:
                 self._slots += 1
-                self._open(now)
+                self._open()
             if self._inference is not None:
                 self._inference.put(item, now)
             else:

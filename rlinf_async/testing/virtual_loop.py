@@ -325,6 +325,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         super().__init__()
         self.seed = seed
         self.steps = 0
+        self._passed: list[float] = []
+        """seconds that the function which an executor runs now has let pass"""
         self.describe: list[Callable[[], str]] = []
         self._step_limit = self._max_steps = math.inf if max_steps is None else max_steps
         self._labels = trace_lines > 0
@@ -343,8 +345,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.set_task_factory(_make_task)
 
     def time(self) -> float:
-        """Seconds of virtual time since the loop was made."""
-        return self._now
+        """Seconds of virtual time since the loop was made; in an executor's function, with those
+        that it has let pass."""
+        return self._now + sum(self._passed) if self._passed else self._now
 
     @property
     def trace(self) -> bytes:
@@ -428,7 +431,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         # In a thread there would be no running loop either.
         asyncio._set_running_loop(None)
         self._in_executor = True
-        passed: list[float] = []
+        passed = self._passed = list[float]()
         answer: Callable[[], None]
         try:
             with taking_time(passed.append):
@@ -436,7 +439,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         except Exception as error:
             answer = partial(future.set_exception, error)
         finally:
-            self._in_executor = False
+            self._in_executor, self._passed = False, []
             asyncio._set_running_loop(self)
         if passed:
             self.call_later(sum(passed), _unless_done, future, answer)

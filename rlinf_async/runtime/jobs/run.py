@@ -14,6 +14,7 @@ live view, the trace.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import sys
 import time
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from rlinf_async.config import UsageError, to_toml
+from rlinf_async.observe.bottleneck import analyse
 from rlinf_async.observe.files import ObserveError
 from rlinf_async.observe.pictures import draw_timeline
 from rlinf_async.observe.progress import ProgressView
@@ -268,6 +270,8 @@ class _Execution(Generic[S]):
         if self._recorder is not None:
             summary.extra["recording"] = summary_of(self._recorder.state)
         summary.replaced = dict(self._replaced)
+        with contextlib.suppress(ObserveError):  # it has trained no iteration
+            summary.bottleneck = analyse(self._folder.path).text
         return summary
 
     def _report_unfinished(self, cause: BaseException) -> None:
