@@ -21,7 +21,7 @@ from typing import Final
 import msgspec
 
 from rlinf_async.observe.trace import Fit, Work
-from rlinf_async.observe.waits import PartyWork, WaitsRecord, read_waits, shapes_of
+from rlinf_async.observe.waits import PartyWork, WaitsRecord, read_waits
 from rlinf_async.observe.what_if import Crew, Pipeline, iteration_seconds
 
 EXPLAINED: Final = (0.75, 1.3)
@@ -276,7 +276,7 @@ class _Analysis:
 
     def _language(self) -> Pipeline | None:
         requests = self.work("rollout", "requests")
-        shapes = shapes_of(shape for one in self.records[-4:] for shape in one.facts.shapes)
+        shapes = [tuple(one.facts.shapes) for one in self.records if one.facts.shapes]
         if requests.fit is None or not shapes or not self.workers("actor"):
             return None
         alone, beside = requests.fit.line()

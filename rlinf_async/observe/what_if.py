@@ -60,7 +60,8 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
     group_size: int = 1
     max_staleness: int
     units: int = 1
-    shapes: tuple[Shape, ...] = ()
+    shapes: tuple[tuple[Shape, ...], ...] = ()
+    """samples of each iteration that was measured, by their tokens; they are played in turn"""
     steps: int = 0
     stages: int = 1
     rows: float = 1.0
@@ -329,12 +330,12 @@ class _Language(_Play):
     def begin(self, iteration: int, now: float) -> None:
         """Put the requests of an iteration."""
         one = self.pipeline
-        order = random.Random(iteration)
+        order, shapes = random.Random(iteration), one.shapes[iteration % len(one.shapes)]
         places = list(range(one.samples))
         order.shuffle(places)
         last = max(1, one.samples - 1)
         for number, place in enumerate(places):
-            shape = one.shapes[round(place * (len(one.shapes) - 1) / last)]
+            shape = shapes[round(place * (len(shapes) - 1) / last)]
             item = _Item(iteration, shape, number // one.group_size)
             if self._episodes:
                 self._tasks.append(item)
