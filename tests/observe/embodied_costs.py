@@ -14,7 +14,8 @@ import numpy as np
 from rlinf_async.backends.base import PolicyAnswer, PolicyBackend
 from rlinf_async.channels import Channel, Latest, LatestSender, Receiver, Sender
 from rlinf_async.deadlines import let_pass
-from rlinf_async.messages.embodied import Actions, Collect, Observations, Trajectory
+from rlinf_async.messages.embodied import Actions, Collect, Ints, Observations, Trajectory
+from rlinf_async.messages.spaces import ObservationArray
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.observe.bottleneck import Advice
 from rlinf_async.observe.waits import Facts, WaitsRecord
@@ -100,13 +101,13 @@ class EmbodiedCosts(msgspec.Struct, frozen=True, kw_only=True):
 class CostStage:
     """Environments whose steps take time."""
 
-    rows = None
     in_flight = 0
     needs_reset = False
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self.observation = np.zeros((ENVS, 2), np.float32)
+        self.rows: Ints | None = None
+        self.observation: ObservationArray = np.zeros((ENVS, 2), np.float32)
 
     def reset(self) -> None:
         """Nothing to do."""
