@@ -49,6 +49,8 @@ BUSY: Final = 0.05
 """share of the time in which this process computes, from which on it is at work"""
 GRACE: Final = 30.0
 """seconds that a worker has for its teardown"""
+GRACE_IF_INTERRUPTED: Final = 2.0
+"""the same, where the replay was interrupted"""
 CHANNEL_ERRORS: Final = (
     "ChannelClosed", "ChannelFailed", "EndOfChannel", "NoReceivers", "ConnectionLost", "LeaseLost",
 )  # fmt: skip
@@ -304,11 +306,15 @@ class Play:
             host = WorkerHost(cls, bound.args, bound.kwargs, info)
             _limit_threads(host, launched)
             await host.start()
+            grace = GRACE
             try:
                 await self._play(host)
+            except asyncio.CancelledError:
+                grace = GRACE_IF_INTERRUPTED
+                raise
             finally:
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(GRACE):
+                    async with asyncio.timeout(grace):
                         await host.stop()
 
     async def _play(self, host: WorkerHost) -> None:
