@@ -339,7 +339,7 @@ def waits_of(queue: Queue) -> list[Wait]:
 def waited_on(queue: Queue) -> list[Waited]:
     """Seconds that each party has waited on this channel so far."""
     at = queue.now()
-    waiting = [
+    waiting: list[tuple[Literal["put", "get"], str, float]] = [
         (operation, wait.holder, at - wait.since)
         for key in queue.every_key()
         for operation, waits in _both(key)

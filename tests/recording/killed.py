@@ -254,7 +254,7 @@ def run_lives(count: int, seed: int) -> list[Outcome]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("count", type=int)
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()

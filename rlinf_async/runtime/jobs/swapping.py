@@ -65,8 +65,10 @@ class RoleSwap(msgspec.Struct, frozen=True):
 class SwappingJob(Protocol):
     """A job whose workers can be swapped while it runs."""
 
-    swaps: Mapping[str, RoleSwap]
-    """what can be swapped, by role"""
+    @property
+    def swaps(self) -> Mapping[str, RoleSwap]:
+        """What can be swapped, by role."""
+        ...
 
     def check_swap(self, config: Any, role: str) -> None:
         """Raise `UsageError` where workers of this role could not be started under this
