@@ -30,6 +30,7 @@ COMMANDS = {
     "envs": ("envs", "List simulators, their environments, and the policies that fit."),
     "evaluate": ("runs", "Let a trained policy act again; film it."),
     "export": ("checkpoints", "Write a checkpoint as a Hugging Face folder."),
+    "init": ("init", "Write a small project of your own, which trains as it is."),
     "replay": ("replay", "Play one worker of a recorded run again, alone."),
     "reshard": ("checkpoints", "Write a checkpoint anew, for another number of ranks."),
     "samples": ("samples", "Print what the model of a run said, and what it got for it."),

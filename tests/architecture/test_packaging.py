@@ -125,6 +125,14 @@ def test_the_wheel_holds_every_module(wheel: Path) -> None:
     assert "rlinf_async/py.typed" in names
 
 
+def test_the_wheel_holds_every_file_of_the_projects_that_init_writes(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    files = [one for one in (ROOT / "rlinf_async" / "templates").glob("*/*") if one.is_file()]
+    wanted = {str(one.relative_to(ROOT)) for one in files}
+    assert len(wanted) > 15
+    assert wanted <= names, sorted(wanted - names)
+
+
 def test_the_wheel_puts_one_name_into_site_packages(wheel: Path) -> None:
     tops = {name.partition("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"rlinf_async"}
@@ -145,6 +153,7 @@ def test_the_settings_of_mypy_excuse_nothing_in_the_package() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["mypy"]
     stricter = {"strict", "enable_error_code"}
     about_files = {"python_version", "files", "explicit_package_bases", "namespace_packages"}
+    about_files |= {"mypy_path"}
     assert set(settings) == stricter | about_files | {"overrides"}
     excused = [module for one in settings["overrides"] for module in one["module"]]
     names = {each.what for each in imports()}
