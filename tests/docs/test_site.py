@@ -90,6 +90,12 @@ def test_the_search_works_from_the_disk(built: tuple[Path, str]) -> None:
     assert '<script src="assets/iframe-worker.js">' in html
 
 
+def test_every_page_stands_in_the_navigation() -> None:
+    listed = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = [page.relative_to(ROOT / "docs").as_posix() for page in ROOT.glob("docs/**/*.md")]
+    assert [page for page in pages if not re.search(rf"[- ]{re.escape(page)}$", listed, re.M)] == []
+
+
 def test_every_name_that_a_package_offers_stands_in_the_reference(hooks: ModuleType) -> None:
     """As importing the packages says, not as the site has read them."""
     pages = hooks.reference()
