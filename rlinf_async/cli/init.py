@@ -21,9 +21,9 @@ import click
 from rlinf_async.config.registry import UsageError, nearest
 
 NEEDS: Final = {
-    "agent": ("transformers", "llm"),
+    "agent": ("tokenizers", "llm"),
     "embodied": ("gymnasium", "embodied"),
-    "language": ("transformers", "llm"),
+    "language": ("tokenizers", "llm"),
     "worker": ("", ""),
 }
 """kinds of projects: the module that each needs beyond the package's own, and the extra with it"""

@@ -1,4 +1,7 @@
-"""``rlinf-async init``: each project tests itself, trains, and is clean, in a folder of its own."""
+"""``rlinf-async init``: what it writes, and what it refuses.
+
+That each project passes its own tests and trains is in ``tests/docs/test_tutorials.py``.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,9 @@ import pytest
 
 from rlinf_async.cli import main
 from rlinf_async.cli.init import NEEDS
-from rlinf_async.observe.summary import EmbodiedSummary, LanguageSummary, read_summary
 from tests.architecture.sources import ROOT
 
 TEMPLATES = ROOT / "rlinf_async" / "templates"
-MODULES = {"agent": "transformers", "embodied": "gymnasium", "language": "transformers"}
-"""what a project needs beyond the package"""
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -33,7 +33,6 @@ def project(tmp_path: Path) -> Callable[[str], Path]:
     """A project of a kind, as the command writes it."""
 
     def write(kind: str) -> Path:
-        pytest.importorskip(MODULES.get(kind, "msgspec"))
         folder = tmp_path / f"my {kind}"
         assert main(["init", kind, str(folder)]) == 0
         return folder
@@ -46,59 +45,17 @@ def test_every_kind_has_a_template() -> None:
 
 
 @pytest.mark.parametrize("kind", NEEDS)
-def test_a_project_tests_itself_and_is_clean(kind: str, project: Callable[[str], Path]) -> None:
+def test_a_project_is_clean_and_has_no_marks_of_its_template(
+    kind: str, project: Callable[[str], Path]
+) -> None:
     folder = project(kind)
     names = {one.name for one in folder.iterdir()}
     assert {"Makefile", "README.md"} < names
     assert ("train.toml" in names) == (kind != "worker")
     texts = [(folder / name).read_text(encoding="utf-8") for name in names]
     assert not [text for text in texts if "@NAME@" in text or "@PYTHON@" in text]
-    tested = run(folder, "make", "test")
-    assert tested.returncode == 0, tested.stdout + tested.stderr
     clean = run(folder, sys.executable, "-m", "ruff", "check", "--isolated", ".")
     assert clean.returncode == 0, clean.stdout
-
-
-def test_the_policy_of_the_embodied_project_is_trained_and_shown(
-    project: Callable[[str], Path],
-) -> None:
-    folder = project("embodied")
-    text = (folder / "train.toml").read_text(encoding="utf-8")
-    assert text.count("total_steps = 61_440") == 1
-    (folder / "train.toml").write_text(text.replace("61_440", "2_560"), encoding="utf-8")
-    done = run(folder, "make", "train", "RUN=runs/short")
-    assert "fell short" in done.stdout, done.stderr
-    summary = read_summary(folder / "runs" / "short" / "summary.json", EmbodiedSummary)
-    assert (summary.iterations, summary.env_steps) == (2, 2560)
-    assert summary.success_rate is not None
-    shown = run(folder, "make", "show")
-    assert shown.returncode == 0, shown.stderr
-    assert (folder / "picture.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(("kind", "samples"), [("language", 256), ("agent", 128)])
-def test_the_models_of_the_language_projects_are_trained(
-    kind: str, samples: int, project: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In this process, with settings given on the command line."""
-    folder = project(kind)
-    monkeypatch.chdir(folder)
-    assert run(folder, "make", "data").returncode == 0
-    short = ("--training.iterations", "1", "--warm_start.steps", "10", "--evaluation.samples", "10")
-    words = ["train", "train.toml", "--out", "run", "--cluster.backend", "local", *short]
-    assert main(words) == 1  # one iteration does not reach the target
-    summary = read_summary(folder / "run" / "summary.json", LanguageSummary)
-    assert (summary.outcome, summary.iterations, summary.samples) == ("fell short", 1, samples)
-    assert summary.outcomes == {"scored": samples}
-
-
-def test_the_workers_learn_and_draw_how(project: Callable[[str], Path]) -> None:
-    folder = project("worker")
-    done = run(folder, "make", "train", "ITERATIONS=20")
-    assert (done.returncode, done.stderr) == (0, "")
-    last = done.stdout.splitlines()[-1]
-    assert int(last.partition("iteration: ")[2].partition("%")[0]) > 90
-    assert (folder / "accuracy.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ A comment on the line before a code block says what a test does with it::
 
     <!-- runs -->      the block is a script that ends well
     <!-- prints -->    the block is what the script before it prints
+    <!-- steps -->     the block is the commands of a tutorial
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/tutorials/*.md")])
 
 _FENCE = re.compile(
-    r"^(?:<!-- (?P<mark>runs|prints) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$",
+    r"^(?:<!-- (?P<mark>runs|prints|steps) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
 _LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
