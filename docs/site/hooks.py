@@ -235,9 +235,15 @@ def relinked(markdown: str, source: str) -> str:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Enter the reference into the navigation."""
-    pages = [{path: f"reference/{path}.md"} for path in _wanted(config)]
-    config.nav = [*(config.nav or ()), {"Reference": pages}]
+    """Enter into the navigation what it does not name: pages that are new, and the reference."""
+    nav = list(config.nav or ())
+    named = set(re.findall(r"[\w/-]+\.md", str(nav)))
+    folder = Path(config.docs_dir)
+    found = sorted(page.relative_to(folder).as_posix() for page in folder.rglob("*.md"))
+    if new := [page for page in found if page not in named]:
+        nav.append({"More": new})
+    nav.append({"Reference": [{path: f"reference/{path}.md"} for path in _wanted(config)]})
+    config.nav = nav
     return config
 
 
