@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, Final
 
+from rlinf_async.observe.bottleneck import Bottleneck, analyse
 from rlinf_async.observe.files import explaining
 from rlinf_async.observe.progress import ProgressState
 from rlinf_async.observe.waits import MAIN, WAITS, WaitsRecord, decode_waits
@@ -173,30 +175,57 @@ def _ends(edge: str, channels: set[str]) -> tuple[str, str, str] | None:
     return None
 
 
-def newest_waits(run: Path) -> list[WaitsRecord]:
-    """The newest records of the waits of a run, oldest first; none where it has none.
+class NewestWaits:
+    """The newest records of the waits of a run, and the bottleneck that they name.
+
+    Args:
+        run: its folder.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self._path = run / WAITS
+        self._lock = threading.Lock()
+        self._stamp = (0, 0)
+        self._records: list[WaitsRecord] = []
+        self._bottleneck: Bottleneck | None = None
+
+    def read(self) -> tuple[list[WaitsRecord], Bottleneck | None]:
+        """The records, oldest first; none where the run has none. Read again if they are others.
+
+        Raises:
+            RunFolderError: they cannot be read.
+        """
+        with self._lock, explaining("read", self._path):
+            try:
+                file = self._path.open("rb")
+            except FileNotFoundError:
+                return [], None
+            with file:
+                found = os.fstat(file.fileno())
+                stamp = found.st_mtime_ns, found.st_size
+                if stamp == self._stamp:
+                    return self._records, self._bottleneck
+                file.seek(max(0, found.st_size - NEWEST))
+                content = file.read()
+            if found.st_size > NEWEST:  # its first line is a part of one
+                content = content.partition(b"\n")[2]
+            self._records = decode_waits(content, self._path)
+            self._bottleneck = analyse(self._records) if self._records else None
+            self._stamp = stamp
+            return self._records, self._bottleneck
+
+
+def add_waits(told: dict[str, Any], waits: NewestWaits) -> None:
+    """Add to a graph the bottleneck, how busy each group was, and who waited for what, as shares
+    of time.
 
     Raises:
-        RunFolderError: they cannot be read.
+        RunFolderError: the waits cannot be read.
     """
-    path = run / WAITS
-    with explaining("read", path):
-        try:
-            with path.open("rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                file.seek(max(0, size - NEWEST))
-                content = file.read()
-        except FileNotFoundError:
-            return []
-    if size > NEWEST:  # its first line is a part of one
-        content = content.partition(b"\n")[2]
-    return decode_waits(content, path)
-
-
-def add_waits(told: dict[str, Any], records: list[WaitsRecord]) -> None:
-    """Add to a graph how busy each group was, and who waited for what, as shares of time."""
-    if not records:
+    records, bottleneck = waits.read()
+    if bottleneck is None:
         return
+    told["bottleneck"] = {"sentence": bottleneck.text, "role": bottleneck.role}
     busy: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     ranks: dict[str, set[str]] = defaultdict(set)
     waited: dict[tuple[str, str, str], float] = defaultdict(float)

@@ -24,6 +24,7 @@ from rlinf_async.observe.files import RunFolderError, explaining
 from rlinf_async.observe.progress import ProgressState
 from rlinf_async.observe.run_folder import MARKER, RUNS, STATUS, check_is_run
 from rlinf_async.observe.status import RunState, look_at_run
+from rlinf_async.view.graph import NewestWaits
 from rlinf_async.view.kept import KeptSamples, newest_segment
 from rlinf_async.view.table import Table
 
@@ -61,6 +62,7 @@ class Run:
         self.name = name
         self.table = Table(folder / "metrics.csv")
         self.samples = KeptSamples(folder)
+        self.waits = NewestWaits(folder)
         self.lock = threading.Lock()
         """held while its table is read"""
 

@@ -276,7 +276,7 @@ class Page:
 def _with_waits(told: dict[str, Any], run: Run) -> dict[str, Any]:
     """The graph, with the waits of the run, or with what is wrong with their file."""
     try:
-        graph.add_waits(told, graph.newest_waits(run.folder))
+        graph.add_waits(told, run.waits)
     except RunFolderError as error:
         told["problem"] = str(error)
     return told

@@ -17,7 +17,7 @@ import pytest
 from rlinf_async.cli import main
 from rlinf_async.config import UsageError
 from rlinf_async.observe.metrics import CsvLog
-from rlinf_async.view.graph import newest_waits
+from rlinf_async.view.graph import NewestWaits
 from rlinf_async.view.runs import Runs
 from rlinf_async.view.server import listener
 from rlinf_async.view.table import Table
@@ -134,6 +134,8 @@ def test_the_graph_says_who_waited_for_whom(tmp_path: Path) -> None:
         busy = {one["name"]: one.get("busy") for one in told["groups"]}
         assert (busy["Rollout"], busy["Reward"]) == (pytest.approx(0.25), pytest.approx(0.95))
         assert told["iterations"] == [1, 4]
+        assert told["bottleneck"]["role"] == "reward"
+        assert "reward" in told["bottleneck"]["sentence"]
         shares = [(one["group"], one["channel"], one["share"]) for one in told["shares"]]
         assert shares == [("Rollout", "generated", 0.75), ("the run", "scored", 0.25)]
         assert told["shares"][0]["unblockers"] == ["Reward"]
@@ -147,8 +149,10 @@ def test_the_graph_says_who_waited_for_whom(tmp_path: Path) -> None:
 def test_of_a_long_run_the_newest_waits_are_read(tmp_path: Path) -> None:
     run = make_run(tmp_path / "long")
     keep_waits(run, iterations=3000)
-    records = newest_waits(run)
+    records, bottleneck = NewestWaits(run).read()
     assert records[-1].iteration == 3000
+    assert bottleneck is not None
+    assert bottleneck.role == "reward"
     assert 10 < len(records) < 3000
 
 

@@ -149,7 +149,7 @@ export const graph = {
       if (doing) lines.push(doing);
     }
     if (one.busy !== null && one.busy !== undefined) lines.push(`busy ${Math.round(one.busy * 100)} %`);
-    const limit = told.bottleneck && told.bottleneck.role === one.name;
+    const limit = told.bottleneck && told.bottleneck.role === one.name.toLowerCase();
     if (limit) lines.unshift("⚠ bottleneck");
     return this.box(node, place, "group", count > 1 ? `${one.name} × ${count}` : one.name, lines.slice(0, 2), { class: limit ? " limit" : "" });
   },
