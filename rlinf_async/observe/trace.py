@@ -26,7 +26,6 @@ which the file calls threads. Numbers over time (`Counter`) are tracks of one mo
 
 from __future__ import annotations
 
-import collections
 import gzip
 import heapq
 import itertools
@@ -153,30 +152,57 @@ class Work(msgspec.Struct, omit_defaults=True):
         )
 
 
+UNBOUNDED: Final = 1 << 60
+
+
 class _Kind:
-    """Work of one name, up to the time ``at``."""
+    """Work of one name, up to the time ``at``. Times in nanoseconds."""
 
-    __slots__ = ("at", "open", "work")
+    __slots__ = (
+        "at", "capacity", "count", "fit", "full", "name", "open", "seconds", "size", "together",
+        "total",
+    )  # fmt: skip
 
-    def __init__(self, name: str, at: int) -> None:
-        self.work = Work(name)
-        self.open, self.at = 0, at
+    def __init__(self, name: str, at: int, together: _Kind | None) -> None:
+        self.name, self.at, self.together = name, at, together
+        self.open = self.count = self.seconds = self.total = self.full = 0
+        self.capacity = UNBOUNDED
+        self.size = 0.0
+        self.fit: Fit | None = None
 
     def change(self, by: int, at: int) -> None:
         """``by`` more pieces are under way from now on."""
-        now, work = self.open, self.work
-        passed = (at - self.at) / 1e9
-        if now > 0 and passed > 0:
-            capacity = work.capacity
-            work.seconds += passed
-            if capacity and now >= capacity:
-                work.full += passed
-                now = capacity
-            work.total += now * passed
+        now = self.open
+        if now > 0 and (passed := at - self.at) > 0:
+            self.seconds += passed
+            if now < self.capacity:
+                self.total += now * passed
+            else:
+                self.full += passed
+                self.total += self.capacity * passed
         self.at = at
-        self.open += by
+        self.open = now + by
         if by < 0:
-            work.count -= by
+            self.count -= by
+
+    def add(self, size: float, x: float, y: float, weight: float = 1.0) -> None:
+        """Note the size of a piece, and a point of the line."""
+        self.size += size
+        self.fit = self.fit or Fit()
+        self.fit.add(x, y, weight)
+
+    def seen(self) -> Work:
+        """Return it as it is now."""
+        return Work(
+            self.name,
+            self.seconds / 1e9,
+            self.total / 1e9,
+            self.full / 1e9,
+            self.count,
+            0 if self.capacity == UNBOUNDED else self.capacity,
+            self.size,
+            None if self.fit is None else msgspec.structs.replace(self.fit),
+        )
 
 
 KINDS_KEPT: Final = 64
@@ -195,37 +221,45 @@ class Meter:
         self.clock = clock
         self._lock = threading.Lock()
         self._kinds: dict[str, _Kind] = {}
+        self._everything = _Kind("", clock(), None)
+        """all spans together, waits left out"""
 
     def change(self, name: str, by: int, at: int) -> None:
         """``by`` pieces of this name began, or, below 0, ended at this time."""
         with self._lock:
-            self._kind(name, at).change(by, at)
-            if not is_waiting(name):
-                self._kind("", at).change(by, at)
+            kind = self._kinds.get(name)
+            if kind is None:
+                kind = self._kind(name, at)
+            kind.change(by, at)
+            if kind.together is not None:
+                kind.together.change(by, at)
+
+    def open(self) -> tuple[str, ...]:
+        """The names of what is under way, a name as often as it is, without waits."""
+        with self._lock:
+            return tuple(
+                name
+                for name, kind in self._kinds.items()
+                if kind.together is not None
+                for _ in range(kind.open)
+            )
 
     def serves(self, name: str, capacity: int) -> None:
         """Note how many pieces of this name can be worked on at a time."""
         with self._lock:
             kind = self._kind(name, self.clock())
-            if kind.work.capacity != capacity:
+            if kind.capacity != capacity:
                 kind.change(0, self.clock())
-                kind.work.capacity = capacity
-
-    def add(self, name: str, size: float) -> None:
-        """Note the size of a piece that is over."""
-        with self._lock:
-            self._kind(name, self.clock()).work.size += size
+                kind.capacity = capacity
 
     @contextmanager
     def batch(self, name: str, size: float) -> Iterator[None]:
         """Measure the block as the work on ``size`` rows or items at once."""
         began = self.clock()
         yield
+        seconds = (self.clock() - began) / 1e9
         with self._lock:
-            work = self._kind(name, began).work
-            work.size += size
-            work.fit = work.fit or Fit()
-            work.fit.add(size, (self.clock() - began) / 1e9)
+            self._kind(name, began).add(size, size, seconds)
 
     @contextmanager
     def beside(self, name: str) -> Iterator[Piece]:
@@ -234,42 +268,37 @@ class Meter:
         began = self.clock()
         with self._lock:
             kind = self._kind(name, began)
+            kind.together = None  # such pieces are no spans
             kind.change(1, began)
-            before = kind.work.total
+            before = kind.total
         try:
             yield piece
         finally:
             ended = self.clock()
-            seconds = (ended - began) / 1e9
+            passed = ended - began
             with self._lock:
                 kind.change(-1, ended)
-                work = kind.work
-                if piece.size > 0.0 and seconds > 0.0:
-                    work.size += piece.size
-                    work.fit = work.fit or Fit()
-                    beside = (work.total - before) / seconds
-                    work.fit.add(beside, seconds / piece.size, piece.size)
+                if piece.size > 0.0 and passed > 0:
+                    others = (kind.total - before) / passed
+                    kind.add(piece.size, others, passed / 1e9 / piece.size, piece.size)
 
     def seen(self) -> list[Work]:
         """Return all work so far."""
         now = self.clock()
         with self._lock:
-            for kind in self._kinds.values():
+            every = [*self._kinds.values(), self._everything]
+            for kind in every:
                 kind.change(0, max(now, kind.at))
-            return [
-                msgspec.structs.replace(
-                    kind.work,
-                    fit=None if kind.work.fit is None else msgspec.structs.replace(kind.work.fit),
-                )
-                for kind in self._kinds.values()
-            ]
+            return [kind.seen() for kind in every]
 
     def _kind(self, name: str, at: int) -> _Kind:
+        """Return the work of this name."""
         found = self._kinds.get(name)
         if found is None:
             if len(self._kinds) >= KINDS_KEPT:
                 name = OTHERS
-            found = self._kinds.setdefault(name, _Kind(name, at))
+            together = None if is_waiting(name) else self._everything
+            found = self._kinds.setdefault(name, _Kind(name, at, together))
         return found
 
 
@@ -312,7 +341,6 @@ class SpanRecorder:
         self.meter = Meter(clock)
         """sums of the same spans, which nobody has to take"""
         self._lock = threading.Lock()
-        self._open: collections.Counter[str] = collections.Counter()
 
     def span(self, name: str, /, **args: Argument) -> _Recording:
         """A context manager that records its block as one span, also when the block raises."""
@@ -320,14 +348,7 @@ class SpanRecorder:
 
     def doing(self) -> tuple[str, ...]:
         """The names of the open spans, a name as often as it is open, without waits."""
-        with self._lock:
-            return tuple(name for name in self._open.elements() if not is_waiting(name))
-
-    def count(self, name: str, change: int, at: int) -> None:
-        """Note that a span of this name was opened (1) or closed (-1) at this time."""
-        with self._lock:
-            self._open[name] += change
-        self.meter.change(name, change, at)
+        return self.meter.open()
 
     def record(self, name: str, start: int, duration: int, /, **args: Argument) -> None:
         """Record a span that was timed elsewhere, by ``time.monotonic_ns``."""
@@ -362,7 +383,7 @@ class _Recording:
 
     def __enter__(self) -> None:
         self._start = self._recorder.clock()
-        self._recorder.count(self._name, 1, self._start)
+        self._recorder.meter.change(self._name, 1, self._start)
 
     def __exit__(
         self,
@@ -371,7 +392,7 @@ class _Recording:
         trace: TracebackType | None,
     ) -> None:
         start, now = self._start, self._recorder.clock()
-        self._recorder.count(self._name, -1, now)
+        self._recorder.meter.change(self._name, -1, now)
         self._recorder.add(self._name, start, now - start, self._args)
 
 

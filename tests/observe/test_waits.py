@@ -132,3 +132,17 @@ def test_a_fit_finds_what_a_step_takes_alone_and_beside_others() -> None:
     assert work.fit is not None
     assert work.fit.line() == pytest.approx((0.010, 0.002))
     assert work.size == 28
+
+
+def test_pieces_that_are_no_spans_are_not_among_what_a_worker_does() -> None:
+    now = [0]
+    recorder = SpanRecorder("rollout 0", clock=lambda: now[0])
+    recorder.meter.serves("requests", 4)
+    with recorder.meter.beside("requests") as piece, recorder.span("generate"):
+        now[0] += 10**9
+        piece.size = 10.0
+        assert recorder.doing() == ("generate",)
+    work = {one.name: one for one in recorder.meter.seen()}
+    assert work["requests"].fit is not None
+    assert work["requests"].fit.line() == (pytest.approx(0.1), 0.0)
+    assert work[""].seconds == 1.0
