@@ -144,5 +144,5 @@ def test_pieces_that_are_no_spans_are_not_among_what_a_worker_does() -> None:
         assert recorder.doing() == ("generate",)
     work = {one.name: one for one in recorder.meter.seen()}
     assert work["requests"].fit is not None
-    assert work["requests"].fit.line() == (pytest.approx(0.1), 0.0)
+    assert work["requests"].fit.line() == pytest.approx((0.1, 0.0))
     assert work[""].seconds == 1.0
