@@ -28,6 +28,7 @@ JOB = "job"
 SHOWN_RANKS = 64
 """workers of a role that are shown in full; of more only the first half of as many, and the last"""
 NO_RUN = "--resume needs --out DIR: which run is to go on?"
+RECORDED = "recording.channels"
 NOT_RESUMED = "--checkpoint chooses where to resume: give --resume, too"
 
 _settings = {"ignore_unknown_options": True, "allow_interspersed_args": True}
@@ -79,7 +80,9 @@ def train(
     if seed is not None:
         overrides["seed"] = str(seed)
     if record is not None:
-        overrides["recording.channels"] = _listed(record)
+        if RECORDED in overrides:
+            raise UsageError(f"--record and --{RECORDED} are the same: give one of them")
+        overrides[RECORDED] = _listed(record)
     job, config = _read(session, file, overrides, _options(train))
     _check_folder(out, resume)
     resumed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()

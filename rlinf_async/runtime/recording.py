@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -29,6 +30,7 @@ ALL: Final = "all"
 """stands for every channel"""
 LEAST: Final = 1_000_000
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(k|M|G|T)?B", re.IGNORECASE)
+_PLAIN: Final = re.compile(r"[+-]?\d+(?:\.\d*)?(?:e[+-]?\d+)?", re.IGNORECASE)
 _UNITS: Final = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
@@ -41,16 +43,29 @@ class RecordingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """size of all recordings of the run; the oldest parts are deleted for it"""
 
     def __post_init__(self) -> None:
+        channels = ("channels",)
+        if not all(self.channels):
+            raise ConfigError(
+                f"a name in it is empty: name channels, or {ALL!r}; [] records nothing",
+                path=channels,
+            )
+        if twice := [name for name, count in Counter(self.channels).items() if count > 1]:
+            raise ConfigError(
+                f"{' and '.join(map(repr, twice))} stands there more than once", path=channels
+            )
         if ALL in self.channels and len(self.channels) > 1:
             named = ", ".join(one for one in self.channels if one != ALL)
             raise ConfigError(
-                f"{ALL!r} is every channel: leave {named} out, or {ALL!r}",
-                path=("recording", "channels"),
+                f"{ALL!r} is every channel: leave {named} out, or {ALL!r}", path=channels
+            )
+        if _PLAIN.fullmatch(self.limit.strip()):
+            raise ConfigError(
+                f"{self.limit!r} has no unit: write '500 MB', '2 GB'", path=("limit",)
             )
         if not _SIZE.fullmatch(self.limit.strip()) or self.nbytes < LEAST:
             raise ConfigError(
                 f"{self.limit!r} is no size of at least 1 MB: write '500 MB', '2 GB'",
-                path=("recording", "limit"),
+                path=("limit",),
             )
 
     @property
