@@ -6,8 +6,9 @@
     the writer   (a thread)                                     --> frames, compressed --> segments
 
 The loop only appends to the queue: it never waits for the disk. Where the disk cannot follow, so
-that more than `QUEUE_BYTES` wait, or cannot be written to, the *recording* ends: once logged,
-counted in `RecorderState`, and said in the file by a last event, `Dropped`. The run goes on.
+that more than `QUEUE_BYTES` wait when another event comes, or cannot be written to, the *recording*
+ends: once logged, counted in `RecorderState`, and said in the file by a last event, `Dropped`. The
+run goes on. Events behind an item whose arrays are on their way wait for these; they count.
 
 Frames are closed at `FRAME_BYTES`, or when the first of their events is `FRAME_SECONDS` old (by the
 clock of the machine, also where the loop's is virtual). What is written is there when the process
@@ -43,7 +44,7 @@ log = logging.getLogger(__name__)
 LIMIT: Final = 2_000_000_000
 """bytes of a run's recordings, where nothing else is said"""
 QUEUE_BYTES: Final = 256 * 1024**2
-"""bytes that may wait for the disk"""
+"""bytes that may wait when an event comes: one item of any size is taken"""
 QUEUE_EVENTS: Final = 1_000_000
 FRAME_BYTES: Final = 1024**2
 FRAME_SECONDS: Final = 0.5
@@ -71,7 +72,7 @@ class RecorderState(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: int
     """of this start, as they lie on the disk: what was deleted for the limit is not in it"""
     waiting: int
-    """bytes that wait for the disk"""
+    """bytes that wait for the disk, or for arrays that are on their way"""
     dropped: int
     """events that are missing since the recording ended early"""
     failure: str
@@ -84,7 +85,7 @@ class Recorder:
     Args:
         folder: ``RUN/recording/<start>``: must be empty, or not there.
         limit: bytes of all recordings of the run; the oldest segments are deleted for it.
-        queue_bytes: bytes that may wait for the disk.
+        queue_bytes: bytes that may wait for the disk, or for arrays, when an event comes.
         frame_seconds: seconds after which what was noted is written, at most.
 
     Raises:
@@ -109,6 +110,7 @@ class Recorder:
         self._queued: deque[tuple[Event, int]] = deque()
         self._held: deque[tuple[Event, int, list[Any]]] = deque()
         """events from the first one on whose arrays are on their way from their producer"""
+        self._held_bytes = 0
         self._open: Event | None = None
         """the event noted last, which its tap may still add to"""
         self._open_bytes = 0
@@ -198,7 +200,7 @@ class Recorder:
         if event is None:
             return
         self._open = None
-        self._held.append((event, nbytes, list(tasks)))
+        self._push(event, nbytes, tasks)
         for task in tasks:
             task.add_done_callback(self._arrived)
 
@@ -212,36 +214,63 @@ class Recorder:
             self._open = None
             self._push(event, self._open_bytes)
 
-    def _push(self, event: Event, nbytes: int) -> None:
-        if self._held:
-            self._held.append((event, nbytes, []))
+    def _push(self, event: Event, nbytes: int, tasks: Sequence[asyncio.Future[Any]] = ()) -> None:
+        if not self._has_room():
+            return
+        if self._held or tasks:
+            self._held.append((event, nbytes, list(tasks)))
+            self._held_bytes += nbytes
             return
         self._queue(event, nbytes)
 
-    def _arrived(self, _: object) -> None:
-        while self._held and all(task.done() for task in self._held[0][2]):
-            event, nbytes, tasks = self._held.popleft()
-            if tasks:
-                event.bodies = [copied(body) for body in event.bodies]
-            self._queue(event, nbytes)
-
-    def _queue(self, event: Event, nbytes: int) -> None:
+    def _has_room(self) -> bool:
+        """Whether another event, however large, can be taken; else the recording has ended."""
         if self.failure:
-            return
-        self._noted_bytes += nbytes
-        waiting = self._noted_bytes - self._writer.done_bytes
+            return False
+        waiting = self._waiting
         if self._writer.failure:
             self._end_early(self._writer.failure)
-        elif waiting > self._queue_bytes or len(self._queued) > QUEUE_EVENTS:
-            self._end_early(f"the disk cannot follow: {waiting / 1e6:.0f} MB wait for it")
-        else:
-            self._queued.append((event, nbytes))
-            self._writer.wake(waiting)
+        elif waiting > self._queue_bytes or len(self._queued) + len(self._held) > QUEUE_EVENTS:
+            self._end_early(self._why_full(waiting))
+        return not self.failure
+
+    def _why_full(self, waiting: int) -> str:
+        if self._held_bytes * 2 < waiting:
+            return f"the disk cannot follow: {waiting / 1e6:.0f} MB wait for it"
+        first = self._held[0][0]
+        return (
+            f"the arrays of an item in channel {getattr(first, 'channel', '')!r} (event "
+            f"{first.number}) have not come from their producer, and {waiting / 1e6:.0f} MB wait "
+            "with it"
+        )
+
+    @property
+    def _waiting(self) -> int:
+        """Bytes that wait for the disk, or for arrays."""
+        return self._held_bytes + self._noted_bytes - self._writer.done_bytes
+
+    def _arrived(self, _: object) -> None:
+        while self._held and all(task.done() for task in self._held[0][2]):
+            self._release()
+
+    def _release(self) -> None:
+        """Queue the first of the events that are held: its arrays are here, or will not come."""
+        event, nbytes, tasks = self._held.popleft()
+        self._held_bytes -= nbytes
+        if tasks:
+            event.bodies = [copied(body) for body in event.bodies]
+        self._queue(event, nbytes)
+
+    def _queue(self, event: Event, nbytes: int) -> None:
+        self._noted_bytes += nbytes
+        self._queued.append((event, nbytes))
+        self._writer.wake(self._waiting)
 
     def _end_early(self, why: str) -> None:
         """End the recording; the run goes on as if there were none."""
         self.failure = why
         self._held.clear()
+        self._held_bytes = 0
         self._writer.drop(why, self._number)
         for tap in self._taps.values():
             tap.remove()
@@ -261,7 +290,7 @@ class Recorder:
             events=self._number,
             written=writer.written,
             nbytes=writer.nbytes,
-            waiting=max(0, self._noted_bytes - writer.done_bytes),
+            waiting=self._waiting,
             dropped=self._number - writer.written if self.failure else 0,
             failure=self.failure,
         )
@@ -284,11 +313,8 @@ class Recorder:
         if self._closed:
             return
         self._push_open()
-        for event, nbytes, tasks in list(self._held):
-            if tasks:
-                event.bodies = [copied(body) for body in event.bodies]
-            self._queue(event, nbytes)
-        self._held.clear()
+        while self._held:
+            self._release()
         for tap in self._taps.values():
             tap.remove()
         if not (self.flush(seconds) or self.failure):
@@ -369,6 +395,8 @@ class _Writer:
     def drop(self, why: str, noted: int) -> None:
         """Write no more than this: that the recording ends. ``noted``: number of the last event."""
         self._dropped = why, noted
+        if self._thread is None:  # nothing was written before
+            self._start()
         self._wake.set()
         self._filled.set()
 

@@ -3,6 +3,7 @@ for its limit; and a disk that does not take it."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import os
@@ -259,6 +260,62 @@ async def test_a_disk_that_cannot_follow_ends_the_recording_and_holds_up_nobody(
     assert recording.dropped is not None
     assert recording.dropped.events + recording.dropped.first - 1 >= 10
     assert "cannot follow" in recording.dropped.reason
+
+
+def test_an_item_larger_than_what_may_wait_is_taken_by_an_idle_disk(tmp_path: Path) -> None:
+    recorder = write(tmp_path / "1", range(1, 4), nbytes=500_000, queue_bytes=100_000)
+    recorder.close()
+    assert recorder.state.failure == ""
+    assert sequences(tmp_path) == [1, 2, 3]
+
+
+def waiting_for_an_array(recorder: Recorder) -> asyncio.Future[None]:
+    """Note an event whose arrays come when this is done."""
+    coming = asyncio.get_running_loop().create_future()
+    recorder.begin(Put(channel="arrays", sequence=1, bodies=[Encoded(b"\xc0")]))
+    recorder.wait_for([coming])
+    return coming
+
+
+async def test_what_waits_for_an_array_is_counted_and_ends_the_recording_in_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = Recorder(tmp_path / "1", queue_bytes=100_000)
+    waiting_for_an_array(recorder)
+    for number in range(1, 9):
+        event, body = put(number, 10_000)
+        recorder.note(event, body)
+    assert 80_000 < recorder.state.waiting < 90_000
+    assert recorder.state.failure == ""
+    for number in range(9, 40):
+        event, body = put(number, 10_000)
+        recorder.note(event, body)
+    state = recorder.state
+    assert state.failure.startswith("the arrays of an item in channel 'arrays' (event 1) have not")
+    assert state.events < 14
+    assert (state.waiting, state.dropped) == (0, state.events)
+    recorder.close()
+    dropped = read_recording(tmp_path).dropped
+    assert dropped is not None
+    assert (dropped.reason, dropped.events) == (state.failure, state.events)
+
+
+@pytest.mark.parametrize("comes", [True, False])
+async def test_what_waits_for_an_array_is_written_when_it_comes_or_at_the_end(
+    tmp_path: Path, comes: bool
+) -> None:
+    recorder = Recorder(tmp_path / "1", queue_bytes=100_000)
+    coming = waiting_for_an_array(recorder)
+    for number in range(2, 5):
+        event, body = put(number, 300_000 if number == 4 else 10)
+        recorder.note(event, body)
+    if comes:
+        coming.set_result(None)
+        await asyncio.sleep(0)
+        assert recorder.flush()
+    recorder.close()
+    assert sequences(tmp_path) == [1, 2, 3, 4]
+    assert (recorder.state.failure, recorder.state.waiting) == ("", 0)
 
 
 async def test_an_item_larger_than_the_limit_ends_the_recording(tmp_path: Path) -> None:

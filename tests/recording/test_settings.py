@@ -1,4 +1,4 @@
-"""The settings of a recording: what is wrong is named by its path, once, and by where it was set."""
+"""Settings of a recording: what is wrong is named by its path, once, and by where it was set."""
 
 from __future__ import annotations
 
