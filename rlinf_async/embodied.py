@@ -26,6 +26,12 @@ from rlinf_async.backends.sac_config import (
     SacTrainerConfig,
 )
 from rlinf_async.messages.spaces import ActionSpec, Factor, ObservationPart, ObservationSpec
+from rlinf_async.observe.samples import SamplesConfig
+from rlinf_async.observe.sinks.config import ObserveConfig
+from rlinf_async.observe.sinks.mlflow import MlflowConfig
+from rlinf_async.observe.sinks.prometheus import PrometheusConfig
+from rlinf_async.observe.sinks.trackio import TrackioConfig
+from rlinf_async.observe.sinks.wandb import WandbConfig
 from rlinf_async.runtime.jobs.config import RayConfig
 from rlinf_async.runtime.jobs.embodied.settings import (
     DemonstrationsConfig,
@@ -37,6 +43,7 @@ from rlinf_async.runtime.jobs.embodied.settings import (
 )
 from rlinf_async.runtime.jobs.embodied_sac.config import SacConfig, SacTrainingConfig
 from rlinf_async.runtime.jobs.placement import RolePlacement
+from rlinf_async.runtime.recording import RecordingConfig
 from rlinf_async.workers.env.config import EnvConfig
 from rlinf_async.workers.replay.worker import ReplayConfig
 from rlinf_async.workers.rollout.policy import RolloutConfig
@@ -57,12 +64,16 @@ __all__ = [
     "Factor",
     "LoraConfig",
     "LossConfig",
+    "MlflowConfig",
     "ObservationPart",
     "ObservationSpec",
+    "ObserveConfig",
     "OptimizerConfig",
     "PPOConfig",
     "PolicyConfig",
+    "PrometheusConfig",
     "RayConfig",
+    "RecordingConfig",
     "ReplayConfig",
     "RolePlacement",
     "RolloutConfig",
@@ -73,6 +84,9 @@ __all__ = [
     "SacShardingConfig",
     "SacTrainerConfig",
     "SacTrainingConfig",
+    "SamplesConfig",
     "SchedulerConfig",
+    "TrackioConfig",
     "VisionLanguageConfig",
+    "WandbConfig",
 ]

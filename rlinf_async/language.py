@@ -17,6 +17,11 @@ from rlinf_async.data.config import DataConfig
 from rlinf_async.episodes.endpoint.config import EndpointConfig
 from rlinf_async.messages.language import Sampling
 from rlinf_async.observe.samples import SamplesConfig
+from rlinf_async.observe.sinks.config import ObserveConfig
+from rlinf_async.observe.sinks.mlflow import MlflowConfig
+from rlinf_async.observe.sinks.prometheus import PrometheusConfig
+from rlinf_async.observe.sinks.trackio import TrackioConfig
+from rlinf_async.observe.sinks.wandb import WandbConfig
 from rlinf_async.runtime.jobs.config import RayConfig
 from rlinf_async.runtime.jobs.language.config import (
     ActorConfig,
@@ -33,6 +38,7 @@ from rlinf_async.runtime.jobs.language.config import (
     WarmStartConfig,
 )
 from rlinf_async.runtime.jobs.placement import RolePlacement
+from rlinf_async.runtime.recording import RecordingConfig
 from rlinf_async.scheduling.config import SchedulingConfig
 from rlinf_async.scheduling.state import Rates
 from rlinf_async.workers.episode.config import EpisodeConfig
@@ -56,9 +62,13 @@ __all__ = [
     "LanguagePlacement",
     "LanguageRolloutConfig",
     "MegatronOptions",
+    "MlflowConfig",
     "ModelConfig",
+    "ObserveConfig",
+    "PrometheusConfig",
     "Rates",
     "RayConfig",
+    "RecordingConfig",
     "RewardConfig",
     "RolePlacement",
     "SamplesConfig",
@@ -67,8 +77,10 @@ __all__ = [
     "SchedulingConfig",
     "ToyEngineConfig",
     "ToyTrainerConfig",
+    "TrackioConfig",
     "TrainingConfig",
     "TransformersEngineConfig",
     "VllmEngineConfig",
+    "WandbConfig",
     "WarmStartConfig",
 ]
