@@ -4,9 +4,11 @@ while they are written, and after the run was killed."""
 from rlinf_async.recording.errors import (
     DamagedRecording,
     NoRecording,
+    NothingYet,
     NotRecorded,
     OtherVersion,
     RecordingError,
+    SegmentGone,
     TypeChanged,
     TypeGone,
 )
@@ -47,6 +49,7 @@ __all__ = [
     "Launched",
     "NoRecording",
     "NotRecorded",
+    "NothingYet",
     "OtherVersion",
     "Published",
     "Put",
@@ -59,6 +62,7 @@ __all__ = [
     "Replaced",
     "Returned",
     "Seen",
+    "SegmentGone",
     "Settled",
     "TypeChanged",
     "TypeGone",

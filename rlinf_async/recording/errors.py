@@ -4,6 +4,8 @@
 
     RecordingError
       NoRecording          the folder holds none, or not this start of the run
+        NothingYet         it has begun, and nothing of it is written so far
+      SegmentGone          a file of it was deleted for the limit while it was read
       OtherVersion         it is of a version of the format that cannot be read here
       DamagedRecording     a file does not begin as one of a recording does
       TypeGone             the type of a channel cannot be imported any more
@@ -20,6 +22,14 @@ class RecordingError(Exception):
 
 class NoRecording(RecordingError):
     """The folder holds no recording."""
+
+
+class NothingYet(NoRecording):
+    """A recording has begun here, and nothing of it is written yet."""
+
+
+class SegmentGone(RecordingError):
+    """A file of the recording was deleted for its limit, just now."""
 
 
 class OtherVersion(RecordingError):

@@ -6,6 +6,7 @@ the next frame that is whole, and `Recording.damaged` says what is missing.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,9 +15,15 @@ from typing import Any, TypeVar, overload
 from rlinf_async.channels import MalformedFrame
 from rlinf_async.channels.encoded import Encoded, Form
 from rlinf_async.channels.wire.codec import ItemCodec
-from rlinf_async.recording.errors import NoRecording, NotRecorded, RecordingError
+from rlinf_async.recording.errors import (
+    NoRecording,
+    NothingYet,
+    NotRecorded,
+    RecordingError,
+    SegmentGone,
+)
 from rlinf_async.recording.events import Declared, Dropped, Event, Put
-from rlinf_async.recording.segments import Damage, Header, Segment, segments_of
+from rlinf_async.recording.segments import Damage, Frame, Header, Segment, segments_of
 from rlinf_async.recording.types import check_schema, text_of, type_at
 
 E = TypeVar("E", bound=Event)
@@ -127,7 +134,8 @@ class RecordedItem:
 class Recording:
     """What one start of a run has recorded. See `read_recording`.
 
-    It is of the moment in which it was read: of a run that goes on, read it again.
+    It is of the moment in which it was read: of a run that goes on, read it again. What the run
+    deletes for its limit while it is read is left out, and counts as missing before.
     """
 
     def __init__(self, folder: Path, start: int, starts: tuple[int, ...]) -> None:
@@ -146,7 +154,8 @@ class Recording:
         self._segments = self._read()
         first = next((one.frames[0].first for one in self._segments if one.frames), 1)
         self.missing_before = first - 1
-        """events before the first one, whose segments were deleted for the limit"""
+        """events before the first one, whose segments were deleted for the limit; and those deleted
+        while they were to be read"""
         self.channels: dict[str, RecordedChannel] = {}
         """what was recorded, by name"""
         self._find_channels()
@@ -157,20 +166,24 @@ class Recording:
         return [one.header for one in self._segments if one.header is not None]
 
     def _read(self) -> list[Segment]:
-        paths = segments_of(self.folder)
         found: list[Segment] = []
         unreadable: list[tuple[Path, RecordingError]] = []
-        for path in paths:
-            try:
-                found.append(Segment(path, last=path is paths[-1]))
-            except FileNotFoundError:  # deleted for the limit, just now
-                continue
-            except RecordingError as error:
-                unreadable.append((path, error))
+        while not (found or unreadable):
+            paths = segments_of(self.folder)
+            if not paths:
+                raise NothingYet(_nothing_yet(self.folder))
+            for path in paths:
+                try:
+                    found.append(Segment(path, last=path is paths[-1]))
+                except SegmentGone:  # just now; where all are, there are others
+                    continue
+                except RecordingError as error:
+                    unreadable.append((path, error))
         if unreadable and not any(one.frames for one in found):
             raise unreadable[0][1]
         for path, why in unreadable:
-            self.damaged.append(Damage(path, 0, path.stat().st_size, str(why)))
+            with contextlib.suppress(FileNotFoundError):
+                self.damaged.append(Damage(path, 0, path.stat().st_size, str(why)))
         for one in found:
             self.damaged += one.damaged
             self.torn += one.torn
@@ -183,7 +196,7 @@ class Recording:
         last: Event | None = None
         for one in self._segments:
             for frame in one.frames[:1] if one is not self._segments[-1] else one.frames:
-                for event in one.events(frame):
+                for event in self._events_of(one, frame):
                     if isinstance(event, Declared):
                         self.channels.setdefault(event.channel, RecordedChannel(event))
                     last = event
@@ -193,6 +206,8 @@ class Recording:
     def channel(self, name: str) -> RecordedChannel:
         """A channel of the recording. Raises `NotRecorded`."""
         found = self.channels.get(name)
+        if found is None and not self.headers:
+            raise NotRecorded(f"channel {name!r}: {_nothing_yet(self.folder)}")
         if found is None:
             known = ", ".join(sorted(self.channels)) or "none"
             raise NotRecorded(f"channel {name!r} is not in {self.folder}: it has {known}")
@@ -233,13 +248,21 @@ class Recording:
             for frame in segment.frames:
                 if frame.first + frame.events <= after:
                     continue
-                for event in segment.events(frame):
+                for event in self._events_of(segment, frame):
                     if (
                         event.number > after
                         and isinstance(event, kinds)
                         and (channel is None or getattr(event, "channel", None) == channel)
                     ):
                         yield event
+
+    def _events_of(self, segment: Segment, frame: Frame) -> Iterator[Event]:
+        """The events of a frame; none where its file is deleted by now."""
+        try:
+            yield from segment.events(frame)
+        except SegmentGone:
+            last = segment.frames[-1]
+            self.missing_before = max(self.missing_before, last.first + last.events - 1)
 
     def items(self, channel: str) -> Iterator[RecordedItem]:
         """The items of a channel, in the order in which they came in.
@@ -265,6 +288,7 @@ def read_recording(run: str | os.PathLike[str], start: int | None = None) -> Rec
 
     Raises:
         NoRecording: there is none.
+        NothingYet: it has begun, and nothing of it is written so far.
         OtherVersion, DamagedRecording: no file of it can be read here.
         RecordingError: the files cannot be read.
     """
@@ -287,6 +311,9 @@ def _read(folder: Path, start: int | None) -> Recording:
     starts = tuple(
         sorted(int(one.name) for one in inside.iterdir() if one.name.isdigit() and segments_of(one))
     )
+    begun = [one for one in (folder, *inside.iterdir()) if is_start(one)]
+    if not starts and begun:
+        raise NothingYet(_nothing_yet(begun[-1]))
     if not starts:
         raise NoRecording(
             f"{folder} has no recording: rlinf-async train FILE --record all makes one"
@@ -296,3 +323,15 @@ def _read(folder: Path, start: int | None) -> Recording:
         raise NoRecording(f"{folder}: start {start} of the run has no recording: {said} have one")
     chosen = starts[-1] if start is None else start
     return Recording(inside / str(chosen), chosen, starts)
+
+
+def is_start(folder: Path) -> bool:
+    """Whether this is the folder of a start of a run, by its name; it may be empty."""
+    return folder.name.isdigit() and folder.is_dir()
+
+
+def _nothing_yet(folder: Path) -> str:
+    return (
+        f"nothing is written in {folder} yet: the run has just begun, or ended before it had put "
+        "anything; read it again in a second"
+    )

@@ -33,7 +33,12 @@ import msgspec
 import zstandard
 
 from rlinf_async.channels.encoded import Encoded
-from rlinf_async.recording.errors import DamagedRecording, OtherVersion, RecordingError
+from rlinf_async.recording.errors import (
+    DamagedRecording,
+    OtherVersion,
+    RecordingError,
+    SegmentGone,
+)
 from rlinf_async.recording.events import AnyEvent, Declared, Event
 
 FORMAT: Final = 1
@@ -185,8 +190,11 @@ def write_all(file: int, parts: Sequence[bytes]) -> int:
 
 
 def segments_of(folder: Path) -> list[Path]:
-    """The segments of one start of a run, in order."""
-    return sorted(one for one in folder.iterdir() if _NAME.fullmatch(one.name))
+    """The segments of one start of a run, in order; none where the folder is gone."""
+    try:
+        return sorted(one for one in folder.iterdir() if _NAME.fullmatch(one.name))
+    except FileNotFoundError:
+        return []
 
 
 class Segment:
@@ -198,6 +206,7 @@ class Segment:
 
     Raises:
         OtherVersion, DamagedRecording: it is no segment that can be read here.
+        SegmentGone: it was deleted.
         RecordingError: it cannot be opened.
     """
 
@@ -226,6 +235,11 @@ class Segment:
                 if not os.fstat(file.fileno()).st_size:
                     return _Nothing()
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except FileNotFoundError as error:
+            raise SegmentGone(
+                f"{self.path} was deleted for the limit of the recording while it was read: read "
+                "it again"
+            ) from error
         except (OSError, ValueError) as error:
             raise RecordingError(f"{self.path} cannot be read: {error}") from error
 
@@ -278,7 +292,12 @@ class Segment:
         self.damaged.append(Damage(self.path, start, stop - start, why))
 
     def events(self, frame: Frame) -> Iterator[Event]:
-        """The events of a frame of this segment. Raises `RecordingError`."""
+        """The events of a frame of this segment.
+
+        Raises:
+            SegmentGone: it was deleted meanwhile.
+            RecordingError: it cannot be read.
+        """
         with self._mapped() as data:
             stored = bytes(data[frame.offset + _FRAME.size : frame.end])
         yield from events_of(stored, frame, self.path)

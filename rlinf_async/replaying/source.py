@@ -316,10 +316,18 @@ def open_source(path: Path) -> Source:
     if not path.is_dir():
         raise UsageError(f"{path}: there is no such folder or file")
     starts: dict[int, Path] = {}
+    begun: Path | None = None
     if folder.is_dir():
         for one in folder.iterdir():
-            if one.name.isdigit() and one.is_dir() and segments_of(one):
-                starts[int(one.name)] = one
+            if one.name.isdigit() and one.is_dir():
+                begun = one
+                if segments_of(one):
+                    starts[int(one.name)] = one
+    if not starts and begun is not None:
+        raise UsageError(
+            f"nothing is written in {begun} yet: the run has just begun, or ended before its "
+            "workers did anything"
+        )
     if not starts:
         raise UsageError(
             f"{path} has no recording: record the next run of it, rlinf-async train FILE.toml "

@@ -23,11 +23,14 @@ from rlinf_async.recording import (
     Dropped,
     Launched,
     NoRecording,
+    NothingYet,
+    NotRecorded,
     OtherVersion,
     Put,
     Recorder,
     RecordingError,
     read_recording,
+    reader,
     segments,
 )
 from tests.recording.killed import run_lives
@@ -359,3 +362,68 @@ def test_an_event_that_cannot_be_written_ends_the_recording(tmp_path: Path) -> N
     assert "TypeError" in recorder.state.failure
     recorder.close()
     assert sequences(tmp_path) == [1, 2]
+
+
+# ---- read while it is written
+
+
+def delete_oldest(folder: Path, count: int) -> None:
+    for path in segments.segments_of(folder)[:count]:
+        path.unlink()
+
+
+@pytest.fixture
+def long(tmp_path: Path) -> Path:
+    """A recording of 16 events in many segments."""
+    write(tmp_path / "1", range(1, 17), nbytes=70_000, limit=10_000_000 // 8).close()
+    assert len(segments.segments_of(tmp_path / "1")) > 4
+    return tmp_path / "1"
+
+
+def test_files_that_are_deleted_between_listing_and_opening_count_as_missing_before(
+    long: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = segments.segments_of(long)
+    answers = [listed]
+    delete_oldest(long, 2)
+    monkeypatch.setattr(
+        reader, "segments_of", lambda of: answers.pop() if answers else segments.segments_of(of)
+    )
+    recording = reader.Recording(long, 1, (1,))
+    found = [one.sequence for one in recording.events(Put)]
+    assert found == list(range(found[0], 17))
+    assert recording.missing_before == found[0] - 1 > 0
+    assert recording.damaged == []
+
+
+def test_where_all_files_are_deleted_between_listing_and_opening_the_new_ones_are_read(
+    long: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = segments.segments_of(long)[:2]
+    answers = [listed]
+    delete_oldest(long, 2)
+    monkeypatch.setattr(
+        reader, "segments_of", lambda of: answers.pop() if answers else segments.segments_of(of)
+    )
+    assert [one.sequence for one in reader.Recording(long, 1, (1,)).events(Put)][-1] == 16
+
+
+def test_files_that_are_deleted_while_items_are_read_are_left_out(long: Path) -> None:
+    recording = read_recording(long)
+    delete_oldest(long, 3)
+    found = [one.sequence for one in recording.events(Put)]
+    assert found == list(range(found[0], 17))
+    assert recording.missing_before == found[0] - 1 > 0
+
+
+def test_a_folder_in_which_nothing_is_written_yet_is_said_to_be_one(
+    whole: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "recording" / "1"
+    folder.mkdir(parents=True)
+    for asked in (tmp_path, folder.parent, folder):
+        with pytest.raises(NothingYet, match=r"nothing is written in .*/recording/1 yet: the run"):
+            read_recording(asked)
+    (folder / "000001.rec").write_bytes(whole.read_bytes()[:40])
+    with pytest.raises(NotRecorded, match=r"channel 'items': nothing is written in .* yet"):
+        read_recording(tmp_path).channel("items")

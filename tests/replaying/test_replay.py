@@ -101,6 +101,9 @@ def test_what_is_not_there_is_refused_by_name(
 def test_a_folder_without_a_recording_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--record all"):
         again(tmp_path)
+    (tmp_path / "begun" / "recording" / "1").mkdir(parents=True)
+    with pytest.raises(UsageError, match=r"nothing is written in .*/recording/1 yet"):
+        again(tmp_path / "begun")
     with pytest.raises(UsageError, match="no such folder"):
         again(tmp_path / "nowhere")
     (tmp_path / "file").write_bytes(b"no bundle")
