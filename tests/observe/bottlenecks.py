@@ -18,6 +18,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -217,8 +218,7 @@ def one_run(seed: int) -> Outcome:
         slow_config = slower(config, slowed, factor)
         found = measured(slow_config)
 
-        def follow(advice: Advice) -> Scenario:
-            return followed(slow_config, advice)
+        follow = partial(followed, slow_config)
 
     outcome = Outcome(
         seed=seed, slowed=slowed, factor=factor, found=found, right=found.role == slowed

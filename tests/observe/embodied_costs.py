@@ -14,7 +14,7 @@ import numpy as np
 from rlinf_async.backends.base import PolicyAnswer, PolicyBackend
 from rlinf_async.channels import Channel, Latest, LatestSender, Receiver, Sender
 from rlinf_async.deadlines import let_pass
-from rlinf_async.messages.embodied import Actions, Collect, Ints, Observations, Trajectory
+from rlinf_async.messages.embodied import Actions, Choice, Collect, Ints, Observations, Trajectory
 from rlinf_async.messages.spaces import ObservationArray
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.observe.bottleneck import Advice
@@ -112,7 +112,7 @@ class CostStage:
     def reset(self) -> None:
         """Nothing to do."""
 
-    def step(self, *_: Any) -> StageOutcome:
+    def step(self, answer: Choice | None, rows: Ints | None = None) -> StageOutcome:
         """Take the time of a step."""
         let_pass(self._seconds)
         no = np.zeros(ENVS, np.bool_)
