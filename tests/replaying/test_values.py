@@ -63,7 +63,7 @@ def there_and_back(value: Any) -> Any:
         Settings,
         scale,
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_value_comes_back_as_it_was(value: Any) -> None:
     found = there_and_back(value)
