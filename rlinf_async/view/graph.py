@@ -240,25 +240,26 @@ def add_waits(told: dict[str, Any], waits: NewestWaits) -> None:
             ranks[group].add(wait.party.partition(".")[0])
             waited[group, wait.operation, wait.channel] += wait.seconds
             unblockers[group, wait.operation, wait.channel] |= set(map(_named, wait.unblockers))
-    seconds = sum(record.seconds for record in records)
+    idle: dict[str, float] = {}
     for group in told["groups"]:
         work, time = busy.get(group["name"], (0.0, 0.0))
         group["busy"] = work / time if time > 0 else None
+        if time > 0:
+            idle[group["name"]] = max(0.0, 1.0 - work / time)
     first, last = records[0], records[-1]
     told["iterations"] = [first.iteration - first.iterations + 1, last.iteration]
-    told["shares"] = [
-        {
-            "group": group,
-            "operation": operation,
-            "channel": channel,
-            "share": min(1.0, total / (seconds * len(ranks[group]))),
-            "unblockers": sorted(unblockers[group, operation, channel]),
-        }
-        for (group, operation, channel), total in sorted(
-            waited.items(), key=lambda one: (-one[1] / len(ranks[one[0][0]]), one[0])
-        )
-        if seconds > 0 and total / (seconds * len(ranks[group])) >= LEAST_SHARE
-    ]
+    seconds = sum(record.seconds for record in records)
+    told["shares"] = []
+    for (group, operation, channel), total in waited.items():
+        # A task may wait while another one of its worker works: then the worker does not.
+        share = min(total / (seconds * len(ranks[group])) if seconds else 0.0, idle.get(group, 1.0))
+        if share >= LEAST_SHARE:
+            ends = sorted(unblockers[group, operation, channel])
+            told["shares"].append(
+                {"group": group, "operation": operation, "channel": channel, "share": share,
+                 "unblockers": ends}
+            )  # fmt: skip
+    told["shares"].sort(key=lambda one: (-one["share"], one["group"], one["channel"]))
 
 
 def _named(party: str) -> str:

@@ -2,7 +2,7 @@
 // bottleneck by name. Items flow from left to right; what goes back is drawn below.
 import { ask, duration, h, hint, problem, short } from "/static/dom.js";
 
-const WIDE = 196, HIGH = 64, ACROSS = 84, DOWN = 26, EDGE = 52;
+const WIDE = 170, HIGH = 64, ACROSS = 74, DOWN = 26, EDGE = 52;
 const DRIVER = "g the run"; // where items begin, and where they come back to
 
 // Layers of a graph by the longest way from a source; edges that would close a ring go back.
@@ -119,7 +119,7 @@ export const graph = {
     const x1 = from.x + WIDE, y1 = from.y + HIGH / 2, x2 = to.x, y2 = to.y + HIGH / 2;
     const name = edge.way === "out" ? `${edge.group} → ${edge.channel}` : `${edge.channel} → ${edge.group}`;
     const much = waited >= 0.2, share = much ? `waits ${Math.round(waited * 100)} %` : "";
-    const rate = [edge.rate ? `${short(edge.rate)}/s` : "", share].filter(Boolean).join(", ");
+    const rate = edge.rate ? `${short(edge.rate)}/s` : "";
     let path, tx = (x1 + x2) / 2, ty = (y1 + y2) / 2 - 5;
     if (lane !== null) { // around everything, back to the left
       path = `M${x1} ${y1 + 12}C${x1 + 40} ${y1 + 12} ${x1 + 40} ${lane} ${x1 - 10} ${lane}L${x2 + 10} ${lane}C${x2 - 40} ${lane} ${x2 - 40} ${y2 + 12} ${x2} ${y2 + 12}`;
@@ -127,7 +127,8 @@ export const graph = {
     } else path = `M${x1} ${y1}C${x1 + ACROSS / 2} ${y1} ${x2 - ACROSS / 2} ${y2} ${x2} ${y2}`;
     return [
       h("svg:path", { class: much ? "edge waited" : "edge", d: path, "marker-end": "url(#arrow)" }, h("svg:title", { text: `${name}${rate && `, ${rate}`}` })),
-      h("svg:text", { class: "small", x: tx, y: ty, "text-anchor": "middle", text: rate }),
+      h("svg:text", { class: "small", x: tx, y: ty, "text-anchor": "middle", text: lane === null ? rate : [rate, share].filter(Boolean).join(", ") }),
+      lane === null && share ? h("svg:text", { class: "small", x: tx, y: ty + 18, "text-anchor": "middle", text: share }) : "",
     ];
   },
 
@@ -155,7 +156,7 @@ export const graph = {
   },
 
   channel(node, one, place) {
-    const depth = one.capacity ? `${one.depth} of ${one.capacity}` : one.largest !== undefined ? `mean depth ${short(one.depth)}, up to ${one.largest}` : `depth ${one.depth}`;
+    const depth = one.capacity ? `${one.depth} of ${one.capacity}` : one.largest !== undefined ? `depth ${short(one.depth)}, most ${one.largest}` : `depth ${one.depth}`;
     const share = one.capacity ? Math.min(1, one.depth / one.capacity) : one.largest ? one.depth / one.largest : 0;
     const fill = share > 0 ? h("svg:rect", { class: "fill", x: place.x + 12, y: place.y + HIGH - 7, width: Math.max(1, (WIDE - 24) * share), height: 4 }) : null;
     const full = one.capacity && one.depth >= one.capacity;
@@ -182,7 +183,7 @@ export const graph = {
   // Who waited for whom over the last iterations.
   shares(told) {
     if (!told.shares || !told.shares.length) return null;
-    const head = h("tr", {}, ...["who", "waits for", "share of its time", "who can end it"].map((text) => h("th", { scope: "col", text })));
+    const head = h("tr", {}, ...["who", "waits for", "share of its time, as far as it was idle", "who can end it"].map((text) => h("th", { scope: "col", text })));
     const rows = told.shares.slice(0, 30).map((one) => h("tr", {}, h("td", { text: one.group }), h("td", { text: `${one.operation} ${one.channel}` }), h("td", { class: "number", text: `${(one.share * 100).toFixed(1)} %` }), h("td", { text: one.unblockers.join(", ") })));
     const [first, last] = told.iterations;
     return h("section", {}, h("h2", { text: `Who waited for whom, iterations ${first} to ${last}` }), h("table", { class: "shares" }, h("thead", {}, head), h("tbody", {}, rows)));
