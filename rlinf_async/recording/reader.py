@@ -227,7 +227,8 @@ class Recording:
         self, kind: type[E] | tuple[type[E], ...] | None = None, *, channel: str | None = None,
         after: int = 0,
     ) -> Iterator[E] | Iterator[Event]:  # fmt: skip
-        """The events, in order.
+        """The events, in order. Of those that were deleted for the limit, the launches of workers
+        and the calls that still ran are there all the same: files repeat them.
 
         Args:
             kind: only those of this class, or of these.
@@ -244,17 +245,24 @@ class Recording:
     def _events(
         self, kinds: type[Event] | tuple[type[Event], ...], channel: str | None, after: int
     ) -> Iterator[Any]:
+        for event in self._every_event(after):
+            if (
+                event.number > after
+                and isinstance(event, kinds)
+                and (channel is None or getattr(event, "channel", None) == channel)
+            ):
+                yield event
+
+    def _every_event(self, after: int) -> Iterator[Event]:
+        last = after
         for segment in self._segments:
+            yield from segment.repeated(last)
             for frame in segment.frames:
                 if frame.first + frame.events <= after:
                     continue
                 for event in self._events_of(segment, frame):
-                    if (
-                        event.number > after
-                        and isinstance(event, kinds)
-                        and (channel is None or getattr(event, "channel", None) == channel)
-                    ):
-                        yield event
+                    last = event.number
+                    yield event
 
     def _events_of(self, segment: Segment, frame: Frame) -> Iterator[Event]:
         """The events of a frame; none where its file is deleted by now."""

@@ -38,6 +38,7 @@ from rlinf_async.channels.remote_payload import remote_payload_of
 from rlinf_async.recording import segments
 from rlinf_async.recording.errors import RecordingError
 from rlinf_async.recording.events import Declared, Dropped, Event
+from rlinf_async.recording.standing import Standing, kept
 from rlinf_async.recording.taps import ChannelTap, LatestTap
 
 log = logging.getLogger(__name__)
@@ -369,6 +370,7 @@ class _Writer:
         self._segment_bytes = max(LEAST_SEGMENT, min(MOST_SEGMENT, limit // SEGMENTS))
         self._frame_bytes = min(FRAME_BYTES, self._segment_bytes)
         self._queued = queued
+        self._standing = Standing()
         self._wake = threading.Event()
         self._filled = threading.Event()
         self._flushed = threading.Event()
@@ -471,6 +473,7 @@ class _Writer:
         if self.failure:
             return
         first, last = events[0].number, events[-1].number
+        of_workers = kept(events)
         try:
             self._append(segments.frame_of(events), first)
         except OSError as error:
@@ -480,6 +483,7 @@ class _Writer:
             self.failure = f"{type(error).__name__}: {error}"
         else:
             self.written = last
+            self._standing.follow(of_workers)
 
     def _append(self, parts: list[bytes], first: int) -> None:
         size = sum(map(len, parts))
@@ -505,7 +509,6 @@ class _Writer:
         if self._file >= 0:
             self._others.append((self._path, self._file_bytes))
             self._close_file()
-        self._make_room(max(self._segment_bytes, size))
         self._segment += 1
         header = segments.Header(
             project=project_version(),
@@ -516,11 +519,14 @@ class _Writer:
             monotonic=time.monotonic(),
             first=first,
             channels=self.declared,
+            standing=self._standing.frame(self._segment_bytes // 4),
         )
+        opening = segments.opening(header)
+        self._make_room(max(self._segment_bytes, size + sum(map(len, opening))))
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         self._file = os.open(self._path, flags, 0o644)
         self._file_bytes = 0
-        self._put(segments.opening(header))
+        self._put(opening)
 
     @property
     def _path(self) -> Path:

@@ -5,6 +5,7 @@
     RUN/recording/2/000001.rec    start 2 of the run, its first segment
 
     segment   signature (8 bytes) | u32 version of the format | header frame | frames
+              the header has what was noted before, and is needed behind: channels, launches, calls
     frame     magic | u32 CRC | u64 stored bytes | u64 bytes | u64 first number | u32 events | data
     data      zstandard of: i64 wall | i64 monotonic (microseconds) | records
     record    u32 bytes of the event | event (MessagePack) | bodies, arrays of each behind it
@@ -79,6 +80,8 @@ class Header(msgspec.Struct, kw_only=True):
     """number of its first event"""
     channels: list[Declared] = []
     """every channel that was recorded by then"""
+    standing: bytes = b""
+    """a frame: the launches and calls before it that are of use still, in their order"""
 
 
 class Frame(NamedTuple):
@@ -290,6 +293,16 @@ class Segment:
 
     def _leave_out(self, start: int, stop: int, why: str) -> None:
         self.damaged.append(Damage(self.path, start, stop - start, why))
+
+    def repeated(self, after: int) -> Iterator[Event]:
+        """Launches and calls of files before this one, which its header repeats: those with a
+        higher number than the last event that was read."""
+        data = b"" if self.header is None else self.header.standing
+        frame = frame_at(data, 0)
+        if frame is not None:
+            for event in events_of(data[_FRAME.size : frame.end], frame, self.path):
+                if event.number > after:
+                    yield event
 
     def events(self, frame: Frame) -> Iterator[Event]:
         """The events of a frame of this segment.

@@ -241,18 +241,22 @@ class Plan(msgspec.Struct, kw_only=True):
         last = next((one for one in reversed(lives) if one.launched.number <= since), lives[0])
         later = [one for one in lives if one.launched.number > last.launched.number]
         if since and worker.stateless:
-            return cls(lives=[_later(last, since), *later], since=since, from_number=since)
+            lives = [_later(last, since), *later]
+            _check_given(lives, cut)
+            return cls(lives=lives, since=since, from_number=since)
         if cut <= 1 and not smallest:
             return cls(lives=lives, since=since)
-        found = _from_checkpoint(last, since, stage)
+        found = _from_checkpoint(last, since, stage, cut)
         exact = worker.resumes_exactly(stage.named_arguments(worker, last.launched))
         if found is not None and (exact or cut > 1):
             call, folder, version = found
             note = f"begun from its checkpoint {folder.name}"
             if not exact:
                 note += ", which does not have all that it had in memory: numbers may differ"
+            lives = [_resumed(last, call.begun.number, version), *later]
+            _check_given(lives, cut)
             return cls(
-                lives=[_resumed(last, call.begun.number, version), *later],
+                lives=lives,
                 since=since,
                 overrides={"resume": str(folder)},
                 notes=[note],
@@ -263,7 +267,8 @@ class Plan(msgspec.Struct, kw_only=True):
             raise UsageError(
                 f"the recording begins with event {cut}: what was before was deleted for its "
                 f"limit, and {last.launched.worker} has a state that came from there, of which "
-                "there is no checkpoint. Set recording.limit higher, or checkpoint_every lower"
+                "there is no checkpoint before what is compared. Give --from a later iteration, or "
+                "set recording.limit higher, or checkpoint_every lower"
             )
         return cls(lives=lives, since=since)
 
@@ -315,12 +320,36 @@ def _runs_at(call: RecordedCall, number: int) -> bool:
     return call.ended is None or call.ended.number >= number
 
 
-def _from_checkpoint(life: Life, since: int, stage: Stage) -> tuple[RecordedCall, Path, int] | None:
+def _check_given(lives: Sequence[Life], cut: int) -> None:
+    """Raise `UsageError` where something that was given to the worker came before the first event
+    of a recording that was cut."""
+    if cut <= 1:
+        return
+    for life in lives:
+        worker = life.launched.worker
+        first = min((one.number for one in life.inputs if one.version is None), default=2**63)
+        seen = {one.channel for one in life.inputs if one.version and one.number < first}
+        ends = {end for call in life.calls if call.begun.number < first for end in call.begun.ends}
+        unseen = {name for name, kind in ends if kind == "latest receiver"} - seen
+        lost = [one.channel for one in life.inputs if len(one.items) < len(one.places)]
+        for channel in (*lost, *(unseen if first < 2**63 else ())):
+            raise UsageError(
+                f"the recording begins with event {cut}: what was before was deleted for its "
+                f"limit, and what {worker} was given from channel {channel!r} came from there. "
+                "Give --from a later iteration, or set recording.limit higher"
+            )
+
+
+def _from_checkpoint(
+    life: Life, since: int, stage: Stage, cut: int
+) -> tuple[RecordedCall, Path, int] | None:
     """The newest checkpoint before an event: the call that wrote it, its folder, and the version
-    that it has."""
+    that it has. What was given since one from before the recording's first event is not known."""
     old = str(life.launched.details.get("folder", ""))
     for call in reversed(life.calls):
-        if call.begun.method != CHECKPOINT or call.begun.number >= since or call.ended is None:
+        if call.begun.method != CHECKPOINT or call.ended is None:
+            continue
+        if not cut <= call.begun.number < since:
             continue
         path = stage.recorded_path(call.begun)
         folder = stage.folder / Path(path).relative_to(old) if path.startswith(old) else Path(path)

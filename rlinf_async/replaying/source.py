@@ -100,9 +100,13 @@ class Source:
         return found
 
     def events(self, start: int) -> Iterator[Event]:
-        """The events of one start, in order."""
+        """The events of one start, in order; before the first of a recording that was cut, the
+        launches and calls that its file repeats."""
+        last = 0
         for segment in self.segments(start):
+            yield from segment.repeated(last)
             for frame in segment.frames:
+                last = frame.first + frame.events - 1
                 try:
                     yield from segment.events(frame)
                 except RecordingError as error:

@@ -19,8 +19,10 @@ import zstandard
 from rlinf_async.channels import Channel
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.recording import (
+    Called,
     DamagedRecording,
     Dropped,
+    Event,
     Launched,
     NoRecording,
     NothingYet,
@@ -29,6 +31,7 @@ from rlinf_async.recording import (
     Put,
     Recorder,
     RecordingError,
+    Returned,
     read_recording,
     reader,
     segments,
@@ -427,3 +430,62 @@ def test_a_folder_in_which_nothing_is_written_yet_is_said_to_be_one(
     (folder / "000001.rec").write_bytes(whole.read_bytes()[:40])
     with pytest.raises(NotRecorded, match=r"channel 'items': nothing is written in .* yet"):
         read_recording(tmp_path).channel("items")
+
+
+# ---- what files repeat of those that were deleted
+
+
+def worker_events(calls: int, nbytes: int) -> list[tuple[Event, Encoded]]:
+    """Two workers are launched, one twice; one call runs on, and the others end."""
+    body = Encoded(b"\xc0", [bytearray(nbytes)])
+    found: list[tuple[Event, Encoded]] = []
+    for name, incarnation in (("A[0]", 0), ("B[0]", 0), ("A[0]", 1)):
+        found.append((Launched(
+            worker=name, cls="a:A", group=name[0], rank=0, world=1, incarnation=incarnation,
+        ), body))  # fmt: skip
+    for call in range(1, calls + 1):
+        found.append((Called(worker="A[0]", method="run", call=call, incarnation=1), body))
+        if call != 2:
+            found.append((Returned(worker="A[0]", call=call, incarnation=1), Encoded(b"\xc0")))
+    return found
+
+
+def test_launches_and_calls_that_still_run_outlive_the_files_that_they_were_noted_in(
+    tmp_path: Path,
+) -> None:
+    recorder = Recorder(tmp_path / "1", limit=1_000_000)
+    for event, body in worker_events(calls=4, nbytes=100):
+        recorder.note(event, body)
+    for number in range(40):
+        event, body = put(number, 70_000)
+        recorder.note(event, body)
+        assert recorder.flush()
+    recorder.close()
+    recording = read_recording(tmp_path)
+    assert recording.missing_before > 10
+    launched = list(recording.events(Launched))
+    assert [(one.worker, one.incarnation, one.number) for one in launched] == [
+        ("B[0]", 0, 2), ("A[0]", 1, 3),
+    ]  # fmt: skip
+    assert [len(one.body().buffers[0]) for one in launched] == [100, 100]
+    [call] = recording.events(Called)
+    assert call.call == 2
+    numbers = [one.number for one in recording.events()]
+    assert numbers == sorted(set(numbers))
+    assert list(recording.events(Launched, after=numbers[3])) == []
+    assert sum(one.stat().st_size for one in (tmp_path / "1").iterdir()) <= 1_000_000
+
+
+def test_large_arguments_of_a_launch_are_not_repeated_and_it_says_so(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "1", limit=1_000_000)
+    for event, body in worker_events(calls=2, nbytes=20_000):
+        recorder.note(event, body)
+    for number in range(40):
+        event, body = put(number, 70_000)
+        recorder.note(event, body)
+        assert recorder.flush()
+    recorder.close()
+    without, whole = read_recording(tmp_path).events(Launched)
+    assert len(whole.body().buffers[0]) == 20_000
+    assert "of 20,001 bytes, were deleted for the limit" in without.details["unrecorded"]
+    assert (without.body().data, list(without.body().buffers)) == (b"\xc0", [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,16 @@ from rlinf_async.replaying import ReplayReport, replay
 from rlinf_async.testing import VirtualLoop
 from tests.replaying import workers
 from tests.replaying.conftest import LIMIT, add, drain, record
-from tests.replaying.workers import Adder, Follower, Learner, Number, Weights
+from tests.replaying.workers import (
+    Adder,
+    Blob,
+    Follower,
+    Keeping,
+    Learner,
+    Number,
+    Passing,
+    Weights,
+)
 
 
 def again(folder: Path, only: str = "adder", **options: object) -> ReplayReport:
@@ -298,3 +308,56 @@ def test_a_channel_that_was_not_recorded_is_named(tmp_path: Path) -> None:
     run(main())
     with pytest.raises(UsageError, match=r"an end of channel 'sums', which was not recorded"):
         again(tmp_path)
+
+
+# ---- a recording whose beginning was deleted for its limit
+
+
+async def pass_blobs(folder: Path, cls: type[Keeping], *, at_once: bool = False) -> None:
+    """A run of 60 items that are larger than the limit together: one after the other is put when
+    the one before is done, or all before the first is taken."""
+    async with Cluster.local() as cluster:
+        cluster.record_into(folder / "recording" / "1", ["all"], 1_000_000)
+        blobs = cluster.channel(Blob, name="blobs", capacity=64)
+        ends = cluster.channel(Number, name="ends")
+        group = await cluster.launch(cls, name="Passing")
+        recorder = cluster.recorder
+        assert recorder is not None
+        call = None if at_once else group[0].call(cls.run, blobs.receiver, ends.sender)
+        with blobs.sender as sender:
+            for at in range(60):
+                await sender.put(Blob(os.urandom(30_000), at))
+                if not at_once:
+                    await ends.receiver.get()
+                assert recorder.flush()
+            if call is None:
+                call = group[0].call(cls.run, blobs.receiver, ends.sender)
+                for _ in range(60):
+                    await ends.receiver.get()
+        await call
+
+
+def test_a_worker_without_a_state_is_played_from_where_a_recording_begins(tmp_path: Path) -> None:
+    run(pass_blobs(tmp_path, Passing))
+    report = again(tmp_path, "passing")
+    assert report.equal
+    assert 5 < report.items < 50
+
+
+@pytest.mark.parametrize(
+    ("cls", "at_once", "said"),
+    [
+        (
+            Keeping,
+            False,
+            r"begins with event \d+: .* Passing\[0\] has a state that came from there",
+        ),
+        (Passing, True, r"deleted .* what Passing\[0\] was given from channel 'blobs' came from"),
+    ],
+)
+def test_what_came_from_the_part_that_was_deleted_is_named(
+    tmp_path: Path, cls: type[Keeping], at_once: bool, said: str
+) -> None:
+    run(pass_blobs(tmp_path, cls, at_once=at_once))
+    with pytest.raises(UsageError, match=said):
+        again(tmp_path, "passing")

@@ -143,3 +143,27 @@ class Follower(Worker):
             await products.put(Number(number.value * float(newest.data[0]), newest.version))
             done += 1
         return done
+
+
+class Blob(msgspec.Struct):
+    """Bytes that cannot be compressed, of an iteration."""
+
+    data: bytes
+    iteration: int
+
+
+class Keeping(Worker):
+    """Gives back the last bytes of what it gets."""
+
+    async def run(self, blobs: Receiver[Blob], ends: Sender[Number]) -> int:
+        done = 0
+        async for blob in blobs:
+            await ends.put(Number(float(blob.data[-1]), blob.iteration))
+            done += 1
+        return done
+
+
+class Passing(Keeping):
+    """As it, and it has no state."""
+
+    stateless = True
