@@ -562,13 +562,7 @@ class SimulatedRun:
             SimulatedInference.log_probs, self.unchecked.receiver, self.scored.sender
         )
         following, deciding = await self._follow()
-        running = (
-            self.collector.run(),
-            self.dispatcher.run(),
-            self._drop_taken(),
-            *([] if self.news is None else [self.news.run()]),
-        )
-        background = [asyncio.create_task(one) for one in (*running, self._faults.run())]
+        background = self._begin_background()
         self.site.settle()
         await self._publish()
         self.site.restart()
@@ -610,6 +604,16 @@ class SimulatedRun:
         self.told.sender.close()
         await deciding  # the scheduler: nobody reports any more
         del scoring, inferring
+
+    def _begin_background(self) -> list[asyncio.Task[None]]:
+        """Start what runs beside the training, and is cancelled at its end."""
+        running = (
+            self.collector.run(),
+            self.dispatcher.run(),
+            self._drop_taken(),
+            *([] if self.news is None else [self.news.run()]),
+        )
+        return [asyncio.create_task(one) for one in (*running, self._faults.run())]
 
     async def _publish(self) -> None:
         await self.actor.call(SimulatedActor.sync_model_to_rollout, self.weights.sender)
