@@ -440,6 +440,8 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
         self._episodes: list[EvaluatedEpisode] = []
         """episodes of the evaluation"""
         self._samples: SampleWriter | None = None
+        self._iterations = self.config.iterations
+        """iterations of the whole run"""
 
     @abstractmethod
     async def main(self, cluster: Cluster, view: LiveView) -> None:
@@ -495,7 +497,7 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
 
     async def _issue(self, channels: ChannelsT, iteration: int) -> None:
         """Let every env worker collect this iteration, if there is one."""
-        if iteration >= self.config.iterations:
+        if iteration >= self._iterations:
             return
         ticket = self._ticket(iteration)
         for rank in range(self.config.cluster.env_workers):
@@ -526,7 +528,7 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
 
     def _checkpoint_due(self, version: int) -> bool:
         every = self.config.training.checkpoint_every
-        return version == self.config.iterations or (every > 0 and version % every == 0)
+        return version == self._iterations or (every > 0 and version % every == 0)
 
     def _write_row(self, report: TrainReport, metrics: MetricsWriter) -> None:
         self._last = report
