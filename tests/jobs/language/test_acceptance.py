@@ -22,6 +22,7 @@ from rlinf_async.messages.language import (
     Scored,
     ScoredSample,
 )
+from rlinf_async.observe.samples import read_samples
 from rlinf_async.runtime.jobs.language.acceptance import Acceptance
 from rlinf_async.runtime.jobs.language.samples import Collector, Ledger, Source
 from rlinf_async.testing import run
@@ -96,6 +97,7 @@ def test_whatever_the_order_and_a_kill_each_place_is_trained_once_with_an_accept
     assert len({group for _, group in trained}) == iterations * count
     left = records.state()
     assert (left.running, left.finished, left.places, left.replaced) == ([], [], {}, {})
+    assert left.refused == []
 
 
 LENGTH = 400.0
@@ -229,6 +231,25 @@ def test_a_run_trains_varied_groups_only_and_says_what_was_drawn(job: Job) -> No
     assert row(job, "reward") == [0.5] * 4
     assert sum(row(job, "groups_refused")) > 0
     assert any(found != 0.5 for found in row(job, "reward_drawn"))
+    check_kept(job)
+
+
+def check_kept(job: Job) -> None:
+    """Refused samples are kept beside the others of their iteration, as what they are."""
+    for iteration, groups in enumerate(row(job, "groups_refused")):
+        every = read_samples(job.out, iteration=iteration)
+        refused = [one for one in every if not one["trained"]]
+        assert len(every) - len(refused) == 8
+        assert len(refused) == groups * 2
+        for one in refused:
+            assert one["outcome"] == "scored"
+            assert one["detail"] == "its group was refused by training.accept, and replaced"
+            assert set(one["mask"]) == {0}
+            [other] = [x for x in refused if x["name"] != one["name"]
+                       and x["name"].split("/")[0] == one["name"].split("/")[0]]  # fmt: skip
+            assert other["reward"] == one["reward"]
+        mean = sum(one["reward"] for one in every) / len(every)
+        assert mean == pytest.approx(row(job, "reward_drawn")[iteration])
 
 
 def test_the_raw_outcome_decides_where_the_reward_is_shaped(job: Job) -> None:
@@ -266,6 +287,7 @@ def test_a_resumed_run_goes_on_with_what_it_had_replaced(
     summary = other.succeed(*ACCEPT, "--resume")
     assert summary.samples == straight.samples
     assert [row(other, name) for name in ("groups_refused", "reward_drawn")] == rows
+    check_kept(other)
 
 
 @pytest.mark.parametrize(

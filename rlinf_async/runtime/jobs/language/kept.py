@@ -5,7 +5,7 @@ Made in the thread that writes them: what is here costs the run nothing but that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -83,7 +83,7 @@ class KeptLanguageSample(KeptSample, kw_only=True):
     finish: str
     """``stop``, ``length`` or ``abort``"""
     detail: str
-    """reason of a rejection, or error of a failure; else empty"""
+    """reason of a rejection, error of a failure, or that its group was refused; else empty"""
     reward_parts: dict[str, float]
     verifier: str
     reference: str
@@ -127,6 +127,7 @@ class SampleKeeper:
         step: int,
         iteration: int,
         evaluation: bool = False,
+        refused: Sequence[ScoredSample] = (),
     ) -> None:
         """Keep samples that were trained on, or answers of an evaluation; waits for nothing.
 
@@ -135,26 +136,29 @@ class SampleKeeper:
             step: step of their row of the metrics.
             iteration: iteration that trained them, or version that was evaluated.
             evaluation: whether they are answers of an evaluation.
+            refused: samples of groups that others were trained instead of; kept behind the others.
         """
         kind: Literal["training", "evaluation"] = "evaluation" if evaluation else "training"
-        make = partial(self._records, samples, step, iteration, kind)
-        self._writer.put(make, len(samples))
+        make = partial(self._records, samples, refused, step, iteration, kind)
+        self._writer.put(make, len(samples) + len(refused))
 
     def _records(
         self,
-        samples: Iterable[ScoredSample],
+        samples: Sequence[ScoredSample],
+        refused: Sequence[ScoredSample],
         step: int,
         iteration: int,
         kind: Literal["training", "evaluation"],
     ) -> Iterator[KeptLanguageSample]:
-        for one in samples:
+        for number, one in enumerate((*samples, *refused)):
             sample = one.sample
             self._vocabulary.note(
                 sample.request.prompt.token_ids,
                 sample.generated.token_ids,
                 *(branch.prompt_ids for branch in sample.branches),
             )
-            yield _kept(one, step, iteration, kind, self._decode)
+            kept = _kept(one, step, iteration, kind, self._decode)
+            yield kept if number < len(samples) else _refused(kept)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         if self._tokenizer is None:  # its own: tokenizers must not be used by two threads at a time
@@ -202,6 +206,12 @@ def _kept(
         rollout_rank=sample.rollout_rank,
         scoring_seconds=round(scored.seconds, DIGITS),
     )
+
+
+def _refused(kept: KeptLanguageSample) -> KeptLanguageSample:
+    """A sample of a group that was replaced: nothing of it was trained."""
+    detail = kept.detail or "its group was refused by training.accept, and replaced"
+    return msgspec.structs.replace(kept, trained=False, mask=[0] * kept.size, detail=detail)
 
 
 _OUTCOMES: dict[type[Outcome], Literal["scored", "rejected", "failed"]] = {

@@ -298,11 +298,11 @@ class LanguageRun:
         self, flow: Flow, iteration: int, trained: Trained, seconds: float
     ) -> dict[str, float]:
         """Add the iteration to the progress; its row of the metrics."""
-        replaced = self._ledger.replaced(iteration)
+        replaced, refused = self._ledger.replaced(iteration), self._ledger.refused(iteration)
         groups = flow.collector.trained(iteration)
         samples = [one for group in groups for one in group]
         step = self.progress.samples + len(samples)
-        flow.samples.keep(samples, step=step, iteration=iteration)
+        flow.samples.keep(samples, step=step, iteration=iteration, refused=refused)
         drop_turns(flow.channels, self._ledger.running)
         seen = summed_up(iteration, groups)
         self._facts.trained(groups)

@@ -246,6 +246,8 @@ class LedgerState(msgspec.Struct, kw_only=True):
     """place of each group that has not the number of its place: see `Ledger.replace`"""
     replaced: dict[int, Replaced] = {}
     """by iteration"""
+    refused: list[ScoredSample] = []
+    """samples of the groups that were replaced, of iterations that are not trained yet"""
 
 
 class Ledger:
@@ -291,6 +293,7 @@ class Ledger:
         self._replaced = {
             number: msgspec.structs.replace(one) for number, one in state.replaced.items()
         }
+        self._refused = list(state.refused)
 
     @property
     def running(self) -> list[Request]:
@@ -326,14 +329,15 @@ class Ledger:
         return requests
 
     def replace(self, refused: Sequence[ScoredSample], prompt: Prompt) -> list[Request]:
-        """Forget a whole group; the requests of another prompt in its place: in the same iteration,
-        and trained by the rank that would have trained it."""
+        """Train a whole group no more; the requests of another prompt in its place: in the same
+        iteration, and trained by the rank that would have trained it."""
         request = refused[0].sample.request
         found = self._replaced.setdefault(request.iteration, Replaced())
         rewards = [one.outcome.reward for one in refused if isinstance(one.outcome, Scored)]
         found.groups += 1
         found.scored += len(rewards)
         found.reward += sum(rewards)
+        self._refused += refused
         del self._finished[request.group]
         place = self._places.pop(request.group, request.group)
         return self._admit(prompt, request.iteration, place)
@@ -346,6 +350,10 @@ class Ledger:
     def replaced(self, iteration: int) -> Replaced:
         """The groups of an iteration that were replaced so far."""
         return self._replaced.get(iteration, Replaced())
+
+    def refused(self, iteration: int) -> list[ScoredSample]:
+        """The samples of the groups of an iteration that were replaced so far, group by group."""
+        return [one for one in self._refused if one.sample.request.iteration == iteration]
 
     def _admit(self, prompt: Prompt, iteration: int, place: int) -> list[Request]:
         group = self._next_group
@@ -398,6 +406,7 @@ class Ledger:
             self._places.pop(group, None)
         for older in [one for one in self._replaced if one <= iteration]:
             del self._replaced[older]
+        self._refused = [one for one in self._refused if one.sample.request.iteration > iteration]
 
     def take_duplicates(self) -> int:
         """Samples that came a second time, and were left out, since the last call."""
@@ -417,6 +426,7 @@ class Ledger:
             replaced={
                 number: msgspec.structs.replace(one) for number, one in self._replaced.items()
             },
+            refused=list(self._refused),
         )
 
     @staticmethod
