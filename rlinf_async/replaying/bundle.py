@@ -52,7 +52,7 @@ from rlinf_async.recording.events import (
 from rlinf_async.recording.values import paths_in
 from rlinf_async.replaying.history import DEATHS, Life, is_of, iterations_of, lives_of
 from rlinf_async.replaying.playing import ENDED_FROM_OUTSIDE, Stage
-from rlinf_async.replaying.run import Plan
+from rlinf_async.replaying.run import CHECKPOINTS, Plan
 from rlinf_async.replaying.source import CODE, FOLDER, MANIFEST, Manifest, Source, opened
 from rlinf_async.runtime.jobs.config import imported_beside, packages
 
@@ -185,7 +185,7 @@ class _Making:
         needs = _Needs(self._worker, plan, self._end)
         events = list(needs.of(source.events(start)))
         self._copy_checkpoint(plan, folder)
-        absent = self._copy_files(lives[0].launched, folder)
+        absent = self._copy_files(plan, folder)
         self.manifest.first = plan.from_number
         self.manifest.missing = [*absent, *_copy_code(events, self._config(), folder / CODE)]
         _write_events(folder / FOLDER / "1", events)
@@ -230,9 +230,16 @@ class _Making:
             inside = Path(resume).resolve().relative_to(self._source.folder.resolve())
             shutil.copytree(resume, folder / inside)
 
-    def _copy_files(self, launched: Launched, folder: Path) -> list[str]:
-        """Copy the files of the run that the launch names, such as its model; those that lie
-        elsewhere, and are not in the bundle."""
+    def _copy_files(self, plan: Plan, folder: Path) -> list[str]:
+        """Copy the files of the run that launches name, such as the model, or the checkpoint that
+        the worker was started from; those that lie elsewhere, and are not in the bundle."""
+        absent: list[str] = []
+        for index, life in enumerate(plan.lives):
+            begins = index > 0 or "resume" not in plan.overrides
+            absent += self._copy_named(life.launched, folder, checkpoint=begins)
+        return list(dict.fromkeys(absent))
+
+    def _copy_named(self, launched: Launched, folder: Path, *, checkpoint: bool) -> list[str]:
         absent: list[str] = []
         old = str(launched.details.get("folder", ""))
         for text in sorted(set(_strings(Decoder(Any).decode(launched.body())))):
@@ -240,7 +247,9 @@ class _Making:
                 continue
             inside = text.removeprefix(f"{old}/") if text.startswith(f"{old}/") else ""
             here = self._source.folder / inside if inside else Path(text)
-            if inside.startswith("checkpoints") or not here.exists():
+            if inside == CHECKPOINTS or not here.exists():
+                continue
+            if inside.startswith(f"{CHECKPOINTS}/") and not checkpoint:
                 continue
             if not inside:
                 absent.append(f"{text}, which the launch names")

@@ -18,6 +18,7 @@ from rlinf_async.messages.language import (
     Scored,
     ScoredSample,
 )
+from rlinf_async.recording.events import Launched
 from rlinf_async.replaying.compare import Comparison
 from rlinf_async.replaying.history import (
     Input,
@@ -38,6 +39,8 @@ from rlinf_async.workers.reward import RewardWorker
 DEFAULT_TOLERANCE: Final = 1e-6
 CHECKPOINT: Final = "begin_checkpoint"
 """method of a worker that writes its state, to a folder that is its first argument"""
+CHECKPOINTS: Final = "checkpoints"
+"""folder of them in that of a run"""
 
 
 class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -244,11 +247,13 @@ class Plan(msgspec.Struct, kw_only=True):
             lives = [_later(last, since), *later]
             _check_given(lives, cut)
             return cls(lives=lives, since=since, from_number=since)
-        if cut <= 1 and not smallest:
+        begun = (_gone_checkpoint(one.launched, worker, stage) for one in lives)
+        gone = next(filter(None, begun), "")
+        if cut <= 1 and not smallest and not gone:
             return cls(lives=lives, since=since)
         found = _from_checkpoint(last, since, stage, cut)
         exact = worker.resumes_exactly(stage.named_arguments(worker, last.launched))
-        if found is not None and (exact or cut > 1):
+        if found is not None and (exact or gone or cut > 1):
             call, folder, version = found
             note = f"begun from its checkpoint {folder.name}"
             if not exact:
@@ -269,6 +274,12 @@ class Plan(msgspec.Struct, kw_only=True):
                 f"limit, and {last.launched.worker} has a state that came from there, of which "
                 "there is no checkpoint before what is compared. Give --from a later iteration, or "
                 "set recording.limit higher, or checkpoint_every lower"
+            )
+        if gone:
+            raise UsageError(
+                f"{last.launched.worker} was started from the checkpoint {gone}, which is not "
+                "there any more (training.keep_checkpoints says how many are kept): restore it, or "
+                "play it from a checkpoint that it wrote itself, with --from and a later iteration"
             )
         return cls(lives=lives, since=since)
 
@@ -359,6 +370,16 @@ def _from_checkpoint(
             known = [one[1] for one in versions if one is not None]
             return call, folder, max(known, default=0)
     return None
+
+
+def _gone_checkpoint(launched: Launched, worker: type[Worker], stage: Stage) -> str:
+    """The checkpoint that a worker was started from, where it is not there any more; else empty."""
+    if "resume" not in inspect.signature(worker).parameters:
+        return ""
+    resume = stage.named_arguments(worker, launched).get("resume")
+    if not isinstance(resume, (str, Path)) or Path(resume).parent.name != CHECKPOINTS:
+        return ""
+    return "" if Path(resume).is_dir() else str(resume)
 
 
 def _resumed(life: Life, at: int, version: int) -> Life:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,43 @@ def test_a_bundle_of_an_actor_begins_from_its_checkpoint(language: Path, tmp_pat
     assert report.equal
     assert report.notes == ["begun from its checkpoint version-000002"]
     assert report.items == 1
+
+
+@pytest.fixture(scope="module")
+def resumed(language: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """That run, copied, and resumed for two more iterations; its only checkpoint is the last."""
+    folder = tmp_path_factory.mktemp("resumed")
+    out = Path(shutil.copytree(language, folder / "run"))
+    more = ["--training.iterations", "5", "--training.checkpoint_every", "50", "--resume"]
+    job = str(language.with_name("job.toml"))
+    assert main(["train", job, "--record", "all", *more, "--out", str(out)]) == 0
+    return out
+
+
+def test_a_bundle_of_a_resumed_run_has_the_checkpoint_that_it_was_resumed_from(
+    resumed: Path, tmp_path: Path
+) -> None:
+    made = bundle_run(resumed, only="actor", around="4", iterations=1, out=tmp_path / "actor")
+    hidden = resumed.rename(resumed.with_name("hidden"))
+    try:
+        report = again(made.path, "actor")
+    finally:
+        hidden.rename(resumed)
+    assert report.equal
+    assert report.items >= 1
+
+
+def test_a_checkpoint_that_is_not_kept_is_named(
+    resumed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(shutil.copytree(resumed, tmp_path / "run"))
+    shutil.rmtree(run / "checkpoints" / "version-000003")
+    for command in (["replay", str(run)], ["bundle", str(run), "--around", "4"]):
+        assert main([*command, "--only", "actor"]) == 2
+        said = capsys.readouterr().err
+        assert "Actor[0] was started from the checkpoint" in said
+        assert "version-000003, which is not there any more" in said
+    assert again(run, "reward").equal  # needs none
 
 
 def test_a_bundle_has_the_beginning_where_a_checkpoint_does_not_say_all(
