@@ -162,12 +162,17 @@ class RewardWorker(Worker):
                 async with samples.lease() as [sample]:
                     started = clock()
                     outcome = sample.outcome  # of an episode that scores itself, or failed
+                    verifier = "" if outcome else self._verifier
                     if not isinstance(outcome, Failed):
                         with self.span(SCORE, **_labels(sample)):
                             outcome = outcome or await self.score(sample)
                     seconds = clock() - started
                     _count(report, outcome, seconds)
-                    await scored.put(ScoredSample(sample=sample, outcome=outcome, seconds=seconds))
+                    await scored.put(
+                        ScoredSample(
+                            sample=sample, outcome=outcome, seconds=seconds, verifier=verifier
+                        )
+                    )
 
 
 def _labels(sample: Sample) -> dict[str, str | int]:

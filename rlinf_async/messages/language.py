@@ -349,6 +349,9 @@ class ScoredSample(msgspec.Struct, kw_only=True):
     outcome: Outcome
     seconds: float = 0.0
     """duration of scoring, including the wait for a free process"""
+    verifier: str = ""
+    """name of the verifier that has scored it, where that was not its prompt's: of a reward worker
+    that was swapped in for another verifier"""
 
 
 class TrainingSample(msgspec.Struct, kw_only=True):

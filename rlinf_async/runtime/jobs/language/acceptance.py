@@ -101,7 +101,7 @@ class Acceptance:
             named = ", ".join(map(repr, outcome.parts)) or "none"
             raise UsageError(
                 f"training.accept_part is {self._part!r}, but the verifier "
-                f"{scored.sample.request.prompt.verifier!r} scored sample "
+                f"{(scored.verifier or scored.sample.request.prompt.verifier)!r} scored sample "
                 f"{scored.sample.request.name} without it (parts: {named}): return "
                 f"Scored(reward=..., parts={{{self._part!r}: ...}}) in every case"
             )

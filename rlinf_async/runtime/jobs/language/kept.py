@@ -192,7 +192,7 @@ def _kept(
         finish=generated.finish,
         detail=_detail(outcome),
         reward_parts=outcome.parts if isinstance(outcome, Scored) else {},
-        verifier=request.prompt.verifier,
+        verifier=scored.verifier or request.prompt.verifier,
         reference=request.prompt.reference,
         prompt_tokens=request.prompt.token_ids.tolist(),
         tokens=generated.token_ids.tolist(),
