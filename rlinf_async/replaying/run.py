@@ -360,7 +360,7 @@ def _from_checkpoint(
     for call in reversed(life.calls):
         if call.begun.method != CHECKPOINT or call.ended is None:
             continue
-        if not cut <= call.begun.number < since:
+        if not cut - 1 <= call.begun.number < since:  # a bundle begins right behind it
             continue
         path = stage.recorded_path(call.begun)
         folder = stage.folder / Path(path).relative_to(old) if path.startswith(old) else Path(path)
