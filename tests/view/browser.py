@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-LIMIT = 60.0
+LIMIT = 120.0
 """seconds that a page may take to show something, on a machine that does other things"""
 
 

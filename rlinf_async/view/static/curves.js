@@ -6,29 +6,31 @@ const BATCH = 24; // columns of one request
 
 // The cells of a run, as text and as numbers, asked for by column when they are first drawn.
 class Cells {
-  constructor(id) { this.id = id; this.generation = 0; this.columns = new Map(); this.asking = false; }
+  constructor(id) { this.id = id; this.generation = 0; this.columns = new Map(); this.asked = Promise.resolve(); }
 
   column(name) {
     if (!this.columns.has(name)) this.columns.set(name, { text: [], number: [], present: [] });
     return this.columns.get(name);
   }
 
-  // Whether anything was new.
-  async load(run, names) {
-    if (this.asking) return false;
-    this.asking = true;
-    try {
-      if (run.metrics.generation !== this.generation) { this.columns.clear(); this.generation = run.metrics.generation; }
-      const lengths = new Map();
-      for (const name of new Set([STEP, ...names])) {
-        const length = this.column(name).text.length;
-        if (length < run.metrics.rows) lengths.set(length, [...(lengths.get(length) || []), name]);
-      }
-      for (const [after, wanted] of lengths)
-        for (let at = 0; at < wanted.length; at += BATCH)
-          this.add(await ask("/api/metrics", { run: this.id, after, generation: this.generation, name: wanted.slice(at, at + BATCH) }), after);
-      return lengths.size > 0;
-    } finally { this.asking = false; }
+  // Ask for what is not there yet, after what was asked for before. Whether anything was new.
+  load(run, names) {
+    const asked = this.asked.then(() => this.ask(run, names));
+    this.asked = asked.catch(() => {}); // said by whoever asked
+    return asked;
+  }
+
+  async ask(run, names) {
+    if (run.metrics.generation > this.generation) { this.columns.clear(); this.generation = run.metrics.generation; }
+    const lengths = new Map();
+    for (const name of new Set([STEP, ...names])) {
+      const length = this.column(name).text.length;
+      if (length < run.metrics.rows) lengths.set(length, [...(lengths.get(length) || []), name]);
+    }
+    for (const [after, wanted] of lengths)
+      for (let at = 0; at < wanted.length; at += BATCH)
+        this.add(await ask("/api/metrics", { run: this.id, after, generation: this.generation, name: wanted.slice(at, at + BATCH) }), after);
+    return lengths.size > 0;
   }
 
   add(told, after) {
