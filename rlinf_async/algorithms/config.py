@@ -24,6 +24,8 @@ LARGEST_LOG_RATIO = 80.0
 """highest limit that can be set; ``exp(88.8)`` is infinite in float32"""
 K3_LIMIT = 10.0
 """default limit of ``k3``, as in verl"""
+PAIRED = frozenset({"dpo"})
+"""losses that compare the samples of pairs"""
 WHITENED = frozenset({"gae", "reinforce++", "reinforce++_baseline"})
 """advantages that are normalised over the global batch by default"""
 
@@ -118,6 +120,11 @@ class LanguageLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     part in the same collectives"""
 
     def __post_init__(self) -> None:
+        if self.name in PAIRED and not isinstance(self, PairLossConfig):
+            raise ValueError(
+                f"{self.name!r} learns from pairs of a chosen and a rejected answer, which "
+                f"reinforcement learning has none of: use a file of job = {self.name!r}"
+            )
         check_bounds(self, "clip_low", above=0, most=1)
         check_bounds(self, "clip_high", above=0, below=math.inf)
         check_bounds(self, "dual_clip", above=1)
@@ -161,6 +168,28 @@ class LanguageLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             raise ValueError(
                 f"{self.masks[0]} leaves out samples by proximal / behaviour, before the first "
                 f"optimizer step: set proximal to 'step' (it is {self.proximal!r})"
+            )
+
+
+class PairLossConfig(LanguageLossConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A loss of pairs: samples ``2k`` and ``2k + 1`` of a micro-batch are the chosen and the
+    rejected answer to one prompt."""
+
+    name: str = "dpo"
+    beta: float = 0.1
+    """factor of the implicit reward: of the log-ratio to the reference"""
+    label_smoothing: float = 0.0
+    """probability that the two answers of a pair are the wrong way round, below 0.5"""
+    aggregation: Aggregation = "sequence-mean-token-sum"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_bounds(self, "beta", above=0, below=math.inf)
+        check_bounds(self, "label_smoothing", least=0, below=0.5)
+        if self.aggregation != "sequence-mean-token-sum" or self.aggregation_length:
+            raise ValueError(
+                f"aggregation is {self.aggregation!r}: the mean over pairs is that of "
+                "'sequence-mean-token-sum', without aggregation_length"
             )
 
 

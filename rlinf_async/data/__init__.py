@@ -5,6 +5,7 @@
     config.py           settings, and what is wrong with them
     records.py          what records are; JSON lines, folders, Parquet, Arrow, reasoning-gym tasks
     prompts.py          `Prompts`: which record comes when, a function of seed and epoch; its tokens
+    examples.py         `Examples`: answers to learn, and pairs of them: their tokens, their order
     demonstrations.py   episodes to clone, for robots; LeRobot's format
 
 Nothing here imports torch, datasets or transformers before data that need them are opened.

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -94,20 +94,38 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             )
         check_bounds(self, "max_prompt_tokens", "task_size", least=1)
         check_bounds(self, "held_out", "epochs", "seed", "environment_tasks", least=0)
-        if not self.chat and (self.chat_template or self.chat_options or self.system_prompt):
-            raise ValueError(
-                "chat is false, so chat_template, chat_options and system_prompt have no use: "
-                "leave them out"
-            )
-        if reserved := sorted(_RESERVED & set(self.chat_options)):
-            raise ValueError(
-                f"chat_options has {reserved[0]!r}, which the job sets itself: leave it out"
-            )
+        check_chat(self)
 
     @property
     def name(self) -> str:
         """The name of the data in reports."""
         return self.path or ", ".join(self.tasks) or f"{self.environment_tasks} environment tasks"
+
+
+class Rendered(Protocol):
+    """Settings of data that may go through a chat template."""
+
+    @property
+    def chat(self) -> bool: ...
+    @property
+    def chat_template(self) -> str: ...
+    @property
+    def chat_options(self) -> dict[str, Any]: ...
+    @property
+    def system_prompt(self) -> str: ...
+
+
+def check_chat(config: Rendered) -> None:
+    """Raise `ValueError` for settings of a chat template that have no use, or are the job's."""
+    if not config.chat and (config.chat_template or config.chat_options or config.system_prompt):
+        raise ValueError(
+            "chat is false, so chat_template, chat_options and system_prompt have no use: "
+            "leave them out"
+        )
+    if reserved := sorted(_RESERVED & set(config.chat_options)):
+        raise ValueError(
+            f"chat_options has {reserved[0]!r}, which the job sets itself: leave it out"
+        )
 
 
 class DataError(UsageError):

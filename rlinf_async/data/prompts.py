@@ -173,7 +173,7 @@ class Renderer:
         self._config = config
         self._with_messages = messages
         self._tokenizer = tokenizer
-        self._template = _template(config, tokenizer) if config.chat else None
+        self._template = template_of(config.chat_template, tokenizer) if config.chat else None
         task = bool(config.tasks)
         own_verifier = (
             "reasoning_gym" if task else "environment" if config.environment_tasks else ""
@@ -267,25 +267,43 @@ class Renderer:
         return text
 
     def _messages(self, record: Record, where: str) -> list[dict[str, Any]]:
-        given = column(record, self._config.prompt_column, where)
-        messages: list[dict[str, Any]] = []
-        for one in (
-            [{"role": "user", "content": given}]
-            if isinstance(given, str)
-            else _listed(given, self._config.prompt_column, where)
+        name, system = self._config.prompt_column, self._config.system_prompt
+        return messages_of(column(record, name, where), name, where, system=system)
+
+
+def messages_of(
+    given: object, name: str, where: str, *, role: str = "user", system: str = ""
+) -> list[dict[str, Any]]:
+    """The messages of a column; text is one message.
+
+    Args:
+        given: its content.
+        name: name of the column.
+        where: place of the record, for errors.
+        role: who says what is given as text.
+        system: system message where there is none; empty: none.
+
+    Raises:
+        DataError: it is neither text nor a list of messages.
+    """
+    messages: list[dict[str, Any]] = []
+    for one in (
+        [{"role": role, "content": given}]
+        if isinstance(given, str)
+        else _listed(given, name, where)
+    ):
+        if not (
+            isinstance(one, Mapping)
+            and isinstance(one.get("role"), str)
+            and isinstance(one.get("content"), str)
         ):
-            if not (
-                isinstance(one, Mapping)
-                and isinstance(one.get("role"), str)
-                and isinstance(one.get("content"), str)
-            ):
-                raise DataError(
-                    f"{where}: a message must have the texts role and content, not {one!r:.200}"
-                )
-            messages.append(dict(one))
-        if self._config.system_prompt and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": self._config.system_prompt})
-        return messages
+            raise DataError(
+                f"{where}: a message must have the texts role and content, not {one!r:.200}"
+            )
+        messages.append(dict(one))
+    if system and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    return messages
 
 
 def _listed(given: object, name: str, where: str) -> list[Any]:
@@ -294,13 +312,21 @@ def _listed(given: object, name: str, where: str) -> list[Any]:
     return given
 
 
-def _template(config: DataConfig, tokenizer: Tokenizer) -> str | None:
-    """The given template; None: the tokenizer's own."""
-    if config.chat_template:
+def template_of(file: str, tokenizer: Tokenizer) -> str | None:
+    """The template of a file; None: the tokenizer's own.
+
+    Args:
+        file: path of a Jinja file; empty: there is none.
+        tokenizer: of the model.
+
+    Raises:
+        DataError: the file cannot be read; there is neither.
+    """
+    if file:
         try:
-            return Path(config.chat_template).expanduser().read_text(encoding="utf-8")
+            return Path(file).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"chat_template {config.chat_template!r}: {error}") from error
+            raise DataError(f"chat_template {file!r}: {error}") from error
     if not tokenizer.chat_template:
         raise DataError(
             "the tokenizer has no chat template: name a Jinja file in chat_template, or set chat "
@@ -335,7 +361,8 @@ def open_records(config: DataConfig) -> Records:
         return TaskRecords(config.tasks, config.task_options, config.seed, config.task_size)
     if config.environment_tasks:
         return NumberRecords(config.environment_tasks, config)
-    return open_file(config)
+    columns = (config.prompt_column, config.reference_column, config.verifier_column)
+    return open_file(config.path, config.split, columns)
 
 
 def split(records: int, held_out: int, seed: int) -> tuple[Indices, Indices]:

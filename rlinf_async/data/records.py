@@ -228,36 +228,40 @@ _BOM = b"\xef\xbb\xbf"
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 
 
-def existing(config: DataConfig) -> Path:
-    """The file or folder that ``path`` names.
+def existing(name: str) -> Path:
+    """The file or folder of this name.
 
     Raises:
         DataError: there is none.
     """
-    path = Path(config.path).expanduser()
+    path = Path(name).expanduser()
     if not path.exists():
         raise DataError(
-            f"there is no file or folder {config.path!r} (seen from {os.getcwd()}): data are read "
+            f"there is no file or folder {name!r} (seen from {os.getcwd()}): data are read "
             "from disk, not downloaded"
         )
     return path
 
 
-def open_file(config: DataConfig) -> Records:
-    """The records of the file or folder that ``path`` names.
+def open_file(name: str, split: str, columns: Iterable[str]) -> Records:
+    """The records of a file or folder.
+
+    Args:
+        name: its path.
+        split: name of the split, in a folder that has several.
+        columns: names of the columns that are used; empty ones are none.
 
     Raises:
         DataError: they are not there, or cannot be read.
         MissingExtra: the library datasets is needed and not installed.
     """
-    path = existing(config)
+    path = existing(name)
     if not path.is_dir():
-        _check_undivided(path, config.split)
+        _check_undivided(path, split)
     if not path.is_dir() and path.suffix not in (".parquet", ".arrow"):
         return JsonLines(path)
-    columns = [config.prompt_column, config.reference_column, config.verifier_column]
     tops = list(dict.fromkeys(column.partition(".")[0] for column in columns if column))
-    return open_tables(path, config.split, tops)
+    return open_tables(path, split, tops)
 
 
 def _check_undivided(path: Path, split: str) -> None:

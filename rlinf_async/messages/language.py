@@ -420,6 +420,49 @@ class TrainingSample(msgspec.Struct, kw_only=True):
         return (self.reward, *(one.reward for one in self.turns if one.reward is not None))
 
 
+class Example(msgspec.Struct, frozen=True):
+    """A prompt and the answer to learn."""
+
+    prompt_ids: Tokens
+    """``[P]``"""
+    response_ids: Tokens
+    """``[R]``, with the end-of-sequence token that generation is to stop at"""
+    learnt: Mask | None = None
+    """``[R]``: tokens of the answer; the others are given, as what is said between several answers.
+    None: all"""
+
+    @property
+    def tokens(self) -> int:
+        """``P + R``."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def mask(self) -> Mask:
+        """``[R]``: tokens of the answer."""
+        return _mask(self.learnt, len(self.response_ids))
+
+    def sample(
+        self, group: int, index: int = 0, ref_log_prob: Floats | None = None
+    ) -> TrainingSample:
+        """Return it as a sample that nobody has drawn, of any version, without a reward."""
+        nothing = np.zeros(len(self.response_ids), np.float32)
+        return TrainingSample(
+            group=group,
+            index=index,
+            prompt_ids=self.prompt_ids,
+            response_ids=self.response_ids,
+            loss_mask=self.mask,
+            log_prob=nothing,
+            version=np.full(len(nothing), -1, np.int32),
+            temperature=1.0,
+            reward=0.0,
+            scored=True,
+            ref_log_prob=ref_log_prob,
+            advantage=nothing,
+            drawn=self.learnt,
+        )
+
+
 class SampleGroup(msgspec.Struct, kw_only=True):
     """collector -> actor: every sample of one prompt."""
 

@@ -24,6 +24,7 @@ from rlinf_async.observe.files import replacing
 from rlinf_async.observe.metrics import (
     ACCURACY,
     ENV_STEPS,
+    EXAMPLES,
     RESPONSE_TOKENS,
     RETURN,
     REWARD,
@@ -336,6 +337,15 @@ LANGUAGE: Final = Curves(
     ),
     axes=((SAMPLES, "samples"), (SECONDS, "training seconds")),
     nothing="no iteration has finished",
+)
+SUPERVISED: Final = Curves(
+    measures=(
+        Measure("loss", "loss", COLOURS[0], False),
+        Measure("reward_accuracy", "accuracy of the reward", COLOURS[2], True),
+        Measure("reward_margin", "margin of the reward", COLOURS[1], False),
+    ),
+    axes=((EXAMPLES, "examples"), (SECONDS, "training seconds")),
+    nothing="no step has finished",
 )
 
 

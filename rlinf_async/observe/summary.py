@@ -128,6 +128,38 @@ class LanguageSummary(Summary, kw_only=True):
         return parts
 
 
+class SupervisedSummary(Summary, kw_only=True):
+    """The result of a run that learns from examples."""
+
+    examples: int
+    """number of records that were learnt from, over epochs"""
+    tokens: int
+    """number of tokens of prompts and answers"""
+    tokens_per_second: float | None = None
+    loss: float | None = None
+    """loss of the last step"""
+    eval_loss_before: float | None = None
+    """Loss of the held-out records before the first step."""
+    eval_loss: float | None = None
+    """Loss of the held-out records after the last step."""
+    eval_reward_accuracy: float | None = None
+    """Share of the held-out pairs of which the chosen answer has the higher implicit reward."""
+    evaluation_examples: int | None = None
+
+    def figures(self) -> list[str]:
+        parts = []
+        if self.eval_loss is not None:
+            parts.append(_with_before("held-out loss", self.eval_loss, self.eval_loss_before))
+        elif self.loss is not None:
+            parts.append(f"loss {self.loss:.2f}")
+        if self.eval_reward_accuracy is not None:
+            parts.append(f"accuracy of the reward {self.eval_reward_accuracy:.2f}")
+        parts += [*Summary.figures(self), f"{self.examples:,} examples"]
+        if self.tokens_per_second is not None:
+            parts.append(f"{self.tokens_per_second:,.0f} tokens/s")
+        return parts
+
+
 def _with_before(name: str, now: float, before: float | None) -> str:
     return f"{name} {now:.2f}" + ("" if before is None else f" (before: {before:.2f})")
 

@@ -7,7 +7,12 @@ from rlinf_async.workers.actor.embodied import (
     SacReport,
     TrainingPlan,
 )
-from rlinf_async.workers.actor.language import FSDPActor, LanguageActor, LanguageBatches
+from rlinf_async.workers.actor.language import (
+    FSDPActor,
+    LanguageActor,
+    LanguageBatches,
+    ShareOfLogProbs,
+)
 from rlinf_async.workers.actor.megatron import MegatronActor
 from rlinf_async.workers.actor.training import AppliedStrategy, IncompleteShare, WeightsDisagree
 
@@ -22,6 +27,7 @@ __all__ = [
     "MegatronActor",
     "SacActor",
     "SacReport",
+    "ShareOfLogProbs",
     "TrainingPlan",
     "WeightsDisagree",
 ]

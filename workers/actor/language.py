@@ -38,7 +38,13 @@ from rlinf_async.channels.batching import BatchSizes, rank_share
 from rlinf_async.channels.wire import shared_bytes
 from rlinf_async.config.counts import check_bounds
 from rlinf_async.messages.embodied import Floats
-from rlinf_async.messages.language import LanguageTrainReport, Sample, SampleGroup, Tokens
+from rlinf_async.messages.language import (
+    Example,
+    LanguageTrainReport,
+    Sample,
+    SampleGroup,
+    Tokens,
+)
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.parallel import check_batch
 from rlinf_async.workers.actor.iteration import Iteration, with_advantages
@@ -376,6 +382,15 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
         await self.onload()
 
 
+class ShareOfLogProbs(msgspec.Struct, frozen=True, kw_only=True):
+    """Log-probs of every ``ranks``-th example from number ``rank`` on."""
+
+    rank: int
+    ranks: int
+    log_probs: list[Floats]
+    """``[R]`` each; 0 of tokens that are not learnt"""
+
+
 class LanguageActor(LanguageTrainingWorker):
     """One rank of the actor group, over any `LanguageTrainer`; see `LanguageTrainingWorker`.
 
@@ -440,6 +455,19 @@ class LanguageActor(LanguageTrainingWorker):
         await self.onload()
         samples = [bare_sample(*one, index=at) for at, one in enumerate(sequences)]
         return await self.compute(self._trainer.log_probs, samples)
+
+    async def log_probs_of_share(self, examples: list[Example]) -> ShareOfLogProbs:
+        """Return log-probs at temperature 1 of this rank's share: every so many-th example.
+
+        Every rank takes part, with the same examples.
+        """
+        await self.onload()
+        data = self._trainer.data_rank
+        share = examples[data.rank :: data.size]
+        with self.span("log-probs", samples=len(share)):
+            samples = [one.sample(at) for at, one in enumerate(share)] if data.is_io else []
+            found = await self.compute(self._trainer.log_probs, samples)
+        return ShareOfLogProbs(rank=data.rank, ranks=data.size, log_probs=found)
 
     async def check_weight_update_equal(
         self,

@@ -10,10 +10,12 @@ micro-batches anywhere; means over a whole sample are taken through ``sample``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from rlinf_async.algorithms.config import (
     K3_LIMIT,
@@ -21,6 +23,7 @@ from rlinf_async.algorithms.config import (
     LOG_RATIO_LIMIT,
     KLEstimator,
     LanguageLossConfig,
+    PairLossConfig,
 )
 from rlinf_async.algorithms.losses import clipped_surrogate, squared_error
 from rlinf_async.config.registry import Registry
@@ -116,12 +119,19 @@ class TokenLoss(NamedTuple):
     loss: Tensor
     metrics: dict[str, Tensor]
     """metrics without gradients, of which the means over tokens are reported"""
+    averaged: Mapping[str, Tensor] = {}
+    """metrics without gradients that are averaged as the loss is: summed with the weights of
+    `share_of` and divided by its units. With ``sequence-mean-token-sum`` a number of each sample
+    that is spread over the sample's tokens has its exact mean over samples"""
 
 
 class LanguageLoss(Protocol):
-    """The signature of a registered loss: ``[N]`` from the micro-batch."""
+    """The signature of a registered loss: ``[N]`` from the micro-batch, alone or with metrics of
+    its own."""
 
-    def __call__(self, inputs: TokenLossInputs, config: LanguageLossConfig, /) -> Tensor: ...
+    def __call__(
+        self, inputs: TokenLossInputs, config: LanguageLossConfig, /
+    ) -> Tensor | TokenLoss: ...
 
 
 language_losses: Registry[LanguageLoss] = Registry(
@@ -190,6 +200,51 @@ def supervised(inputs: TokenLossInputs, config: LanguageLossConfig) -> Tensor:
     return -inputs.log_prob
 
 
+@register_language_loss("dpo")
+def dpo(inputs: TokenLossInputs, config: LanguageLossConfig) -> TokenLoss:
+    """Return the loss of pairs (Rafailov et al. 2023, "Direct Preference Optimization", equation
+    7); with label smoothing, the conservative one (Mitchell 2023, equation 3).
+
+    ::
+
+        reward = beta x sum over the sample's tokens of (log-prob - reference's)
+        margin = reward of sample 2k - reward of sample 2k + 1
+        loss   = -(1 - smoothing) x log sigmoid(margin) - smoothing x log sigmoid(-margin)
+
+    Each pair's loss stands at both of its samples, spread over their tokens, so that
+    ``sequence-mean-token-sum`` is the mean over pairs; and so do its metrics. Raises `ValueError`
+    for samples without reference log-probs, and half a pair.
+    """
+    if not isinstance(config, PairLossConfig):
+        raise ValueError("dpo needs the settings of a PairLossConfig: use job = 'dpo'")
+    if inputs.ref_log_prob is None:
+        raise ValueError("dpo compares with reference log-probs, and samples have no ref_log_prob")
+    counts = _counts(inputs)
+    if inputs.samples % 2 or not bool((counts > 0).all()):
+        raise ValueError(
+            f"dpo learns from pairs of answers: a micro-batch holds {inputs.samples} samples, of "
+            f"which {int((counts > 0).sum())} have tokens in the loss"
+        )
+    change = inputs.log_prob - inputs.ref_log_prob
+    reward = config.beta * change.new_zeros(inputs.samples).index_add(0, inputs.sample, change)
+    chosen, rejected = reward[0::2], reward[1::2]
+    margin, smoothing = chosen - rejected, config.label_smoothing
+    loss = -(1.0 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)
+
+    def spread(of_pairs: Tensor) -> Tensor:
+        return (of_pairs.repeat_interleave(2) / counts)[inputs.sample]
+
+    with torch.no_grad():
+        found = {
+            "reward_chosen": chosen,
+            "reward_rejected": rejected,
+            "reward_margin": margin,
+            "reward_accuracy": (margin > 0.0).to(margin.dtype),
+        }
+        averaged = {name: spread(numbers.detach()) for name, numbers in found.items()}
+    return TokenLoss(spread(loss), {}, averaged)
+
+
 def token_loss(inputs: TokenLossInputs, config: LanguageLossConfig) -> TokenLoss:
     """Return the whole loss of each token, and its metrics.
 
@@ -201,7 +256,10 @@ def token_loss(inputs: TokenLossInputs, config: LanguageLossConfig) -> TokenLoss
         going = _still_training(inputs, config, config.early_stop_ratio)
         inputs = _with_ratio_1(inputs, going)
         metrics["early_stopped"] = 1.0 - going
-    loss = policy = language_losses.named(config.name)(inputs, config)
+    named = language_losses.named(config.name)(inputs, config)
+    if not isinstance(named, TokenLoss):
+        named = TokenLoss(named, {})
+    loss = policy = named.loss
     weights = off_policy_weights(inputs, config)
     if weights is not None:
         loss = loss * weights.weight
@@ -225,7 +283,7 @@ def token_loss(inputs: TokenLossInputs, config: LanguageLossConfig) -> TokenLoss
     if going is not None:
         loss = loss * going
     metrics |= {"policy_loss": policy.detach(), "entropy": inputs.entropy.detach()}
-    return TokenLoss(loss, metrics)
+    return TokenLoss(loss, metrics | named.metrics, named.averaged)
 
 
 def token_value_loss(
@@ -248,7 +306,13 @@ def _sample_sum(tokens: Tensor, inputs: TokenLossInputs) -> Tensor:
 
 def _sample_mean(tokens: Tensor, inputs: TokenLossInputs) -> Tensor:
     """Replace each token's value by the mean over its sample's tokens."""
-    return _sample_sum(tokens, inputs) / _sample_sum(torch.ones_like(tokens), inputs)
+    return _sample_sum(tokens, inputs) / _counts(inputs)[inputs.sample]
+
+
+def _counts(inputs: TokenLossInputs) -> Tensor:
+    """Return the number of trained tokens of each sample."""
+    ones = torch.ones_like(inputs.log_prob)
+    return ones.new_zeros(inputs.samples).index_add(0, inputs.sample, ones)
 
 
 def _still_training(inputs: TokenLossInputs, config: LanguageLossConfig, limit: float) -> Tensor:

@@ -67,6 +67,8 @@ class MicroBatchSums(NamedTuple):
     """number of tokens that the metrics are sums over"""
     metrics: Mapping[str, Tensor]
     """sums over tokens"""
+    averaged: Mapping[str, Tensor] = {}
+    """weighted sums over tokens, as the loss is one"""
 
 
 class NothingToDo(NamedTuple):
@@ -83,6 +85,8 @@ class Totals:
         self.units = 0.0
         self.tokens = 0.0
         self.micro_batches = 0
+        self._as_loss = {"loss"}
+        """names of what is divided by units"""
 
     def add(self, part: MicroBatchSums | NothingToDo) -> None:
         self.micro_batches += 1
@@ -90,7 +94,9 @@ class Totals:
         if isinstance(part, NothingToDo):
             return
         self.tokens += part.tokens
-        for name, number in {"loss": part.loss.detach(), **part.metrics}.items():
+        self._as_loss |= part.averaged.keys()
+        numbers = {"loss": part.loss.detach(), **part.metrics, **part.averaged}
+        for name, number in numbers.items():
             self.sums[name] = self.sums.get(name, 0.0) + number.double()
 
     def row(self, device: torch.device) -> Tensor:
@@ -107,10 +113,11 @@ class Totals:
         self.sums = dict(zip(sorted(self.sums), row[2:], strict=True))
 
     def metrics(self) -> dict[str, float]:
-        """Means: of the loss over units, of the difference to the engine over the tokens that were
-        compared, of the others over tokens."""
-        means = {name: float(total) / max(self.tokens, 1.0) for name, total in self.sums.items()}
-        means["loss"] = float(self.sums.get("loss", 0.0)) / max(self.units, 1.0)
+        """Means: of the loss, and of what is averaged like it, over units, of the difference to the
+        engine over the tokens that were compared, of the others over tokens."""
+        over = {name: self.units if name in self._as_loss else self.tokens for name in self.sums}
+        means = {name: float(one) / max(over[name], 1.0) for name, one in self.sums.items()}
+        means.setdefault("loss", 0.0)
         if ENGINE_TOKENS in self.sums:
             compared = means[ENGINE_TOKENS] = float(self.sums[ENGINE_TOKENS])
             means[ENGINE_DIFFERENCE] = float(self.sums[ENGINE_DIFFERENCE]) / max(compared, 1.0)
@@ -368,8 +375,13 @@ class Forward(NamedTuple):
         part = self.objective.part(self, found)
         if self.counts:
             return part
-        nothing = {name: torch.zeros_like(number) for name, number in part.metrics.items()}
-        return part._replace(tokens=0, metrics=nothing)
+
+        def nothing(numbers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {name: torch.zeros_like(number) for name, number in numbers.items()}
+
+        return part._replace(
+            tokens=0, metrics=nothing(part.metrics), averaged=nothing(part.averaged)
+        )
 
     def column(self, name: str, fallback: str | None = None) -> Tensor:
         """Return a field of the samples at the tokens in the loss, ``[N]``."""
@@ -466,8 +478,9 @@ class PolicyObjective(Objective):
         metrics = {name: numbers.sum() for name, numbers in losses.metrics.items()}
         if forward.version is not None:
             metrics |= engine_difference(forward, found)
+        averaged = {name: (one * weights).sum() for name, one in losses.averaged.items()}
         total = (losses.loss * weights).sum()
-        return MicroBatchSums(total, forward.units, len(forward.packed.rows), metrics)
+        return MicroBatchSums(total, forward.units, len(forward.packed.rows), metrics, averaged)
 
     def silent(self, sample: TrainingSample, loss: LanguageLossConfig) -> bool:
         quiet = loss.name in SILENT_AT_ZERO and not (

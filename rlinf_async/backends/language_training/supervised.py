@@ -9,22 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
-import msgspec
 import numpy as np
 
 from rlinf_async.backends.language import MicroBatch
 from rlinf_async.backends.language_training.config import SupervisedConfig
-from rlinf_async.messages.language import Tokens, TrainingSample
+from rlinf_async.messages.language import Example
 from rlinf_async.parallel import DataRank
 
-
-class Example(msgspec.Struct, frozen=True):
-    """A prompt and the answer to learn."""
-
-    prompt_ids: Tokens
-    """``[P]``"""
-    response_ids: Tokens
-    """``[R]``, with the end-of-sequence token that generation is to stop at"""
+__all__ = ["Example", "SupervisedTrainer", "fit_supervised", "supervised_steps"]
 
 
 class SupervisedTrainer(Protocol):
@@ -69,7 +61,7 @@ def supervised_steps(
         )
     batches = _batches(len(examples), config)
     for _ in range(config.steps):
-        share = [_sample(at, examples[at]) for at in next(batches)[rank::ranks]]
+        share = [examples[at].sample(at) for at in next(batches)[rank::ranks]]
         size = config.micro_batch_size or len(share)
         starts = range(0, len(share), size)
         micro_batches = [
@@ -85,21 +77,3 @@ def _batches(examples: int, config: SupervisedConfig) -> Iterator[list[int]]:
         order = random.permutation(examples).tolist()
         for start in range(0, examples - config.batch_size + 1, config.batch_size):
             yield order[start : start + config.batch_size]
-
-
-def _sample(at: int, example: Example) -> TrainingSample:
-    size = len(example.response_ids)
-    nothing = np.zeros(size, np.float32)
-    return TrainingSample(
-        group=at,
-        index=0,
-        prompt_ids=example.prompt_ids,
-        response_ids=example.response_ids,
-        loss_mask=np.ones(size, np.bool_),
-        log_prob=nothing,
-        version=np.zeros(size, np.int32),
-        temperature=1.0,
-        reward=0.0,
-        scored=True,
-        advantage=nothing,
-    )

@@ -11,7 +11,7 @@ by its import path: ``job = "file.py:Class"``. Packages add names by the entry p
     checkpoints.py  how far a run has come, and the folder of checkpoints; what ends a run early
     config.py       settings that every run has, and checks
     placement.py    which devices each role gets
-    embodied/  embodied_sac/  language/    the built-in jobs
+    embodied/  embodied_sac/  language/  supervised/    the built-in jobs
 """
 
 from __future__ import annotations
@@ -84,6 +84,8 @@ jobs: Registry[Callable[[], Job]] = Registry(
         "embodied_ppo": "rlinf_async.runtime.jobs.embodied.job:EmbodiedPPO",
         "embodied_sac": "rlinf_async.runtime.jobs.embodied_sac.job:EmbodiedSAC",
         "language_rl": "rlinf_async.runtime.jobs.language.job:LanguageRL",
+        "sft": "rlinf_async.runtime.jobs.supervised.job:Sft",
+        "dpo": "rlinf_async.runtime.jobs.supervised.job:Dpo",
     },  # imported when asked for: one kind of run does not pay for the other
     group=GROUP,
     called_with=(),

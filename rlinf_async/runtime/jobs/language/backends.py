@@ -20,7 +20,7 @@ the actors have given these back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +29,12 @@ import msgspec
 from rlinf_async.algorithms.config import LanguageLossConfig
 from rlinf_async.backends.base import OptimizerConfig, SchedulerConfig
 from rlinf_async.backends.language_training.config import LanguageModelConfig
-from rlinf_async.backends.parts import EngineDevices, Learner, language_trainers
+from rlinf_async.backends.parts import (
+    EngineDevices,
+    LanguageTrainerPart,
+    Learner,
+    language_trainers,
+)
 from rlinf_async.config import ConfigError
 from rlinf_async.runtime.jobs.language.config import GenerationSettings, LanguageConfig
 from rlinf_async.runtime.jobs.placement import LaunchOptions, PlacementPlan, Role, make_plan
@@ -131,11 +136,17 @@ def environment_of(config: LanguageConfig, plan: PlacementPlan, learner: str) ->
     A trainer that computes on any GPU in sight sees none where it is to have none.
     """
     part = config.actor.part if learner == "actor" else config.critic_part
-    environment = dict(config.cluster.environment)
+    return trainer_environment(part, plan, learner, config.cluster.environment)
+
+
+def trainer_environment(
+    part: LanguageTrainerPart, plan: PlacementPlan, role: str, environment: Mapping[str, str]
+) -> dict[str, str]:
+    """Environment variables of the processes of a role that trains by ``part``."""
     on_gpus = any(one.kind != "cpu" for one in plan.machine)
-    if part.sees_every_gpu and on_gpus and not plan.accelerated(learner):
-        return {VISIBLE: ""} | environment
-    return environment
+    if part.sees_every_gpu and on_gpus and not plan.accelerated(role):
+        return {VISIBLE: "", **environment}
+    return dict(environment)
 
 
 def takes_turns(plan: PlacementPlan) -> bool:

@@ -71,13 +71,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError("config has no model_type; name an architecture, such as 'qwen3'")
 
 
-def has_section(section: GenerationSettings | ActorConfig) -> bool:
+def has_section(section: GenerationSettings | LearnerConfig) -> bool:
     """Whether the backend of a section is built in and has a section of its own there."""
     built_in = {*engines.paths, *language_trainers.paths}
     return section.backend in built_in and section.backend in section.__struct_fields__
 
 
-def own_settings(section: GenerationSettings | ActorConfig, part: Part) -> Any:
+def own_settings(section: GenerationSettings | LearnerConfig, part: Part) -> Any:
     """Return the settings of a section's backend, by its own ``Config``.
 
     Raises:
@@ -148,12 +148,8 @@ class LanguageOptimizerConfig(
     max_grad_norm: float | None = 1.0
 
 
-def _recipe(loss: LanguageLossConfig, *, divide_by_std: bool = True) -> ActorConfig:
-    return ActorConfig(advantage=LanguageAdvantageConfig(divide_by_std=divide_by_std), loss=loss)
-
-
-class ActorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The training of the policy."""
+class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model that is trained, whatever it learns from."""
 
     backend: str = DEFAULT_LANGUAGE_TRAINER
     """the trainer's name; ``"file.py:Name"`` or ``"module:Name"``: one of your own"""
@@ -163,36 +159,17 @@ class ActorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """pipeline stages, which share the layers, with Megatron"""
     megatron: MegatronOptions = MegatronOptions()
     optimizer: LanguageOptimizerConfig = LanguageOptimizerConfig()
-    advantage: LanguageAdvantageConfig = LanguageAdvantageConfig()
-    loss: LanguageLossConfig = LanguageLossConfig()
-    recipe: str = ""
-    """name of a published algorithm, whose settings take the place of the defaults of ``advantage``
-    and ``loss``; see `recipes`"""
-    pipelined: bool = True
-    """train on the first complete micro-batch; False: collect the whole iteration first"""
-    global_batches: int = 1
-    """optimizer steps of one iteration, or of one epoch where there are several"""
-    epochs: int = 1
-    """passes over the samples of an iteration, shuffled from the second on"""
-    micro_batch_size: int | None = None
-    """samples of one forward and backward pass; when left out, ``max_tokens`` decides"""
-    max_tokens: int | None = None
-    """tokens of one forward and backward pass, balanced; 16384 where neither is given"""
-    balance_window: int | None = None
-    """samples over which ``max_tokens`` balances; the global batch when left out, and training
-    then begins when that is complete"""
     scheduler: SchedulerConfig = SchedulerConfig()
     precision: Literal["float32", "bfloat16"] = "float32"
     strategy: Literal["fsdp2", "fsdp1"] = "fsdp2"
     activation_checkpointing: bool = False
-    publish_precision: Literal["float32", "bfloat16", "float16"] = "float32"
-    toy: ToyTrainerConfig = ToyTrainerConfig()
+    micro_batch_size: int | None = None
+    """samples of one forward and backward pass; when left out, ``max_tokens`` decides"""
     options: dict[str, Any] = {}
     """settings of a trainer that has no section here, by its own ``Config``"""
 
     def __post_init__(self) -> None:
-        check_bounds(self, "global_batches", "epochs", "tp", "pp", least=1)
-        check_bounds(self, "micro_batch_size", "max_tokens", "balance_window", least=1)
+        check_bounds(self, "tp", "pp", "micro_batch_size", least=1)
         part = self.part
         own_settings(self, part)
         if not part.actor:
@@ -204,6 +181,65 @@ class ActorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 f"model so: set actor.backend to {_parallel_trainers()}, or leave it out",
                 path=(name,),
             )
+
+    @property
+    def part(self) -> LanguageTrainerPart:
+        """Description of the trainer."""
+        return language_trainers.check(self.backend, ("backend",))
+
+    @property
+    def trainer(self) -> Any:
+        """The trainer's own settings."""
+        return own_settings(self, self.part)
+
+    @property
+    def model_ranks(self) -> int:
+        """Actors that hold one copy of the model together, and train on the same samples."""
+        return self.tp * self.pp
+
+
+def check_trainer_options(learner: LearnerConfig, *others: str) -> None:
+    """Refuse settings of built-in trainers that say nothing, or belong to one that is not used.
+
+    Args:
+        learner: settings of the model that is trained.
+        others: names of further trainers of the run, whose settings stand there too.
+    """
+    for name in language_trainers.paths.keys() & set(learner.__struct_fields__):
+        instead = "" if name in (learner.backend, *others) else learner.backend
+        part, options = language_trainers.load(name), getattr(learner, name)
+        part.check_options(options, pp=learner.pp, instead=instead)
+
+
+def _recipe(loss: LanguageLossConfig, *, divide_by_std: bool = True) -> ActorConfig:
+    return ActorConfig(advantage=LanguageAdvantageConfig(divide_by_std=divide_by_std), loss=loss)
+
+
+class ActorConfig(LearnerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The training of the policy."""
+
+    advantage: LanguageAdvantageConfig = LanguageAdvantageConfig()
+    loss: LanguageLossConfig = LanguageLossConfig()
+    recipe: str = ""
+    """name of a published algorithm, whose settings take the place of the defaults of ``advantage``
+    and ``loss``; see `recipes`"""
+    pipelined: bool = True
+    """train on the first complete micro-batch; False: collect the whole iteration first"""
+    global_batches: int = 1
+    """optimizer steps of one iteration, or of one epoch where there are several"""
+    epochs: int = 1
+    """passes over the samples of an iteration, shuffled from the second on"""
+    max_tokens: int | None = None
+    """tokens of one forward and backward pass, balanced; 16384 where neither is given"""
+    balance_window: int | None = None
+    """samples over which ``max_tokens`` balances; the global batch when left out, and training
+    then begins when that is complete"""
+    publish_precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    toy: ToyTrainerConfig = ToyTrainerConfig()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_bounds(self, "global_batches", "epochs", "max_tokens", "balance_window", least=1)
 
     @classmethod
     def base_of(cls, table: Mapping[str, object], base: object) -> object:
@@ -222,21 +258,6 @@ class ActorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return msgspec.structs.replace(
             before, recipe=name, advantage=made.advantage, loss=made.loss
         )
-
-    @property
-    def part(self) -> LanguageTrainerPart:
-        """Description of the trainer."""
-        return language_trainers.check(self.backend, ("backend",))
-
-    @property
-    def trainer(self) -> Any:
-        """The trainer's own settings."""
-        return own_settings(self, self.part)
-
-    @property
-    def model_ranks(self) -> int:
-        """Actors that hold one copy of the model together, and train on the same samples."""
-        return self.tp * self.pp
 
 
 @functools.cache
@@ -561,11 +582,7 @@ class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         if self.seed < 0:
             raise ConfigError(f"{self.seed} is below 0: seeds count from 0", path=("seed",))
-        chosen = {self.actor.backend, self.critic_backend}
-        for name in language_trainers.paths.keys() & set(ActorConfig.__struct_fields__):
-            instead = "" if name in chosen else self.actor.backend
-            part, options = language_trainers.load(name), getattr(self.actor, name)
-            part.check_options(options, pp=self.actor.pp, instead=instead)
+        check_trainer_options(self.actor, self.critic_backend)
         if self.critic.warmup_iterations >= self.training.iterations:
             raise ConfigError(
                 f"with {self.critic.warmup_iterations} of {self.training.iterations} iterations "

@@ -234,7 +234,7 @@ def _inputs(config: LanguageConfig, into: Path) -> _Inputs:
 
 def _check_there(data: DataConfig, path: tuple[str, ...]) -> None:
     try:
-        existing(data)
+        existing(data.path)
     except DataError as error:
         raise ConfigError(str(error), path=path) from error
 
