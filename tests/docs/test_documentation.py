@@ -20,6 +20,7 @@ from rlinf_async.observe.sinks.config import ObserveConfig
 from rlinf_async.runtime.jobs.embodied.settings import EmbodiedConfig
 from rlinf_async.runtime.jobs.embodied_sac.config import SacConfig
 from rlinf_async.runtime.jobs.language.config import ClusterConfig, LanguageConfig
+from rlinf_async.runtime.jobs.supervised.config import DpoConfig, SftConfig
 from rlinf_async.runtime.recording import RecordingConfig
 from rlinf_async.simulate import SimulationConfig
 from tests.docs.pages import PAGES, ROOT, Block, Script, anchors, blocks, links, scripts, settings
@@ -134,7 +135,12 @@ def test_every_python_block_is_python(block: Block) -> None:
     "block", [one for one in EVERY_BLOCK if one.language == "toml"], ids=lambda one: one.where
 )
 def test_every_configuration_shown_can_be_read(block: Block) -> None:
-    jobs = {"language_rl": LanguageConfig, "embodied_sac": SacConfig}
+    jobs = {
+        "language_rl": LanguageConfig,
+        "embodied_sac": SacConfig,
+        "sft": SftConfig,
+        "dpo": DpoConfig,
+    }
     shown = [kind for name, kind in jobs.items() if f'job = "{name}"' in block.text]
     job: Any = shown[0] if shown else EmbodiedConfig
     if "[generation]" in block.text:
@@ -172,6 +178,28 @@ def test_the_tables_of_the_language_job_have_every_setting_and_its_default() -> 
     for name in pages:
         page |= settings(ROOT / "docs" / f"{name}.md")
     assert {name: written(cell) for name, cell in page.items()} == defaults(LanguageConfig)
+
+
+OTHERS: dict[str, dict[str, object]] = {
+    "sft": {},
+    "dpo": {"job": "dpo", "name": "dpo", "actor.optimizer.lr": 1e-6},
+}
+"""defaults that are not those in the tables, by job"""
+
+
+@pytest.mark.parametrize("config", [SftConfig, DpoConfig], ids=["sft", "dpo"])
+def test_the_tables_of_supervised_jobs_have_every_setting_and_its_default(config: Any) -> None:
+    """Sections that are those of the language job stand on its page, and each job has its own."""
+    sections = ("model", "actor.scheduler", "actor.megatron", "recording", "cluster")
+    others = settings(ROOT / "docs" / "language.md")
+    page = {name: cell for name, cell in others.items() if name.rpartition(".")[0] in sections}
+    page |= {name: cell for name, cell in others.items() if name.startswith("cluster.ray.")}
+    own = settings(ROOT / "docs" / "supervised.md")
+    expected = defaults(config)
+    assert own.keys() <= defaults(SftConfig).keys() | defaults(DpoConfig).keys()
+    page = {name: cell for name, cell in (page | own | SINKS).items() if name in expected}
+    found = {name: written(cell) for name, cell in page.items()} | OTHERS[expected["job"]]
+    assert found == expected
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -32,6 +32,7 @@ WRONG: dict[str, tuple[str, tuple[object, ...], str]] = {
     "several actors in one process": (SFT, ("--cluster.actors", 2), "cluster.backend: several"),
     "an evaluation of nothing": (SFT, ("--data.held_out", 0), "training.evaluate_every: "),
     "a trainer without weights": (SFT, ("--actor.backend", "toy"), "actor.backend: 'toy' has no"),
+    "a rate of values": (SFT, ("--actor.optimizer.value_lr", 0.1), "actor.optimizer.value_lr: "),
     "stages with fsdp": (SFT, ("--actor.pp", 2), "actor.pp: pp is 2, but the backend 'fsdp'"),
     "settings of another trainer": (
         SFT,

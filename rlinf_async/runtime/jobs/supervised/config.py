@@ -172,6 +172,12 @@ class SupervisedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
                 path=("actor", "backend"),
             )
         check_trainer_options(self.actor)
+        if self.actor.optimizer.value_lr is not None:
+            raise ConfigError(
+                f"value_lr is {self.actor.optimizer.value_lr}, but the model has no values: leave "
+                "it out",
+                path=("actor", "optimizer", "value_lr"),
+            )
         if self.training.evaluate_every and not self.data.held_out:
             raise ConfigError(
                 f"evaluate_every is {self.training.evaluate_every}, but no record is held out: set "

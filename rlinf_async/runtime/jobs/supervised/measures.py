@@ -40,12 +40,8 @@ async def log_probs(
     for start in range(0, len(examples), size):
         piece = list(examples[start : start + size])
         answered = await actors.call(LanguageActor.log_probs_of_share, piece)
-        shares = {one.rank: one for one in answered}
-        found += [
-            shares[at % one.ranks].log_probs[at // one.ranks]
-            for one in answered[:1]
-            for at in range(len(piece))
-        ]
+        shares, ranks = {one.rank: one for one in answered}, answered[0].ranks
+        found += [shares[at % ranks].log_probs[at // ranks] for at in range(len(piece))]
     return found
 
 
