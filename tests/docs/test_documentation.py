@@ -198,7 +198,7 @@ def test_the_tables_of_supervised_jobs_have_every_setting_and_its_default(config
     expected = defaults(config)
     assert own.keys() <= defaults(SftConfig).keys() | defaults(DpoConfig).keys()
     page = {name: cell for name, cell in (page | own | SINKS).items() if name in expected}
-    found = {name: written(cell) for name, cell in page.items()} | OTHERS[expected["job"]]
+    found = {name: written(cell) for name, cell in page.items()} | OTHERS[str(expected["job"])]
     assert found == expected
 
 

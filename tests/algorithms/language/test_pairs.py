@@ -118,7 +118,16 @@ def test_half_a_pair_and_samples_without_a_reference_are_refused() -> None:
     with pytest.raises(ValueError, match="pairs of answers: a micro-batch holds 3 samples"):
         ours(given, PairLossConfig())
     nothing = torch.zeros(2)
-    inputs = TokenLossInputs(*[nothing] * 4, None, nothing, sample=torch.tensor([0, 1]), samples=2)
+    inputs = TokenLossInputs(
+        log_prob=nothing,
+        entropy=nothing,
+        proximal_log_prob=nothing,
+        behaviour_log_prob=nothing,
+        ref_log_prob=None,
+        advantage=nothing,
+        sample=torch.tensor([0, 1]),
+        samples=2,
+    )
     with pytest.raises(ValueError, match="samples have no ref_log_prob"):
         token_loss(inputs, PairLossConfig())
 
