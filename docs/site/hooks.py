@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import griffe
 from mkdocs.config.defaults import MkDocsConfig
@@ -236,7 +236,7 @@ def relinked(markdown: str, source: str) -> str:
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Enter into the navigation what it does not name: pages that are new, and the reference."""
-    nav = list(config.nav or ())
+    nav: list[Any] = list(config.nav or ())
     named = set(re.findall(r"[\w/-]+\.md", str(nav)))
     folder = Path(config.docs_dir)
     found = sorted(page.relative_to(folder).as_posix() for page in folder.rglob("*.md"))
