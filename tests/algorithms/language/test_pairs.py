@@ -102,6 +102,7 @@ def test_dpo_is_that_of_trl(seed: int, smoothing: float, beta: float) -> None:
     loss, metrics, found = ours(given, config)
     torch.testing.assert_close(loss, losses.mean().detach(), rtol=0, atol=1e-12)
     torch.testing.assert_close(found, gradient, rtol=0, atol=1e-12)
+    chosen, rejected, difference = chosen.detach(), rejected.detach(), difference.detach()
     assert metrics == pytest.approx(
         {
             "reward_chosen": float(beta * chosen.mean()),
