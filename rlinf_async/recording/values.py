@@ -271,6 +271,7 @@ def paths_in(data: Any) -> set[str]:
     if not isinstance(data, (list, tuple)):
         return set()
     found = set[str]().union(*map(paths_in, data))
-    if len(data) > 1 and data[0] in ("object", "member", "name") and isinstance(data[1], str):
-        found.add(data[1])
+    kind, path = data[:2] if len(data) > 1 else (None, None)
+    if isinstance(kind, str) and kind in ("object", "member", "name") and isinstance(path, str):
+        found.add(path)
     return found
