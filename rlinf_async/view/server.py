@@ -138,6 +138,7 @@ class Page:
             routes=[
                 Route("/", self._index),
                 Route("/static/{name}", self._static),
+                Route("/favicon.ico", self._icon),  # browsers ask for it by themselves
                 Route("/api/state", self._state),
                 Route("/api/metrics", self._metrics),
                 Route("/api/graph", self._graph),
@@ -175,6 +176,9 @@ class Page:
 
     async def _static(self, request: Request) -> Response:
         return self._file(request.path_params["name"])
+
+    async def _icon(self, request: Request) -> Response:
+        return self._file("icon.svg")
 
     def _file(self, name: str) -> Response:
         from starlette.responses import Response
