@@ -18,7 +18,12 @@ import pytest
 from benchmarks.harness.peers import PeerMissing, default_store
 from rlinf_async.cli import main
 from rlinf_async.config.registry import load_entry_point
-from rlinf_async.observe.summary import EmbodiedSummary, LanguageSummary, read_summary
+from rlinf_async.observe.summary import (
+    EmbodiedSummary,
+    LanguageSummary,
+    SupervisedSummary,
+    read_summary,
+)
 from tests.episodes.endpoint.programs import PACKAGES
 from tests.jobs.language.checkpoints import save_checkpoint
 
@@ -238,6 +243,29 @@ def says_nothing_but_that_it_knows_nothing_yet(stderr: str) -> None:
     said = stderr.splitlines()
     assert len(said) <= 1, stderr
     assert all("there was nothing to learn from" in line for line in said), stderr
+
+
+def test_answers_are_imitated_then_preferences_are_learnt(tmp_path: pathlib.Path) -> None:
+    """The second example goes on from the model that the first one left."""
+    settings: dict[str, tuple[object, ...]] = {
+        "sft_arithmetic.toml": (
+            *("--training.steps", 40, "--training.evaluate_every", 0),
+            *("--actor.scheduler.total_steps", 40),
+        ),
+        "dpo_arithmetic.toml": (
+            *("--training.steps", 5, "--training.evaluate_every", 0),
+            *("--model.path", tmp_path / "sft_arithmetic.toml" / "trained"),
+        ),
+    }
+    for example, shorter in settings.items():
+        out = tmp_path / example
+        done = run("-m", "rlinf_async", "train", EXAMPLES / example, *shorter, "--out", out)
+        assert (done.returncode, done.stderr) == (0, "")
+        summary = read_summary(out / "summary.json", SupervisedSummary)
+        assert summary.evaluation_examples == 200
+        assert summary.eval_loss is not None
+        assert summary.eval_loss_before is not None
+        assert summary.eval_loss < summary.eval_loss_before
 
 
 @pytest.mark.parametrize(
