@@ -399,7 +399,8 @@ class FirstCause:
             return aborted
         if body is None:
             return aborted or not (self._raised or is_secondary(self.error))
-        return is_secondary(body) or (aborted and isinstance(body, Exception))
+        primary = not is_secondary(self.error)
+        return is_secondary(body) or (aborted and primary and isinstance(body, Exception))
 
     @property
     def _raised(self) -> bool:

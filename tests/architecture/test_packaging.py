@@ -127,7 +127,7 @@ def test_the_wheel_holds_every_module(wheel: Path) -> None:
 
 def test_the_wheel_holds_every_file_of_the_projects_that_init_writes(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    files = [one for one in (ROOT / "rlinf_async" / "templates").glob("*/*") if one.is_file()]
+    files = [one for one in (ROOT / "rlinf_async" / "templates").glob("[!.]*/*") if one.is_file()]
     wanted = {str(one.relative_to(ROOT)) for one in files}
     assert len(wanted) > 15
     assert wanted <= names, sorted(wanted - names)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from pathlib import Path
 
@@ -105,6 +106,29 @@ async def test_a_method_cancelled_from_inside_is_a_failure(new_cluster: NewClust
         broken = await cluster.launch(Broken)
         with pytest.raises(ra.WorkerError, match="that it awaited was cancelled, not the call"):
             await broken.call(Broken.cancels_itself)
+
+
+async def test_a_failure_that_the_bodys_error_led_to_never_hides_it(
+    new_cluster: NewCluster,
+) -> None:
+    """A worker learns by its channel that the body has failed, and fails too, while the body is
+    still cleaning up: what is raised is the error of the body."""
+    with pytest.raises(ZeroDivisionError):
+        async with new_cluster() as cluster:
+            numbers = cluster.channel(Number, name="numbers", capacity=1)
+            doubled = cluster.channel(Number, name="doubled", capacity=1)
+            doublers = await cluster.launch(Doubler)
+            doublers.call(Doubler.run, numbers.receiver, doubled.sender)
+            with numbers.sender:
+                await numbers.sender.put(Number(1))
+                await doubled.receiver.get()
+                try:
+                    with doubled.receiver:
+                        _ = 1 / 0
+                finally:
+                    await numbers.sender.put(Number(2))
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asyncio.Event().wait()
 
 
 async def failing_chain(cluster: ra.Cluster) -> None:

@@ -257,12 +257,16 @@ class _Execution(Generic[S]):
                 view = LiveView(self._folder, cluster, progress, headline, facts, self._sinks)
                 self._spans_left_out = view.left_out
                 with view, abort_on_lost_items(cluster), self._swaps():
+                    failed: BaseException | None = None
                     try:
                         await self._run.main(cluster, view)
+                    except BaseException as error:
+                        failed = error
+                        raise
                     finally:
                         self._restarts = _restarts(cluster, self._folder.restarts_before)
                         self._replaced = _replaced(cluster)
-                        await view.write_trace()
+                        await _written(view, failed)
 
     def _summary(self, stopped: Stopped | None) -> S:
         summary = self._run.summary(stopped)
@@ -315,6 +319,17 @@ class _Execution(Generic[S]):
             title=self._run.title,
             left_out=self._spans_left_out,
         )
+
+
+async def _written(view: LiveView, failed: BaseException | None) -> None:
+    """Write the trace. Workers whose channels are closed since the run failed may fail meanwhile,
+    which cancels this: the first failure is the one to be raised."""
+    try:
+        await view.write_trace()
+    except asyncio.CancelledError:
+        if failed is None:
+            raise
+        raise failed from failed.__cause__
 
 
 def _restarts(cluster: Cluster, before: Mapping[str, int]) -> dict[str, int]:

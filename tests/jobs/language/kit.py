@@ -35,7 +35,9 @@ iterations = 4
 prompts = 4
 group_size = 2
 checkpoint_every = 2
-metrics = []
+
+[observe]
+sinks = []
 
 [rollout]
 backend = "toy"

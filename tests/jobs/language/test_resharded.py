@@ -21,7 +21,7 @@ OF_CRITIC = ("critic_loss", "critic_value", "critic_grad_norm")
 @pytest.fixture
 def killed(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> Job:
     """A run with a critic that has checkpoints and was killed after iteration 3."""
-    job = Job(tmp_path, capsys, TINY.replace("metrics = []", 'metrics = ["tensorboard"]'))
+    job = Job(tmp_path, capsys, TINY.replace("sinks = []", 'sinks = ["tensorboard"]'))
     with pytest.MonkeyPatch.context() as patch:
         die_after(patch, 3)
         with pytest.raises(Killed):

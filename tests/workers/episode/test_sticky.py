@@ -41,8 +41,7 @@ async def played(
     async with ra.Cluster.local() as cluster:
         tasks = cluster.channel(Request, name="tasks", capacity=1000)
         finished = cluster.channel(Sample, name="episodes", capacity=1000)
-        around = Channels(cluster)
-        around.requests.queue.stealing = sticky
+        around = Channels(cluster, stealing=sticky)
         config = EpisodeConfig(run="agent", max_turns=99)
         workers = await cluster.launch(Acting, agent, config)
         rollouts = await cluster.launch(Rollout, ENGINE, count=2)
@@ -81,8 +80,7 @@ def test_of_engines_that_are_always_full_most_turns_stay() -> None:
 async def two_engines() -> AsyncIterator[tuple[Channels, ra.WorkerGroup[Any], list[Any]]]:
     """Two rollout workers that serve by key of their rank."""
     async with ra.Cluster.local() as cluster:
-        around = Channels(cluster)
-        around.requests.queue.stealing = True
+        around = Channels(cluster, stealing=True)
         rollouts = await cluster.launch(Rollout, ENGINE, count=2)
         serving = [around.serve(rollouts, [rank], sticky=True) for rank in range(2)]
         await around.weights.sender.publish(update(0))

@@ -251,10 +251,9 @@ class World:
         """whether a turn goes to the rollout worker that drew the one before, if it has room"""
         self.tasks = cluster.channel(Request, name="tasks", capacity=1000, max_deliveries=1000)
         self.episodes = cluster.channel(Sample, name="episodes", capacity=1000)
-        self.around = language_kit.Channels(cluster)
+        self.around = language_kit.Channels(cluster, stealing=sticky)
         for one in (self.around.requests, self.around.samples):
             one.queue.max_deliveries = 1000
-        self.around.requests.queue.stealing = sticky
         self.acting: list[Any] = []
         self.serving: dict[int, Any] = {}
         self.version = self.deaths = 0

@@ -69,8 +69,12 @@ def right(sample: Sample, config: ToyEngineConfig) -> None:
 class Channels:
     """All channels around the rollout workers."""
 
-    def __init__(self, cluster: ra.Cluster, capacity: int = 1000) -> None:
-        self.requests = cluster.channel(Request, name="requests", capacity=capacity)
+    def __init__(
+        self, cluster: ra.Cluster, capacity: int = 1000, *, stealing: bool = False
+    ) -> None:
+        self.requests = cluster.channel(
+            Request, name="requests", capacity=capacity, stealing=stealing
+        )
         self.samples = cluster.channel(Sample, name="samples", capacity=1000)
         self.weights = cluster.latest(WeightUpdate, name="weights")
         self.taken = cluster.channel(WeightsTaken, name="taken", capacity=100)
