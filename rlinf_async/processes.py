@@ -19,7 +19,7 @@ import struct
 import sys
 from contextlib import suppress
 from types import FrameType
-from typing import BinaryIO, Final, TypeVar
+from typing import BinaryIO, Final, Generic, TypeVar
 
 import msgspec
 
@@ -50,6 +50,30 @@ def read_message(file: BinaryIO, decoder: msgspec.msgpack.Decoder[M]) -> M | Non
     (size,) = HEADER.unpack(header)
     body = file.read(size)
     return decoder.decode(body) if len(body) == size else None
+
+
+class Frames(Generic[M]):
+    """Messages out of bytes as they come."""
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[M]) -> None:
+        self._decoder = decoder
+        self._held = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        """Add bytes."""
+        self._held += data
+
+    def take(self) -> M | None:
+        """The next message; None where it is not there as a whole."""
+        if len(self._held) < HEADER.size:
+            return None
+        (size,) = HEADER.unpack_from(self._held)
+        end = HEADER.size + size
+        if len(self._held) < end:
+            return None
+        body = bytes(self._held[HEADER.size : end])
+        del self._held[:end]
+        return self._decoder.decode(body)
 
 
 def how_it_ended(code: int) -> str:

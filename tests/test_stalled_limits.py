@@ -18,7 +18,7 @@ from rlinf_async import deadlines
 from rlinf_async.channels.wire.session.link import GRACE_SECONDS
 from rlinf_async.messages.language import Failed, Scored
 from rlinf_async.processes import frame
-from rlinf_async.rewards.pool import CLOSED_SECONDS, Judged, Scorer
+from rlinf_async.rewards.scorer import CLOSED_SECONDS, Judged, Scorer
 from rlinf_async.runtime.calls import GroupCall
 from rlinf_async.runtime.child import CallOutcome
 from rlinf_async.runtime.jobs.view import SPANS_LIMIT, LiveView
@@ -133,13 +133,16 @@ def judging(blame: Blame) -> Heard:
         return 1
 
     async def judged() -> object:
-        outcome = await scorer(scoring)._judged("exact", 4.0)
+        outcome, _ = await owner._end_of(call, 4.0)
         return outcome if isinstance(outcome, Failed) else None
 
     answers = asyncio.StreamReader()
     scoring = SimpleNamespace(stdout=answers, wait=wait, returncode=1)
+    owner = scorer(scoring)
+    call = owner.open("exact", company=1)
+    background(owner._listen(), blame)
     background(judged(), blame)
-    return partial(answers.feed_data, frame(Judged(Scored(reward=1.0))))
+    return partial(answers.feed_data, frame(Judged(call.number, Scored(reward=1.0))))
 
 
 def spans(blame: Blame) -> Heard:

@@ -5,6 +5,8 @@
     Sample ---lease---> exact, numeric ------------------------------+---> ScoredSample
               |                                                      |
               +-------> a free process ---verifier, time limit-------+
+              |                                                      |
+              +-------> a process with room for an asynchronous one -+
 
                 waits for                              unblocked by
     run         a sample; room for one more            rollout or inference; a sample that is done
@@ -16,13 +18,15 @@ just before the crash may come a second time: its name (``sample.request.name``)
 
 A sample that takes long holds up no other while a process is free. So that several workers share
 the samples evenly, a worker takes no more than it has processes, and as many again for those that
-wait.
+wait. Those of asynchronous verifiers, which wait for somebody else, it takes beside these, as many
+as its processes may have open.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -30,13 +34,27 @@ import msgspec
 from rlinf_async.channels import EndOfChannel, Receiver, Sender
 from rlinf_async.channels.wire.session.tls import FILE_VARIABLE, VARIABLE
 from rlinf_async.config.counts import MOST_WORKERS, check_bounds
-from rlinf_async.messages.language import Failed, Outcome, Rejected, Sample, Scored, ScoredSample
+from rlinf_async.messages.language import (
+    Failed,
+    JudgeUse,
+    Outcome,
+    Rejected,
+    Sample,
+    Scored,
+    ScoredSample,
+)
 from rlinf_async.rewards.judging import INLINE, Answer, Verifier, judge, load_verifier
-from rlinf_async.rewards.pool import ScoringPool
+from rlinf_async.rewards.pool import CALLS, ScoringPool
+from rlinf_async.rewards.repeating import Judges, longest_pauses
 from rlinf_async.workers.base import Worker, task_group
 
 SCORE: Final = "score"
 """name of the spans, and of the sums, of scoring"""
+
+
+MOST_CALLS: Final = 10_000
+"""largest setting of calls in a process"""
+MOST_RETRIES: Final = 20
 
 
 class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,8 +62,15 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     processes: int = 2
     """processes, each of which scores a sample at a time; ``exact`` and ``numeric`` need none"""
+    calls: int = CALLS
+    """calls of asynchronous verifiers that are open in each process at a time"""
     time_limit: float = 10.0
-    """longest time of a verifier for one sample, in seconds"""
+    """longest time of one call of a verifier, in seconds"""
+    retries: int = 2
+    """further calls for a sample, after errors that may pass: a lost connection, a time-out that
+    the verifier itself raised, `Retry`"""
+    cache: int = 0
+    """outcomes that a worker remembers, so that the same answer is not judged again; 0: none"""
     memory_limit_mib: int = 4096
     """memory limit of each process; 0: none"""
     environment: tuple[str, ...] = ()
@@ -56,7 +81,9 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         check_bounds(self, "processes", least=1, most=MOST_WORKERS)
-        check_bounds(self, "memory_limit_mib", least=0)
+        check_bounds(self, "calls", least=1, most=MOST_CALLS)
+        check_bounds(self, "retries", least=0, most=MOST_RETRIES)
+        check_bounds(self, "cache", "memory_limit_mib", least=0)
         if secret := sorted({VARIABLE, FILE_VARIABLE} & set(self.environment)):
             raise ValueError(
                 f"environment has {secret[0]}: with the cluster's secret a verifier could be a "
@@ -66,6 +93,11 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(
                 f"time_limit is {self.time_limit}; it must be a number of seconds above 0"
             )
+
+    @property
+    def longest(self) -> float:
+        """Seconds that a sample may take, with its retries."""
+        return (1 + self.retries) * self.time_limit + longest_pauses(self.retries)
 
 
 class RewardReport(msgspec.Struct, kw_only=True):
@@ -78,6 +110,8 @@ class RewardReport(msgspec.Struct, kw_only=True):
     """time in verifiers, including waits for a process, as a sum over samples"""
     longest: float = 0.0
     """longest time of a sample, in seconds"""
+    judges: JudgeUse = msgspec.field(default_factory=JudgeUse)
+    """calls of verifiers in processes"""
     last_failure: str = ""
 
     @property
@@ -101,6 +135,10 @@ class RewardWorker(Worker):
         self.config = config or RewardConfig()
         self._verifier = verifier
         self._inline: dict[str, Verifier] = {}
+        self._uses: dict[str, JudgeUse] = {}
+        """calls for samples that are being scored, by their names"""
+        self._beside = 0
+        """samples that were taken beside those for which there are processes"""
 
     async def setup(self) -> None:
         """Import the verifiers of ``preload``.
@@ -113,7 +151,9 @@ class RewardWorker(Worker):
             time_limit=self.config.time_limit,
             memory_limit_mib=self.config.memory_limit_mib,
             environment=self.config.environment,
+            calls=self.config.calls,
         )
+        self._judges = Judges(self._pool, retries=self.config.retries, cache=self.config.cache)
         preload = [name for name in self.config.preload if name not in INLINE]
         if preload:
             try:
@@ -137,42 +177,84 @@ class RewardWorker(Worker):
         report = RewardReport()
         self.meter.serves(SCORE, 2 * self.config.processes)
         async with task_group() as group:
+
+            def take_another() -> None:
+                group.create_task(self._score_each(samples, scored, report, take_another))
+
             for _ in range(2 * self.config.processes):
-                group.create_task(self._score_each(samples, scored, report))
+                take_another()
         return report
 
     async def score(self, sample: Sample) -> Outcome:
         """The outcome of one sample. Override it for scores that come from elsewhere."""
-        name, answer = self._verifier or sample.request.prompt.verifier, Answer.of(sample)
+        name, answer = self._verifier_of(sample), Answer.of(sample)
         if name not in INLINE:
-            self.meter.serves(SCORE, self.config.processes)
-            return await self._pool.judge(name, answer)
+            use = self._uses.setdefault(sample.request.name, JudgeUse())
+            self.meter.serves(SCORE, self._capacity(name))
+            return await self._judges.judge(name, answer, use)
         if name not in self._inline:
             self._inline[name] = load_verifier(name)
             self.meter.serves(SCORE, 1)
         return judge(name, self._inline[name], answer)
 
+    def _verifier_of(self, sample: Sample) -> str:
+        return self._verifier or sample.request.prompt.verifier
+
+    def _capacity(self, verifier: str) -> int:
+        """The number of samples that this verifier can judge at a time."""
+        waits = self._pool.is_asynchronous(verifier)
+        return self.config.processes * (self.config.calls if waits else 1)
+
     async def _score_each(
-        self, samples: Receiver[Sample], scored: Sender[ScoredSample], report: RewardReport
+        self,
+        samples: Receiver[Sample],
+        scored: Sender[ScoredSample],
+        report: RewardReport,
+        take_another: Callable[[], None],
     ) -> None:
-        """Score one sample after the other. Several tasks do so at a time."""
-        clock = asyncio.get_running_loop().time
+        """Score one sample after the other. Several tasks do so at a time; one with a sample of an
+        asynchronous verifier lets another task take its place, and scores that sample only."""
+        await asyncio.sleep(0)  # an eager task would begin within the one whose place it takes
+        beside = False
         with contextlib.suppress(EndOfChannel):
-            while True:
+            while not beside:
                 async with samples.lease() as [sample]:
-                    started = clock()
-                    outcome = sample.outcome  # of an episode that scores itself, or failed
-                    verifier = "" if outcome else self._verifier
-                    if not isinstance(outcome, Failed):
-                        with self.span(SCORE, **_labels(sample)):
-                            outcome = outcome or await self.score(sample)
-                    seconds = clock() - started
-                    _count(report, outcome, seconds)
-                    await scored.put(
-                        ScoredSample(
-                            sample=sample, outcome=outcome, seconds=seconds, verifier=verifier
-                        )
-                    )
+                    beside = self._takes_beside(sample)
+                    if beside:
+                        self._beside += 1
+                        take_another()
+                    try:
+                        await scored.put(await self._scored(sample, report))
+                    finally:
+                        self._beside -= beside
+
+    def _takes_beside(self, sample: Sample) -> bool:
+        """Whether another sample may be taken though this one is not done."""
+        name = self._verifier_of(sample)
+        return self._pool.is_asynchronous(name) and self._beside < self._capacity(name)
+
+    async def _scored(self, sample: Sample, report: RewardReport) -> ScoredSample:
+        """One sample with its outcome, which is counted."""
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        outcome = sample.outcome  # of an episode that scores itself, or failed
+        verifier = "" if outcome else self._verifier
+        if not isinstance(outcome, Failed):
+            with self.span(SCORE, **_labels(sample)):
+                outcome = outcome or await self.score(sample)
+        seconds = clock() - started
+        use = self._uses.pop(sample.request.name, None)
+        _count(report, outcome, seconds, use)
+        if use is not None and not self._tells(use, self._verifier_of(sample)):
+            use = None
+        return ScoredSample(
+            sample=sample, outcome=outcome, seconds=seconds, verifier=verifier, judge=use
+        )
+
+    def _tells(self, use: JudgeUse, verifier: str) -> bool:
+        """Whether how often the verifier was called is more than that it was called once."""
+        waits = self._pool.is_asynchronous(verifier)
+        return waits or use.retries > 0 or self.config.cache > 0
 
 
 def _labels(sample: Sample) -> dict[str, str | int]:
@@ -188,7 +270,7 @@ def _labels(sample: Sample) -> dict[str, str | int]:
     }
 
 
-def _count(report: RewardReport, outcome: Outcome, seconds: float) -> None:
+def _count(report: RewardReport, outcome: Outcome, seconds: float, use: JudgeUse | None) -> None:
     match outcome:
         case Scored():
             report.scored += 1
@@ -199,3 +281,7 @@ def _count(report: RewardReport, outcome: Outcome, seconds: float) -> None:
             report.last_failure = outcome.error
     report.seconds += seconds
     report.longest = max(report.longest, seconds)
+    if use is not None:
+        report.judges.calls += use.calls
+        report.judges.retries += use.retries
+        report.judges.cache_hits += use.cache_hits

@@ -287,6 +287,8 @@ class Scored(msgspec.Struct, frozen=True, kw_only=True, tag="scored"):
     reward: float
     parts: dict[str, float] = {}
     """components of the reward, for metrics"""
+    cost: float = 0.0
+    """what it cost to judge, in a unit of the verifier's own; 0 of an answer that was known"""
 
 
 class Rejected(msgspec.Struct, frozen=True, kw_only=True, tag="rejected"):
@@ -342,6 +344,16 @@ class Sample(msgspec.Struct, kw_only=True):
         return own + sum(len(branch.prompt_ids) for branch in self.branches)
 
 
+class JudgeUse(msgspec.Struct, kw_only=True):
+    """How often a verifier was called for one sample."""
+
+    calls: int = 0
+    retries: int = 0
+    """calls after an error that may not come again"""
+    cache_hits: int = 0
+    """1: the same answer was judged before, and no verifier was called"""
+
+
 class ScoredSample(msgspec.Struct, kw_only=True):
     """reward -> collector."""
 
@@ -352,6 +364,8 @@ class ScoredSample(msgspec.Struct, kw_only=True):
     verifier: str = ""
     """name of the verifier that has scored it, where that was not its prompt's: of a reward worker
     that was swapped in for another verifier"""
+    judge: JudgeUse | None = None
+    """calls of its verifier, where that is asynchronous, was called again, or may be remembered"""
 
 
 class TrainingSample(msgspec.Struct, kw_only=True):

@@ -2,10 +2,12 @@
 
 ::
 
-    judging.py       `Answer`, `Reject`, the table of names; one answer -> one typed outcome
+    judging.py       `Answer`, the table of names; one answer -> one typed outcome
     matching.py  mathematics.py  reasoning.py      the built-in ones
-    pool.py          many answers at a time, each in a process with a time and a memory limit
-    process.py       main of such a process
+    repeating.py     answers that are judged again, or are known
+    pool.py          many answers at a time, in processes with a time and a memory limit
+    scorer.py        one such process, as its owner sees it
+    process.py       its main program
 
 A verifier of your own is a function of one `Answer`, sync or async, named by its import path::
 
@@ -22,6 +24,7 @@ from rlinf_async.messages.language import Scored
 from rlinf_async.rewards.judging import (
     Answer,
     Reject,
+    Retry,
     UnknownVerifier,
     Verifier,
     load_verifier,
@@ -32,6 +35,7 @@ from rlinf_async.rewards.pool import ScoringPool
 __all__ = [
     "Answer",
     "Reject",
+    "Retry",
     "Scored",
     "ScoringPool",
     "UnknownVerifier",

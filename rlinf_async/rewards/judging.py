@@ -4,6 +4,7 @@
 
     returns a finite number, or Scored   -> Scored
     raises Reject                        -> Rejected
+    raises Retry, or a lost connection   -> Failed, but another call may do better
     anything else                        -> Failed, with what was wrong; never a silent 0
 
 A name with a colon in it is the import path of a user's function.
@@ -18,7 +19,7 @@ import os
 import traceback
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal, NamedTuple, Self
 
 import msgspec
 
@@ -57,11 +58,39 @@ class Reject(Exception):
     """Raised by a verifier that cannot judge: the sample is left out of training, and counted."""
 
 
+class Retry(Exception):
+    """Raised by a verifier that could judge later: its server is busy, or had no answer.
+
+    Args:
+        reason: what was wrong, for the error where no other call does better.
+        after: seconds to wait at least, as a server says in ``Retry-After``.
+    """
+
+    def __init__(self, reason: str = "", *, after: float = 0.0) -> None:
+        super().__init__(reason)
+        if not 0.0 <= after < math.inf:
+            raise ValueError(f"Retry(after={after}): it must be a number of seconds, 0 or more")
+        self.after = float(after)
+
+
+TRANSIENT: Final = frozenset({("httpx", "TransportError")})
+"""package and name of classes of errors that may not come again, beside Python's own"""
+
+
+class Attempt(NamedTuple):
+    """What one call of a verifier came to."""
+
+    outcome: Outcome
+    retry_after: float | None = None
+    """seconds to wait before another call, which may do better; None: it would not"""
+
+
 Verdict = float | Scored
 """A reward, or one with its parts."""
 
 Verifier = Callable[[Answer], Verdict] | Callable[[Answer], Awaitable[Verdict]]
-"""Judges one answer. It runs in a process of its own, one answer at a time."""
+"""Judges one answer. It runs in a process of its own: one answer at a time if it is a function, and
+many if it is a coroutine function (`is_asynchronous`)."""
 
 
 Finish = Callable[[Awaitable[Any]], Any]
@@ -73,26 +102,69 @@ MAX_TEXT: Final = 2_000
 """characters of a reason or an error: thousands of samples may fail alike"""
 
 
+def is_asynchronous(verifier: Verifier) -> bool:
+    """Whether many calls of this verifier may be open at a time: it is a coroutine function, or an
+    object with such a ``__call__``."""
+    return inspect.iscoroutinefunction(verifier) or inspect.iscoroutinefunction(
+        getattr(verifier, "__call__", None)  # noqa: B004, it is called
+    )
+
+
 def judge(name: str, verifier: Verifier, answer: Answer, finish: Finish | None = None) -> Outcome:
     """Return the outcome; raises nothing but KeyboardInterrupt."""
+    return attempt(name, verifier, answer, finish).outcome
+
+
+def attempt(name: str, verifier: Verifier, answer: Answer, finish: Finish | None = None) -> Attempt:
+    """Call a verifier once; raises nothing but KeyboardInterrupt."""
     try:
         verdict: Any = verifier(answer)
         if inspect.isawaitable(verdict):
             if finish is None:
-                return Failed(error=f"verifier {name!r} is asynchronous and was called inline")
+                error = f"verifier {name!r} is asynchronous and was called inline"
+                return Attempt(Failed(error=error))
             verdict = finish(verdict)
-        return outcome_of(name, verdict)
-    except Reject as reason:
-        return Rejected(reason=cut_text(str(reason)) or "no reason was given")
+        return Attempt(outcome_of(name, verdict))
     except KeyboardInterrupt:
         raise
-    except MemoryError:
-        return Failed(
-            error=f"verifier {name!r} ran out of memory: the limit of a scoring process is "
-            "memory_limit_mib"
-        )
     except BaseException as error:  # SystemExit too: a verifier that exits has judged nothing
-        return Failed(error=f"verifier {name!r} raised {described(error)}")
+        return _failed_attempt(name, error)
+
+
+async def attempt_beside(name: str, verifier: Verifier, answer: Answer) -> Attempt:
+    """Call an asynchronous verifier once, beside other calls. Cancelled, it has failed."""
+    try:
+        verdict: Any = verifier(answer)
+        return Attempt(outcome_of(name, await verdict))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return _failed_attempt(name, error)
+
+
+def _failed_attempt(name: str, error: BaseException) -> Attempt:
+    """What an error that a verifier raised means."""
+    if isinstance(error, Reject):
+        return Attempt(Rejected(reason=cut_text(str(error)) or "no reason was given"))
+    if isinstance(error, MemoryError):
+        return Attempt(
+            Failed(
+                error=f"verifier {name!r} ran out of memory: the limit of a scoring process is "
+                "memory_limit_mib"
+            )
+        )
+    failed = Failed(error=f"verifier {name!r} raised {described(error)}")
+    return Attempt(failed, pause_before_retry(error))
+
+
+def pause_before_retry(error: BaseException) -> float | None:
+    """Seconds to wait before a verifier that raised this is called again; None where that would
+    not help: the error is none of a connection that was lost or a server that is slow or busy."""
+    if isinstance(error, Retry):
+        return error.after
+    names = {(one.__module__.partition(".")[0], one.__name__) for one in type(error).__mro__}
+    passing = isinstance(error, ConnectionError | TimeoutError) or names & TRANSIENT
+    return 0.0 if passing else None
 
 
 def outcome_of(name: str, verdict: Any, kind: str = "verifier") -> Outcome:
@@ -101,8 +173,11 @@ def outcome_of(name: str, verdict: Any, kind: str = "verifier") -> Outcome:
         for part, value in [("reward", verdict.reward), *dict(verdict.parts).items()]:
             if (wrong := _wrong(value)) is not None:
                 return Failed(error=f"{kind} {name!r} returned Scored with {part} = {wrong}")
+        if (wrong := _wrong(verdict.cost)) is not None or verdict.cost < 0:
+            wrong = wrong or f"{verdict.cost}, below 0"
+            return Failed(error=f"{kind} {name!r} returned Scored with cost = {wrong}")
         parts = {str(part): float(value) for part, value in verdict.parts.items()}
-        return Scored(reward=float(verdict.reward), parts=parts)
+        return Scored(reward=float(verdict.reward), parts=parts, cost=float(verdict.cost))
     if (wrong := _wrong(verdict)) is not None:
         return Failed(error=f"{kind} {name!r} returned {wrong}")
     return Scored(reward=float(verdict))

@@ -1,20 +1,18 @@
-"""Several answers at a time, each judged in a process with a time limit.
+"""Many answers at a time, each judged in a process with a time limit.
 
 Invariant: an answer gets exactly one outcome, whatever its verifier does to the process; a process
 that was killed or has died judges nothing more, and the next answer finds another in its place.
 
 ::
 
-    start --> idle --judge--> Begun --outcome--> idle
-                |               |
-                |               +--- time limit, cancelled, died ---> killed, with its children
-                +--- died before Begun ---> `ScorerGone`: try another process
+    call  --(first in line)-->  a process with others that wait as it does, the fullest first
+                                else an idle one, else a new one, else: wait until one has room
+          <--- outcome ---
+          <--- `ScorerGone` ---  again, in smaller company: with the square root of ``calls``; alone
 
-    owner    Start                     once, first
-    owner    Load(verifiers)   ->  Loaded(error)
-    owner    Judge(...)        ->  Begun, Judged(outcome)        or Judged alone: it cannot load it
-
-The time limit counts from ``Begun``: not while Python starts and libraries are imported.
+Where a process ends with many open calls, nobody knows whose fault it was: all of them are judged
+again in smaller company, so that at last only the guilty one fails. How one process judges, and how
+a call ends there: `rewards.scorer`.
 
 Not `concurrent.futures`, where one death breaks the pool, nor pebble 5.2, where the death of an
 idle process does and exit code 0 passes for a hang.
@@ -23,69 +21,17 @@ idle process does and exit code 0 passes for a hang.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import math
 import os
-import sys
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from typing import Final, Self, TypeVar
+from typing import Final, Self
 
-import msgspec
-import psutil
-
-from rlinf_async import deadlines
 from rlinf_async.config import ConfigError
 from rlinf_async.config.registry import FOLDER, names_for_workers
 from rlinf_async.messages.language import Failed, Outcome
-from rlinf_async.processes import HEADER, MAX_MESSAGE, frame, how_it_ended
-from rlinf_async.rewards.judging import Answer
-
-
-class Start(msgspec.Struct, frozen=True, tag=True):
-    """Settings of the scoring process."""
-
-    owner: int
-    """process id of the owner; the scoring process ends with it"""
-    memory_bytes: int
-    """memory limit; 0: none"""
-
-
-class Load(msgspec.Struct, frozen=True, tag=True):
-    """Import these verifiers now."""
-
-    verifiers: list[str]
-
-
-class Judge(msgspec.Struct, frozen=True, tag=True):
-    """Judge one answer."""
-
-    verifier: str
-    answer: Answer
-
-
-class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """The verifiers are loaded, or one cannot be."""
-
-    error: str = ""
-
-
-class Begun(msgspec.Struct, frozen=True, tag=True):
-    """The verifier is loaded and runs from now on."""
-
-
-class Judged(msgspec.Struct, frozen=True, tag=True):
-    """The outcome."""
-
-    outcome: Outcome
-
-
-ToProcess = Start | Load | Judge
-FromProcess = Loaded | Begun | Judged
-
-START_SECONDS: Final = 120.0
-"""time limit for the start of Python and the import of a verifier, on a busy machine too"""
-CLOSED_SECONDS: Final = 2.0
-"""time limit between the end of its pipe and that of the process"""
+from rlinf_async.rewards.judging import Answer, Attempt
+from rlinf_async.rewards.scorer import OpenCall, Scorer, ScorerGone
 
 MINIMAL: Final = frozenset(
     {
@@ -96,10 +42,6 @@ MINIMAL: Final = frozenset(
 )
 MINIMAL_PREFIXES: Final = ("LC_", "PYTHON")
 """environment variables that every scoring process gets"""
-
-M = TypeVar("M")
-
-_decoder = msgspec.msgpack.Decoder(FromProcess)
 
 
 def inherited(names: Iterable[str]) -> dict[str, str]:
@@ -115,162 +57,11 @@ def inherited(names: Iterable[str]) -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1", **kept, **names_for_workers()}
 
 
-class ScorerGone(Exception):
-    """The process ended before it began to judge; the text says how."""
-
-
-class Scorer:
-    """A process that judges one answer at a time."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self._asks, self._answers = process.stdin, process.stdout
-
-    @classmethod
-    async def start(cls, memory_bytes: int, environment: Mapping[str, str]) -> Scorer:
-        """Start a process with these environment variables and nothing else of this one: neither
-        its memory nor its open files. It imports verifiers when they are first needed."""
-        boot = (
-            f"import sys; sys.path[:] = {sys.path!r}; "
-            "from rlinf_async.rewards.process import main; main()"
-        )
-        starting = asyncio.ensure_future(
-            asyncio.create_subprocess_exec(
-                sys.executable,
-                "-c",
-                boot,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                env=dict(environment),
-            )
-        )
-        try:
-            process = await asyncio.shield(starting)
-        except asyncio.CancelledError:
-            with contextlib.suppress(OSError):
-                await cls(await starting).kill()
-            raise
-        scorer = cls(process)
-        with contextlib.suppress(ConnectionError):
-            await scorer._say(Start(os.getpid(), memory_bytes))
-        return scorer
-
-    @property
-    def pid(self) -> int:
-        """Process id of the scorer."""
-        return self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        """Whether the process has not ended, as far as is known."""
-        return self._process.returncode is None
-
-    async def load(self, verifiers: list[str]) -> str:
-        """Import these verifiers; returns the error of one of them, or an empty text.
-
-        Raises:
-            ScorerGone: the process ended meanwhile.
-            TimeoutError: it took more than `START_SECONDS`.
-        """
-        async with deadlines.timeout(START_SECONDS):
-            loaded = await self._ask(Load(verifiers), (Loaded,))
-        return loaded.error
-
-    async def judge(self, verifier: str, answer: Answer, time_limit: float) -> Outcome:
-        """Judge one answer in at most ``time_limit`` seconds, after which the process is killed.
-
-        Raises:
-            ScorerGone: the process ended before the verifier was called.
-        """
-        asked = Judge(verifier, answer)
-        try:
-            try:
-                async with deadlines.timeout(START_SECONDS):
-                    begun = await self._ask(asked, (Begun, Judged))
-            except TimeoutError:
-                await self.kill()
-                return Failed(
-                    error=f"verifier {verifier!r} was not loaded within {START_SECONDS:g} s"
-                )
-            if isinstance(begun, Judged):
-                return begun.outcome
-            return await self._judged(verifier, time_limit)
-        except asyncio.CancelledError:
-            self._kill_now()
-            raise
-
-    async def kill(self) -> None:
-        """Kill the process with its children, and wait for its end."""
-        self._kill_now()
-        await self._process.wait()
-        self._asks.close()
-
-    async def _judged(self, verifier: str, time_limit: float) -> Outcome:
-        try:
-            async with deadlines.timeout(time_limit):
-                judged = await self._receive((Judged,))
-        except TimeoutError:
-            await self.kill()
-            return Failed(
-                error=f"verifier {verifier!r} took longer than the time limit of {time_limit:g} s, "
-                "and its process was killed"
-            )
-        except ScorerGone as gone:
-            return Failed(error=f"verifier {verifier!r} ended its process: {gone}")
-        return judged.outcome
-
-    async def _ask(self, message: ToProcess, expected: tuple[type[M], ...]) -> M:
-        try:
-            await self._say(message)
-        except ConnectionError:
-            raise ScorerGone(await self._how()) from None
-        return await self._receive(expected)
-
-    async def _say(self, message: ToProcess) -> None:
-        self._asks.write(frame(message))
-        await self._asks.drain()
-
-    async def _receive(self, expected: tuple[type[M], ...]) -> M:
-        try:
-            header = await self._answers.readexactly(HEADER.size)
-            (size,) = HEADER.unpack(header)
-            body = await self._answers.readexactly(size) if size <= MAX_MESSAGE else b""
-            heard = _decoder.decode(body)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            raise ScorerGone(await self._how()) from None
-        except msgspec.DecodeError:
-            heard = None
-        if not isinstance(heard, expected):
-            await self.kill()
-            raise ScorerGone("it wrote something other than an answer into the pipe to its owner")
-        return heard
-
-    async def _how(self) -> str:
-        """How the process ended."""
-        try:
-            async with deadlines.timeout(CLOSED_SECONDS):
-                code = await self._process.wait()
-        except TimeoutError:
-            await self.kill()
-            return "it closed the pipe to its owner"
-        return how_it_ended(code)
-
-    def _kill_now(self) -> None:
-        if not self.alive:
-            return
-        with contextlib.suppress(psutil.Error):
-            for started in psutil.Process(self.pid).children(recursive=True):
-                with contextlib.suppress(psutil.Error):
-                    started.kill()
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-
-
 ATTEMPTS: Final = 3
-"""processes that are tried where one ends before it begins with an answer"""
+"""processes that are tried for one answer, where they end"""
 
+CALLS: Final = 256
+"""calls of asynchronous verifiers that are open in one process at a time, unless told otherwise"""
 MIB: Final = 1024 * 1024
 
 
@@ -284,16 +75,21 @@ class ScoringPool:
         time_limit: float,
         memory_limit_mib: int = 0,
         environment: Sequence[str] = (),
+        calls: int = CALLS,
     ) -> None:
         """``time_limit`` is in seconds for each answer; a memory limit of 0 is none.
-        ``environment`` names variables of this process that the others get, too."""
+        ``environment`` names variables of this process that the others get, too. ``calls``: most
+        calls of asynchronous verifiers that are open in a process at a time."""
         self._environment = inherited(environment)
         self._time_limit = time_limit
         self._memory_bytes = memory_limit_mib * MIB
-        self._free = asyncio.Semaphore(processes)
         self._size = processes
-        self._idle: list[Scorer] = []
+        self._companies = (calls, math.isqrt(calls), *[1] * (ATTEMPTS - 2))
+        self._turn = asyncio.Lock()
+        """held by the first call in line"""
+        self._change = asyncio.Event()
         self._all: set[Scorer] = set()
+        self._asynchronous = set[str]()
         self._closed = False
 
     async def __aenter__(self) -> Self:
@@ -314,18 +110,30 @@ class ScoringPool:
             if one.result():
                 raise ConfigError(one.result(), path=("verifier",))
 
+    def is_asynchronous(self, verifier: str) -> bool:
+        """Whether many calls of this verifier may be open in a process. False until it is loaded
+        in one."""
+        return verifier in self._asynchronous
+
     async def judge(self, verifier: str, answer: Answer) -> Outcome:
-        """Judge one answer, once a process is free. Cancelling it kills the process."""
+        """Judge one answer, once a process has room for it. Cancelling it ends the call; that of a
+        verifier that is not asynchronous, with its process."""
+        return (await self.attempt(verifier, answer)).outcome
+
+    async def attempt(self, verifier: str, answer: Answer) -> Attempt:
+        """Judge one answer, and say whether another call may do better."""
         how = ""
-        for _ in range(ATTEMPTS):
+        for company in self._companies:
             try:
-                async with self._scorer() as scorer:
-                    return await scorer.judge(verifier, answer, self._time_limit)
+                async with self._scorer(verifier, company) as (scorer, call):
+                    return await scorer.judge(call, answer, self._time_limit)
             except ScorerGone as gone:
                 how = str(gone)
-        return Failed(
-            error=f"verifier {verifier!r}: {ATTEMPTS} processes ended before it was called, the "
-            f"last: {how}; what it imports may end them"
+        return Attempt(
+            Failed(
+                error=f"verifier {verifier!r}: {ATTEMPTS} processes ended before it had judged, "
+                f"the last: {how}; it, or what it imports, may end them"
+            )
         )
 
     def pids(self) -> list[int]:
@@ -338,44 +146,53 @@ class ScoringPool:
         for scorer in list(self._all):
             await scorer.kill()
         self._all.clear()
-        self._idle.clear()
+        self._changed()
 
     async def _load(self, verifiers: list[str]) -> str:
         try:
-            async with self._scorer() as scorer:
-                return await scorer.load(verifiers)
+            async with self._scorer("", 1) as (scorer, call):
+                return await scorer.load(call, verifiers)
         except ScorerGone as gone:
             return f"verifiers {verifiers}: the process that imported them ended: {gone}"
         except TimeoutError:
             return f"verifiers {verifiers}: importing them took too long"
 
     @asynccontextmanager
-    async def _scorer(self) -> AsyncIterator[Scorer]:
-        """A process for one answer; it is kept if it still runs afterwards."""
-        async with self._free:
-            scorer = await self._take()
-            reusable = False
-            try:
-                yield scorer
-                reusable = scorer.alive
-            finally:
-                if reusable and not self._closed:
-                    self._idle.append(scorer)
-                else:
-                    await self._drop(scorer)
+    async def _scorer(self, verifier: str, company: int) -> AsyncIterator[tuple[Scorer, OpenCall]]:
+        """A process with a call that was opened in it; it is kept if it still runs afterwards."""
+        scorer, call = await self._take(verifier, company)
+        try:
+            yield scorer, call
+        finally:
+            self._asynchronous |= scorer.asynchronous
+            if self._closed or not scorer.alive:
+                await self._drop(scorer)
 
-    async def _take(self) -> Scorer:
-        while self._idle:
-            scorer = self._idle.pop()
-            if scorer.alive:
-                return scorer
-            await self._drop(scorer)
-        if self._closed:
-            raise RuntimeError("the pool of scoring processes was closed")
-        scorer = await Scorer.start(self._memory_bytes, self._environment)
-        self._all.add(scorer)
-        return scorer
+    async def _take(self, verifier: str, company: int) -> tuple[Scorer, OpenCall]:
+        """Wait for a process with room, first come, first served: nobody is overtaken for ever."""
+        async with self._turn:
+            while True:
+                if self._closed:
+                    raise RuntimeError("the pool of scoring processes was closed")
+                for dead in [one for one in self._all if not one.alive]:
+                    await self._drop(dead)
+                room = [one for one in self._all if one.takes(verifier, company)]
+                if room:
+                    scorer = max(room, key=lambda one: one.calls)
+                    return scorer, scorer.open(verifier, company)
+                if len(self._all) < self._size:
+                    self._all.add(
+                        await Scorer.start(self._memory_bytes, self._environment, self._changed)
+                    )
+                else:
+                    await self._change.wait()
 
     async def _drop(self, scorer: Scorer) -> None:
         await scorer.kill()
         self._all.discard(scorer)
+        self._changed()
+
+    def _changed(self) -> None:
+        """Let the first call in line look again."""
+        self._change.set()
+        self._change.clear()

@@ -47,7 +47,10 @@ def run(*command: object, folder: pathlib.Path = ROOT) -> subprocess.CompletedPr
 
 
 SUFFIXES = (".ipynb", ".py", ".toml")
-ELSEWHERE = {"program_output.py": "rewards/test_isolation.py"}
+ELSEWHERE = {
+    "llm_judge.py": "examples/test_llm_judge.py",
+    "program_output.py": "rewards/test_isolation.py",
+}
 """Examples that the tests of what they show run."""
 
 

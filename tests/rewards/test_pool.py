@@ -102,7 +102,7 @@ async def test_a_verifier_that_hangs_is_ended_at_the_time_limit(name: str) -> No
     async with pool(time_limit=0.2) as made:
         error = await error_of(made, name)
         assert "took longer than the time limit of 0.2 s" in error
-        assert made.pids() == []
+        assert len(made.pids()) == (name == "hangs_asynchronously")  # else it is killed
         made._time_limit = LIMIT  # who does not hang may still be slow
         assert await judged(made, "length") == Scored(reward=2.0)
 
@@ -209,7 +209,7 @@ async def test_a_module_that_ends_the_process_when_it_is_imported_fails_its_answ
         answer = Answer(prompt="", text="", reference="")
         failed = await made.judge(f"{file}:score", answer)
         assert isinstance(failed, Failed)
-        assert "3 processes ended before it was called, the last: exit code 7" in failed.error
+        assert "3 processes ended before it had judged, the last: exit code 7" in failed.error
 
 
 async def test_a_slow_answer_holds_up_no_other(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rlinf_async.rewards import Answer, Reject, Scored
+from rlinf_async.rewards import Answer, Reject, Retry, Scored
 
 calls = 0
 
@@ -219,3 +219,121 @@ def what_is_inherited(answer: Answer) -> Scored:
         "other files": float(len(others)),
     }
     return Scored(reward=0.0, parts=parts)
+
+
+# ---- many calls in one process
+
+
+def _touch(file: str) -> None:
+    Path(file).touch()
+
+
+def _first_to_say(file: str) -> int:
+    """The process that called this first."""
+    if not Path(file).exists():
+        _say(os.getpid(), file)
+    return int(Path(file).read_text())
+
+
+open_calls = 0
+most_open = 0
+
+
+async def meets(answer: Answer) -> float:
+    """Returns once so many calls as the reference says are open in this process: its number."""
+    global open_calls
+    met = globals().setdefault("_met", asyncio.Event())
+    open_calls += 1
+    if open_calls == int(answer.reference):
+        open_calls = 0
+        globals().pop("_met").set()
+    await met.wait()
+    return os.getpid()
+
+
+async def counts_open(answer: Answer) -> float:
+    """Returns how many calls were open in this process at most, up to now."""
+    global open_calls, most_open
+    open_calls += 1
+    most_open = max(most_open, open_calls)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    open_calls -= 1
+    return most_open
+
+
+async def length_later(answer: Answer) -> float:
+    await asyncio.sleep(0.001)
+    return len(answer.text)
+
+
+async def elsewhere(answer: Answer) -> float:
+    """Never ends in the process that called it first, and at once in any other."""
+    if _first_to_say(answer.reference) == os.getpid():
+        await asyncio.Event().wait()
+    return len(answer.text)
+
+
+def _sleep() -> None:
+    time.sleep(1)
+
+
+async def blocks(answer: Answer) -> float:
+    """Says its process, and lets nothing else happen in there."""
+    _touch(answer.reference)
+    while True:
+        _sleep()
+
+
+async def blocks_once(answer: Answer) -> float:
+    if not os.path.exists(answer.reference):  # noqa: ASYNC240
+        await blocks(answer)
+    return 1.0
+
+
+async def dies_beside(answer: Answer) -> float:
+    os._exit(3)
+
+
+async def says_when_it_is_cancelled(answer: Answer) -> float:
+    _touch(answer.reference)
+    try:
+        await asyncio.Event().wait()
+    finally:
+        _touch(answer.reference + ".cancelled")
+    return 1.0
+
+
+async def keeps_going(answer: Answer) -> float:
+    """Does not let itself be cancelled."""
+    while True:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+
+
+def runs_a_loop(answer: Answer) -> float:
+    """A function that runs a loop of its own."""
+    return asyncio.run(length_later(answer))
+
+
+async def busy(answer: Answer) -> Scored:
+    """Is busy for as many calls of this process as the reference says."""
+    if counted(answer) <= int(answer.reference):
+        raise Retry("429", after=0.0)
+    return Scored(reward=float(calls), cost=0.25)
+
+
+def connection_lost(answer: Answer) -> float:
+    if counted(answer) <= int(answer.reference):
+        raise ConnectionResetError("reset by peer")
+    return float(calls)
+
+
+async def costly(answer: Answer) -> Scored:
+    """Costs a quarter, and says how often this process has called it."""
+    await asyncio.sleep(0)
+    return Scored(reward=float(counted(answer)), cost=0.25)
+
+
+def returns_a_cost_below_0(answer: Answer) -> Any:
+    return Scored(reward=1.0, cost=-1.0)

@@ -183,3 +183,42 @@ def test_check_names_a_variable_that_is_not_there(job: Job) -> None:
     ended = job.command("check", job.file)
     assert ended.code == 2
     assert "reward.environment: there is no environment variable NOT_SET_ANYWHERE" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("verifier", "setting", "value", "said"),
+    [
+        (f"{VERIFIERS}:letters", "calls", 64, "no verifier of this run is asynchronous"),
+        ("exact", "calls", 64, "no verifier of this run is asynchronous"),
+        ("exact", "retries", 5, "exact and numeric are neither called again nor remembered"),
+        ("exact", "cache", 100, "exact and numeric are neither called again nor remembered"),
+        (f"{VERIFIERS}:letters", "retries", 21, "it must be at most 20"),
+        (f"{VERIFIERS}:letters", "cache", -1, "it must be at least 0"),
+        (f"{VERIFIERS}:judge", "calls", 0, "it must be at least 1"),
+    ],
+)
+def test_check_names_a_setting_of_judges_that_cannot_be_or_has_no_effect(
+    job: Job, verifier: str, setting: str, value: int, said: str
+) -> None:
+    ended = job.command(
+        "check", job.file, "--data.verifier", verifier, f"--reward.{setting}", value
+    )
+    assert ended.code == 2
+    assert f"{setting} is {value}" in ended.err
+    assert said in ended.err
+    assert "reward" in ended.err
+
+
+def test_a_run_with_a_judge_reports_its_calls_and_its_cost(job: Job) -> None:
+    verifier = ("--data.verifier", f"{VERIFIERS}:judge", "--evaluation.samples", 0)
+    settings = ("--reward.calls", 64, "--reward.cache", 1000)
+    ended = job.command("check", job.file, *verifier, *settings)
+    assert ended.code == 0, ended.err
+    ended = job.train(*verifier, *settings)
+    assert ended.code == 0, ended.err
+    rows = job.metrics
+    for row in rows:
+        calls, hits = float(row["judge_calls"]), float(row["judge_cache_hits"])
+        assert calls + hits == 8
+        assert float(row["judge_cost"] or 0.0) == pytest.approx(0.5 * calls)
+        assert float(row["judge_retries"]) == 0.0

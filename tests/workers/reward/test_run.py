@@ -11,7 +11,8 @@ import rlinf_async as ra
 from rlinf_async.channels.queue import statistics_of
 from rlinf_async.messages.language import Failed, Outcome, Rejected, Sample, Scored
 from rlinf_async.rewards import Answer
-from rlinf_async.rewards.pool import Scorer
+from rlinf_async.rewards.judging import Attempt
+from rlinf_async.rewards.scorer import OpenCall, Scorer
 from rlinf_async.testing import explore, nothing_left_waiting, wait_all_blocked
 from rlinf_async.workers.reward import RewardConfig, RewardWorker
 from tests.jobs.processes import processes, until
@@ -23,9 +24,9 @@ def only_hanging_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who does not hang may still be slow, on a busy machine."""
     judge = Scorer.judge
 
-    async def patient(scorer: Scorer, verifier: str, answer: Answer, limit: float) -> Outcome:
-        hangs = verifier.endswith(":hangs")
-        return await judge(scorer, verifier, answer, limit if hangs else 60.0)
+    async def patient(scorer: Scorer, call: OpenCall, answer: Answer, limit: float) -> Attempt:
+        hangs = call.verifier.endswith(":hangs")
+        return await judge(scorer, call, answer, limit if hangs else 60.0)
 
     monkeypatch.setattr(Scorer, "judge", patient)
 
@@ -170,6 +171,10 @@ async def test_a_wrong_verifier_to_preload_is_an_error_before_the_first_sample()
         ({"time_limit": 0.0}, "time_limit is 0.0"),
         ({"time_limit": float("inf")}, "time_limit is inf"),
         ({"memory_limit_mib": -1}, "memory_limit_mib is -1"),
+        ({"calls": 0}, "calls is 0"),
+        ({"retries": -1}, "retries is -1"),
+        ({"retries": 21}, "retries is 21"),
+        ({"cache": -1}, "cache is -1"),
     ],
 )
 def test_a_setting_that_cannot_be_is_refused(wrong: dict[str, float], said: str) -> None:

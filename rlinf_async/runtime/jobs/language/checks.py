@@ -46,6 +46,7 @@ from rlinf_async.runtime.signals import run
 from rlinf_async.workers.actor.language import DEFAULT_MICRO_BATCH_TOKENS
 from rlinf_async.workers.base import WorkerDied, WorkerError
 from rlinf_async.workers.episode.config import EpisodeConfig
+from rlinf_async.workers.reward import RewardConfig
 
 COMPARING = frozenset({"grpo", "turn_grpo", "rloo", "reinforce++_baseline"})
 """built-in advantages that compare the samples of a prompt with one another"""
@@ -617,13 +618,15 @@ def check_scoring(config: LanguageConfig, verifiers: Sequence[str]) -> None:
     of this one that were not named. With Ray that is another host's to do.
 
     Raises:
-        ConfigError: one cannot be loaded there.
+        ConfigError: one cannot be loaded there, or a setting has no effect with these verifiers.
     """
     reward, names = config.reward, sorted({*verifiers, *config.reward.preload} - INLINE)
+    if verifiers and not names:
+        check_judges(config, inline=True, asynchronous=False)
     if not names or config.cluster.backend == "ray":
         return
 
-    async def load() -> None:
+    async def load() -> bool:
         async with ScoringPool(
             processes=1,
             time_limit=reward.time_limit,
@@ -631,15 +634,45 @@ def check_scoring(config: LanguageConfig, verifiers: Sequence[str]) -> None:
             environment=reward.environment,
         ) as pool:
             await pool.load(names)
+            return any(map(pool.is_asynchronous, names))
 
     try:
-        run(load())
+        asynchronous = run(load())
     except ConfigError as error:
         raise ConfigError(
             f"in a scoring process, which has reward.memory_limit_mib = {reward.memory_limit_mib} "
             f"and the variables of reward.environment: {error.problem}",
             path=("data", "verifier"),
         ) from error
+    check_judges(config, inline=False, asynchronous=asynchronous)
+
+
+def check_judges(config: LanguageConfig, *, inline: bool, asynchronous: bool) -> None:
+    """Refuse settings that have no effect with the verifiers of this run.
+
+    Args:
+        config: the run's configuration.
+        inline: all verifiers run in the worker itself.
+        asynchronous: one of them is asynchronous.
+
+    Raises:
+        ConfigError: such a setting.
+    """
+    reward, default = config.reward, RewardConfig()
+    if not asynchronous and reward.calls != default.calls:
+        raise ConfigError(
+            f"calls is {reward.calls}, but no verifier of this run is asynchronous: each process "
+            "judges one answer at a time. Write it as `async def`, set reward.processes instead, "
+            "or leave it out",
+            path=("reward", "calls"),
+        )
+    for name in ("retries", "cache"):
+        if inline and getattr(reward, name) != getattr(default, name):
+            raise ConfigError(
+                f"{name} is {getattr(reward, name)}, but exact and numeric are neither called "
+                "again nor remembered: leave it out",
+                path=("reward", name),
+            )
 
 
 def check_engine(config: LanguageConfig, model: Path, device: str) -> None:

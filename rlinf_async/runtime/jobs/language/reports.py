@@ -99,8 +99,21 @@ def summed_up(iteration: int, groups: Groups) -> TrainedOn:
         lag_mean=sum(float(lag.sum()) for lag in lags) / made,
         lag_max=max((int(lag.max()) for lag in lags if lag.size), default=0),
         outcomes=Counter(type(one.outcome).__name__.lower() for one in every),
-        metrics=metrics | _of_caches(samples) | _of_episodes(samples),
+        metrics=metrics | _of_judges(every) | _of_caches(samples) | _of_episodes(samples),
     )
+
+
+def _of_judges(samples: Sequence[ScoredSample]) -> dict[str, float]:
+    """Sums of the calls of verifiers and of what they cost; none of calls where each is one call of
+    a function, and none of cost where nothing cost anything."""
+    uses = [one.judge for one in samples if one.judge is not None]
+    cost = sum(one.outcome.cost for one in samples if isinstance(one.outcome, Scored))
+    columns = {"judge_cost": cost} if cost else {}
+    if uses:
+        columns["judge_calls"] = float(sum(one.calls for one in uses))
+        columns["judge_retries"] = float(sum(one.retries for one in uses))
+        columns["judge_cache_hits"] = float(sum(one.cache_hits for one in uses))
+    return columns
 
 
 def _of_caches(samples: Sequence[Sample]) -> dict[str, float]:

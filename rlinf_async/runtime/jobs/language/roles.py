@@ -676,7 +676,7 @@ class Roles:
             group: WorkerGroup[Any] = self._rewards
             before = self._swapped
             self._swapped = before or config.data.verifier != self._config.data.verifier
-            finish = FINISH + 2 * config.reward.time_limit
+            finish = FINISH + 2 * config.reward.longest
             try:
                 await group.replace(RewardWorker, *self._reward_arguments(config), finish=finish)
             except BaseException:
