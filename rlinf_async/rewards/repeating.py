@@ -27,7 +27,7 @@ from rlinf_async.rewards.judging import Answer
 from rlinf_async.rewards.pool import ScoringPool
 
 FIRST_PAUSE: Final = 1.0
-"""seconds until the first retry, at most, unless the verifier asks for more"""
+"""seconds until the first retry, at most, beside what the verifier asks for"""
 LONGEST_PAUSE: Final = 60.0
 """seconds until a retry, at most, whatever the verifier asks for"""
 
@@ -95,8 +95,8 @@ def pause(retry: int, after: float) -> float:
 
     By chance, so that hundreds of calls that failed together do not come again together.
     """
-    whole = max(after, FIRST_PAUSE * 2.0**retry)
-    return min(whole * random.uniform(0.5, 1.0) if whole > after else whole, LONGEST_PAUSE)
+    backoff = min(FIRST_PAUSE * 2.0**retry, LONGEST_PAUSE) * random.uniform(0.5, 1.0)
+    return min(after + backoff, LONGEST_PAUSE)
 
 
 def free(outcome: Outcome) -> Outcome:
