@@ -138,7 +138,9 @@ class RewardWorker(Worker):
         self._uses: dict[str, JudgeUse] = {}
         """calls for samples that are being scored, by their names"""
         self._beside = 0
-        """samples that were taken beside those for which there are processes"""
+        """samples of asynchronous verifiers that hold no place of another sample"""
+        self._instead = 0
+        """samples of asynchronous verifiers that do, as there was no room beside"""
 
     async def setup(self) -> None:
         """Import the verifiers of ``preload``.
@@ -175,6 +177,7 @@ class RewardWorker(Worker):
             NoReceivers: nobody takes scored samples any more.
         """
         report = RewardReport()
+        self._beside = self._instead = 0
         self.meter.serves(SCORE, 2 * self.config.processes)
         async with task_group() as group:
 
@@ -215,23 +218,32 @@ class RewardWorker(Worker):
         """Score one sample after the other. Several tasks do so at a time; one with a sample of an
         asynchronous verifier lets another task take its place, and scores that sample only."""
         await asyncio.sleep(0)  # an eager task would begin within the one whose place it takes
-        beside = False
         with contextlib.suppress(EndOfChannel):
-            while not beside:
+            while True:
                 async with samples.lease() as [sample]:
-                    beside = self._takes_beside(sample)
-                    if beside:
-                        self._beside += 1
-                        take_another()
-                    try:
-                        await scored.put(await self._scored(sample, report))
-                    finally:
-                        self._beside -= beside
+                    waits = self._pool.is_asynchronous(self._verifier_of(sample))
+                    if waits:
+                        self._set_beside(sample, take_another)
+                    await scored.put(await self._scored(sample, report))
+                if waits and not self._goes_on():
+                    return
 
-    def _takes_beside(self, sample: Sample) -> bool:
-        """Whether another sample may be taken though this one is not done."""
-        name = self._verifier_of(sample)
-        return self._pool.is_asynchronous(name) and self._beside < self._capacity(name)
+    def _set_beside(self, sample: Sample, take_another: Callable[[], None]) -> None:
+        """Let another task take a sample meanwhile, if there is room for one more beside."""
+        if self._beside < self._capacity(self._verifier_of(sample)):
+            self._beside += 1
+            take_another()
+        else:
+            self._instead += 1
+
+    def _goes_on(self) -> bool:
+        """Whether the task whose sample of an asynchronous verifier is done takes another: in the
+        place of one that found no room beside, whose sample now is one of those."""
+        if self._instead:
+            self._instead -= 1
+            return True
+        self._beside -= 1
+        return False
 
     async def _scored(self, sample: Sample, report: RewardReport) -> ScoredSample:
         """One sample with its outcome, which is counted."""
