@@ -18,6 +18,7 @@ the sample, and is no reward of 0.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 
@@ -35,18 +36,25 @@ Think briefly, then end with a line "Grade: N"."""
 DOLLARS_PER_TOKEN = 0.6e-6
 """price of a token that the judge reads or writes"""
 
-client = httpx.AsyncClient(
-    base_url=os.environ.get("JUDGE_URL", "http://localhost:8000/v1"),
-    headers={"Authorization": f"Bearer {os.environ.get('JUDGE_KEY', '')}"},
-    timeout=None,  # reward.time_limit ends a request that takes too long
-    limits=httpx.Limits(max_connections=None),  # reward.calls limits them
+tls = httpx.create_ssl_context()
+clients = itertools.cycle(
+    httpx.AsyncClient(
+        base_url=os.environ.get("JUDGE_URL", "http://localhost:8000/v1"),
+        headers={"Authorization": f"Bearer {os.environ.get('JUDGE_KEY', '')}"},
+        timeout=None,  # reward.time_limit ends a request that takes too long
+        limits=httpx.Limits(max_connections=None),  # reward.calls limits them
+        verify=tls,
+    )
+    for _ in range(64)
 )
+"""clients in turn: one looks through all of its connections for each request, which would take ten
+times as long with 256 connections of a single client"""
 
 
 async def graded(answer: Answer) -> Scored:
     """The judge's grade, as a reward between 0 and 1."""
     asked = PROMPT.format(question=answer.prompt, reference=answer.reference, answer=answer.text)
-    reply = await client.post(
+    reply = await next(clients).post(
         "/chat/completions",
         json={
             "model": os.environ.get("JUDGE_MODEL", "judge"),

@@ -258,7 +258,7 @@ class Scorer:
         try:
             try:
                 async with deadlines.timeout(START_SECONDS):
-                    begun = await self._ask(call, asked, (Begun, Judged))
+                    begun: Begun | Judged = await self._ask(call, asked, (Begun, Judged))
             except TimeoutError:
                 await self.kill()
                 if call.verifier in self.asynchronous:  # it is loaded: another call is in its way

@@ -121,4 +121,5 @@ async def test_no_grade_and_a_busy_server_are_failures_and_no_rewards(
         assert "Retry: HTTP 429" in failed.error
         graded = await grade(made, "7")
         assert isinstance(graded, Scored)
-        assert (graded.reward, graded.cost) == (0.7, pytest.approx(1000 * DOLLARS_PER_TOKEN))
+        assert graded.reward == 0.7
+        assert graded.cost == pytest.approx(1000 * DOLLARS_PER_TOKEN)

@@ -216,8 +216,7 @@ def test_a_run_with_a_judge_reports_its_calls_and_its_cost(job: Job) -> None:
     assert ended.code == 0, ended.err
     ended = job.train(*verifier, *settings)
     assert ended.code == 0, ended.err
-    rows = job.metrics
-    for row in rows:
+    for row in job.iterations:
         calls, hits = float(row["judge_calls"]), float(row["judge_cache_hits"])
         assert calls + hits == 8
         assert float(row["judge_cost"] or 0.0) == pytest.approx(0.5 * calls)
