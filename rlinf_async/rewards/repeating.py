@@ -78,14 +78,15 @@ class Judges:
         return outcome
 
     async def _judge(self, verifier: str, answer: Answer, use: JudgeUse) -> Outcome:
-        for retry in range(self._retries + 1):
+        while True:
             use.calls += 1
             outcome, after = await self._pool.attempt(verifier, answer)
             if after is None or not self._retries:
                 return outcome
-            if retry < self._retries:
-                use.retries += 1
-                await asyncio.sleep(pause(retry, after))
+            if use.retries == self._retries:
+                break
+            await asyncio.sleep(pause(use.retries, after))
+            use.retries += 1
         assert isinstance(outcome, Failed)
         return Failed(error=f"{outcome.error}, and so did the last of {use.calls} calls")
 
