@@ -1,4 +1,5 @@
-"""`InferenceWorker`: adds the actor's log-probs to samples on their way to the reward workers.
+"""`InferenceWorker`: adds log-probs to samples on their way to the reward workers: by the actor,
+by the reference, which are the actor's first weights, and by a teacher, which is another model.
 
 ::
 
@@ -8,11 +9,15 @@
 
                 waits for                                   unblocked by
     run         a sample                                    rollout workers
-                weights as new as a sample's newest token   the actor
+                weights as new as a sample's newest token,  the actor
+                but for a teacher alone
                 room for the sample                         reward workers
 
-Each rank has the whole model and takes samples when it is free, which balances the work. A sample
+Each rank has the whole models and takes samples when it is free, which balances the work. A sample
 is leased until it was sent on: if this worker dies before, another one gets it.
+
+A worker that computes nothing of the actor's has no model of the actor, and waits for no weights:
+the teacher's never change.
 """
 
 from __future__ import annotations
@@ -20,18 +25,27 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import numpy as np
 
 from rlinf_async.backends.base import made_by
-from rlinf_async.backends.language import require_finite
+from rlinf_async.backends.language import TellsDistributions, require_finite
 from rlinf_async.backends.parts import DEFAULT_LANGUAGE_TRAINER, language_trainers
 from rlinf_async.channels import EndOfChannel, LatestReceiver, Receiver, Sender
 from rlinf_async.config.counts import check_bounds
 from rlinf_async.messages.embodied import Floats
-from rlinf_async.messages.language import Branch, Kept, Mask, Sample, Tokens, TrainingSample
+from rlinf_async.messages.language import (
+    Branch,
+    Example,
+    Kept,
+    Mask,
+    Sample,
+    TeacherLogProbs,
+    Tokens,
+    TrainingSample,
+)
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.workers.base import Worker, task_group
 from rlinf_async.workers.rollout.policy import FollowedWeights
@@ -61,6 +75,63 @@ def with_log_probs(
             done, "ref_log_prob", _finite(bare, found, "the reference's forward pass")
         )
     return done
+
+
+class TeacherQuestions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a teacher is asked about each token."""
+
+    top_k: int | Literal["all"] = 0
+    """number of most likely tokens whose log-probs it tells beside that of the drawn one; 0: none
+    beside it"""
+    vocabulary: int
+    """tokens of the policy's vocabulary: the teacher may have more, of which none is asked for"""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "vocabulary", least=1)
+        if self.top_k != "all":
+            check_bounds(self, "top_k", least=0)
+
+
+def ask_teacher(
+    teacher: LanguageTrainer, bare: Sequence[TrainingSample], asked: TeacherQuestions
+) -> list[TeacherLogProbs]:
+    """Return what a teacher holds of samples.
+
+    Raises:
+        ModelOutputError: a log-prob of a token of the response is not finite.
+        TypeError: the trainer tells nothing of other tokens, and is asked for it.
+    """
+    if asked.top_k == 0:
+        found = [_of_drawn(one) for one in teacher.log_probs(bare)]
+    elif isinstance(teacher, TellsDistributions):
+        top_k = None if asked.top_k == "all" else asked.top_k
+        found = teacher.distributions(bare, top_k=top_k, vocabulary=asked.vocabulary)
+    else:
+        raise TypeError(
+            f"a {type(teacher).__name__} tells log-probs of the drawn tokens alone: set "
+            "teacher.top_k to 0"
+        )
+    _finite(list(bare), [one.drawn for one in found], "the teacher's forward pass")
+    return found
+
+
+def _of_drawn(log_prob: Floats) -> TeacherLogProbs:
+    rows = len(log_prob)
+    return TeacherLogProbs(log_prob, np.zeros((rows, 0), np.float32), np.zeros((rows, 0), np.uint8))
+
+
+def with_teacher(
+    teacher: LanguageTrainer, samples: list[Sample], asked: TeacherQuestions
+) -> list[Sample]:
+    """The samples with what a teacher holds of them; those of evaluations as they are."""
+    learnt = [one for one in samples if not one.request.evaluation]
+    found = iter(ask_teacher(teacher, [as_bare(one) for one in learnt], asked) if learnt else ())
+    return [
+        one
+        if one.request.evaluation
+        else msgspec.structs.replace(one, teacher=next(found))
+        for one in samples
+    ]
 
 
 def _finite(bare: list[TrainingSample], found: list[Floats], whose: str) -> list[Floats]:
@@ -140,11 +211,21 @@ class InferenceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     reference: bool = False
     """whether to compute log-probs under the first weights, which the trainer keeps (``reference =
     true``)"""
+    teacher: TeacherQuestions | None = None
+    """what to ask a teacher; None: there is none"""
 
     def __post_init__(self) -> None:
         check_bounds(self, "max_samples", least=1)
-        if not (self.previous or self.reference):
-            raise ValueError("previous and reference are both off: there is nothing to compute")
+        if not (self.of_actor or self.teacher):
+            raise ValueError(
+                "previous and reference are both off, and there is no teacher: there is nothing to "
+                "compute"
+            )
+
+    @property
+    def of_actor(self) -> bool:
+        """Whether anything is computed by the actor's model."""
+        return self.previous or self.reference
 
 
 class InferenceReport(msgspec.Struct, kw_only=True):
@@ -165,22 +246,26 @@ class InferenceWorker(Worker):
     Args:
         trainer: configuration of the actor's trainer backend, as its own Struct.
         config: how this worker computes.
+        teacher: the same of a teacher, where the configuration has questions for one.
         backend: the trainer's registered name.
     """
 
     stateless = True
 
     _trainer: LanguageTrainer = made_by("setup()")
+    _teacher: LanguageTrainer = made_by("setup()")
 
     def __init__(
         self,
         trainer: Any,
         config: InferenceConfig | None = None,
+        teacher: Any = None,
         *,
         backend: str = DEFAULT_LANGUAGE_TRAINER,
     ) -> None:
         self.config = config or InferenceConfig()
         self._trainer_config = trainer
+        self._teacher_config = teacher
         self._backend_name = backend
 
     @classmethod
@@ -189,14 +274,21 @@ class InferenceWorker(Worker):
         return language_trainers.load(name).slow_imports
 
     async def setup(self) -> None:
-        """Build the model; the actor's weights come with the first update."""
-        self._trainer = await self.compute(self.make_trainer)
+        """Build the models; the actor's weights come with the first update."""
+        if self.config.of_actor:
+            self._trainer = await self.compute(self.make_trainer)
+        if self.config.teacher is not None:
+            self._teacher = await self.compute(self.make_teacher)
         self._version = -1
         self._weights = FollowedWeights(lambda: self._version, askers="inference workers")
 
     def make_trainer(self) -> LanguageTrainer:
         """Build the trainer. Runs in the compute thread; override it to bring your own."""
         return language_trainers.load(self._backend_name).make(self._trainer_config, 1, 0)
+
+    def make_teacher(self) -> LanguageTrainer:
+        """Build the teacher. Runs in the compute thread; override it to bring your own."""
+        return language_trainers.load(self._backend_name).make(self._teacher_config, 1, 0)
 
     async def run(
         self,
@@ -214,17 +306,21 @@ class InferenceWorker(Worker):
         self.meter.serves("inference", self.config.max_samples)
         loads = self._weights.loads
         async with task_group() as group:
-            following = group.create_task(self._weights.follow(weights, self._load))
+            following = None
+            if self.config.of_actor:
+                following = group.create_task(self._weights.follow(weights, self._load))
             with contextlib.suppress(EndOfChannel):
                 while True:
                     async with samples.lease(weight=self.config.max_samples, at_least=1) as batch:
-                        await self._weights.reach(_newest(batch))
+                        if following is not None:
+                            await self._weights.reach(_newest(batch))
                         for sample in await self._answer(list(batch)):
                             await done.put(sample)
                     report.samples += len(batch)
                     report.tokens += sum(sample.tokens for sample in batch)
                     report.batches += 1
-            following.cancel()
+            if following is not None:
+                following.cancel()
         report.weight_updates = self._weights.loads - loads
         report.version = self._version
         return report
@@ -236,18 +332,33 @@ class InferenceWorker(Worker):
         self._weights.loaded()
 
     async def _answer(self, samples: list[Sample]) -> list[Sample]:
-        config = self.config
         with (
             self.span("inference", samples=len(samples)),
             self.meter.batch("inference", len(samples)),
         ):
-            return await self.compute(
-                with_log_probs,
-                self._trainer,
-                samples,
-                reference=config.reference,
-                previous=config.previous,
+            return await self.compute(self._computed, samples)
+
+    def _computed(self, samples: list[Sample]) -> list[Sample]:
+        """Compute all that is asked for, in the compute thread."""
+        config, done = self.config, samples
+        if config.of_actor:
+            done = with_log_probs(
+                self._trainer, done, reference=config.reference, previous=config.previous
             )
+        if config.teacher is not None:
+            done = with_teacher(self._teacher, done, config.teacher)
+        return done
+
+    async def ask_about(self, examples: list[Example]) -> list[TeacherLogProbs]:
+        """Return what the teacher holds of this rank's share of the answers, at temperature 1:
+        every so many-th example."""
+        asked = self.config.teacher
+        if asked is None:
+            raise ValueError("this inference worker has no teacher to ask")
+        share = examples[self.rank :: self.world_size]
+        with self.span("inference", samples=len(share)):
+            samples = [one.sample(at) for at, one in enumerate(share)]
+            return await self.compute(ask_teacher, self._teacher, samples, asked)
 
 
 def _newest(samples: Sequence[Sample]) -> int:

@@ -14,6 +14,7 @@ from rlinf_async.config.counts import check_between, check_bounds
 
 KLEstimator = Literal["k1", "k2", "k3"]
 OffPolicyCorrection = Literal["none", "truncated", "truncated_sequence", "decoupled", "icepop"]
+Divergence = Literal["reverse", "forward", "jsd", "mixed"]
 MASKS = ("off_policy_geometric", "off_policy_product", "off_policy_veto")
 """settings that leave out whole samples"""
 Aggregation = Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum"]
@@ -24,8 +25,12 @@ LARGEST_LOG_RATIO = 80.0
 """highest limit that can be set; ``exp(88.8)`` is infinite in float32"""
 K3_LIMIT = 10.0
 """default limit of ``k3``, as in verl"""
+DISTIL = "distill"
+"""loss that learns from a teacher alone"""
 PAIRED = frozenset({"dpo"})
 """losses that compare the samples of pairs"""
+WITHOUT_TEACHER = PAIRED | {"ppo", "gspo", "cispo", "sapo", "reinforce", "supervised"}
+"""built-in losses that use no teacher; a user's own may"""
 WHITENED = frozenset({"gae", "reinforce++", "reinforce++_baseline"})
 """advantages that are normalised over the global batch by default"""
 
@@ -69,7 +74,8 @@ class LanguageLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """The loss of a language model, and its coefficients."""
 
     name: str = "ppo"
-    """``ppo``, ``gspo``, ``cispo``, ``sapo``, ``reinforce``, ``supervised``, or a user's own"""
+    """``ppo``, ``gspo``, ``cispo``, ``sapo``, ``reinforce``, ``supervised``, ``distill``, or a user's
+    own"""
     clip_low: float = 0.2
     """the ratio is clipped at ``1 - clip_low`` from below; 1: not at all"""
     clip_high: float = 0.2
@@ -106,6 +112,17 @@ class LanguageLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     kl_estimator: KLEstimator = "k3"
     k3_limit: float = K3_LIMIT
     """upper limit of ``k3`` of one token; the KL has no gradient beyond"""
+    teacher_coefficient: float = 0.0
+    """coefficient of the divergence from the teacher that is added to the loss; 0: none"""
+    divergence: Divergence = "reverse"
+    """divergence of the policy from its teacher, over the next token: ``reverse``: KL(policy,
+    teacher); ``forward``: KL(teacher, policy); ``jsd``, ``mixed``: between the two"""
+    divergence_beta: float = 0.5
+    """``jsd``: weight of the teacher in the mixture, and of its KL to it; ``mixed``: weight of the
+    forward KL"""
+    divergence_outside: Literal["one_token", "left_out"] = "one_token"
+    """with a teacher's most likely tokens: the others count as one token, or what is compared are
+    the distributions over the most likely ones"""
     log_ratio_limit: float = LOG_RATIO_LIMIT
     """log-ratios are clamped to plus or minus this before `exp`; the ratio has no gradient beyond.
     At most 80: ratios stay finite in float32"""
@@ -143,7 +160,33 @@ class LanguageLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
                 f"off_policy is {self.off_policy!r}, which weights tokens by proximal / behaviour: "
                 "with proximal = 'behaviour' each weight is 1; set proximal to 'step'"
             )
+        self._check_teacher()
         self._check_masks()
+
+    @property
+    def uses_teacher(self) -> bool:
+        """Whether the loss has a divergence from a teacher."""
+        return self.name == DISTIL or self.teacher_coefficient > 0.0
+
+    @property
+    def may_use_teacher(self) -> bool:
+        """Whether the loss has a divergence from a teacher, or is a user's own."""
+        return self.uses_teacher or self.name not in WITHOUT_TEACHER
+
+    def _check_teacher(self) -> None:
+        check_bounds(self, "teacher_coefficient", least=0, below=math.inf)
+        check_bounds(self, "divergence_beta", above=0, below=1)
+        if self.name == DISTIL and self.teacher_coefficient:
+            raise ValueError(
+                f"teacher_coefficient is {self.teacher_coefficient}, but {DISTIL!r} is the "
+                "divergence from the teacher itself: leave it out, or name another loss to add it "
+                "to"
+            )
+        if self.divergence in ("reverse", "forward") and self.divergence_beta != 0.5:
+            raise ValueError(
+                f"divergence_beta is {self.divergence_beta}, but divergence is "
+                f"{self.divergence!r}: set that to 'jsd' or 'mixed', or leave it out"
+            )
 
     @property
     def masks(self) -> list[str]:

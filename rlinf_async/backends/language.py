@@ -27,7 +27,13 @@ import numpy as np
 
 from rlinf_async.backends.base import RescaleReport
 from rlinf_async.messages.embodied import Floats
-from rlinf_async.messages.language import Generated, Request, Tokens, TrainingSample
+from rlinf_async.messages.language import (
+    Generated,
+    Request,
+    TeacherLogProbs,
+    Tokens,
+    TrainingSample,
+)
 from rlinf_async.messages.weights import Allocate, WeightUpdate
 from rlinf_async.parallel import DataRank, Strategy, StrategyError
 
@@ -376,6 +382,23 @@ class ReadsForOthers(Protocol):
     def cannot_infer(self, error: Exception, /) -> NoReturn:
         """Raise `RankFailed` on all ranks of this one's model, in place of the log-probs or values
         that they compute next. On a rank that reads; also while offloaded."""
+        ...
+
+
+@runtime_checkable
+class TellsDistributions(Protocol):
+    """A trainer that tells what its model holds of tokens that were not drawn."""
+
+    def distributions(
+        self, samples: Sequence[TrainingSample], *, top_k: int | None, vocabulary: int
+    ) -> list[TeacherLogProbs]:
+        """Log-probs of each sample's response, and of other tokens in the place of each of them.
+
+        Args:
+            samples: samples, which are micro-batched by tokens inside.
+            top_k: number of the most likely tokens; None: all.
+            vocabulary: number of first tokens of the vocabulary that may be among them.
+        """
         ...
 
 

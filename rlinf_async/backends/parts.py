@@ -212,6 +212,9 @@ class LanguageTrainerPart(Part):
     """name of its trainer of critics; empty: it has none"""
     inference: ClassVar[str] = ""
     """name of the trainer by which one device computes log-probs; empty: this one"""
+    tells_distributions: ClassVar[bool] = False
+    """whether it trains on log-probs of tokens that were not drawn (``PackedTokens.asked``), and,
+    where inference workers compute by it, tells them as `TellsDistributions` does"""
 
     def config(self, learner: Learner) -> Any:
         """Return the configuration with which `make` is called."""

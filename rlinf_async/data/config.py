@@ -17,6 +17,8 @@ import msgspec
 from rlinf_async.config import UsageError
 from rlinf_async.config.counts import check_bounds
 
+NO_VERIFIER = "none"
+"""verifier that judges nothing, and needs no reference"""
 _RESERVED = {"add_generation_prompt", "chat_template", "continue_final_message", "tokenize"}
 
 

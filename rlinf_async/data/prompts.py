@@ -38,7 +38,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlinf_async.config import MissingExtra, needed
-from rlinf_async.data.config import DataChanged, DataConfig, DataError, PromptsTooLong
+from rlinf_async.data.config import NO_VERIFIER, DataChanged, DataConfig, DataError, PromptsTooLong
 from rlinf_async.data.records import (
     REFERENCE_COLUMN,
     WHOLE,
@@ -82,6 +82,8 @@ class Tokenizer(Protocol):
     def apply_chat_template(self, conversation: Any, /, **options: Any) -> Any: ...
 
     def decode(self, token_ids: Any, /, **options: Any) -> Any: ...
+
+    def get_vocab(self) -> dict[str, int]: ...
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
@@ -212,7 +214,9 @@ class Renderer:
         return name
 
     def reference(self, record: Record, where: str) -> str:
-        """The reference as text: `values` has the rule."""
+        """The reference as text: `values` has the rule. Empty where nothing is scored."""
+        if self._verifier == NO_VERIFIER:
+            return ""
         value = column(record, self._reference, where)
         try:
             return as_text(value)
@@ -361,7 +365,8 @@ def open_records(config: DataConfig) -> Records:
         return TaskRecords(config.tasks, config.task_options, config.seed, config.task_size)
     if config.environment_tasks:
         return NumberRecords(config.environment_tasks, config)
-    columns = (config.prompt_column, config.reference_column, config.verifier_column)
+    reference = "" if config.verifier == NO_VERIFIER else config.reference_column
+    columns = (config.prompt_column, reference, config.verifier_column)
     return open_file(config.path, config.split, columns)
 
 

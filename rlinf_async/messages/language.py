@@ -4,7 +4,8 @@
 
     Request       source    -> rollout     one sample to generate (or to go on with)
     Sample        rollout   -> inference   finished; each goes on at once, in the order they finish
-                  inference -> reward      with previous and reference log-probs, where asked for
+                  inference -> reward      with previous, reference and teacher's log-probs, where
+                                           asked for
     ScoredSample  reward    -> collector   with its outcome: scored, rejected or failed
     SampleGroup   collector -> actor       every sample of one prompt, by key of the DP rank
     WeightsTaken  rollout   -> actor       an engine serves the weights of a version, checked
@@ -171,6 +172,23 @@ def _mask(drawn: Mask | None, size: int) -> Mask:
     return np.ones(size, np.bool_) if drawn is None else drawn
 
 
+class TeacherLogProbs(msgspec.Struct, frozen=True):
+    """Log-probs of a teacher at the tokens of a response, under the sample's temperature."""
+
+    drawn: Floats
+    """``[R]``: of each token of the response; 0 of tokens that were given"""
+    likely: Floats
+    """``[R, k]``: of the tokens that it holds most likely there; ``k`` is 0 where it was only asked
+    about those that were drawn"""
+    token_ids: Unsigned
+    """``[R, k]``: which ones these are; ``[R, 0]``: tokens 0 to ``k - 1`` of the vocabulary"""
+
+    @property
+    def count(self) -> int:
+        """``k``."""
+        return int(self.likely.shape[1])
+
+
 class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
     """The tokens of one turn in the response of an episode."""
 
@@ -322,6 +340,8 @@ class Sample(msgspec.Struct, kw_only=True):
     those that training begins with where the run is on-policy; one version for all tokens"""
     ref_log_prob: Floats | None = None
     """``[R]``, by the actor's forward under the reference weights"""
+    teacher: TeacherLogProbs | None = None
+    """by a teacher, which is another model"""
     value: Floats | None = None
     """``[R]``, by the critic: of the state before each response token"""
     outcome: Outcome | None = None
@@ -393,6 +413,8 @@ class TrainingSample(msgspec.Struct, kw_only=True):
     """``[R]``"""
     ref_log_prob: Floats | None = None
     """``[R]``"""
+    teacher: TeacherLogProbs | None = None
+    """log-probs of a teacher, which the loss compares with"""
     value: Floats | None = None
     """``[R]``"""
     kept: Kept | None = None
@@ -456,7 +478,11 @@ class Example(msgspec.Struct, frozen=True):
         return _mask(self.learnt, len(self.response_ids))
 
     def sample(
-        self, group: int, index: int = 0, ref_log_prob: Floats | None = None
+        self,
+        group: int,
+        index: int = 0,
+        ref_log_prob: Floats | None = None,
+        teacher: TeacherLogProbs | None = None,
     ) -> TrainingSample:
         """Return it as a sample that nobody has drawn, of any version, without a reward."""
         nothing = np.zeros(len(self.response_ids), np.float32)
@@ -472,6 +498,7 @@ class Example(msgspec.Struct, frozen=True):
             reward=0.0,
             scored=True,
             ref_log_prob=ref_log_prob,
+            teacher=teacher,
             advantage=nothing,
             drawn=self.learnt,
         )

@@ -221,6 +221,7 @@ BUILT_IN: Final = {
     "environment": "rlinf_async.rewards.matching:environment",
     "exact": "rlinf_async.rewards.matching:exact",
     "math": "rlinf_async.rewards.mathematics:equal",
+    "none": "rlinf_async.rewards.matching:none",
     "numeric": "rlinf_async.rewards.matching:numeric",
     "reasoning_gym": "rlinf_async.rewards.reasoning:score",
 }
@@ -231,7 +232,7 @@ verifiers: Registry[Verifier] = Registry(
 )
 register_verifier = verifiers.register
 
-INLINE: Final = frozenset({"environment", "exact", "numeric"})
+INLINE: Final = frozenset({"environment", "exact", "none", "numeric"})
 """verifiers that take microseconds and cannot hang, so they run without a process of their own"""
 
 

@@ -305,6 +305,11 @@ def exact(answer: Answer) -> float:
     return float(answer.text.strip() == answer.reference.strip())
 
 
+def none(answer: Answer) -> float:
+    """Return 0: the answer is not judged, as what is learnt needs no reward."""
+    return 0.0
+
+
 def numeric(answer: Answer) -> float:
     """Whether the last number in the answer equals the last one in the reference, exactly.
 

@@ -20,7 +20,7 @@ from rlinf_async.observe.sinks.config import ObserveConfig
 from rlinf_async.runtime.jobs.embodied.settings import EmbodiedConfig
 from rlinf_async.runtime.jobs.embodied_sac.config import SacConfig
 from rlinf_async.runtime.jobs.language.config import ClusterConfig, LanguageConfig
-from rlinf_async.runtime.jobs.supervised.config import DpoConfig, SftConfig
+from rlinf_async.runtime.jobs.supervised.config import DistillConfig, DpoConfig, SftConfig
 from rlinf_async.runtime.recording import RecordingConfig
 from rlinf_async.simulate import SimulationConfig
 from tests.docs.pages import PAGES, ROOT, Block, Script, anchors, blocks, links, scripts, settings
@@ -140,6 +140,7 @@ def test_every_configuration_shown_can_be_read(block: Block) -> None:
         "embodied_sac": SacConfig,
         "sft": SftConfig,
         "dpo": DpoConfig,
+        "distill": DistillConfig,
     }
     shown = [kind for name, kind in jobs.items() if f'job = "{name}"' in block.text]
     job: Any = shown[0] if shown else EmbodiedConfig
@@ -183,11 +184,15 @@ def test_the_tables_of_the_language_job_have_every_setting_and_its_default() -> 
 OTHERS: dict[str, dict[str, object]] = {
     "sft": {},
     "dpo": {"job": "dpo", "name": "dpo", "actor.optimizer.lr": 1e-6},
+    "distill": {"job": "distill", "name": "distill"},
 }
 """defaults that are not those in the tables, by job"""
 
 
-@pytest.mark.parametrize("config", [SftConfig, DpoConfig], ids=["sft", "dpo"])
+SUPERVISED = {"sft": SftConfig, "dpo": DpoConfig, "distill": DistillConfig}
+
+
+@pytest.mark.parametrize("config", SUPERVISED.values(), ids=SUPERVISED)
 def test_the_tables_of_supervised_jobs_have_every_setting_and_its_default(config: Any) -> None:
     """Sections that are those of the language job stand on its page, and each job has its own."""
     sections = ("model", "actor.scheduler", "actor.megatron", "recording", "cluster")
@@ -196,7 +201,7 @@ def test_the_tables_of_supervised_jobs_have_every_setting_and_its_default(config
     page |= {name: cell for name, cell in others.items() if name.startswith("cluster.ray.")}
     own = settings(ROOT / "docs" / "supervised.md")
     expected = defaults(config)
-    assert own.keys() <= defaults(SftConfig).keys() | defaults(DpoConfig).keys()
+    assert own.keys() <= {name for one in SUPERVISED.values() for name in defaults(one)}
     page = {name: cell for name, cell in (page | own | SINKS).items() if name in expected}
     found = {name: written(cell) for name, cell in page.items()} | OTHERS[str(expected["job"])]
     assert found == expected

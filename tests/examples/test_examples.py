@@ -18,6 +18,7 @@ import pytest
 from benchmarks.harness.peers import PeerMissing, default_store
 from rlinf_async.cli import main
 from rlinf_async.config.registry import load_entry_point
+from rlinf_async.observe.metrics import read_columns
 from rlinf_async.observe.summary import (
     EmbodiedSummary,
     LanguageSummary,
@@ -269,6 +270,29 @@ def test_answers_are_imitated_then_preferences_are_learnt(tmp_path: pathlib.Path
         assert summary.eval_loss is not None
         assert summary.eval_loss_before is not None
         assert summary.eval_loss < summary.eval_loss_before
+
+
+def test_a_careless_model_learns_from_a_teacher(tmp_path: pathlib.Path) -> None:
+    """Both are left by the example of sft."""
+    shorter = ("--training.evaluate_every", 0, "--actor.scheduler.total_steps", 20)
+    for name, data in (("model", "careless"), ("teacher", "addition")):
+        done = run(
+            *("-m", "rlinf_async", "train", EXAMPLES / "sft_arithmetic.toml", *shorter),
+            *("--training.steps", 20, "--out", tmp_path / name, "--data.held_out", 20),
+            *("--data.path", EXAMPLES / "arithmetic" / f"{data}.jsonl"),
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+    done = run(
+        *("-m", "rlinf_async", "train", EXAMPLES / "distill_arithmetic.toml"),
+        *("--model.path", tmp_path / "model" / "trained", "--training.iterations", 3),
+        *("--teacher.path", tmp_path / "teacher" / "trained", "--evaluation.samples", 20),
+        *("--out", tmp_path / "run"),
+    )
+    assert done.returncode == 0, done.stderr
+    summary = read_summary(tmp_path / "run" / "summary.json", LanguageSummary)
+    assert (summary.iterations, summary.samples) == (3, 192)
+    columns = read_columns(tmp_path / "run" / "metrics.csv")
+    assert columns["teacher_divergence"][1] > 0.0
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 ::
 
-    named loss [N] x off-policy weight + KL to the reference - entropy bonus = token loss [N]
+    named loss [N] x off-policy weight + KL to the reference + divergence from the teacher
+      - entropy bonus = token loss [N]
 
 A named loss is defined token by token (`Share` reduces it), so that samples can be divided into
 micro-batches anywhere; means over a whole sample are taken through ``sample``.
@@ -25,6 +26,7 @@ from rlinf_async.algorithms.config import (
     LanguageLossConfig,
     PairLossConfig,
 )
+from rlinf_async.algorithms.language.distillation import divergence
 from rlinf_async.algorithms.losses import clipped_surrogate, squared_error
 from rlinf_async.config.registry import Registry
 
@@ -111,6 +113,15 @@ class TokenLossInputs(NamedTuple):
     sample: Tensor
     """int64: which of the ``samples`` each token belongs to"""
     samples: int
+    teacher_log_prob: Tensor | None = None
+    """log-prob of each token by a teacher"""
+    teacher_likely: Tensor | None = None
+    """``[N, k]``: log-probs by the teacher of the tokens that it holds most likely, or of the whole
+    vocabulary; None where it was not asked"""
+    likely: Tensor | None = None
+    """``[N, k]``: log-probs of the same tokens under the current weights, with their gradient"""
+    whole: bool = False
+    """whether these are the whole vocabulary"""
 
 
 class TokenLoss(NamedTuple):
@@ -200,6 +211,36 @@ def supervised(inputs: TokenLossInputs, config: LanguageLossConfig) -> Tensor:
     return -inputs.log_prob
 
 
+@register_language_loss("distill")
+def distill(inputs: TokenLossInputs, config: LanguageLossConfig) -> TokenLoss:
+    """Return the divergence of the policy from its teacher at each token; advantages are ignored.
+
+    Where the teacher tells what it holds of other tokens, it is the exact one over the next token
+    (`divergence`). Otherwise the reverse KL is estimated on the sampled token ``t``: its gradient
+    ``E[(log p(t) - log q(t)) grad log p(t)]`` is that of a policy gradient with the advantage ``log
+    q(t) - log p(t)`` (Lu et al. 2025, "On-Policy Distillation", Thinking Machines), for which the
+    clipped surrogate stands, as in ``ppo``. Raises `ValueError` for samples without a teacher's
+    log-probs.
+    """
+    teacher = inputs.teacher_log_prob
+    if teacher is None:
+        raise ValueError(
+            "the loss compares with a teacher, and samples have no log-probs of one: set "
+            "teacher.path, and cluster.inference_workers"
+        )
+    difference = inputs.log_prob.detach() - teacher
+    metrics = {"teacher_kl": difference}
+    if inputs.likely is None or inputs.teacher_likely is None:
+        ratio = _log_ratio(inputs, config).exp()
+        advantage = -difference.clamp(-config.log_ratio_limit, config.log_ratio_limit)
+        return TokenLoss(clipped_surrogate(ratio, advantage, config).loss, metrics)
+    found = divergence(inputs.likely, inputs.teacher_likely, config, whole=inputs.whole)
+    metrics["teacher_divergence"] = found.detach()
+    if not inputs.whole:
+        metrics["teacher_mass"] = inputs.teacher_likely.exp().sum(-1)
+    return TokenLoss(found, metrics)
+
+
 @register_language_loss("dpo")
 def dpo(inputs: TokenLossInputs, config: LanguageLossConfig) -> TokenLoss:
     """Return the loss of pairs (Rafailov et al. 2023, "Direct Preference Optimization", equation
@@ -260,6 +301,10 @@ def token_loss(inputs: TokenLossInputs, config: LanguageLossConfig) -> TokenLoss
     if not isinstance(named, TokenLoss):
         named = TokenLoss(named, {})
     loss = policy = named.loss
+    taught = distill(inputs, config) if config.teacher_coefficient else None
+    of_drawn = inputs.likely is None  # then it is weighted as the named loss is
+    if taught is not None and of_drawn:
+        loss = loss + config.teacher_coefficient * taught.loss
     weights = off_policy_weights(inputs, config)
     if weights is not None:
         loss = loss * weights.weight
@@ -278,6 +323,10 @@ def token_loss(inputs: TokenLossInputs, config: LanguageLossConfig) -> TokenLoss
         kl = kl_estimate(inputs.log_prob, inputs.ref_log_prob, config.kl_estimator, config.k3_limit)
         loss = loss + config.kl_coefficient * kl
         metrics["ref_kl"] = kl.detach()
+    if taught is not None:
+        metrics |= taught.metrics
+        if not of_drawn:
+            loss = loss + config.teacher_coefficient * taught.loss
     if config.entropy_coefficient:
         loss = loss - config.entropy_coefficient * inputs.entropy
     if going is not None:

@@ -30,7 +30,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -52,6 +52,7 @@ from rlinf_async.messages.language import Kept, TrainingSample
 ENGINE_DIFFERENCE: Final = "engine_actor_difference"
 """mean absolute difference between the engine's log-probs and the actor's, over the tokens that the
 engine has generated under the weights of the actor's forward pass"""
+Number = TypeVar("Number", bound=np.generic)
 ENGINE_TOKENS: Final = "engine_actor_tokens"
 """name of the metric: number of tokens whose log-probs are compared with the engine's"""
 
@@ -229,6 +230,66 @@ def _check_kept(sample: TrainingSample, kept: Kept) -> None:
         )
 
 
+class AskedTokens(NamedTuple):
+    """Tokens whose log-probs a model tells beside those of each of ``N`` targets: of its whole
+    distribution, or of a part."""
+
+    count: int
+    """``k``: number of tokens of each target"""
+    ids: Tensor | None = None
+    """``[N, k]``, int64; None: the first ones of the vocabulary"""
+    likely_of: int = 0
+    """number of first tokens of the vocabulary of which the most likely ones are asked for, instead;
+    0: none are"""
+
+    def of(self, logits: Tensor, first: int = 0) -> tuple[Tensor, Tensor | None]:
+        """Return the logits of what is asked for ``[n, k]``, and which tokens these are.
+
+        Args:
+            logits: ``[n, V]``: logits of ``n`` of the targets.
+            first: number of the first of these targets.
+        """
+        if self.likely_of:
+            found = logits[:, : self.likely_of].topk(self.count, -1)
+            return found.values, found.indices
+        if self.ids is None:
+            return logits[:, : self.count], None
+        ids = self.ids[first : first + len(logits)]
+        return logits.gather(-1, ids), ids
+
+    def ids_of(self, targets: int, device: torch.device) -> Tensor:
+        """Return which tokens these are ``[N, k]``, where the most likely ones are not asked for."""
+        if self.ids is not None:
+            return self.ids
+        return torch.arange(self.count, device=device).expand(targets, -1)
+
+
+def pack_asked(
+    samples: Sequence[TrainingSample],
+    masks: Sequence[NDArray[np.bool_]],
+    device: torch.device,
+) -> AskedTokens | None:
+    """Return the tokens of which a teacher has told the log-probs; None where it told no others than
+    those that were drawn, or there is none.
+
+    Raises `ValueError` where it was asked for another number of tokens at some samples.
+    """
+    told = [one.teacher for one in samples if one.teacher is not None]
+    counts = {one.count for one in told}
+    if not counts - {0}:
+        return None
+    if len(told) < len(samples) or len(counts) > 1:
+        raise ValueError(
+            f"a teacher has told the log-probs of {sorted(counts)} tokens at {len(told)} of "
+            f"{len(samples)} samples: it has to be asked for as many at each"
+        )
+    [count] = counts
+    if not any(one.token_ids.size for one in told):
+        return AskedTokens(count)
+    ids = [one.token_ids[mask].astype(np.int64) for one, mask in zip(told, masks, strict=True)]
+    return AskedTokens(count, torch.from_numpy(np.concatenate(ids)).to(device))
+
+
 class PackedTokens(NamedTuple):
     """``T`` tokens of a micro-batch, ``N`` of them predict a response token."""
 
@@ -246,6 +307,8 @@ class PackedTokens(NamedTuple):
     """``[N]``, float32"""
     kept: KeptTokens | None = None
     """what each target was drawn from; None: the whole vocabulary"""
+    asked: AskedTokens | None = None
+    """other tokens whose log-probs are asked for"""
 
 
 def pack_samples(
@@ -309,16 +372,18 @@ def pack_responses(samples: Sequence[TrainingSample], device: torch.device) -> P
 
 
 def by_sample(
-    samples: Sequence[TrainingSample], parts: Sequence[Sequence[int]], answers: Iterable[Floats]
-) -> list[Floats]:
-    """Return ``[R]`` of each sample, in order, from ``[N]`` of each part that `by_tokens` made and
-    `pack_responses` packed; 0 of tokens that the model was given."""
-    found: dict[int, Floats] = {}
+    samples: Sequence[TrainingSample],
+    parts: Sequence[Sequence[int]],
+    answers: Iterable[NDArray[Number]],
+) -> list[NDArray[Number]]:
+    """Return ``[R, ...]`` of each sample, in order, from ``[N, ...]`` of each part that `by_tokens`
+    made and `pack_responses` packed; 0 of tokens that the model was given."""
+    found: dict[int, NDArray[Number]] = {}
     for part, numbers in zip(parts, answers, strict=True):
         masks = [samples[at].drawn_mask for at in part]
         ends = np.cumsum([mask.sum() for mask in masks])[:-1]
         for at, mask, drawn in zip(part, masks, np.split(numbers, ends), strict=True):
-            found[at] = np.zeros(len(mask), numbers.dtype)
+            found[at] = np.zeros((len(mask), *numbers.shape[1:]), numbers.dtype)
             found[at][mask] = drawn
     return [found[at] for at in range(len(samples))]
 
@@ -346,6 +411,12 @@ class TokenStatistics(NamedTuple):
 
     log_prob: Tensor
     entropy: Tensor
+    asked: Tensor | None = None
+    """``[N, k]``: log-probs of `AskedTokens`"""
+    asked_ids: Tensor | None = None
+    """``[N, k]``: which tokens these are, where the most likely ones were asked for"""
+    vocabulary: int = 0
+    """number of tokens of the vocabulary, where any were asked for"""
 
 
 SUPERVISED = LanguageLossConfig(name="supervised")
@@ -432,6 +503,8 @@ class Objective(ABC):
             forwarded = [samples[0]]
         masks = [trained_tokens(sample) for sample in forwarded]
         packed = pack_samples(forwarded, masks, device)
+        if self.asks(loss):
+            packed = packed._replace(asked=pack_asked(forwarded, masks, device))
         return Forward(packed, units, self, forwarded, masks, loss, counts, version)
 
     @abstractmethod
@@ -444,6 +517,10 @@ class Objective(ABC):
 
     def silent(self, sample: TrainingSample, loss: LanguageLossConfig) -> bool:
         """Whether the gradient of a sample is exactly 0, and need not be computed."""
+        return False
+
+    def asks(self, loss: LanguageLossConfig) -> bool:
+        """Whether the loss compares log-probs of tokens that were not drawn with a teacher's."""
         return False
 
     @property
@@ -459,12 +536,20 @@ class PolicyObjective(Objective):
     def recomputes(self) -> bool:
         return self.config.loss.proximal == "step"
 
+    def asks(self, loss: LanguageLossConfig) -> bool:
+        return loss.may_use_teacher
+
     def check_ready(self, samples: Sequence[TrainingSample], loss: LanguageLossConfig) -> None:
         for sample in samples:
             if sample.advantage is None:
                 raise ValueError(
                     f"sample {sample.group}/{sample.index} has no advantage: call "
                     "compute_advantages() on its group first"
+                )
+            if loss.uses_teacher and sample.teacher is None:
+                raise ValueError(
+                    f"sample {sample.group}/{sample.index} has no log-probs of a teacher, which "
+                    "the loss compares with: have an inference worker ask one"
                 )
             if loss.proximal == "step" and sample.prev_log_prob is None:
                 raise ValueError(
@@ -484,7 +569,7 @@ class PolicyObjective(Objective):
 
     def silent(self, sample: TrainingSample, loss: LanguageLossConfig) -> bool:
         quiet = loss.name in SILENT_AT_ZERO and not (
-            loss.kl_coefficient or loss.entropy_coefficient
+            loss.kl_coefficient or loss.entropy_coefficient or loss.teacher_coefficient
         )
         return (
             self.config.skip_silent
@@ -556,4 +641,23 @@ def _loss_inputs(forward: Forward, now: TokenStatistics) -> TokenLossInputs:
         advantage=column("advantage"),
         sample=torch.repeat_interleave(counts).to(behaviour.device),
         samples=len(forward.samples),
+        **_of_teacher(forward, now),
     )
+
+
+def _of_teacher(forward: Forward, now: TokenStatistics) -> dict[str, Any]:
+    """Return the fields of `TokenLossInputs` about a teacher; none where it was not asked."""
+    told = [one.teacher for one in forward.samples if one.teacher is not None]
+    if len(told) < len(forward.samples):
+        return {}
+
+    def at_tokens(numbers: Sequence[Floats]) -> Tensor:
+        chosen = [one[mask] for one, mask in zip(numbers, forward.masks, strict=True)]
+        return torch.from_numpy(np.concatenate(chosen)).to(now.log_prob.device)
+
+    found: dict[str, Any] = {"teacher_log_prob": at_tokens([one.drawn for one in told])}
+    if now.asked is not None:
+        found["teacher_likely"] = at_tokens([one.likely for one in told])
+        found["likely"] = now.asked
+        found["whole"] = now.asked.shape[1] == now.vocabulary
+    return found

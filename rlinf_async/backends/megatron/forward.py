@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from rlinf_async.backends.language_training.objective import (
+    AskedTokens,
     KeptTokens,
     PackedTokens,
     TokenStatistics,
@@ -37,6 +38,7 @@ def vocabulary_statistics(
     vocabulary: int,
     group: dist.ProcessGroup,
     kept: KeptTokens | None = None,
+    asked: AskedTokens | None = None,
 ) -> TokenStatistics:
     """Return log-probs and entropies ``[N]``, equal on every tensor rank.
 
@@ -54,11 +56,14 @@ def vocabulary_statistics(
         vocabulary: rows without padding.
         group: the tensor ranks.
         kept: what each target was drawn from; None: the whole vocabulary.
+        asked: other tokens whose log-probs are returned, too; ``[N, k]`` more cross the ranks.
     """
-    found = _Statistics.apply(  # type: ignore[no-untyped-call]
-        logits, targets, scale, vocabulary, group, kept
+    log_prob, entropy, of_asked = _Statistics.apply(  # type: ignore[no-untyped-call]
+        logits, targets, scale, vocabulary, group, kept, asked
     )
-    return TokenStatistics(*found)
+    if asked is None:
+        return TokenStatistics(log_prob, entropy)
+    return TokenStatistics(log_prob, entropy, of_asked, None, vocabulary)
 
 
 class _Statistics(torch.autograd.Function):
@@ -71,7 +76,8 @@ class _Statistics(torch.autograd.Function):
         vocabulary: int,
         group: dist.ProcessGroup,
         kept: KeptTokens | None,
-    ) -> tuple[Tensor, Tensor]:
+        asked: AskedTokens | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         rows = logits.shape[-1]
         start = dist.get_rank(group) * rows
         scaled = logits.float() * scale[:, None]
@@ -92,27 +98,44 @@ class _Statistics(torch.autograd.Function):
         total, weighted, chosen = sums
         normalizer = largest + total.log()
         entropy = normalizer - weighted / total
-        ctx.save_for_backward(scaled, at, inside, scale, normalizer, entropy)
+        others, at_others, of_asked = None, None, None
+        if asked is not None:
+            ids = asked.ids_of(len(targets), targets.device)
+            others, at_others = (ids >= start) & (ids < start + rows), (ids - start).clamp(0, rows - 1)
+            of_asked = scaled.gather(-1, at_others).masked_fill(~others, 0.0)
+            dist.all_reduce(of_asked, group=group)
+            of_asked -= normalizer[:, None]
+        ctx.save_for_backward(
+            scaled, at, inside, scale, normalizer, entropy, others, at_others
+        )
         ctx.dtype = logits.dtype
-        return chosen - normalizer, entropy
+        ctx.set_materialize_grads(False)
+        return chosen - normalizer, entropy, of_asked
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Any, ...]:
-        grad_log_prob, grad_entropy = grad_outputs
-        scaled, at, inside, scale, normalizer, entropy = ctx.saved_tensors
+        grad_log_prob, grad_entropy, grad_asked = grad_outputs
+        scaled, at, inside, scale, normalizer, entropy, others, at_others = ctx.saved_tensors
+        # Of all log-probs together: each has the normalizer in it.
+        total = torch.zeros_like(scale) if grad_log_prob is None else grad_log_prob
+        if grad_asked is not None:
+            total = total + grad_asked.sum(-1)
         log_p = scaled - normalizer[:, None]
         grad = log_p.exp()
-        if grad_entropy.any():
+        if grad_entropy is not None and grad_entropy.any():
             by_entropy = (log_p + entropy[:, None]).mul_(grad_entropy[:, None])
-            grad.mul_(by_entropy.add_(grad_log_prob[:, None]).neg_())
+            grad.mul_(by_entropy.add_(total[:, None]).neg_())
             grad.masked_fill_(scaled == -torch.inf, 0.0)
         else:
-            grad.mul_(-grad_log_prob[:, None])
-        grad.scatter_add_(-1, at[:, None], (grad_log_prob * inside)[:, None])
-        return grad.mul_(scale[:, None]).to(ctx.dtype), *[None] * 5
+            grad.mul_(-total[:, None])
+        if grad_log_prob is not None:
+            grad.scatter_add_(-1, at[:, None], (grad_log_prob * inside)[:, None])
+        if grad_asked is not None:
+            grad.scatter_add_(-1, at_others, grad_asked * others)
+        return grad.mul_(scale[:, None]).to(ctx.dtype), *[None] * 6
 
 
 class SelectRows:
@@ -190,6 +213,7 @@ def read_statistics(vocabulary: int, grid: Grid) -> Read:
             vocabulary,
             grid.groups.tp,
             packed.kept,
+            packed.asked,
         )
 
     return read

@@ -47,6 +47,7 @@ class Megatron(LanguageTrainerPart):
     critic = "rlinf_async.workers.critic:MegatronCritic"
     critic_trainer = "megatron_critic"
     inference = DEFAULT_LANGUAGE_TRAINER
+    tells_distributions = True
 
     def config(self, learner: Learner) -> MegatronTrainerConfig:
         """Return the trainer's configuration."""

@@ -86,6 +86,7 @@ jobs: Registry[Callable[[], Job]] = Registry(
         "language_rl": "rlinf_async.runtime.jobs.language.job:LanguageRL",
         "sft": "rlinf_async.runtime.jobs.supervised.job:Sft",
         "dpo": "rlinf_async.runtime.jobs.supervised.job:Dpo",
+        "distill": "rlinf_async.runtime.jobs.supervised.job:Distill",
     },  # imported when asked for: one kind of run does not pay for the other
     group=GROUP,
     called_with=(),

@@ -241,6 +241,7 @@ export const samples = {
     add("log-prob", one.log_probs && one.log_probs[at]);
     if (one.prev_log_probs) { add("recomputed", one.prev_log_probs[at]); add("ratio", short(Math.exp(one.prev_log_probs[at] - one.log_probs[at]))); }
     add("reference", one.ref_log_probs && one.ref_log_probs[at]);
+    add("teacher", one.teacher_log_probs && one.teacher_log_probs[at]);
     add("value", one.values && one.values[at]);
     add("version", one.versions && one.versions[at]);
     if (one.mask) parts.push(one.mask[at] ? "trained" : "not trained");
@@ -249,7 +250,7 @@ export const samples = {
 
   // Everything else that is in the record, as it is.
   rest(one) {
-    const shown = new Set(["prompt", "completion", "tokens", "tokens_texts", "prompt_tokens", "prompt_tokens_texts", "log_probs", "versions", "mask", "prev_log_probs", "ref_log_probs", "values", "detail", "reference"]);
+    const shown = new Set(["prompt", "completion", "tokens", "tokens_texts", "prompt_tokens", "prompt_tokens_texts", "log_probs", "versions", "mask", "prev_log_probs", "ref_log_probs", "teacher_log_probs", "values", "detail", "reference"]);
     const rows = Object.entries(one).filter(([name]) => !shown.has(name) || !Array.isArray(one.tokens)).map(([name, value]) => h("tr", {}, h("td", { text: name }), h("td", { text: typeof value === "string" ? value : JSON.stringify(value) })));
     return h("details", { open: !Array.isArray(one.tokens) }, h("summary", { text: "all of the record" }), h("table", {}, h("tbody", {}, rows)));
   },

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlinf_async.backends.fsdp.language.network import token_statistics
-from rlinf_async.backends.language_training.objective import KeptTokens
+from rlinf_async.backends.language_training.objective import AskedTokens, KeptTokens
 
 TOKENS, SIZE, VOCABULARY = 7, 5, 11
 
@@ -58,9 +58,9 @@ def test_numbers_and_gradients_are_those_of_autograd(
     given = inputs(bias)
     found = token_statistics(**given, softcap=softcap, chunk_bytes=rows * VOCABULARY * 4)
     expected = plainly(given, softcap)
-    torch.testing.assert_close(tuple(found), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found[:2], expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(
-        slopes(given, *found, part), slopes(given, *expected, part), rtol=1e-4, atol=1e-5
+        slopes(given, *found[:2], part), slopes(given, *expected, part), rtol=1e-4, atol=1e-5
     )
 
 
@@ -89,11 +89,68 @@ def test_over_what_was_kept_they_are_those_of_autograd_over_these_tokens(
         log_probs.append(log_p[allowed.index(int(given["targets"][at]))])
         entropies.append(-(log_p.exp() * log_p).sum())
     expected = torch.stack(log_probs), torch.stack(entropies)
-    torch.testing.assert_close(tuple(found), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found[:2], expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(
-        slopes(given, *found, part), slopes(given, *expected, part), rtol=1e-4, atol=1e-5
+        slopes(given, *found[:2], part), slopes(given, *expected, part), rtol=1e-4, atol=1e-5
     )
     assert (found.log_prob[2].item(), found.entropy[2].item()) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("rows", [100, 3], ids=["one chunk", "chunks"])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("which", ["some", "first", "all"])
+@pytest.mark.parametrize("alone", [False, True])
+def test_log_probs_of_other_tokens_are_those_of_autograd(
+    rows: int, softcap: float | None, which: str, alone: bool
+) -> None:
+    """With the log-probs and entropies of the targets, and alone."""
+    given = inputs(bias=True)
+    draw = torch.Generator().manual_seed(5)
+    ids = torch.stack([torch.randperm(VOCABULARY, generator=draw)[:4] for _ in range(TOKENS)])
+    asked = {
+        "some": AskedTokens(4, ids),
+        "first": AskedTokens(4),
+        "all": AskedTokens(VOCABULARY),
+    }[which]
+    found = token_statistics(
+        **given, asked=asked, softcap=softcap, chunk_bytes=rows * VOCABULARY * 4
+    )
+    logits = torch.nn.functional.linear(given["hidden"], given["weight"], given["bias"])
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    log_p = (logits * given["scale"][:, None]).log_softmax(-1)
+    expected = log_p.gather(-1, ids) if which == "some" else log_p[:, : asked.count]
+    assert found.asked is not None
+    assert found.vocabulary == VOCABULARY
+    torch.testing.assert_close(found.asked, expected, rtol=1e-5, atol=1e-6)
+    factors = torch.randn(expected.shape, generator=draw)
+    leaves = [given[name] for name in ("hidden", "weight", "bias")]
+
+    def slopes_of(others: Tensor, log_prob: Tensor, entropy: Tensor) -> Any:
+        total = (others * factors).sum()
+        if not alone:
+            total = total + (log_prob * factors[:, 0]).sum() + (entropy * factors[:, 1]).sum()
+        return torch.autograd.grad(total, leaves)
+
+    torch.testing.assert_close(
+        slopes_of(found.asked, *found[:2]),
+        slopes_of(expected, *plainly(given, softcap)),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
+def test_the_most_likely_tokens_are_told_with_their_numbers() -> None:
+    given = inputs(bias=True)
+    with torch.no_grad():
+        found = token_statistics(**given, asked=AskedTokens(3, likely_of=8), chunk_bytes=100)
+        logits = torch.nn.functional.linear(given["hidden"], given["weight"], given["bias"])
+        log_p = (logits * given["scale"][:, None]).log_softmax(-1)
+    best = log_p[:, :8].topk(3, -1)
+    assert found.asked is not None
+    assert found.asked_ids is not None
+    torch.testing.assert_close(found.asked, best.values, rtol=1e-5, atol=1e-6)
+    assert found.asked_ids.equal(best.indices)
 
 
 def test_no_tokens_are_no_error_and_have_a_gradient_of_zero() -> None:

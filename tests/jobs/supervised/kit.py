@@ -9,6 +9,7 @@ import pytest
 
 from rlinf_async.observe.summary import SupervisedSummary
 from tests.jobs import kit as jobs
+from tests.jobs.language.checkpoints import save_checkpoint
 
 SFT = """\
 job = "sft"
@@ -50,6 +51,9 @@ sinks = []
 [cluster]
 backend = "local"
 """
+DISTILL = SFT.replace('"sft"', '"distill"').replace(
+    "[training]", '[teacher]\npath = "{folder}/teacher"\ntop_k = 6\n\n[training]'
+)
 DPO = SFT.replace('"sft"', '"dpo"').replace("sums.jsonl", "pairs.jsonl")
 
 
@@ -68,6 +72,8 @@ class Job(jobs.Job[SupervisedSummary]):
         for name, records in (("sums", answers), ("pairs", pairs)):
             lines = "".join(json.dumps(one) + "\n" for one in records)
             (folder / f"{name}.jsonl").write_text(lines)
+        if "[teacher]" in text:
+            save_checkpoint(folder / "teacher", "qwen3")
         super().__init__(
             folder / "run.toml", text.format(folder=folder), capture, SupervisedSummary
         )

@@ -12,11 +12,14 @@ import torch
 from rlinf_async.data.prompts import arithmetic_tokenizer, split
 from rlinf_async.observe.metrics import read_columns
 from rlinf_async.runtime.jobs.supervised.run import REFERENCE, SupervisedRun
-from tests.jobs.language.checkpoints import load_checkpoint
-from tests.jobs.supervised.kit import DPO, SFT, Job
+from tests.jobs.language.checkpoints import load_checkpoint, save_checkpoint
+from tests.jobs.supervised.kit import DISTILL, DPO, SFT, Job
 
-TEXTS = {"sft": SFT, "dpo": DPO}
-COMPARED = ("loss", "grad_norm", "eval_loss", "reward_margin", "eval_reward_margin")
+TEXTS = {"sft": SFT, "dpo": DPO, "distill": DISTILL}
+COMPARED = (
+    *("loss", "grad_norm", "eval_loss", "reward_margin", "eval_reward_margin"),
+    *("teacher_divergence", "eval_cross_entropy"),
+)
 
 
 class Killed(BaseException):
@@ -116,6 +119,49 @@ def test_preferences_are_learnt_from_the_folder_that_sft_left(
     assert summary.eval_reward_accuracy == 1.0
     with np.load(job.out / REFERENCE) as kept:
         assert sorted(kept["records"].tolist()) == list(range(24))
+
+
+@pytest.mark.parametrize("divergence", ["forward", "reverse"])
+def test_the_loss_is_the_divergence_by_transformers_of_the_model_from_its_teacher(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], divergence: str
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    factory: Any = AutoModelForCausalLM
+    student = save_checkpoint(tmp_path / "student", "qwen3", hidden_size=32)
+    model = '[model]\npath = "{folder}/student"\n\n[data]'
+    text = DISTILL.partition("[model]")[0] + model + DISTILL.partition("[data]")[2]
+    job = Job(tmp_path, capsys, text)
+    job.succeed(
+        *("--training.steps", 30, "--training.batch_size", 20, "--teacher.top_k", "all"),
+        *("--loss.divergence", divergence, "--training.evaluate_every", 0),
+    )
+    models = [factory.from_pretrained(one) for one in (student, tmp_path / "teacher")]
+    tokenizer, losses = arithmetic_tokenizer(), []
+    for at in split(24, 4, 0)[0].tolist():
+        prompt, answer = f"<user>{at}+{at + 1}=<assistant>", f"{2 * at + 1}<eos>"
+        given, learnt = (tokenizer(one)["input_ids"] for one in (prompt, answer))
+        with torch.no_grad():
+            ids = torch.tensor([given + learnt])
+            rows = [one(input_ids=ids).logits[0, len(given) - 1 : -1] for one in models]
+        one, other = (each.log_softmax(-1) for each in rows[:: 1 if divergence == "reverse" else -1])
+        losses.append((one.exp() * (one - other)).sum(-1))
+    columns = read_columns(job.out / "metrics.csv")
+    assert columns["loss"][1] == pytest.approx(float(torch.cat(losses).mean()), abs=1e-5)
+    assert columns["loss"][30] < 0.5 * columns["loss"][1]
+    assert columns["teacher_divergence"][1:] == pytest.approx(columns["loss"][1:], abs=1e-6)
+    assert np.isfinite(columns["eval_cross_entropy"]).tolist()[0] is True
+
+
+def test_a_run_does_not_go_on_with_another_teacher(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Job(tmp_path, capsys, DISTILL)
+    job.succeed("--training.steps", 2)
+    save_checkpoint(tmp_path / "teacher", "qwen3", num_hidden_layers=1)
+    ended = job.train("--training.steps", 4, "--resume")
+    assert ended.code == 2
+    assert "teacher.path: " in ended.err
 
 
 def test_more_steps_than_there_are_reference_log_probs_for_are_refused(

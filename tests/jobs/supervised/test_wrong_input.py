@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from tests.jobs.supervised.kit import DPO, SFT, Job
+from tests.jobs.supervised.kit import DISTILL, DPO, SFT, Job
 
 WRONG: dict[str, tuple[str, tuple[object, ...], str]] = {
     "no data": (SFT, ("--data.path", "nowhere.jsonl"), "data.path: there is no file or folder"),
@@ -41,6 +41,32 @@ WRONG: dict[str, tuple[str, tuple[object, ...], str]] = {
     ),
     "a loss of the other job": (SFT, ("--loss.beta", 0.1), "loss"),
     "a smoothing without effect": (DPO, ("--loss.label_smoothing", 0.5), "loss: label_smoothing"),
+    "a teacher that is asked for nothing": (
+        DISTILL,
+        ("--teacher.top_k", 0),
+        "teacher.top_k: it is 0, but nothing can be estimated on answers",
+    ),
+    "a teacher that is not there": (
+        DISTILL,
+        ("--teacher.path", "nowhere"),
+        "teacher.path: nowhere has no config.json",
+    ),
+    "nobody who holds it": (
+        DISTILL,
+        ("--cluster.inference_workers", 0),
+        "cluster: inference_workers is 0; it must be at least 1",
+    ),
+    "tokens outside of all": (
+        DISTILL,
+        ("--teacher.top_k", "all", "--loss.divergence_outside", "left_out"),
+        "loss.divergence_outside: 'left_out' is about tokens",
+    ),
+    "a weight without effect": (
+        DISTILL,
+        ("--loss.divergence_beta", 0.1),
+        "loss: divergence_beta is 0.1, but divergence is 'forward'",
+    ),
+    "a teacher of sft": (SFT, ("--teacher.path", "nowhere"), "teacher"),
     "longer than the model": (
         SFT,
         ("--model.config.max_position_embeddings", 8),
@@ -64,7 +90,7 @@ def test_check_names_what_is_wrong(
     assert said in ended.err
 
 
-@pytest.mark.parametrize("text", [SFT, DPO], ids=["sft", "dpo"])
+@pytest.mark.parametrize("text", [SFT, DPO, DISTILL], ids=["sft", "dpo", "distill"])
 def test_check_accepts_what_runs(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], text: str
 ) -> None:

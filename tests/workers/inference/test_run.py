@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -12,8 +13,13 @@ from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Sample
 from rlinf_async.messages.weights import WeightUpdate
-from rlinf_async.workers.inference import InferenceConfig, InferenceReport, InferenceWorker
-from tests.backends.language.kit import micro_batches, samples
+from rlinf_async.workers.inference import (
+    InferenceConfig,
+    InferenceReport,
+    InferenceWorker,
+    TeacherQuestions,
+)
+from tests.backends.language.kit import VOCABULARY, micro_batches, samples
 from tests.workers.actor.language.kit import CONFIG, KEEPING, Channels, sample_of
 
 pytestmark = pytest.mark.parametrize("loop_kind", ["uvloop"])
@@ -109,6 +115,41 @@ async def test_older_samples_are_answered_for_under_the_newest_weights_too(loop_
     assert stale.prev_log_prob is not None
     np.testing.assert_allclose(stale.prev_log_prob, expected(second, stale), atol=1e-5)
     assert np.abs(stale.prev_log_prob - expected(first, stale)).max() > 1e-4
+
+
+async def test_a_teacher_alone_waits_for_no_weights_and_is_not_shown_evaluations(
+    loop_kind: str,
+) -> None:
+    """There is no model of the actor: its configuration is none."""
+    config = InferenceConfig(
+        previous=False, teacher=TeacherQuestions(top_k=3, vocabulary=VOCABULARY)
+    )
+    other = msgspec.structs.replace(CONFIG, seed=7)
+    sent = [sample_of(group, 0, version=9) for group in range(3)]
+    sent[1].request = msgspec.structs.replace(sent[1].request, evaluation=True)
+    async with ra.Cluster.local() as cluster:
+        channels = Channels(cluster)
+        workers = await cluster.launch(InferenceWorker, None, config, other)
+        running = workers.call(
+            InferenceWorker.run,
+            channels.samples.receiver,
+            channels.done.sender,
+            channels.weights.receiver,
+        )
+        for sample in sent:
+            await channels.samples.sender.put(sample)
+        channels.samples.sender.close()
+        [report] = await running
+        done = [sample async for sample in channels.done.receiver]
+    assert (report.samples, report.version, report.weight_updates) == (3, -1, 0)
+    trainer = await asyncio.to_thread(PolicyTrainer, other, 1, 0)
+    for one, evaluated in zip(done, (False, True, False), strict=True):
+        assert one.prev_log_prob is None
+        assert (one.teacher is None) == evaluated
+        if one.teacher is not None:
+            right = await asyncio.to_thread(expected, trainer, one)
+            np.testing.assert_allclose(one.teacher.drawn, right, atol=1e-5)
+            assert one.teacher.likely.shape == (len(right), 3)
 
 
 async def test_weights_that_will_never_come_are_an_error(loop_kind: str) -> None:

@@ -10,6 +10,9 @@ and ``H = -sum p log p``. The gradients are written out::
 
     d log p_t / d l_j = [j = t] - p_j          d H / d l_j = -p_j (log p_j + H)
 
+Log-probs of further tokens (`AskedTokens`) are held, ``N x k`` of them: that is all logits where
+the whole vocabulary is asked for.
+
 Logits that fit ``chunk_bytes`` are kept for the backward pass; more are computed chunk by chunk,
 and again in the backward pass, so that memory does not grow with tokens x vocabulary.
 """
@@ -24,6 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from rlinf_async.backends.language import UnsupportedModel, supported_families
 from rlinf_async.backends.language_training.objective import (
+    AskedTokens,
     KeptTokens,
     PackedTokens,
     TokenStatistics,
@@ -41,6 +45,7 @@ def token_statistics(
     scale: Tensor,
     *,
     kept: KeptTokens | None = None,
+    asked: AskedTokens | None = None,
     softcap: float | None = None,
     chunk_bytes: int = 256 * 1024 * 1024,
 ) -> TokenStatistics:
@@ -53,6 +58,7 @@ def token_statistics(
         targets: ``[N]``, int64.
         scale: ``[N]``: of the logits; 1 / temperature.
         kept: what each target was drawn from; None: the whole vocabulary.
+        asked: other tokens whose log-probs are returned, too.
         softcap: logits are held within it, smoothly.
         chunk_bytes: bytes of float32 logits at a time.
     """
@@ -61,10 +67,12 @@ def token_statistics(
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     with torch.autocast(hidden.device.type, enabled=False):
-        found = _Statistics.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, bias, targets, scale, kept, softcap, chunk_bytes
+        log_prob, entropy, of_asked, ids = _Statistics.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, bias, targets, scale, kept, asked, softcap, chunk_bytes
         )
-    return TokenStatistics(*found)
+    if asked is None:
+        return TokenStatistics(log_prob, entropy)
+    return TokenStatistics(log_prob, entropy, of_asked, ids, len(weight))
 
 
 class _Statistics(torch.autograd.Function):
@@ -77,15 +85,18 @@ class _Statistics(torch.autograd.Function):
         targets: Tensor,
         scale: Tensor,
         kept: KeptTokens | None,
+        asked: AskedTokens | None,
         softcap: float | None,
         chunk_bytes: int,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         rows = max(chunk_bytes // (FLOAT_BYTES * len(weight)), 1)
         log_prob = torch.empty_like(scale)
         entropy = torch.empty_like(scale)
         normalizer = torch.empty_like(scale)
         logits = None
-        for start in range(0, len(hidden), rows):
+        of_asked: list[Tensor] = []
+        ids: list[Tensor] = []
+        for start in range(0, max(len(hidden), 1), rows):
             at = slice(start, start + rows)
             logits = _logits(hidden[at], weight, bias, scale[at], softcap)
             if kept is not None:
@@ -93,26 +104,40 @@ class _Statistics(torch.autograd.Function):
             normalizer[at] = logits.logsumexp(-1)
             chosen = logits.gather(-1, targets[at, None])[:, 0]
             log_prob[at] = chosen - normalizer[at]
+            if asked is not None:
+                others, which = asked.of(logits, start)
+                of_asked.append(others - normalizer[at, None])
+                ids += [which] if which is not None else []
             probability = (logits - normalizer[at, None]).exp_()
             finite = logits if kept is None else logits.masked_fill(logits == -torch.inf, 0.0)
             entropy[at] = normalizer[at] - (probability.mul_(finite)).sum(-1)
         held = logits if len(hidden) <= rows else None
-        ctx.save_for_backward(hidden, weight, bias, targets, scale, normalizer, entropy, held)
+        which = torch.cat(ids) if ids else None
+        if which is not None:
+            ctx.mark_non_differentiable(which)
+        ctx.save_for_backward(
+            hidden, weight, bias, targets, scale, normalizer, entropy, held, which
+        )
         ctx.softcap, ctx.rows, ctx.kept = softcap, rows, kept
-        return log_prob, entropy
+        ctx.set_materialize_grads(False)
+        return log_prob, entropy, torch.cat(of_asked) if of_asked else None, which
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Any, ...]:
-        grad_log_prob, grad_entropy = grad_outputs
-        hidden, weight, bias, targets, scale, normalizer, entropy, held = ctx.saved_tensors
+        grad_log_prob, grad_entropy, grad_asked, _ = grad_outputs
+        hidden, weight, bias, targets, scale, normalizer, entropy, held, ids = ctx.saved_tensors
+        # Of all log-probs together: each has the normalizer in it.
+        total = torch.zeros_like(scale) if grad_log_prob is None else grad_log_prob
+        if grad_asked is not None:
+            total = total + grad_asked.sum(-1)
         grad_hidden = torch.empty_like(hidden)
         # Sums over chunks, so in float32 whatever the arithmetic is.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-        with_entropy = bool(grad_entropy.any())
+        with_entropy = grad_entropy is not None and bool(grad_entropy.any())
         for start in range(0, len(hidden), ctx.rows):
             at = slice(start, start + ctx.rows)
             logits = held
@@ -124,10 +149,15 @@ class _Statistics(torch.autograd.Function):
             grad = log_p.exp()
             if with_entropy:
                 by_entropy = (log_p + entropy[at, None]).mul_(grad_entropy[at, None])
-                grad.mul_(by_entropy.add_(grad_log_prob[at, None]).neg_())
+                grad.mul_(by_entropy.add_(total[at, None]).neg_())
             else:
-                grad.mul_(-grad_log_prob[at, None])
-            grad.scatter_add_(-1, targets[at, None], grad_log_prob[at, None])
+                grad.mul_(-total[at, None])
+            if grad_log_prob is not None:
+                grad.scatter_add_(-1, targets[at, None], grad_log_prob[at, None])
+            if grad_asked is not None and ids is not None:
+                grad.scatter_add_(-1, ids[at], grad_asked[at])
+            elif grad_asked is not None:
+                grad[:, : grad_asked.shape[1]] += grad_asked[at]
             if ctx.softcap is not None:
                 capped = logits / (scale[at, None] * ctx.softcap)
                 grad.mul_(1.0 - capped.square_())
@@ -139,7 +169,7 @@ class _Statistics(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
         grad_bias = None if bias is None or grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, *[None] * 5
+        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, *[None] * 6
 
 
 def _logits(
@@ -201,6 +231,7 @@ class PolicyNetwork(LanguageNetwork):
             packed.targets,
             packed.inverse_temperature * self._logit_scale,
             kept=packed.kept,
+            asked=packed.asked,
             softcap=self._softcap,
             chunk_bytes=self._chunk_bytes,
         )

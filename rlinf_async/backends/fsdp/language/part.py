@@ -21,6 +21,7 @@ class FSDP(LanguageTrainerPart):
     actor = "rlinf_async.workers.actor:FSDPActor"
     critic = "rlinf_async.workers.critic:FSDPCritic"
     critic_trainer = "fsdp_critic"
+    tells_distributions = True
 
     def config(self, learner: Learner) -> LanguageTrainerConfig:
         """Return the trainer's configuration."""

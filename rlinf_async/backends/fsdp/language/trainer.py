@@ -10,8 +10,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from rlinf_async.backends.checkpoint import collectives
 from rlinf_async.backends.fsdp.config import FSDPError
 from rlinf_async.backends.fsdp.language.config import LanguageTrainerConfig
 from rlinf_async.backends.fsdp.language.network import (
+    FLOAT_BYTES,
     PolicyNetwork,
     ValueNetwork,
     check_same_as_transformers,
@@ -38,8 +40,10 @@ from rlinf_async.backends.fsdp.state import reshard, unwrapped
 from rlinf_async.backends.language import OPTIMIZER, PARTS, WEIGHTS, MicroBatch
 from rlinf_async.backends.language_training.model import build_language_model, describing_files
 from rlinf_async.backends.language_training.objective import (
+    AskedTokens,
     MicroBatchSums,
     NothingToDo,
+    TokenStatistics,
     Totals,
     by_sample,
     by_tokens,
@@ -54,7 +58,7 @@ from rlinf_async.backends.language_training.trainer import (
 )
 from rlinf_async.backends.language_training.weights import OwnParts
 from rlinf_async.messages.embodied import Floats
-from rlinf_async.messages.language import TrainingSample
+from rlinf_async.messages.language import TeacherLogProbs, TrainingSample
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.parallel import DataRank, Strategy
 
@@ -227,6 +231,35 @@ class PolicyTrainer(
     FSDPLanguageTrainer, LanguagePolicyTrainer[LanguageTrainerConfig, FSDPModelManager]
 ):
     """A `LanguageTrainer` of an actor, which single ranks of inference workers use, too."""
+
+    def distributions(
+        self, samples: Sequence[TrainingSample], *, top_k: int | None, vocabulary: int
+    ) -> list[TeacherLogProbs]:
+        """Return log-probs of each response, and of other tokens in the place of each of its own:
+        the most likely ones, or all; for a rank on its own."""
+        manager, config = self.manager, self.config
+        manager.check_loaded("a forward pass")
+        own = len(cast(Any, self.language).get_output_embeddings().weight)
+        there = min(own, vocabulary)
+        asked = AskedTokens(min(top_k or there, there), likely_of=there if top_k else 0)
+        most = config.logit_chunk_bytes // (FLOAT_BYTES * asked.count)  # tokens that are held
+        limit = max(min(most, config.max_tokens_per_forward), 1)
+        parts = by_tokens([one.tokens for one in samples], limit)
+        drawn, likely, ids = [], [], []
+        with torch.no_grad(), manager.autocast():
+            for part in parts:
+                packed = pack_responses([samples[at] for at in part], manager.device)
+                found: TokenStatistics = manager.model(packed._replace(asked=asked))
+                assert found.asked is not None  # it was asked for
+                drawn.append(found.log_prob.float().cpu().numpy())
+                likely.append(found.asked.float().cpu().numpy())
+                # The same ones everywhere need not be told.
+                which = found.asked_ids if top_k else packed.rows.new_empty(len(packed.rows), 0)
+                assert which is not None
+                ids.append(which.cpu().numpy().astype(np.min_scalar_type(own - 1)))
+        reshard(manager.model)
+        told = (by_sample(samples, parts, one) for one in (drawn, likely, ids))
+        return [TeacherLogProbs(*one) for one in zip(*told, strict=True)]
 
     def load(self, update: WeightUpdate) -> None:
         """Take published weights and their version; for a rank on its own."""

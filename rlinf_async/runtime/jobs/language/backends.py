@@ -36,10 +36,16 @@ from rlinf_async.backends.parts import (
     language_trainers,
 )
 from rlinf_async.config import ConfigError
-from rlinf_async.runtime.jobs.language.config import GenerationSettings, LanguageConfig
+from rlinf_async.runtime.jobs.language.config import (
+    GenerationSettings,
+    LanguageConfig,
+    LearnerConfig,
+    TeacherConfig,
+)
 from rlinf_async.runtime.jobs.placement import LaunchOptions, PlacementPlan, Role, make_plan
 from rlinf_async.runtime.launching import VISIBLE, Ranks
 from rlinf_async.workers.base import Device
+from rlinf_async.workers.inference import TeacherQuestions
 
 HYBRID = (("actor", "critic", "inference"), ("rollout",))
 """rollout workers have devices of their own; the others share"""
@@ -251,15 +257,45 @@ def actor_config(config: LanguageConfig, model: Path, device: str) -> Any:
     return config.actor.part.config(_policy(config, model, device))
 
 
-def inference_backend(config: LanguageConfig) -> str:
+def inference_backend(actor: LearnerConfig) -> str:
     """The trainer that inference workers compute log-probs with: one device has the whole model."""
-    return config.actor.part.inference or config.actor.backend
+    return actor.part.inference or actor.backend
 
 
 def inference_config(config: LanguageConfig, model: Path, device: str) -> Any:
     """The inference workers' trainer's own configuration."""
-    part = language_trainers.load(inference_backend(config))
+    part = language_trainers.load(inference_backend(config.actor))
     return part.config(_policy(config, model, device))
+
+
+def teacher_config(config: LanguageConfig, device: str) -> Any:
+    """The trainer's own configuration of the teacher, in inference workers; None: there is none."""
+    return teacher_of(config.actor, config.teacher, device) if config.needs_teacher else None
+
+
+def teacher_questions(config: LanguageConfig, model: Path) -> TeacherQuestions | None:
+    """What the teacher is asked about samples of the model in this folder; None: there is none."""
+    if not config.needs_teacher:
+        return None
+    return TeacherQuestions(top_k=config.teacher.top_k, vocabulary=vocabulary_of(model))
+
+
+def vocabulary_of(folder: Path) -> int:
+    """Number of tokens that a model has."""
+    described: dict[str, Any] = msgspec.json.decode((folder / "config.json").read_bytes())
+    return int((described.get("text_config") or described)["vocab_size"])
+
+
+def teacher_of(actor: LearnerConfig, teacher: TeacherConfig, device: str) -> Any:
+    """The trainer's own configuration of a teacher of the actors: a model on one device, which is
+    never trained."""
+    learner = Learner(
+        model=LanguageModelConfig(path=str(Path(teacher.path).expanduser())),
+        device=device,
+        precision=actor.precision,
+        options=actor.trainer,
+    )
+    return language_trainers.load(inference_backend(actor)).config(learner)
 
 
 def critic_config(config: LanguageConfig, model: Path, device: str) -> Any:

@@ -8,6 +8,7 @@
     open_prompts     context of the model - rollout.sampling.max_tokens >= every prompt
                      iterations x prompts of each <= records x epochs; verifiers that load
     check_critic     a critic's own model: it reads the actor's tokens
+    check_teacher    so does a teacher
     check_scoring    verifiers load in a scoring process, too
 """
 
@@ -22,10 +23,17 @@ from typing import Any
 
 import msgspec
 
+from rlinf_async.algorithms.config import (
+    DISTIL,
+    WITHOUT_TEACHER,
+    LanguageAdvantageConfig,
+    LanguageLossConfig,
+)
 from rlinf_async.backends.language import UnsupportedModel, check_family
 from rlinf_async.backends.parts import EngineRun, TrainerRun, engines, language_trainers
 from rlinf_async.config import ConfigError, MissingExtra, UsageError
-from rlinf_async.data import DataError, Prompts, PromptsTooLong, Tokenizer
+from rlinf_async.data.config import NO_VERIFIER
+from rlinf_async.data import DataError, Prompts, PromptsTooLong, Tokenizer, load_tokenizer
 from rlinf_async.episodes.agents import load_agent
 from rlinf_async.episodes.endpoint import EndpointConfig
 from rlinf_async.episodes.endpoint.server import listener
@@ -38,8 +46,8 @@ from rlinf_async.rewards import ScoringPool, load_verifier
 from rlinf_async.rewards.judging import BUILT_IN, INLINE, Answer, judge, verifiers
 from rlinf_async.runtime.apart import apart as run_apart
 from rlinf_async.runtime.jobs.language.acceptance import acceptance_rules
-from rlinf_async.runtime.jobs.language.backends import has_weights
-from rlinf_async.runtime.jobs.language.config import ActorConfig, LanguageConfig
+from rlinf_async.runtime.jobs.language.backends import has_weights, inference_backend
+from rlinf_async.runtime.jobs.language.config import ActorConfig, LanguageConfig, LearnerConfig
 from rlinf_async.runtime.jobs.language.model import check_weights
 from rlinf_async.runtime.jobs.placement import PlacementPlan
 from rlinf_async.runtime.signals import run
@@ -152,6 +160,8 @@ def check_sizes(config: LanguageConfig) -> None:
     _check_critics(config)
     _check_places(config)
     _check_reference(config)
+    _check_teacher(config)
+    _check_unjudged(config)
     _check_episodes(config)
 
 
@@ -228,7 +238,8 @@ def _check_evaluation(config: LanguageConfig) -> None:
 def _check_learning(config: LanguageConfig) -> None:
     actor = config.actor
     learns = actor.part.has_weights
-    if learns and config.training.group_size == 1 and actor.advantage.name in COMPARING:
+    compares = actor.advantage.name in COMPARING and not config.distils
+    if learns and config.training.group_size == 1 and compares:
         raise ConfigError(
             f"one sample of each prompt, but {actor.advantage.name} compares the samples of a "
             "prompt with one another: every advantage would be 0; use at least 2, or "
@@ -344,7 +355,8 @@ def _check_off_policy(config: LanguageConfig) -> None:
         return
     where, what = ("actor", "loss", used[0]), [*named, *loss.masks][0]
     # In less than float32 the actor's forward pass finds others than the engine at once.
-    if loss.proximal == "auto" and not (config.rounded and config.needs_inference):
+    recomputed = config.needs_inference and config.needs_previous
+    if loss.proximal == "auto" and not (config.rounded and recomputed):
         raise ConfigError(
             f"{what} weights tokens by proximal / behaviour, but with proximal = "
             "'auto' both are of the weights that sampled (an inference worker computes as soon as "
@@ -370,11 +382,11 @@ def _engine_is_exact(config: LanguageConfig) -> bool:
 
 
 def _check_reference(config: LanguageConfig) -> None:
-    nothing = not (config.needs_previous or config.needs_reference)
+    nothing = not (config.needs_previous or config.needs_reference or config.needs_teacher)
     if nothing and config.cluster.inference_workers:
         raise ConfigError(
-            f"with actor.loss.proximal = {config.actor.loss.proximal!r} and no KL nobody uses the "
-            "log-probs of inference workers: set it to 0",
+            f"with actor.loss.proximal = {config.actor.loss.proximal!r}, no KL and no teacher "
+            "nobody uses the log-probs of inference workers: set it to 0",
             path=("cluster", "inference_workers"),
         )
     if config.needs_reference and not config.cluster.inference_workers:
@@ -382,6 +394,165 @@ def _check_reference(config: LanguageConfig) -> None:
             "a KL to the reference needs reference log-probs: set cluster.inference_workers",
             path=("cluster", "inference_workers"),
         )
+
+
+def _check_unjudged(config: LanguageConfig) -> None:
+    """Refuse to learn from rewards, or to measure, where no answer is judged."""
+    loss = config.actor.loss
+    if config.data.verifier != NO_VERIFIER or config.has_episodes:
+        return
+    if loss.name in WITHOUT_TEACHER:
+        raise ConfigError(
+            f"{NO_VERIFIER!r} gives every answer a reward of 0, and {loss.name!r} learns from "
+            "rewards: name a verifier, or learn from a teacher alone (actor.loss.name = "
+            f"{DISTIL!r})",
+            path=("data", "verifier"),
+        )
+    if config.evaluation.samples:
+        raise ConfigError(
+            f"no answer is right or wrong with data.verifier = {NO_VERIFIER!r}: set it to 0, or "
+            "name a verifier that judges the answers, which the loss does not have to use",
+            path=("evaluation", "samples"),
+        )
+    if config.training.accept:
+        raise ConfigError(
+            f"all groups are alike with data.verifier = {NO_VERIFIER!r}: leave it out",
+            path=("training", "accept"),
+        )
+
+
+OF_TEACHER = ("divergence", "divergence_beta", "divergence_outside")
+"""settings of the loss about a teacher"""
+
+
+def _check_teacher(config: LanguageConfig) -> None:
+    """Refuse a teacher whom nobody asks or learns from, and what cannot be learnt from it."""
+    loss, teacher = config.actor.loss, config.teacher
+    if not config.needs_teacher:
+        if loss.uses_teacher:
+            name = "name" if config.distils else "teacher_coefficient"
+            raise ConfigError(
+                f"{getattr(loss, name)!r} compares with a teacher, and there is none: set "
+                "teacher.path to the folder of one",
+                path=("actor", "loss", name),
+            )
+        for name in OF_TEACHER:
+            if getattr(loss, name) != getattr(LanguageLossConfig(), name):
+                raise ConfigError(
+                    f"{getattr(loss, name)!r} has no effect without a teacher: set teacher.path, "
+                    "or leave it out",
+                    path=("actor", "loss", name),
+                )
+        return
+    if not loss.may_use_teacher:
+        raise ConfigError(
+            f"nothing is learnt from it by actor.loss.name = {loss.name!r}: set that to "
+            f"{DISTIL!r}, or actor.loss.teacher_coefficient, or leave it out",
+            path=("teacher", "path"),
+        )
+    if not config.actor.part.has_weights:
+        raise ConfigError(
+            f"actor.backend is {config.actor.backend!r}, which has no weights: nothing would be "
+            "learnt from a teacher; leave it out",
+            path=("teacher", "path"),
+        )
+    if not config.cluster.inference_workers:
+        raise ConfigError(
+            "nobody asks the teacher: set it to at least 1", path=("cluster", "inference_workers")
+        )
+    check_comparison(config.actor, loss, teacher.top_k, where=("actor", "loss"))
+    if config.distils and teacher.top_k and loss.off_policy != "none":
+        raise ConfigError(
+            f"{loss.off_policy!r} weights tokens for having been drawn by another policy, but what "
+            "is learnt is the teacher's distribution, whichever was drawn: leave it out, or set "
+            "teacher.top_k to 0",
+            path=("actor", "loss", "off_policy"),
+        )
+    if config.distils and config.actor.advantage != LanguageAdvantageConfig():
+        raise ConfigError(
+            f"{DISTIL!r} learns from the teacher alone, and uses no advantages: leave it out, or "
+            "name another loss and set actor.loss.teacher_coefficient",
+            path=("actor", "advantage"),
+        )
+
+
+def check_comparison(
+    actor: LearnerConfig, loss: LanguageLossConfig, top_k: int | str, *, where: tuple[str, ...]
+) -> None:
+    """Refuse a divergence of which the teacher does not tell enough, a setting of it that has no
+    effect, and a trainer that cannot compute it.
+
+    Args:
+        actor: the policy.
+        loss: its loss.
+        top_k: setting of the teacher.
+        where: section of the loss's settings.
+
+    Raises:
+        ConfigError: such a setting.
+    """
+    if top_k == 0 and loss.divergence != "reverse":
+        raise ConfigError(
+            f"{loss.divergence!r} compares distributions, but with teacher.top_k = 0 the teacher "
+            "only tells the log-prob of the drawn token, by which the reverse KL is estimated: set "
+            "that to a number of tokens, or to 'all'",
+            path=(*where, "divergence"),
+        )
+    if top_k in (0, "all") and loss.divergence_outside != "one_token":
+        raise ConfigError(
+            f"{loss.divergence_outside!r} is about tokens that are not among the teacher's most "
+            f"likely ones, but teacher.top_k is {top_k!r}: leave it out",
+            path=(*where, "divergence_outside"),
+        )
+    for name in (actor.backend, inference_backend(actor)):
+        if top_k and not language_trainers.load(name).tells_distributions:
+            raise ConfigError(
+                f"it is {top_k!r}, but the trainer {name!r} computes log-probs of the drawn tokens "
+                "alone: set it to 0, or actor.backend to 'fsdp'",
+                path=("teacher", "top_k"),
+            )
+
+
+def check_teacher(config: LanguageConfig, model: Path) -> None:
+    """Refuse a folder for the teacher that is incomplete, or whose tokens are not the actor's.
+
+    Raises:
+        ConfigError: with the folder, and what is wrong with it.
+    """
+    if config.needs_teacher:
+        check_teacher_folder(config.teacher.path, model)
+
+
+def check_teacher_folder(path: str, model: Path) -> None:
+    """Refuse a folder for a teacher that is incomplete, or whose tokens are not those of a model.
+
+    Raises:
+        ConfigError: with the folder, and what is wrong with it.
+    """
+    folder, where = Path(path).expanduser(), ("teacher", "path")
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{folder} has no config.json: give a Hugging Face checkpoint on this disk", path=where
+        )
+    if not has_weights(folder):
+        raise ConfigError(f"{folder} has no weights (*.safetensors)", path=where)
+    try:
+        own, theirs = load_tokenizer(model).get_vocab(), load_tokenizer(folder).get_vocab()
+    except DataError as error:
+        raise ConfigError(str(error), path=where) from error
+    if own != theirs:
+        differing = {*own.items()} ^ {*theirs.items()}
+        number, token = min((number, token) for token, number in differing)
+        raise ConfigError(
+            f"the tokenizer in {folder} is not the model's: it has {len(theirs)} tokens, and the "
+            f"model's has {len(own)}; the first that differs is {token!r}, which is token "
+            f"{theirs.get(token, 'none')} there and {own.get(token, 'none')} here. A teacher is "
+            "compared token by token: give one of the same family",
+            path=where,
+        )
+    with _at(where):
+        check_family(_described(folder))
+    check_weights(folder, where)
 
 
 def _check_episodes(config: LanguageConfig) -> None:

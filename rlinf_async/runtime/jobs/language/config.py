@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from rlinf_async.algorithms.config import (
+    DISTIL,
     Aggregation,
     LanguageAdvantageConfig,
     LanguageLossConfig,
@@ -327,6 +328,26 @@ class CriticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         check_bounds(self, "value_clip", above=0)
 
 
+class TeacherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model that samples are compared with, token by token; inference workers hold it."""
+
+    path: str = ""
+    """folder of its Hugging Face checkpoint, whose tokenizer is the model's; empty: there is none
+    """
+    top_k: int | Literal["all"] = 0
+    """number of the teacher's most likely tokens of which it tells the log-probs at each token of a
+    sample, or all; 0: only that of the token that was drawn"""
+
+    def __post_init__(self) -> None:
+        if self.top_k != "all":
+            check_bounds(self, "top_k", least=0)
+        if self.top_k and not self.path:
+            raise ConfigError(
+                f"top_k is {self.top_k!r}, but there is no teacher: set path, or leave it out",
+                path=("top_k",),
+            )
+
+
 class WarmStartConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A short supervised phase before the first iteration; 0 steps: none."""
 
@@ -467,7 +488,8 @@ class ClusterConfig(HostConfig, frozen=True, kw_only=True, forbid_unknown_fields
     episode_workers: int = 0
     """workers that run the coroutines of ``[episode]``: at least 1 with ``episode.run``, else 0"""
     inference_workers: int = 0
-    """workers that recompute log-probs by the actor's forward; 0: the sampled ones are used"""
+    """workers that recompute log-probs by the actor's forward, and ask the teacher; 0: the sampled
+    ones are used"""
     actors: int | None = None
     """number of actors; when left out as many as their devices and the batch sizes allow, 1 without
     accelerators"""
@@ -501,6 +523,7 @@ MAY_DIFFER = (
     "actor.megatron",
     "name",
     "model.path",
+    "teacher.path",
     "data.path",
     "data.verifier",
     "data.verifier_column",
@@ -571,6 +594,7 @@ class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     reward: RewardConfig = RewardConfig()
     actor: ActorConfig = ActorConfig()
     critic: CriticConfig = CriticConfig()
+    teacher: TeacherConfig = TeacherConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     scheduler: SchedulingConfig = SchedulingConfig()
@@ -611,8 +635,22 @@ class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def needs_previous(self) -> bool:
-        """Whether the loss or the advantage uses log-probs that inference workers recompute."""
-        return self.actor.loss.proximal == "auto" or self.actor.advantage.kl_coefficient > 0.0
+        """Whether the loss or the advantage uses log-probs that inference workers recompute. One
+        that learns from a teacher alone does without: then they hold no other model."""
+        actor = self.actor
+        if self.distils:
+            return False
+        return actor.loss.proximal == "auto" or actor.advantage.kl_coefficient > 0.0
+
+    @property
+    def distils(self) -> bool:
+        """Whether the policy learns from its teacher alone, and not from rewards."""
+        return self.actor.loss.name == DISTIL
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether samples are compared with a teacher."""
+        return bool(self.teacher.path)
 
     @property
     def needs_inference(self) -> bool:

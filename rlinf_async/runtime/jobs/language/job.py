@@ -29,6 +29,7 @@ from rlinf_async.runtime.jobs.language.checks import (
     check_families,
     check_scoring,
     check_sizes,
+    check_teacher,
     check_verifiers,
     open_prompts,
 )
@@ -182,6 +183,7 @@ def _reads(run: LanguageRun) -> Reads:
     folders = {
         "model.path": config.model.path,
         "critic.path": config.critic.path if config.has_critic else "",
+        "teacher.path": config.teacher.path,
     }
     if config.model.tokenizer != "arithmetic":
         folders["model.tokenizer"] = config.model.tokenizer
@@ -226,6 +228,7 @@ def _inputs(config: LanguageConfig, into: Path) -> _Inputs:
         if config.model.path and config.actor.part.has_weights:
             check_weights(Path(config.model.path).expanduser(), ("model", "path"))
         check_critic(config, model)
+        check_teacher(config, model)
         warm = config.warm_start.steps and not has_weights(model)
         return _Inputs(model, prompts, examples(config, tokenizer) if warm else [])
     except DataError as error:

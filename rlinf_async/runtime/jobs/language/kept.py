@@ -99,6 +99,7 @@ class KeptLanguageSample(KeptSample, kw_only=True):
     prev_log_probs: list[float] | UnsetType = UNSET
     """recomputed by inference workers, where there are any"""
     ref_log_probs: list[float] | UnsetType = UNSET
+    teacher_log_probs: list[float] | UnsetType = UNSET
     values: list[float] | UnsetType = UNSET
     episode: KeptEpisode | UnsetType = UNSET
     rollout_rank: int
@@ -201,6 +202,7 @@ def _kept(
         mask=mask.astype(np.int8).tolist(),
         prev_log_probs=_rounded_or_unset(sample.prev_log_prob),
         ref_log_probs=_rounded_or_unset(sample.ref_log_prob),
+        teacher_log_probs=_rounded_or_unset(sample.teacher and sample.teacher.drawn),
         values=_rounded_or_unset(sample.value),
         episode=UNSET if sample.episode is None else _episode(sample, sample.episode, decode),
         rollout_rank=sample.rollout_rank,

@@ -69,6 +69,8 @@ from rlinf_async.runtime.jobs.language.backends import (
     options,
     plan_roles,
     takes_turns,
+    teacher_config,
+    teacher_questions,
 )
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.placement import PlacementPlan
@@ -629,7 +631,7 @@ class Roles:
             self._inference: WorkerGroup[InferenceWorker] = await self._cluster.launch(
                 InferenceWorker,
                 *self._inference_arguments(config),
-                backend=inference_backend(config),
+                backend=inference_backend(config.actor),
                 count=counts.inference_workers,
                 name="Inference",
                 restart=Restart(max=counts.max_restarts),
@@ -655,8 +657,13 @@ class Roles:
 
     def _inference_arguments(self, config: LanguageConfig) -> tuple[Any, ...]:
         device = self._plan.device("inference", own_process=config.cluster.processes)
-        asked = InferenceConfig(previous=config.needs_previous, reference=config.needs_reference)
-        return inference_config(config, self._model, device), asked
+        asked = InferenceConfig(
+            previous=config.needs_previous,
+            reference=config.needs_reference,
+            teacher=teacher_questions(config, self._model),
+        )
+        teacher = teacher_config(config, device)
+        return inference_config(config, self._model, device), asked, teacher
 
     def _reward_arguments(self, config: LanguageConfig) -> tuple[Any, ...]:
         verifier = config.data.verifier if self._swapped else ""
@@ -688,7 +695,7 @@ class Roles:
             arguments = self._episode_arguments(config)
             await group.replace(EpisodeWorker, *arguments, finish=finish)
         elif role == "inference":
-            group, backend = self._inference, inference_backend(config)
+            group, backend = self._inference, inference_backend(config.actor)
             arguments = self._inference_arguments(config)
             await group.replace(InferenceWorker, *arguments, backend=backend)
         else:

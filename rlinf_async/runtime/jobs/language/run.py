@@ -142,7 +142,8 @@ class LanguageRun:
         self._evaluated: Evaluated | None = None
         """result of the evaluation at the end"""
         training = config.training
-        self._warned = training.group_size == 1  # groups of one have no signal of their own
+        # Groups of one have no signal of their own, and none is needed to learn from a teacher.
+        self._warned = training.group_size == 1 or config.distils
         self._warned_of_evaluation = False
         self._uncorrected = False
         """warned that ``off_policy`` changes nothing"""

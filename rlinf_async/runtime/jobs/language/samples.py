@@ -467,6 +467,7 @@ def _training_sample(scored: ScoredSample) -> TrainingSample:
         scored=judged,
         prev_log_prob=sample.prev_log_prob,
         ref_log_prob=sample.ref_log_prob,
+        teacher=sample.teacher,
         value=sample.value,
         kept=generated.kept,
         branches=sample.branches,

@@ -1,16 +1,17 @@
-"""The configurations of the ``sft`` and the ``dpo`` job, section by section.
+"""The configurations of the ``sft``, the ``dpo`` and the ``distill`` job, section by section.
 
-Both are a `SupervisedConfig`. What differs is what a record holds (``data``), how many examples it
-becomes (``each``), and the loss.
+Each is a `SupervisedConfig`. What differs is what a record holds (``data``), how many examples it
+becomes (``each``), the loss, and whether there is a teacher.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import Literal
 
 import msgspec
 
-from rlinf_async.algorithms.config import LanguageLossConfig, PairLossConfig
+from rlinf_async.algorithms.config import DISTIL, Divergence, LanguageLossConfig, PairLossConfig
 from rlinf_async.backends.language_training.config import LanguageModelConfig
 from rlinf_async.backends.parts import Learner
 from rlinf_async.config import ConfigError
@@ -24,6 +25,7 @@ from rlinf_async.runtime.jobs.language.config import (
     LanguageOptimizerConfig,
     LearnerConfig,
     ModelConfig,
+    TeacherConfig,
     check_trainer_options,
 )
 from rlinf_async.runtime.jobs.placement import RolePlacement
@@ -125,6 +127,7 @@ class SupervisedClusterConfig(HostConfig, frozen=True, kw_only=True, forbid_unkn
 MAY_DIFFER = (
     "name",
     "model.path",
+    "teacher.path",
     "data.path",
     "training.steps",
     "training.epochs",
@@ -204,6 +207,21 @@ class SupervisedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     def max_tokens(self) -> int | None:
         """Tokens of one forward and backward pass, where that is how it is limited."""
         return None
+
+    @property
+    def taught_by(self) -> TeacherConfig | None:
+        """Teacher that examples are compared with; None: there is none."""
+        return None
+
+    @property
+    def inference_workers(self) -> int:
+        """Number of workers that hold it."""
+        return 0
+
+    @property
+    def inference_placement(self) -> str | RolePlacement:
+        """Their devices."""
+        return ""
 
     @property
     def actors(self) -> int:
@@ -352,3 +370,113 @@ class DpoConfig(SupervisedConfig, frozen=True, kw_only=True, forbid_unknown_fiel
         return PairLossConfig(
             proximal="current", beta=self.loss.beta, label_smoothing=self.loss.label_smoothing
         )
+
+
+class ExamplesTeacherConfig(TeacherConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model that examples are compared with, token by token; inference workers hold it."""
+
+    path: str
+    """folder of its Hugging Face checkpoint, whose tokenizer is the model's"""
+    top_k: int | Literal["all"] = 64
+    """number of the teacher's most likely tokens of which it tells the log-probs at each token of
+    an answer, or all"""
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise ValueError("path is empty: name the folder of a teacher")
+        super().__post_init__()
+        if self.top_k == 0:
+            raise ConfigError(
+                "it is 0, but nothing can be estimated on answers that the model has not drawn: "
+                "give a number of tokens, or 'all'",
+                path=("top_k",),
+            )
+
+
+class DistillLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The divergence of the model from its teacher."""
+
+    divergence: Divergence = "forward"
+    """``forward``: KL(teacher, model); ``reverse``: KL(model, teacher); ``jsd``, ``mixed``: between
+    the two"""
+    divergence_beta: float = 0.5
+    """``jsd``: weight of the teacher in the mixture, and of its KL to it; ``mixed``: weight of the
+    forward KL"""
+    divergence_outside: Literal["one_token", "left_out"] = "one_token"
+    """with a teacher's most likely tokens: the others count as one token, or what is compared are
+    the distributions over the most likely ones"""
+
+    def __post_init__(self) -> None:
+        self.loss()
+
+    def loss(self) -> LanguageLossConfig:
+        """Return the loss that trainers compute."""
+        return LanguageLossConfig(
+            name=DISTIL,
+            proximal="current",
+            divergence=self.divergence,
+            divergence_beta=self.divergence_beta,
+            divergence_outside=self.divergence_outside,
+        )
+
+
+class DistillPlacement(SupervisedPlacement, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Devices of each role: a text such as ``"0-3"``, or a table with more."""
+
+    inference: str | RolePlacement = ""
+
+
+class DistillClusterConfig(
+    SupervisedClusterConfig, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
+    """Numbers of workers of each role, and where they run."""
+
+    placement: DistillPlacement = DistillPlacement()
+    inference_workers: int = 1
+    """workers that hold the teacher"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_bounds(self, "inference_workers", least=1, most=MOST_WORKERS)
+
+
+class DistillConfig(SupervisedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Distillation: what a teacher holds of given answers, token by token."""
+
+    job: str = "distill"
+    name: str = "distill"
+    data: AnswersConfig
+    teacher: ExamplesTeacherConfig
+    actor: SftActorConfig = SftActorConfig()
+    loss: DistillLossConfig = DistillLossConfig()
+    cluster: DistillClusterConfig = DistillClusterConfig()
+
+    @property
+    def each(self) -> int:
+        """Examples of a record."""
+        return 1
+
+    @property
+    def loss_config(self) -> LanguageLossConfig:
+        """The loss, and its coefficients."""
+        return self.loss.loss()
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Tokens of one forward and backward pass, where that is how it is limited."""
+        return self.actor.max_tokens
+
+    @property
+    def taught_by(self) -> TeacherConfig:
+        """Teacher that examples are compared with."""
+        return self.teacher
+
+    @property
+    def inference_workers(self) -> int:
+        """Number of workers that hold it."""
+        return self.cluster.inference_workers
+
+    @property
+    def inference_placement(self) -> str | RolePlacement:
+        """Their devices."""
+        return self.cluster.placement.inference

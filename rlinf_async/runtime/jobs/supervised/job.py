@@ -1,4 +1,4 @@
-"""The ``sft`` and ``dpo`` jobs, as the command line uses them: they check and run."""
+"""The ``sft``, ``dpo`` and ``distill`` jobs, as the command line uses them: they check and run."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.sinks.config import check_sinks
 from rlinf_async.observe.summary import SupervisedSummary
 from rlinf_async.runtime.jobs.config import Reads, every_file, model_files
+from rlinf_async.runtime.jobs.language.checks import check_comparison, check_teacher_folder
 from rlinf_async.runtime.jobs.language.model import (
     check_forward,
     check_tokens,
@@ -30,6 +31,7 @@ from rlinf_async.runtime.jobs.placement import PlacementPlan
 from rlinf_async.runtime.jobs.run import run_in_folder
 from rlinf_async.runtime.jobs.supervised.config import (
     MAY_DIFFER,
+    DistillConfig,
     DpoConfig,
     SftConfig,
     SupervisedConfig,
@@ -69,6 +71,8 @@ class Supervised:
         actor.part.check_installed(needed_for)
         if config.cluster.processes:
             language_trainers.check(actor.backend, ("actor", "backend"), apart=True)
+        if config.taught_by is not None:
+            check_comparison(actor, config.loss_config, config.taught_by.top_k, where=("loss",))
         check_sinks(config.observe)
         folder = checkpoint_folder(config.model)
         where = ("model", "path") if folder else ("model", "config", "model_type")
@@ -120,6 +124,13 @@ class Dpo(Supervised):
     config_type = DpoConfig
 
 
+class Distill(Supervised):
+    """Distillation: what a teacher holds of given answers."""
+
+    name = "distill"
+    config_type = DistillConfig
+
+
 class _Inputs(NamedTuple):
     """Files that a run has read when its first worker starts."""
 
@@ -144,6 +155,8 @@ def _inputs(config: SupervisedConfig, into: Path) -> _Inputs:
         check_weights(Path(config.model.path).expanduser(), ("model", "path"))
     else:
         check_forward(model, ("model", "config"))
+    if config.taught_by is not None:
+        check_teacher_folder(config.taught_by.path, model)
     try:
         examples = Examples(config.data, load_tokenizer(model))
     except DataError as error:
@@ -187,6 +200,8 @@ def _described(folder: Path) -> dict[str, Any]:
 def _reads(run: SupervisedRun) -> Reads:
     config = run.config
     folders = {"model.path": config.model.path}
+    if config.taught_by is not None:
+        folders["teacher.path"] = config.taught_by.path
     if config.model.tokenizer != "arithmetic":
         folders["model.tokenizer"] = config.model.tokenizer
     found = {setting: Path(one).expanduser() for setting, one in folders.items() if one}

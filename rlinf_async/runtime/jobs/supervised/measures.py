@@ -1,4 +1,5 @@
-"""Log-probs of many examples: what is measured on held-out ones, and those of the reference.
+"""Log-probs of many examples: what is measured on held-out ones, those of the reference, and those
+of a teacher.
 
 ::
 
@@ -71,7 +72,8 @@ def measured(
     """
     if not isinstance(loss, PairLossConfig):
         tokens = sum(int(one.mask.sum()) for one in examples)
-        return {"loss": float(-sums(examples, found).sum() / tokens)}
+        name = "cross_entropy" if loss.uses_teacher else "loss"
+        return {name: float(-sums(examples, found).sum() / tokens)}
     reward = loss.beta * (sums(examples, found) - sums(examples, reference))
     chosen, rejected = reward[0::2], reward[1::2]
     margin, smoothing = chosen - rejected, loss.label_smoothing

@@ -4,10 +4,11 @@
 
     records of a step --SampleGroup, by data rank--> actors --report--> row of the metrics
       this process                                     |
-                       <--log-probs of held-out ones --+    every so many steps
+         ^             <--log-probs of held-out ones --+    every so many steps
+         +-- log-probs of a teacher, one step ahead -- inference workers, where there is one
 
                      waits for                             unblocked by
-    this process     a report; log-probs                   the actors
+    this process     a report; log-probs                   the actors; inference workers
     actors           the groups of their step              this process, which has put them before
 
 A record is one `SampleGroup`: its examples stay on one rank and in one micro-batch. Which records
@@ -17,7 +18,8 @@ reference log-probs lie in the run's folder from before the first step on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple, cast
@@ -28,7 +30,12 @@ from rlinf_async.channels import Channel
 from rlinf_async.config.registry import load_entry_point
 from rlinf_async.data.examples import Examples
 from rlinf_async.messages.embodied import Floats
-from rlinf_async.messages.language import Example, LanguageTrainReport, SampleGroup
+from rlinf_async.messages.language import (
+    Example,
+    LanguageTrainReport,
+    SampleGroup,
+    TeacherLogProbs,
+)
 from rlinf_async.observe.metrics import MetricsWriter
 from rlinf_async.observe.pictures import SUPERVISED, draw_learning_curve
 from rlinf_async.observe.run_folder import RunFolder
@@ -43,7 +50,13 @@ from rlinf_async.runtime.jobs.checkpoints import (
     load_progress,
 )
 from rlinf_async.runtime.jobs.config import HostConfig
-from rlinf_async.runtime.jobs.language.backends import has_weights, trainer_environment
+from rlinf_async.runtime.jobs.language.backends import (
+    has_weights,
+    inference_backend,
+    teacher_of,
+    trainer_environment,
+    vocabulary_of,
+)
 from rlinf_async.runtime.jobs.language.model import export
 from rlinf_async.runtime.jobs.placement import PlacementPlan, Role, make_plan
 from rlinf_async.runtime.jobs.run import Draw, TrainingClock
@@ -54,16 +67,19 @@ from rlinf_async.runtime.jobs.supervised.measures import (
     measured,
     save_references,
 )
+from rlinf_async.runtime.jobs.supervised.teaching import Teaching
 from rlinf_async.runtime.jobs.view import Headline, LiveView
 from rlinf_async.runtime.signals import run_signals
 from rlinf_async.workers.actor import LanguageActor
 from rlinf_async.workers.base import Device
+from rlinf_async.workers.inference import InferenceConfig, InferenceWorker, TeacherQuestions
 
 REFERENCE: Final = "reference.npz"
 """file of the log-probs under the first weights, in the run's folder"""
 REPORTED: Final = (
     *("loss", "grad_norm", "lr", "skipped", "entropy", "micro_batches"),
     *("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy"),
+    *("teacher_divergence", "teacher_mass"),
 )
 """columns that are taken from the actors' reports, where these have them"""
 
@@ -108,10 +124,11 @@ class Flow(NamedTuple):
     checkpointer: Checkpointer
     metrics: MetricsWriter
     view: LiveView
+    teaching: Teaching | None = None
 
 
 def plan_actors(config: SupervisedConfig, devices: Sequence[Device]) -> PlacementPlan:
-    """The devices of every actor.
+    """The devices of every worker.
 
     Raises:
         ConfigError: a setting of the placement is wrong.
@@ -120,14 +137,22 @@ def plan_actors(config: SupervisedConfig, devices: Sequence[Device]) -> Placemen
     count = config.cluster.actors
     if count is None and all(one.kind == "cpu" for one in devices):
         count = config.actor.model_ranks
-    role = Role(
-        name="actor",
-        count=count,
-        asked=config.cluster.placement.actor,
-        one_device=True,
-        fits=config.fits_actors,
-    )
-    return make_plan([role], devices, node_groups=config.cluster.node_groups)
+    roles = [
+        Role(
+            name="actor",
+            count=count,
+            asked=config.cluster.placement.actor,
+            one_device=True,
+            fits=config.fits_actors,
+        ),
+        Role(
+            name="inference",
+            count=config.inference_workers,
+            asked=config.inference_placement,
+            one_device=True,
+        ),
+    ]
+    return make_plan(roles, devices, node_groups=config.cluster.node_groups)
 
 
 class SupervisedRun:
@@ -173,6 +198,7 @@ class SupervisedRun:
             SampleGroup, name="groups", capacity=config.training.batch_size
         )
         actors = Actors(await self._launch(cluster))
+        teaching = await self._launch_teacher(cluster)
         kept = config.training.keep_checkpoints
         checkpointer = Checkpointer(cluster, actors, self.folder.checkpoints, kept)
         version = self.progress.version
@@ -180,8 +206,9 @@ class SupervisedRun:
             groups.sender,
             groups.receiver,
             view.metrics(version if version else None) as metrics,
+            teaching or nullcontext(),
         ):
-            flow = Flow(actors, groups, checkpointer, metrics, view)
+            flow = Flow(actors, groups, checkpointer, metrics, view, teaching)
             if not version:
                 await self._compute_references(flow)
                 self.progress.before = await self._evaluate(flow)
@@ -216,6 +243,30 @@ class SupervisedRun:
             ),
         )
 
+    async def _launch_teacher(self, cluster: Cluster) -> Teaching | None:
+        config, teacher = self.config, self.config.taught_by
+        if teacher is None:
+            return None
+        plan = plan_actors(config, cluster.devices)
+        device = plan.device("inference", own_process=config.cluster.processes)
+        asked = TeacherQuestions(top_k=teacher.top_k, vocabulary=vocabulary_of(self.model))
+        workers = await cluster.launch(
+            InferenceWorker,
+            None,
+            InferenceConfig(previous=False, teacher=asked),
+            teacher_of(config.actor, teacher, device),
+            backend=inference_backend(config.actor),
+            count=config.inference_workers,
+            name="Inference",
+            **plan.options("inference", config.cluster.environment),
+        )
+        size = config.training.batch_size
+
+        def examples_of(step: int) -> list[Example]:
+            return self._examples_of(self._examples.batch(step, size))
+
+        return Teaching(workers, examples_of, self.steps)
+
     # ---- training
 
     async def _train(self, flow: Flow) -> None:
@@ -244,10 +295,18 @@ class SupervisedRun:
     async def _put(self, flow: Flow, step: int) -> None:
         """Put the records of a step where their ranks take them."""
         size, ranks = self.config.training.batch_size, self.config.data_ranks
+        told: Iterator[TeacherLogProbs] | None = None
+        if flow.teaching is not None:
+            told = iter(await flow.teaching.of_step(step))
         for at, record in enumerate(self._examples.batch(step, size)):
             number, references = step * size + at, self._references.get(record, ())
             samples = [
-                one.sample(number, index, references[index] if references else None)
+                one.sample(
+                    number,
+                    index,
+                    references[index] if references else None,
+                    None if told is None else next(told),
+                )
                 for index, one in enumerate(self._examples[record])
             ]
             group = SampleGroup(iteration=step, group=number, samples=samples)
