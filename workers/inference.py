@@ -127,9 +127,7 @@ def with_teacher(
     learnt = [one for one in samples if not one.request.evaluation]
     found = iter(ask_teacher(teacher, [as_bare(one) for one in learnt], asked) if learnt else ())
     return [
-        one
-        if one.request.evaluation
-        else msgspec.structs.replace(one, teacher=next(found))
+        one if one.request.evaluation else msgspec.structs.replace(one, teacher=next(found))
         for one in samples
     ]
 

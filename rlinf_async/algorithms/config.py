@@ -74,8 +74,8 @@ class LanguageLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """The loss of a language model, and its coefficients."""
 
     name: str = "ppo"
-    """``ppo``, ``gspo``, ``cispo``, ``sapo``, ``reinforce``, ``supervised``, ``distill``, or a user's
-    own"""
+    """``ppo``, ``gspo``, ``cispo``, ``sapo``, ``reinforce``, ``supervised``, ``distill``, or a
+    user's own"""
     clip_low: float = 0.2
     """the ratio is clipped at ``1 - clip_low`` from below; 1: not at all"""
     clip_high: float = 0.2

@@ -131,11 +131,12 @@ def _check_log_probs(sample: TrainingSample) -> None:
     if not sample.scored:
         return
     name, mask = f"sample {sample.group}/{sample.index}", sample.loss_mask
+    teacher = sample.teacher
     for log_prob, whose in (
         (sample.log_prob, "the engine that generated it"),
         (sample.prev_log_prob, "the forward pass that recomputed it"),
         (sample.ref_log_prob, "the reference's forward pass"),
-        (sample.teacher and sample.teacher.drawn, "the teacher's forward pass"),
+        (None if teacher is None else teacher.drawn, "the teacher's forward pass"),
     ):
         if log_prob is not None:
             trained = np.where(mask, log_prob, np.float32(0.0))

@@ -64,8 +64,8 @@ def divergence(
 
 
 def _complete(log_prob: Tensor, config: LanguageLossConfig) -> Tensor:
-    """Return a distribution over the tokens ``[N, k]``, or over them and the others ``[N, k + 1]``.
-    """
+    """Return a distribution over the tokens ``[N, k]``, or over these and all others together
+    ``[N, k + 1]``."""
     if config.divergence_outside == "left_out":
         return log_prob.log_softmax(-1)
     rest = (1.0 - log_prob.exp().sum(-1, keepdim=True)).clamp(min=LEAST_REST)

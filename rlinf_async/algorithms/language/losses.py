@@ -214,6 +214,12 @@ def supervised(inputs: TokenLossInputs, config: LanguageLossConfig) -> Tensor:
 @register_language_loss("distill")
 def distill(inputs: TokenLossInputs, config: LanguageLossConfig) -> TokenLoss:
     """Return the divergence of the policy from its teacher at each token; advantages are ignored.
+    See `teacher_loss`."""
+    return teacher_loss(inputs, config)
+
+
+def teacher_loss(inputs: TokenLossInputs, config: LanguageLossConfig) -> TokenLoss:
+    """Return the divergence of the policy from its teacher at each token.
 
     Where the teacher tells what it holds of other tokens, it is the exact one over the next token
     (`divergence`). Otherwise the reverse KL is estimated on the sampled token ``t``: its gradient
@@ -301,7 +307,7 @@ def token_loss(inputs: TokenLossInputs, config: LanguageLossConfig) -> TokenLoss
     if not isinstance(named, TokenLoss):
         named = TokenLoss(named, {})
     loss = policy = named.loss
-    taught = distill(inputs, config) if config.teacher_coefficient else None
+    taught = teacher_loss(inputs, config) if config.teacher_coefficient else None
     of_drawn = inputs.likely is None  # then it is weighted as the named loss is
     if taught is not None and of_drawn:
         loss = loss + config.teacher_coefficient * taught.loss

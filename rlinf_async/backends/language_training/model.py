@@ -181,15 +181,16 @@ def _instantiate(
                 f"model.path is {config.path!r}: there are no weights in it (*.safetensors or "
                 "*.bin); set model.random = true to begin with new ones"
             )
-        model, report = automatic.from_pretrained(
-            folder,
-            config=described,
-            dtype=torch.float32,
-            attn_implementation=implementation,
-            local_files_only=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are refused below, by name
-        )
+        with without_progress_bars():
+            model, report = automatic.from_pretrained(
+                folder,
+                config=described,
+                dtype=torch.float32,
+                attn_implementation=implementation,
+                local_files_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
+            )
     except OSError as error:
         raise ValueError(f"the model in {config.path!r} cannot be loaded: {error}") from error
     differing = sorted(report["mismatched_keys"])

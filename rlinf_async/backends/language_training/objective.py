@@ -234,13 +234,13 @@ class AskedTokens(NamedTuple):
     """Tokens whose log-probs a model tells beside those of each of ``N`` targets: of its whole
     distribution, or of a part."""
 
-    count: int
+    number: int
     """``k``: number of tokens of each target"""
     ids: Tensor | None = None
     """``[N, k]``, int64; None: the first ones of the vocabulary"""
     likely_of: int = 0
-    """number of first tokens of the vocabulary of which the most likely ones are asked for, instead;
-    0: none are"""
+    """number of first tokens of the vocabulary of which the most likely ones are asked for,
+    instead; 0: none are"""
 
     def of(self, logits: Tensor, first: int = 0) -> tuple[Tensor, Tensor | None]:
         """Return the logits of what is asked for ``[n, k]``, and which tokens these are.
@@ -250,18 +250,18 @@ class AskedTokens(NamedTuple):
             first: number of the first of these targets.
         """
         if self.likely_of:
-            found = logits[:, : self.likely_of].topk(self.count, -1)
+            found = logits[:, : self.likely_of].topk(self.number, -1)
             return found.values, found.indices
         if self.ids is None:
-            return logits[:, : self.count], None
+            return logits[:, : self.number], None
         ids = self.ids[first : first + len(logits)]
         return logits.gather(-1, ids), ids
 
     def ids_of(self, targets: int, device: torch.device) -> Tensor:
-        """Return which tokens these are ``[N, k]``, where the most likely ones are not asked for."""
+        """Return which tokens these are ``[N, k]``; not the most likely ones."""
         if self.ids is not None:
             return self.ids
-        return torch.arange(self.count, device=device).expand(targets, -1)
+        return torch.arange(self.number, device=device).expand(targets, -1)
 
 
 def pack_asked(
@@ -269,8 +269,8 @@ def pack_asked(
     masks: Sequence[NDArray[np.bool_]],
     device: torch.device,
 ) -> AskedTokens | None:
-    """Return the tokens of which a teacher has told the log-probs; None where it told no others than
-    those that were drawn, or there is none.
+    """Return the tokens of which a teacher has told the log-probs; None where it told of drawn ones
+    alone, or there is none.
 
     Raises `ValueError` where it was asked for another number of tokens at some samples.
     """

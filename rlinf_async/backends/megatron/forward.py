@@ -101,13 +101,14 @@ class _Statistics(torch.autograd.Function):
         others, at_others, of_asked = None, None, None
         if asked is not None:
             ids = asked.ids_of(len(targets), targets.device)
-            others, at_others = (ids >= start) & (ids < start + rows), (ids - start).clamp(0, rows - 1)
+            others, at_others = (
+                (ids >= start) & (ids < start + rows),
+                (ids - start).clamp(0, rows - 1),
+            )
             of_asked = scaled.gather(-1, at_others).masked_fill(~others, 0.0)
             dist.all_reduce(of_asked, group=group)
             of_asked -= normalizer[:, None]
-        ctx.save_for_backward(
-            scaled, at, inside, scale, normalizer, entropy, others, at_others
-        )
+        ctx.save_for_backward(scaled, at, inside, scale, normalizer, entropy, others, at_others)
         ctx.dtype = logits.dtype
         ctx.set_materialize_grads(False)
         return chosen - normalizer, entropy, of_asked
@@ -115,7 +116,7 @@ class _Statistics(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *grad_outputs: Tensor
+        ctx: Any, *grad_outputs: Tensor | None
     ) -> tuple[Any, ...]:
         grad_log_prob, grad_entropy, grad_asked = grad_outputs
         scaled, at, inside, scale, normalizer, entropy, others, at_others = ctx.saved_tensors

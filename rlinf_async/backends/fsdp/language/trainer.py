@@ -242,7 +242,7 @@ class PolicyTrainer(
         own = len(cast(Any, self.language).get_output_embeddings().weight)
         there = min(own, vocabulary)
         asked = AskedTokens(min(top_k or there, there), likely_of=there if top_k else 0)
-        most = config.logit_chunk_bytes // (FLOAT_BYTES * asked.count)  # tokens that are held
+        most = config.logit_chunk_bytes // (FLOAT_BYTES * asked.number)  # tokens that are held
         limit = max(min(most, config.max_tokens_per_forward), 1)
         parts = by_tokens([one.tokens for one in samples], limit)
         drawn, likely, ids = [], [], []

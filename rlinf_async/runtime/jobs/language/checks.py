@@ -32,8 +32,8 @@ from rlinf_async.algorithms.config import (
 from rlinf_async.backends.language import UnsupportedModel, check_family
 from rlinf_async.backends.parts import EngineRun, TrainerRun, engines, language_trainers
 from rlinf_async.config import ConfigError, MissingExtra, UsageError
-from rlinf_async.data.config import NO_VERIFIER
 from rlinf_async.data import DataError, Prompts, PromptsTooLong, Tokenizer, load_tokenizer
+from rlinf_async.data.config import NO_VERIFIER
 from rlinf_async.episodes.agents import load_agent
 from rlinf_async.episodes.endpoint import EndpointConfig
 from rlinf_async.episodes.endpoint.server import listener
@@ -542,7 +542,7 @@ def check_teacher_folder(path: str, model: Path) -> None:
         raise ConfigError(str(error), path=where) from error
     if own != theirs:
         differing = {*own.items()} ^ {*theirs.items()}
-        number, token = min((number, token) for token, number in differing)
+        _, token = min((number, token) for token, number in differing)
         raise ConfigError(
             f"the tokenizer in {folder} is not the model's: it has {len(theirs)} tokens, and the "
             f"model's has {len(own)}; the first that differs is {token!r}, which is token "

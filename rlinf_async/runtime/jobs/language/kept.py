@@ -178,7 +178,7 @@ def _kept(
     sample, outcome = scored.sample, scored.outcome
     request, generated = sample.request, sample.generated
     trains = isinstance(outcome, Scored) and kind == "training"
-    mask = generated.drawn_mask & trains
+    mask, teacher = generated.drawn_mask & trains, sample.teacher
     return KeptLanguageSample(
         name=request.sample_name,
         kind=kind,
@@ -202,7 +202,7 @@ def _kept(
         mask=mask.astype(np.int8).tolist(),
         prev_log_probs=_rounded_or_unset(sample.prev_log_prob),
         ref_log_probs=_rounded_or_unset(sample.ref_log_prob),
-        teacher_log_probs=_rounded_or_unset(sample.teacher and sample.teacher.drawn),
+        teacher_log_probs=_rounded_or_unset(None if teacher is None else teacher.drawn),
         values=_rounded_or_unset(sample.value),
         episode=UNSET if sample.episode is None else _episode(sample, sample.episode, decode),
         rollout_rank=sample.rollout_rank,
