@@ -126,7 +126,8 @@ class RewardWorker(Worker):
     Args:
         config: how this worker scores.
         verifier: name of the verifier of every sample, whatever its record says: of one that was
-            swapped while the run went on. Empty: that of the record.
+            swapped while the run went on. Empty: that of the record. Answers to the prompts of an
+            evaluation set are scored by the set's own.
     """
 
     stateless = True
@@ -201,7 +202,11 @@ class RewardWorker(Worker):
         return judge(name, self._inline[name], answer)
 
     def _verifier_of(self, sample: Sample) -> str:
-        return self._verifier or sample.request.prompt.verifier
+        return self._swapped(sample) or sample.request.prompt.verifier
+
+    def _swapped(self, sample: Sample) -> str:
+        """The verifier that took the place of the sample's; that of a set stays its own."""
+        return "" if sample.request.evaluation_set else self._verifier
 
     def _capacity(self, verifier: str) -> int:
         """The number of samples that this verifier can judge at a time."""
@@ -250,7 +255,7 @@ class RewardWorker(Worker):
         clock = asyncio.get_running_loop().time
         started = clock()
         outcome = sample.outcome  # of an episode that scores itself, or failed
-        verifier = "" if outcome else self._verifier
+        verifier = "" if outcome else self._swapped(sample)
         if not isinstance(outcome, Failed):
             with self.span(SCORE, **_labels(sample)):
                 outcome = outcome or await self.score(sample)

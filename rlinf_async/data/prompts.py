@@ -28,7 +28,7 @@ import math
 import string
 import time
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -463,6 +463,12 @@ class Prompts(Iterator[Prompt]):
     def verifiers(self) -> tuple[str, ...]:
         """Names of the verifiers of the records that were checked."""
         return tuple(sorted(self._verifiers))
+
+    def known(self, texts: Iterable[str]) -> int:
+        """Return how many of these texts, of prompts, are among those of the records that were
+        checked, held-out ones included."""
+        hashes = set(self._hashes)
+        return sum(hash(text) in hashes for text in texts)
 
     def references(self, verifier: str) -> Iterator[str]:
         """The references of the records that this verifier scores."""

@@ -280,6 +280,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     partial: Generated | None = None
     """tokens generated before an interruption; generation continues after them"""
     evaluation: bool = False
+    evaluation_set: str = ""
+    """name of the set that its prompt belongs to; empty: the run's own data"""
     turn: int = 0
     """number of the turn of an episode, from 1 on, over all branches; its prompt is the whole
     conversation so far. 0: no turn but a whole sample, or the task of an episode"""

@@ -8,6 +8,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
+from rlinf_async.observe.evaluations import HELD_OUT, Evaluated
 from rlinf_async.observe.files import RunFolderError, atomic_write, explaining
 from rlinf_async.observe.run_folder import RunFolder
 
@@ -106,6 +107,8 @@ class LanguageSummary(Summary, kw_only=True):
     """Held-out tasks that were answered in the evaluation at the end."""
     evaluation_unscored: int | None = None
     """Number of evaluated answers that the verifier rejected or failed on."""
+    evaluations: dict[str, Evaluated] = {}
+    """Results of the evaluation at the end, by name of the set, with their intervals."""
     outcomes: dict[str, int] = {}
     """number of trained samples that were scored, rejected, failed"""
     scheduler: dict[str, int | str] | None = None
@@ -120,6 +123,9 @@ class LanguageSummary(Summary, kw_only=True):
             parts.append(_with_before("mean reward", self.eval_reward, self.eval_reward_before))
         if self.evaluation_unscored:
             parts.append(f"{self.evaluation_unscored} of {self.evaluation_samples} not scored")
+        for name, one in self.evaluations.items():
+            if name != HELD_OUT and (found := one.accuracy or one.reward) is not None:
+                parts.append(f"{name} {found.value:.2f}")
         parts += [*Summary.figures(self), f"{self.samples:,} samples"]
         if unscored := sum(self.outcomes.values()) - self.outcomes.get("scored", 0):
             parts.append(f"{unscored:,} of them not scored")

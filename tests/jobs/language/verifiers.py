@@ -14,6 +14,11 @@ def letters(answer: Answer) -> float:
     return sum(one.isalpha() for one in answer.text) / 8
 
 
+def early(answer: Answer) -> float:
+    """Right where the first letter is in the first half of the alphabet."""
+    return float(answer.text[:1].lower() < "n")
+
+
 def text(answer: Answer) -> str:
     """Not a number."""
     return f"good: {answer.text}"

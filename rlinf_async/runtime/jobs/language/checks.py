@@ -7,6 +7,7 @@
     check_verifiers  those that settings name load
     open_prompts     context of the model - rollout.sampling.max_tokens >= every prompt
                      iterations x prompts of each <= records x epochs; verifiers that load
+    open_sets        the same of the prompts of evaluation sets
     check_critic     a critic's own model: it reads the actor's tokens
     check_teacher    so does a teacher
     check_scoring    verifiers load in a scoring process, too
@@ -16,7 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +35,14 @@ from rlinf_async.algorithms.config import (
 from rlinf_async.backends.language import UnsupportedModel, check_family
 from rlinf_async.backends.parts import EngineRun, TrainerRun, engines, language_trainers
 from rlinf_async.config import ConfigError, MissingExtra, UsageError
-from rlinf_async.data import DataError, Prompts, PromptsTooLong, Tokenizer, load_tokenizer
+from rlinf_async.data import (
+    DataConfig,
+    DataError,
+    Prompts,
+    PromptsTooLong,
+    Tokenizer,
+    load_tokenizer,
+)
 from rlinf_async.data.config import NO_VERIFIER
 from rlinf_async.episodes.agents import load_agent
 from rlinf_async.episodes.endpoint import EndpointConfig
@@ -40,7 +50,8 @@ from rlinf_async.episodes.endpoint.server import listener
 from rlinf_async.episodes.environments import Asked, environments, is_number
 from rlinf_async.episodes.episode import EpisodeError
 from rlinf_async.episodes.parsing import parsers
-from rlinf_async.messages.language import Rejected
+from rlinf_async.messages.language import Rejected, Sampling
+from rlinf_async.observe.evaluations import HELD_OUT
 from rlinf_async.parallel.splits import nearest_divisors
 from rlinf_async.rewards import ScoringPool, load_verifier
 from rlinf_async.rewards.judging import BUILT_IN, INLINE, Answer, judge, verifiers
@@ -48,6 +59,7 @@ from rlinf_async.runtime.apart import apart as run_apart
 from rlinf_async.runtime.jobs.language.acceptance import acceptance_rules
 from rlinf_async.runtime.jobs.language.backends import has_weights, inference_backend
 from rlinf_async.runtime.jobs.language.config import ActorConfig, LanguageConfig, LearnerConfig
+from rlinf_async.runtime.jobs.language.evaluation import EvaluationSet, greedy
 from rlinf_async.runtime.jobs.language.model import check_weights
 from rlinf_async.runtime.jobs.placement import PlacementPlan
 from rlinf_async.runtime.signals import run
@@ -56,6 +68,9 @@ from rlinf_async.workers.base import WorkerDied, WorkerError
 from rlinf_async.workers.episode.config import EpisodeConfig
 from rlinf_async.workers.reward import RewardConfig
 
+Setting = tuple[str, ...]
+"""path of a setting or a section"""
+SETS = ("evaluation", "sets")
 COMPARING = frozenset({"grpo", "turn_grpo", "rloo", "reinforce++_baseline"})
 """built-in advantages that compare the samples of a prompt with one another"""
 WITHOUT_VALUES = COMPARING | {"reinforce++"}
@@ -227,6 +242,8 @@ def _check_evaluation(config: LanguageConfig) -> None:
             "data.held_out, or evaluation.samples to 0",
             path=("data", "held_out"),
         )
+    for name, one in config.evaluation.sets.items():
+        _check_episode_data(config, one.data, (*SETS, name, "data"))
     if config.evaluation.has_target and not config.evaluation.samples:
         name = "reward" if config.evaluation.target_accuracy is None else "accuracy"
         raise ConfigError(
@@ -558,11 +575,7 @@ def check_teacher_folder(path: str, model: Path) -> None:
 def _check_episodes(config: LanguageConfig) -> None:
     """Refuse settings of episodes without episodes, and episodes that could not have a turn."""
     episode, workers = config.episode, config.cluster.episode_workers
-    if config.data.environment_tasks and not episode.run:
-        raise ConfigError(
-            "no environment makes these tasks: name one in episode.run",
-            path=("data", "environment_tasks"),
-        )
+    _check_episode_data(config, config.data, ("data",))
     if not episode.run:
         given = [
             name
@@ -599,18 +612,33 @@ def _check_episodes(config: LanguageConfig) -> None:
             "that each takes one that is free, or set cluster.episode_workers to 1",
             path=("episode", "endpoint", "port"),
         )
-    if not config.data.chat:
-        raise ConfigError(
-            "an episode is a conversation, whose messages go through a chat template: set it to "
-            "true",
-            path=("data", "chat"),
-        )
     most = config.actor.max_tokens or DEFAULT_MICRO_BATCH_TOKENS
     if config.actor.micro_batch_size is None and most < episode.max_tokens:
         raise ConfigError(
             f"a micro-batch has at most {most} tokens, but a branch of an episode may have "
             f"{episode.max_tokens} (episode.max_tokens): raise this, or lower that",
             path=("actor", "max_tokens"),
+        )
+
+
+def _check_episode_data(config: LanguageConfig, data: DataConfig, where: Setting) -> None:
+    """Refuse tasks of an environment that is not there, and prompts that are no conversation."""
+    if data.environment_tasks and not config.has_episodes:
+        raise ConfigError(
+            "no environment makes these tasks: name one in episode.run",
+            path=(*where, "environment_tasks"),
+        )
+    own = [name for name in ("chat_template", "chat_options") if getattr(data, name)]
+    if config.has_episodes and own and data is not config.data:
+        raise ConfigError(
+            f"episodes render their conversations themselves, with data.{own[0]}: leave it out",
+            path=(*where, own[0]),
+        )
+    if config.has_episodes and not data.chat:
+        raise ConfigError(
+            "an episode is a conversation, whose messages go through a chat template: set it to "
+            "true",
+            path=(*where, "chat"),
         )
 
 
@@ -695,21 +723,15 @@ def open_prompts(config: LanguageConfig, model: Path, tokenizer: Tokenizer) -> P
         ConfigError: they cannot be read, do not fit the model or are too few, or a verifier that
             they name cannot be loaded.
     """
-    room, why = _room(config, model)
-    data, narrowed = config.data, room is not None and room < config.data.max_prompt_tokens
-    if room is not None and narrowed:
-        data = msgspec.structs.replace(data, max_prompt_tokens=room)
-    try:
-        prompts = Prompts(data, tokenizer, messages=config.has_episodes)
-    except DataError as error:
-        blamed = narrowed and isinstance(error, PromptsTooLong)
-        hint = f" ({why})" if blamed else ""
-        raise ConfigError(f"{error}{hint}", path=("data",)) from error
+    where = ("rollout", "sampling", "max_tokens")
+    prompts = _opened(
+        config, config.data, ("data",), tokenizer, _room(config, model, config.rollout.sampling, where)
+    )
     _check_count(config, prompts)
     if config.evaluation.samples and not prompts.held_out:
         raise ConfigError(
             f"all {config.data.held_out} held-out prompts are longer than max_prompt_tokens = "
-            f"{data.max_prompt_tokens} and left out: nothing is left to evaluate; raise the limit, "
+            f"{prompts.config.max_prompt_tokens} and left out: nothing is left to evaluate; raise the limit, "
             "or set evaluation.samples to 0",
             path=("data", "held_out"),
         )
@@ -719,17 +741,84 @@ def open_prompts(config: LanguageConfig, model: Path, tokenizer: Tokenizer) -> P
             "or those of held-out records. Does the chat template write each record's own prompt?",
             path=("data",),
         )
-    for name in prompts.verifiers:
-        verifiers.check(name, ("data", "verifier"), apart=True)
-        if name in BUILT_IN:
-            _check_references(name, prompts.references(name))
-    run = config.episode.run
-    if not config.data.environment_tasks and run in environments and environments[run].numbered:
-        _check_numbers(run, prompts)
     return prompts
 
 
-def _check_numbers(run: str, prompts: Prompts) -> None:
+def open_sets(
+    config: LanguageConfig, model: Path, tokenizer: Tokenizer, training: Prompts | None = None
+) -> list[EvaluationSet]:
+    """The sets of prompts that every evaluation asks; each prompt fits the context of the model.
+
+    Says on stderr where prompts of a set are among those that are trained on.
+
+    Args:
+        config: the run's configuration.
+        model: the model's folder.
+        tokenizer: the model's.
+        training: the run's prompts, of which the held-out ones are a set; None: nothing is trained.
+
+    Raises:
+        ConfigError: as `open_prompts`.
+    """
+    wanted, drawn = config.evaluation, config.rollout.sampling
+    held_out = [] if training is None else training.held_out[: wanted.samples]
+    found = [EvaluationSet(HELD_OUT, held_out, greedy(drawn))] if held_out else []
+    for name, one in wanted.sets.items():
+        where, sampling = (*SETS, name), one.sampling(drawn)
+        of_training = ("rollout", "sampling", "max_tokens")
+        limit = of_training if one.max_tokens is None else (*where, "max_tokens")
+        room = _room(config, model, sampling, limit)
+        data = msgspec.structs.replace(one.data, epochs=1)
+        prompts = _opened(config, data, (*where, "data"), tokenizer, room)
+        asked = list(itertools.islice(prompts, one.prompts or None))
+        if not asked:
+            raise ConfigError(
+                f"all {len(prompts)} prompts are longer than max_prompt_tokens = "
+                f"{prompts.config.max_prompt_tokens} and left out: nothing is left to evaluate; "
+                "raise the limit",
+                path=(*where, "data"),
+            )
+        known = 0 if training is None else training.known(one.text for one in asked)
+        if known:
+            print(
+                f"{config.name}: {known} of the {len(asked)} prompts of evaluation.sets.{name} are "
+                "among the records of [data], which are trained on (but for held-out ones): its "
+                "figures are not those of prompts that the model has never seen",
+                file=sys.stderr,
+            )
+        found.append(EvaluationSet(name, asked, sampling, one.samples))
+    return found
+
+
+def _opened(
+    config: LanguageConfig,
+    data: DataConfig,
+    where: Setting,
+    tokenizer: Tokenizer,
+    room: tuple[int | None, str],
+) -> Prompts:
+    """The prompts of a section, checked; ``room``: see `_room`."""
+    most, why = room
+    narrowed = most is not None and most < data.max_prompt_tokens
+    if most is not None and narrowed:
+        data = msgspec.structs.replace(data, max_prompt_tokens=most)
+    try:
+        prompts = Prompts(data, tokenizer, messages=config.has_episodes)
+    except DataError as error:
+        blamed = narrowed and isinstance(error, PromptsTooLong)
+        hint = f" ({why})" if blamed else ""
+        raise ConfigError(f"{error}{hint}", path=where) from error
+    for name in prompts.verifiers:
+        verifiers.check(name, (*where, "verifier"), apart=True)
+        if name in BUILT_IN:
+            _check_references(name, prompts.references(name), (*where, "verifier"))
+    run = config.episode.run
+    if not data.environment_tasks and run in environments and environments[run].numbered:
+        _check_numbers(run, prompts, (*where, "reference_column"))
+    return prompts
+
+
+def _check_numbers(run: str, prompts: Prompts, where: Setting) -> None:
     """Refuse references of which none is the number of an environment's task."""
     given = ""
     for reference in (one for name in prompts.verifiers for one in prompts.references(name)):
@@ -740,11 +829,11 @@ def _check_numbers(run: str, prompts: Prompts) -> None:
         f"a task of the environment {run!r} is a number from 0, its reference, but no record has "
         f"one (the first has {given[:80]!r}): set data.environment_tasks in place of data.path, or "
         "name the column with the numbers",
-        path=("data", "reference_column"),
+        path=where,
     )
 
 
-def _check_references(name: str, references: Iterator[str]) -> None:
+def _check_references(name: str, references: Iterator[str], where: Setting) -> None:
     """Refuse references of which a built-in verifier can read none: nothing would be scored.
 
     One that it can read is enough: others are counted by the run, and train nothing.
@@ -757,9 +846,15 @@ def _check_references(name: str, references: Iterator[str]) -> None:
         why, count = why or outcome.reason, count + 1
     raise ConfigError(
         f"{name!r} can read the reference of none of the {count} records that it scores, so that "
-        f"nothing would be learned: {why}; is data.reference_column the right one?",
-        path=("data", "verifier"),
+        f"nothing would be learned: {why}; is reference_column the right one?",
+        path=where,
     )
+
+
+def data_sections(config: LanguageConfig) -> list[tuple[DataConfig, Setting]]:
+    """The data whose answers are scored, each with its section."""
+    sets = config.evaluation.sets.items()
+    return [(config.data, ("data",)), *((one.data, (*SETS, name, "data")) for name, one in sets)]
 
 
 def check_verifiers(config: LanguageConfig) -> None:
@@ -776,8 +871,9 @@ def check_verifiers(config: LanguageConfig) -> None:
             f"there is no environment variable {missing[0]}: set it, or leave it out",
             path=("reward", "environment"),
         )
-    if config.data.verifier:
-        verifiers.check(config.data.verifier, ("data", "verifier"), apart=True)
+    for data, where in data_sections(config):
+        if data.verifier:
+            verifiers.check(data.verifier, (*where, "verifier"), apart=True)
     for name in config.reward.preload:
         verifiers.check(name, ("reward", "preload"), apart=True)
     if config.training.accept:
@@ -900,9 +996,18 @@ def _described(model: Path) -> dict[str, Any]:
     return text
 
 
-def _room(config: LanguageConfig, model: Path) -> tuple[int | None, str]:
-    """Largest number of tokens of a prompt, and the reason; None: the model has no limit."""
-    context, longest = _context(config, model), config.rollout.sampling.max_tokens
+def _room(
+    config: LanguageConfig, model: Path, sampling: Sampling, where: Setting
+) -> tuple[int | None, str]:
+    """Largest number of tokens of a prompt, and the reason; None: the model has no limit.
+
+    Args:
+        config: the run's configuration.
+        model: the model's folder.
+        sampling: how answers are drawn.
+        where: setting of their ``max_tokens``.
+    """
+    context, longest = _context(config, model), sampling.max_tokens
     if config.has_episodes:
         most = config.episode.max_tokens
         if context is not None and most > context:
@@ -919,12 +1024,12 @@ def _room(config: LanguageConfig, model: Path) -> tuple[int | None, str]:
         raise ConfigError(
             f"max_tokens is {longest}, but prompt and response have to fit the model's context of "
             f"{context} tokens together: lower it",
-            path=("rollout", "sampling", "max_tokens"),
+            path=where,
         )
     room = context - longest
     return room, (
         f"a context of {context} tokens less max_tokens = {longest} leaves {room}: lower "
-        "rollout.sampling.max_tokens for longer prompts"
+        f"{'.'.join(where)} for longer prompts"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
@@ -34,6 +35,7 @@ from rlinf_async.config.counts import MOST_WORKERS, check_bounds
 from rlinf_async.config.registry import Part, Path, nearest
 from rlinf_async.data import DataConfig
 from rlinf_async.messages.language import Sampling
+from rlinf_async.observe.evaluations import HELD_OUT
 from rlinf_async.observe.samples import SamplesConfig
 from rlinf_async.observe.sinks.config import ObserveConfig
 from rlinf_async.parallel import Strategy
@@ -422,12 +424,66 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return 4 * self.prompts if self.max_extra is None else self.max_extra
 
 
+SET_NAME = re.compile(r"[A-Za-z0-9_]+")
+
+
+class EvaluationSetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Prompts of other data than the run's own, which every evaluation asks, too."""
+
+    data: DataConfig
+    """file, folder or task, and its verifier, as in ``[data]``; its ``seed`` is not that of the
+    run, so that all runs are asked the same"""
+    prompts: int = 0
+    """most prompts: the first ones in the order of ``data``; 0: all"""
+    samples: int = 1
+    """answers to each prompt"""
+    temperature: float = 0.0
+    """divisor of the logits; 0: the most likely tokens (greedy)"""
+    top_k: int = 0
+    """number of most likely tokens to draw from; 0: all"""
+    top_p: float = 1.0
+    """probability mass of the most likely tokens to draw from; 1: all"""
+    max_tokens: int | None = None
+    """limit of an answer; that of ``rollout.sampling`` when left out"""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "prompts", least=0)
+        check_bounds(self, "samples", "max_tokens", least=1)
+        if self.temperature == 0.0:
+            for name, value in (("samples", 1), ("top_k", 0), ("top_p", 1.0)):
+                if getattr(self, name) != value:
+                    raise ValueError(
+                        f"{name} is {getattr(self, name)}, but at temperature 0 the most likely "
+                        "token is taken, and all answers to a prompt are equal: set temperature, "
+                        "or leave it out"
+                    )
+        self.sampling(Sampling())
+        for name in ("held_out", "epochs"):
+            if getattr(self.data, name):
+                raise ConfigError(
+                    f"{name} is {getattr(self.data, name)}, but all prompts of a set are for "
+                    "evaluation, and each is asked once: leave it out (prompts limits them)",
+                    path=("data", name),
+                )
+
+    def sampling(self, training: Sampling) -> Sampling:
+        """Return how its answers are drawn, where samples to train on are drawn by ``training``."""
+        return Sampling(
+            max_tokens=self.max_tokens or training.max_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+        )
+
+
 class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Greedy answers to held-out prompts (``data.held_out``), before the first iteration and after
-    the last."""
+    """Greedy answers to held-out prompts (``data.held_out``), and those to the prompts of ``sets``,
+    before the first iteration and after the last."""
 
     samples: int = 200
-    """most samples of an evaluation; 0: there is no evaluation"""
+    """most held-out prompts of an evaluation; 0: none"""
+    sets: dict[str, EvaluationSetConfig] = {}
+    """further prompts, by a name for their columns"""
     every: int = 0
     """iterations between two evaluations before the last one, 0: none; the actors wait meanwhile,
     and the next samples are generated"""
@@ -440,11 +496,19 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     def __post_init__(self) -> None:
         check_bounds(self, "samples", "every", least=0)
-        if self.every and not self.samples:
+        if self.every and not (self.samples or self.sets):
             raise ValueError(
                 f"every is {self.every}, but samples is 0: nothing would be evaluated; leave one "
                 "of them out"
             )
+        for name in self.sets:
+            if name == HELD_OUT or not SET_NAME.fullmatch(name):
+                why = "that is the set of data.held_out" if name == HELD_OUT else "it names columns"
+                raise ConfigError(
+                    f"{name!r} cannot name a set: {why}; use letters, digits and _, as in "
+                    "[evaluation.sets.math]",
+                    path=("sets", name),
+                )
         if self.target_accuracy is not None and not 0.0 <= self.target_accuracy <= 1.0:
             raise ValueError(
                 f"target_accuracy is {self.target_accuracy}; it must lie between 0 and 1, or be "

@@ -31,9 +31,12 @@ from rlinf_async.runtime.jobs.language.checks import (
     check_sizes,
     check_teacher,
     check_verifiers,
+    data_sections,
     open_prompts,
+    open_sets,
 )
 from rlinf_async.runtime.jobs.language.config import MAY_DIFFER, LanguageConfig
+from rlinf_async.runtime.jobs.language.evaluation import EvaluationSet, verifiers_of
 from rlinf_async.runtime.jobs.language.model import (
     Examples,
     check_forward,
@@ -117,8 +120,12 @@ class LanguageRL:
         check_agent(config, plan)
         if devices is None:
             check_endpoint(config)
-        for data, path in ((config.data, ("data",)), (config.warm_start.data, WARM_START_DATA)):
-            if data is not None and data.path:
+        warm = config.warm_start.data
+        for data, path in (
+            *data_sections(config),
+            *([] if warm is None else [(warm, WARM_START_DATA)]),
+        ):
+            if data.path:
                 _check_there(data, (*path, "path"))
 
     def inspect(self, config: LanguageConfig, devices: Sequence[Device] | None = None) -> None:
@@ -134,7 +141,8 @@ class LanguageRL:
         with tempfile.TemporaryDirectory(prefix="rlinf-async-check-") as folder:
             plan = self.plan(config, devices)
             inputs = _inputs(_seeded(placed(config, plan)), Path(folder))
-            check_scoring(config, inputs.prompts.verifiers)
+            names = (*inputs.prompts.verifiers, *verifiers_of(inputs.sets))
+            check_scoring(config, names)
             device = plan.device("rollout", own_process=config.cluster.processes)
             check_engine(config, inputs.model, device)
 
@@ -175,7 +183,7 @@ class LanguageRL:
         inputs = _inputs(config, folder.path / "model")
         if inputs.examples:
             _warm_start(config, inputs.model, inputs.examples, folder.workers_log)
-        return LanguageRun(config, inputs.prompts, folder, inputs.model)
+        return LanguageRun(config, inputs.prompts, folder, inputs.model, inputs.sets)
 
 
 def _reads(run: LanguageRun) -> Reads:
@@ -201,12 +209,14 @@ class _Inputs(NamedTuple):
     model: Path
     """Folder of the model."""
     prompts: Prompts
+    sets: Sequence[EvaluationSet]
+    """prompts to evaluate on"""
     examples: Examples
     """examples of a warm start that is still to come; else none"""
 
 
 def _inputs(config: LanguageConfig, into: Path) -> _Inputs:
-    """Read and check the model, the prompts and the examples of the warm start.
+    """Read and check the model, the prompts, those of evaluation sets, and the examples of the warm start.
 
     Args:
         config: the run's configuration.
@@ -223,6 +233,7 @@ def _inputs(config: LanguageConfig, into: Path) -> _Inputs:
     try:
         tokenizer = load_tokenizer(model)
         prompts = open_prompts(config, model, tokenizer)
+        sets = open_sets(config, model, tokenizer, prompts)
         if config.has_episodes:
             load_template(model, config.data.chat_options, tokenizer)
         if config.model.path and config.actor.part.has_weights:
@@ -230,7 +241,7 @@ def _inputs(config: LanguageConfig, into: Path) -> _Inputs:
         check_critic(config, model)
         check_teacher(config, model)
         warm = config.warm_start.steps and not has_weights(model)
-        return _Inputs(model, prompts, examples(config, tokenizer) if warm else [])
+        return _Inputs(model, prompts, sets, examples(config, tokenizer) if warm else [])
     except DataError as error:
         raise ConfigError(str(error), path=("data",)) from error
 

@@ -102,6 +102,8 @@ class KeptLanguageSample(KeptSample, kw_only=True):
     teacher_log_probs: list[float] | UnsetType = UNSET
     values: list[float] | UnsetType = UNSET
     episode: KeptEpisode | UnsetType = UNSET
+    evaluation_set: str | UnsetType = UNSET
+    """name of the evaluation set that its prompt belongs to; none of held-out prompts"""
     rollout_rank: int
     scoring_seconds: float
 
@@ -205,6 +207,7 @@ def _kept(
         teacher_log_probs=_rounded_or_unset(None if teacher is None else teacher.drawn),
         values=_rounded_or_unset(sample.value),
         episode=UNSET if sample.episode is None else _episode(sample, sample.episode, decode),
+        evaluation_set=request.evaluation_set or UNSET,
         rollout_rank=sample.rollout_rank,
         scoring_seconds=round(scored.seconds, DIGITS),
     )

@@ -3,29 +3,22 @@ warnings, the summary, the learning curve."""
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple, Self
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
-from rlinf_async.channels import Sender
 from rlinf_async.messages.language import (
     EngineUse,
     Failed,
-    Outcome,
-    Prompt,
-    Rejected,
-    Request,
     Sample,
-    Sampling,
     Scored,
     ScoredSample,
 )
+from rlinf_async.observe.evaluations import HELD_OUT, Evaluated
 from rlinf_async.observe.pictures import LANGUAGE, draw_learning_curve
 from rlinf_async.observe.progress import figure
 from rlinf_async.observe.run_folder import RunFolder
@@ -33,9 +26,9 @@ from rlinf_async.observe.summary import LanguageSummary, Staleness
 from rlinf_async.observe.waits import Facts, Shape, shapes_of
 from rlinf_async.runtime.jobs.checkpoints import Stopped
 from rlinf_async.runtime.jobs.language.config import EvaluationConfig, LanguageConfig
+from rlinf_async.runtime.jobs.language.evaluation import reaches, why_unscored
 from rlinf_async.runtime.jobs.language.roles import Trained
 from rlinf_async.runtime.jobs.language.samples import (
-    Collector,
     LanguageProgress,
     Replaced,
     Source,
@@ -308,13 +301,12 @@ def drawn(groups: Groups, replaced: Replaced) -> dict[str, float]:
     return columns
 
 
-def evaluation_row(progress: LanguageProgress, found: Evaluated) -> dict[str, float]:
+def evaluation_row(progress: LanguageProgress, found: Sequence[Evaluated]) -> dict[str, float]:
     """The row of the metrics about an evaluation."""
-    return {
-        "samples": float(progress.samples),
-        "train_seconds": progress.train_seconds,
-        **found.columns(),
-    }
+    row = {"samples": float(progress.samples), "train_seconds": progress.train_seconds}
+    for one in found:
+        row |= one.columns()
+    return row
 
 
 def headline(
@@ -332,131 +324,6 @@ def headline(
         ("staleness", figure(last.get("staleness_mean"), ".1f")),
     )
     return Headline(run, progress.version, iterations, figures)
-
-
-class Evaluated(NamedTuple):
-    """The result of one evaluation."""
-
-    samples: int
-    """number of answers that were asked for"""
-    unscored: int
-    """number of answers that the verifier rejected or failed on"""
-    why: str
-    """reason or error of the first of these; empty where all were scored"""
-    reward: float | None
-    """mean over the answers that were scored; None where none was"""
-    accuracy: float | None
-    """share of right answers among all that were asked for: what was not scored is not right. None
-    where a reward is neither 0 (wrong) nor 1 (right), and where nothing was scored"""
-
-    @classmethod
-    def of(cls, outcomes: Sequence[Outcome]) -> Self:
-        """Sum up the outcomes of all answers."""
-        rewards = [one.reward for one in outcomes if isinstance(one, Scored)]
-        right_or_wrong = bool(rewards) and set(rewards) <= {0.0, 1.0}
-        return cls(
-            samples=len(outcomes),
-            unscored=len(outcomes) - len(rewards),
-            why=next((why_unscored(one) for one in outcomes if not isinstance(one, Scored)), ""),
-            reward=sum(rewards) / len(rewards) if rewards else None,
-            accuracy=sum(rewards) / len(outcomes) if right_or_wrong else None,
-        )
-
-    def columns(self) -> dict[str, float]:
-        """Return the columns of the evaluation in the metrics."""
-        columns = {"eval_unscored": float(self.unscored)}
-        if self.reward is not None:
-            columns["eval_reward"] = self.reward
-        if self.accuracy is not None:
-            columns["eval_accuracy"] = self.accuracy
-        return columns
-
-    def reaches(self, targets: EvaluationConfig) -> bool:
-        """Whether every target is reached. A mean reward that some answers are not in reaches
-        none."""
-        right, wanted = self.accuracy, targets.target_accuracy
-        if wanted is not None and (right is None or right < wanted):
-            return False
-        mean, wanted = self.reward, targets.target_reward
-        return wanted is None or (mean is not None and not self.unscored and mean >= wanted)
-
-
-async def evaluate(
-    prompts: Sequence[Prompt],
-    max_tokens: int,
-    *,
-    version: int,
-    requests: Sender[Request],
-    collector: Collector,
-    on_answer: Callable[[int, int], None],
-    on_answers: Callable[[Sequence[ScoredSample]], None] = lambda _: None,
-) -> Evaluated | None:
-    """Have every prompt answered once, greedily, by weights of at least this version, and scored.
-
-    None where there is no prompt. ``on_answer`` is called with the number of the answers that are
-    there, and of all; ``on_answers`` with all of them.
-    """
-    if not prompts:
-        return None
-    on_answer(0, len(prompts))
-    greedy = Sampling(max_tokens=max_tokens, temperature=0.0)
-    wanted = [
-        Request(
-            group=-1 - position,  # never that of a sample to train on
-            index=version,
-            group_size=1,
-            iteration=version,
-            min_version=version,
-            prompt=prompt,
-            sampling=greedy,
-            seed=position,
-            evaluation=True,
-        )
-        for position, prompt in enumerate(prompts)
-    ]
-    expected = collector.expect(wanted)
-    count = itertools.count(1)
-    for one in expected:
-        one.add_done_callback(lambda _: on_answer(next(count), len(expected)))
-    for request in wanted:
-        await requests.put(request)
-    answers = await asyncio.gather(*expected)
-    on_answers(answers)
-    return Evaluated.of([one.outcome for one in answers])
-
-
-def why_unscored(outcome: Rejected | Failed) -> str:
-    """The reason or the error."""
-    if isinstance(outcome, Rejected):
-        return f"rejected: {outcome.reason}"
-    return outcome.error
-
-
-def warn_of_evaluation(
-    run: str, version: int, found: Evaluated, targets: EvaluationConfig, *, warned: bool
-) -> bool:
-    """Warn of the first evaluation whose figures cannot be taken for what they seem to be.
-
-    Returns whether the run has been warned, now or before.
-    """
-    said = []
-    if found.unscored:
-        said.append(
-            f"{found.unscored} of {found.samples} answers were not scored: they count as not "
-            f"right, and are in no mean reward, the first with: {found.why}"
-        )
-    if targets.target_accuracy is not None and found.reward is not None and found.accuracy is None:
-        said.append(
-            "rewards are not only 0 (wrong) and 1 (right): there is no accuracy, so that "
-            "evaluation.target_accuracy cannot be reached; set evaluation.target_reward instead"
-        )
-    if said and not warned:
-        print(
-            f"{run}: evaluation of version {version}: {'; '.join(said)} (said once; see the "
-            "columns eval_unscored, eval_reward, eval_accuracy)",
-            file=sys.stderr,
-        )
-    return warned or bool(said)
 
 
 class NothingScored(RuntimeError):
@@ -552,7 +419,7 @@ Ending = Literal["succeeded", "fell short", "finished", "stopped", "terminated",
 def summary(
     config: LanguageConfig,
     progress: LanguageProgress,
-    evaluated: Evaluated | None,
+    evaluated: Sequence[Evaluated],
     stopped: Stopped | None,
     scheduled: SchedulerSummary | None,
     left_out: dict[str, int],
@@ -562,24 +429,26 @@ def summary(
     Args:
         config: the run's configuration.
         progress: how far it came.
-        evaluated: result of the evaluation at the end.
+        evaluated: results of the evaluation at the end.
         stopped: how it ended, where it did not come to its end.
         scheduled: what its scheduler did.
         left_out: numbers of prompts, by the reason.
     """
+    held_out = next((one for one in evaluated if one.name == HELD_OUT), None)
     made = LanguageSummary(
         run=config.name,
-        outcome=stopped.outcome if stopped else _outcome(config.evaluation, evaluated),
+        outcome=stopped.outcome if stopped else _outcome(config.evaluation, held_out),
         seed=config.seed,
         iterations=progress.version,
         train_seconds=progress.train_seconds,
         samples=progress.samples,
         eval_accuracy_before=progress.eval_accuracy_before,
-        eval_accuracy=evaluated.accuracy if evaluated else None,
+        eval_accuracy=held_out.accuracy.value if held_out and held_out.accuracy else None,
         eval_reward_before=progress.eval_reward_before,
-        eval_reward=evaluated.reward if evaluated else None,
-        evaluation_samples=evaluated.samples if evaluated else None,
-        evaluation_unscored=evaluated.unscored if evaluated else None,
+        eval_reward=held_out.reward.value if held_out and held_out.reward else None,
+        evaluation_samples=held_out.samples if held_out else None,
+        evaluation_unscored=held_out.unscored if held_out else None,
+        evaluations={one.name: one for one in evaluated},
         outcomes=progress.outcomes,
         scheduler=None if scheduled is None else msgspec.structs.asdict(scheduled),
         error=stopped.error if stopped else None,
@@ -600,7 +469,7 @@ def summary(
 def _outcome(targets: EvaluationConfig, found: Evaluated | None) -> Ending:
     if not targets.has_target:
         return "finished"
-    return "succeeded" if found is not None and found.reaches(targets) else "fell short"
+    return "succeeded" if found is not None and reaches(found, targets) else "fell short"
 
 
 def draw_curve(config: LanguageConfig, folder: RunFolder, title: str) -> None:

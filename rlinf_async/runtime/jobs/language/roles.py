@@ -391,6 +391,7 @@ class Roles:
         channels: channels of the run.
         model: the model's folder.
         verifiers: names of those that the data needs.
+        of_sets: names of those that evaluation sets need.
         swapped: whether samples may be under way whose records name another verifier than the
             configuration.
     """
@@ -403,6 +404,7 @@ class Roles:
         model: Path,
         verifiers: Sequence[str] = (),
         *,
+        of_sets: Sequence[str] = (),
         swapped: bool = False,
     ) -> None:
         self._plan = plan_roles(config, cluster.devices)
@@ -411,7 +413,7 @@ class Roles:
         self._config = config
         self._channels = channels
         self._model = model
-        self._verifiers = verifiers
+        self._verifiers, self._of_sets = verifiers, of_sets
         self._swapped = swapped
         self.connected = False
         """whether the workers that stream do so"""
@@ -668,7 +670,7 @@ class Roles:
     def _reward_arguments(self, config: LanguageConfig) -> tuple[Any, ...]:
         verifier = config.data.verifier if self._swapped else ""
         names = (verifier,) if verifier else self._verifiers
-        preload = (*config.reward.preload, *names)
+        preload = tuple(dict.fromkeys((*config.reward.preload, *names, *self._of_sets)))
         return msgspec.structs.replace(config.reward, preload=preload), verifier
 
     async def swap(self, role: str, config: LanguageConfig) -> str:

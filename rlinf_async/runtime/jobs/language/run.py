@@ -35,6 +35,7 @@ import msgspec
 
 from rlinf_async.data import DataState, Prompts
 from rlinf_async.messages.language import Prompt, ScoredSample
+from rlinf_async.observe.evaluations import HELD_OUT, Evaluated
 from rlinf_async.observe.metrics import MetricsWriter
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.samples import SampleWriter
@@ -45,21 +46,24 @@ from rlinf_async.runtime.jobs.checkpoints import Checkpointer, Stopped, clean, i
 from rlinf_async.runtime.jobs.config import HostConfig
 from rlinf_async.runtime.jobs.language.acceptance import Acceptance
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
+from rlinf_async.runtime.jobs.language.evaluation import (
+    EvaluationSet,
+    evaluate,
+    verifiers_of,
+    warn_of_evaluation,
+)
 from rlinf_async.runtime.jobs.language.kept import SampleKeeper
 from rlinf_async.runtime.jobs.language.model import export
 from rlinf_async.runtime.jobs.language.reports import (
-    Evaluated,
     LanguageFacts,
     add,
     draw_curve,
     drawn,
-    evaluate,
     evaluation_row,
     headline,
     row,
     summary,
     summed_up,
-    warn_of_evaluation,
     warn_of_failures,
     warn_of_no_correction,
     warn_of_no_signal,
@@ -124,10 +128,16 @@ class LanguageRun:
         prompts: the run's prompts, opened.
         folder: the run's folder.
         model: the model's folder.
+        sets: prompts to evaluate on, the held-out ones included.
     """
 
     def __init__(
-        self, config: LanguageConfig, prompts: Prompts, folder: RunFolder, model: Path
+        self,
+        config: LanguageConfig,
+        prompts: Prompts,
+        folder: RunFolder,
+        model: Path,
+        sets: Sequence[EvaluationSet] = (),
     ) -> None:
         self.config = config
         self.folder = folder
@@ -135,12 +145,13 @@ class LanguageRun:
         clean(folder.checkpoints)
         self.progress = load_language_progress(folder.checkpoints) or LanguageProgress()
         self._prompts = prompts
+        self._sets = sets
         self._samples: SampleWriter | None = None
         self._last: dict[str, float] | None = None
         self._scheduled: SchedulerSummary | None = None
         self._roles: Roles | None = None
-        self._evaluated: Evaluated | None = None
-        """result of the evaluation at the end"""
+        self._evaluated: Sequence[Evaluated] = ()
+        """results of the evaluation at the end"""
         training = config.training
         # Groups of one have no signal of their own, and none is needed to learn from a teacher.
         self._warned = training.group_size == 1 or config.distils
@@ -175,8 +186,15 @@ class LanguageRun:
         channels = LanguageChannels(cluster, self.config)
         swaps = read_swaps(self.folder.path)
         swapped = any("data.verifier" in one.settings for one in swaps)
-        verifiers = self._prompts.verifiers
-        roles = Roles(cluster, self.config, channels, self.model, verifiers, swapped=swapped)
+        roles = Roles(
+            cluster,
+            self.config,
+            channels,
+            self.model,
+            self._prompts.verifiers,
+            of_sets=verifiers_of(self._sets),
+            swapped=swapped,
+        )
         self._roles = roles
         accept = self._acceptance()
         source = self._source(channels, replaces=accept is not None)
@@ -334,8 +352,8 @@ class LanguageRun:
 
     @property
     def verifiers(self) -> tuple[str, ...]:
-        """Names of the verifiers of its records."""
-        return self._prompts.verifiers
+        """Names of the verifiers of its records, and of those of its evaluation sets."""
+        return tuple(sorted({*self._prompts.verifiers, *verifiers_of(self._sets)}))
 
     # ---- swaps
 
@@ -396,9 +414,11 @@ class LanguageRun:
 
     async def _evaluate_first(self, flow: Flow) -> None:
         before = await self._evaluate(flow, 0, step=0)
-        if before is not None:
-            self.progress.eval_accuracy_before = before.accuracy
-            self.progress.eval_reward_before = before.reward
+        for one in before:
+            if one.name == HELD_OUT:
+                accuracy, reward = one.accuracy, one.reward
+                self.progress.eval_accuracy_before = accuracy.value if accuracy else None
+                self.progress.eval_reward_before = reward.value if reward else None
         self._write_evaluation(flow.metrics, before, 0)
 
     async def _evaluate_if_due(self, flow: Flow, version: int) -> dict[str, float]:
@@ -410,39 +430,39 @@ class LanguageRun:
         if not every or version % every or version == self.config.training.iterations:
             return {}
         found = await self._evaluate(flow, version, step=self.progress.samples)
-        return found.columns() if found else {}
+        return {name: value for one in found for name, value in one.columns().items()}
 
     async def _evaluate_last(self, flow: Flow) -> None:
         step = self.progress.samples + 1
         self._evaluated = await self._evaluate(flow, self.progress.version, step=step)
         self._write_evaluation(flow.metrics, self._evaluated, step)
 
-    async def _evaluate(self, flow: Flow, version: int, *, step: int) -> Evaluated | None:
+    async def _evaluate(self, flow: Flow, version: int, *, step: int) -> Sequence[Evaluated]:
         """Evaluate a version; ``step`` is that of the row of the metrics."""
 
         def show(done: int, wanted: int) -> None:
             flow.view.note = f"evaluating: {done} of {wanted} answers"
 
         found = await evaluate(
-            self._prompts.held_out[: self.config.evaluation.samples],
-            self.config.rollout.sampling.max_tokens,
+            self._sets,
             version=version,
+            seed=self.config.seed,
             requests=flow.channels.tasks.sender,
             collector=flow.collector,
             on_answer=show,
             on_answers=partial(flow.samples.keep, step=step, iteration=version, evaluation=True),
         )
         flow.view.note = ""
-        if found is not None:
-            targets = self.config.evaluation
-            self._warned_of_evaluation = warn_of_evaluation(
-                self.config.name, version, found, targets, warned=self._warned_of_evaluation
-            )
+        self._warned_of_evaluation = warn_of_evaluation(
+            self.config.name, found, self.config.evaluation, warned=self._warned_of_evaluation
+        )
         return found
 
-    def _write_evaluation(self, metrics: MetricsWriter, found: Evaluated | None, step: int) -> None:
+    def _write_evaluation(
+        self, metrics: MetricsWriter, found: Sequence[Evaluated], step: int
+    ) -> None:
         """A row of its own: a resumed run drops the one after the last iteration."""
-        if found is not None:
+        if found:
             metrics.write(step, evaluation_row(self.progress, found))
 
     async def _compare_weights_if_due(self, flow: Flow, version: int) -> None:
