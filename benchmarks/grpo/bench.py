@@ -11,6 +11,7 @@ from __future__ import annotations
 from benchmarks.harness import Bar, Bench, Case, PeerSoftware, Results, ratio
 
 OURS, THEIRS = "ours", "trl, 2 threads"
+EVALUATED = "ours, evaluated"
 SPEED, REWARD = "samples_per_second", "reward"
 
 TRL = PeerSoftware(
@@ -37,6 +38,20 @@ BENCH = Bench(
             cores=2,
         ),
         Case(
+            EVALUATED,
+            (
+                "{python}",
+                "{here}/ours.py",
+                "--seed",
+                "{repetition}",
+                "--out",
+                "{out}",
+                "--evaluated",
+            ),
+            requires=("transformers",),
+            cores=2,
+        ),
+        Case(
             THEIRS,
             ("{python}", "{here}/trl_grpo.py", "--seed", "{repetition}", "--threads", "2"),
             peer=TRL,
@@ -46,6 +61,13 @@ BENCH = Bench(
     ),
     bars=(
         ratio("samples/s / TRL's", metric=SPEED, ours=OURS, theirs=THEIRS, at_least=1.3),
+        ratio(
+            "samples/s with evaluations / without",
+            metric=SPEED,
+            ours=EVALUATED,
+            theirs=OURS,
+            at_least=0.95,
+        ),
         Bar(
             name="median reward of the last 4 steps / lowest of theirs over the seeds",
             cases=(OURS, THEIRS),
@@ -56,6 +78,7 @@ BENCH = Bench(
     repetitions=3,
     notes=(
         "two cores each; seeds 0, 1, 2; on-policy, one optimizer step for 128 samples; float32",
+        "evaluated: 16 greedy answers beside every 4th step, 3 % of what is generated",
         "reward: of the samples of the last 4 of 12 steps, by the same prompts on both sides",
     ),
 )

@@ -30,7 +30,19 @@ def write_prompts(path: Path, size: task.Size, seed: int) -> None:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def train(size: task.Size, seed: int, out: Path) -> Path:
+def evaluated(size: task.Size, out: Path) -> dict[str, object]:
+    """Settings of evaluations beside the training: other prompts, as many as in a step."""
+    prompts, name = out / "evaluated.jsonl", "evaluation.sets.others"
+    write_prompts(prompts, size._replace(steps=1), seed=-1)
+    return {
+        "evaluation.every": 4,
+        f"{name}.data.path": prompts,
+        f"{name}.data.verifier": f"{Path(task.__file__).resolve()}:score",
+        f"{name}.data.chat": "false",
+    }
+
+
+def train(size: task.Size, seed: int, out: Path, more: dict[str, object]) -> Path:
     """Train as a user would; the run's folder."""
     prompts, run = out / "prompts.jsonl", out / "run"
     write_prompts(prompts, size, seed)
@@ -49,6 +61,7 @@ def train(size: task.Size, seed: int, out: Path) -> Path:
         "actor.optimizer.max_grad_norm": task.MAX_GRAD_NORM,
         "actor.loss.clip_low": task.CLIP,
         "actor.loss.clip_high": task.CLIP,
+        **more,
     }
     words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     code = cli.main(["train", str(SETTINGS), *words])
@@ -63,14 +76,16 @@ def main() -> None:
     parser.add_argument("--size", choices=task.SIZES, default="full")
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--steps", type=int, help="optimizer steps; the size's own when left out")
+    parser.add_argument("--evaluated", action="store_true", help="with evaluations beside")
     given = parser.parse_args()
     size = task.SIZES[given.size]
     size = size._replace(steps=given.steps or size.steps)
     given.out.mkdir(exist_ok=True)
-    run = train(size, given.seed, given.out)
+    more = evaluated(size, given.out) if given.evaluated else {}
+    run = train(size, given.seed, given.out, more)
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     with (run / "metrics.csv").open(newline="", encoding="utf-8") as file:
-        rewards = [float(row["reward"]) for row in csv.DictReader(file)]
+        rewards = [float(row["reward"]) for row in csv.DictReader(file) if row["reward"]]
     last = rewards[-task.LAST :]
     measured = {
         "samples_per_second": summary["samples_per_second"],

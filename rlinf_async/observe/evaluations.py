@@ -28,6 +28,8 @@ HELD_OUT: Final = "held_out"
 Z: Final = 1.959963984540054
 """0.975 quantile of the normal distribution"""
 RESAMPLES: Final = 1000
+MOST_DRAWN: Final = 2**18
+"""prompts that are drawn at once"""
 
 Rewards = Sequence[float | None]
 """rewards of the answers to a prompt; None: not scored"""
@@ -93,10 +95,11 @@ def bootstrap(rewards: Sequence[Rewards]) -> Estimate | None:
     sums: NDArray[np.float64] = np.array([math.fsum(each) for each in scored])
     counts = np.array([len(each) for each in scored], np.float64)
     random, size = np.random.default_rng(0), len(scored)
-    means = np.empty(RESAMPLES)
-    for at in range(RESAMPLES):
-        drawn = random.integers(size, size=size)
-        means[at] = sums[drawn].sum() / counts[drawn].sum()
+    at_once = max(1, MOST_DRAWN // size)
+    means: list[float] = []
+    while len(means) < RESAMPLES:
+        drawn = random.integers(size, size=(min(at_once, RESAMPLES - len(means)), size))
+        means += (sums[drawn].sum(1) / counts[drawn].sum(1)).tolist()
     mean = math.fsum(sums) / float(counts.sum())
     low, high = np.percentile(means, [2.5, 97.5]).tolist()
     return Estimate(mean, min(low, mean), max(high, mean))
@@ -165,7 +168,9 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
             columns |= self.accuracy.columns(f"{prefix}accuracy")
         if self.reward is not None:
             of_reward = self.reward.columns(f"{prefix}reward")
-            columns |= of_reward if self.accuracy is None else {f"{prefix}reward": self.reward.value}
+            columns |= (
+                of_reward if self.accuracy is None else {f"{prefix}reward": self.reward.value}
+            )
         for k, one in self.pass_at.items():
             columns |= one.columns(f"{prefix}pass_at_{k}")
         return columns

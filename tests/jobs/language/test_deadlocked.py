@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlinf_async.messages.language import ScoredSample
+from rlinf_async.messages.language import Request, ScoredSample
 from rlinf_async.runtime import deadlock
 from rlinf_async.runtime.jobs.language.samples import Collector, Ledger
 from tests.jobs.language.kit import Job
@@ -50,10 +50,18 @@ def test_a_sample_that_the_ledger_loses_ends_the_run_with_a_deadlock(
     assert waits in str(job.summary.error)
 
 
+@pytest.mark.parametrize("options", [(), COLLOCATED], ids=["beside", "collocated"])
+@pytest.mark.parametrize("version", [0, 1])
 def test_an_answer_of_an_evaluation_that_is_lost_ends_the_run_with_a_deadlock(
-    job: Job, monkeypatch: pytest.MonkeyPatch
+    job: Job, monkeypatch: pytest.MonkeyPatch, version: int, options: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(Collector, "_answer", lambda *_: None)
-    ended = job.train(*LIMITED)
+    answer = Collector._answer
+
+    def losing(collector: Collector, request: Request, scored: ScoredSample) -> None:
+        if request.iteration != version:
+            answer(collector, request, scored)
+
+    monkeypatch.setattr(Collector, "_answer", losing)
+    ended = job.train(*LIMITED, *options, "--evaluation.every", 1)
     assert ended.code == 1
     assert str(job.summary.error).startswith("Deadlock: every worker waits for another")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import pathlib
 import signal
 from collections.abc import Callable
@@ -13,8 +14,10 @@ import pytest
 
 from rlinf_async.backends.toy.engine import ToyEngine
 from rlinf_async.messages.language import Generated, Outcome, Request, Sample, ScoredSample
+from rlinf_async.observe.metrics import read_columns
+from rlinf_async.observe.samples import read_samples
 from rlinf_async.runtime.jobs.checkpoints import Checkpointer
-from rlinf_async.runtime.jobs.language.reports import evaluate
+from rlinf_async.runtime.jobs.language.evaluation import evaluate
 from rlinf_async.runtime.jobs.language.run import Flow, LanguageRun
 from rlinf_async.runtime.jobs.language.samples import (
     InFlight,
@@ -117,8 +120,40 @@ def test_sigterm_in_an_evaluation_saves_what_was_trained_before_it(
     assert ended.code == 143
     progress = load_language_progress(job.out / "checkpoints")
     assert progress is not None
-    assert progress.version == 2
-    assert [row["iteration"] for row in job.iterations] == ["0", "1"]
+    assert progress.version == 3  # trained beside
+    assert [row["iteration"] for row in job.iterations] == ["0", "1", "2"]
+    assert evaluated(job) == [0, 1]
+
+
+def evaluated(job: Job) -> list[float]:
+    """The versions that were evaluated, in the order of their rows."""
+    columns = read_columns(job.out / "metrics.csv")
+    assert columns["step"] == sorted(set(columns["step"]))
+    return [one for one in columns["eval_version"] if not math.isnan(one)]
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_an_evaluation_that_was_under_way_is_made_again(
+    job: Job, monkeypatch: pytest.MonkeyPatch, group: int
+) -> None:
+    """The run dies in iteration 4, beside which version 4, that of its checkpoint, is evaluated; an
+    iteration may have a single sample."""
+    settings = (
+        *("--evaluation.every", 2, "--training.iterations", 8, "--training.group_size", group),
+        *("--data.verifier", "tests.jobs.language.verifiers:letters"),
+        *("--training.prompts", 4 if group > 1 else 1),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        die_after(patch, 4)
+        with pytest.raises(Killed):
+            job.train(*settings)
+    found = load_language_progress(job.out / "checkpoints")
+    assert found is not None
+    assert found.version == 4
+    assert job.train("--resume", *settings).code == 0
+    assert evaluated(job) == [0, 2, 4, 6, 8]
+    kept = [one["iteration"] for one in read_samples(job.out, kind="evaluation")]
+    assert kept == [version for version in (0, 2, 4, 6, 8) for _ in range(4)]
 
 
 def test_samples_that_were_under_way_are_kept_and_trained_once(

@@ -6,10 +6,12 @@ import math
 import pathlib
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from rlinf_async.messages.language import Prompt, Request, ScoredSample
+from rlinf_async.observe.metrics import read_columns
 from rlinf_async.runtime.jobs.language.roles import Roles
 from rlinf_async.runtime.jobs.language.samples import Collector, Ledger
 from rlinf_async.runtime.jobs.view import LiveView
@@ -68,23 +70,69 @@ def test_staleness_is_used_and_never_exceeded(job: Job, ahead: int) -> None:
     assert summary.samples == 64
 
 
-@pytest.mark.parametrize("ahead", [0, 2])
-def test_an_evaluation_in_between_is_of_the_version_of_its_row(
-    job: Job, ahead: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("ahead", "more"),
+    [
+        (0, ()),
+        (2, ()),
+        (0, ("--cluster.placement", "collocated")),
+        (1, ("--actor.pipelined", "false", "--actor.global_batches", 2, "--actor.epochs", 2)),
+        (1, ("--scheduler.policy", "tail", "--cluster.rollout_workers", 2)),
+        (1, ("--episode.run", "tests.jobs.language.agents:talks", "--cluster.episode_workers", 1)),
+        (0, ("--training.accept", "varied", "--data.verifier", LETTERS)),
+    ],
+)
+def test_an_evaluation_in_between_is_of_the_version_that_its_row_says(
+    job: Job, ahead: int, more: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: dict[int, set[int]] = {}
     answer = Collector._answer
 
     def noted(collector: Collector, request: Request, scored: ScoredSample) -> None:
-        seen.setdefault(request.iteration, set()).update(scored.sample.generated.version.tolist())
+        made = scored.sample.generated
+        seen.setdefault(request.iteration, set()).update(made.version[made.drawn_mask].tolist())
         answer(collector, request, scored)
 
     monkeypatch.setattr(Collector, "_answer", noted)
     job.succeed("--evaluation.every", 2, "--training.max_staleness", ahead,
-                "--training.iterations", 6)  # fmt: skip
+                "--training.iterations", 6, *more)  # fmt: skip
     assert seen == {version: {version} for version in (0, 2, 4, 6)}
-    evaluated = [int(row["version"]) for row in job.iterations if row["eval_accuracy"]]
-    assert evaluated == [2, 4]  # the first and the last have rows of their own
+    columns = read_columns(job.out / "metrics.csv")
+    rows = [row for row, one in enumerate(columns["eval_version"]) if not math.isnan(one)]
+    assert [columns["eval_version"][row] for row in rows] == [0, 2, 4, 6]
+    assert [columns["step"][row] for row in rows] == [0, 17, 33, 49]
+    assert [columns["samples"][row] for row in rows] == [0, 16, 32, 48]
+    assert columns["step"] == sorted(set(columns["step"]))
+
+
+def test_an_iteration_is_trained_while_an_evaluation_goes_on(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers come only when the iteration beside them is trained, and not before."""
+    held: list[tuple[Collector, Request, ScoredSample]] = []
+    answer, train = Collector._answer, Roles.train
+    trained: list[int] = []
+
+    def holding(collector: Collector, request: Request, scored: ScoredSample) -> None:
+        if request.iteration in (0, 6):  # before and after the training
+            answer(collector, request, scored)
+        else:
+            held.append((collector, request, scored))
+
+    async def training(roles: Roles, iteration: int, whole: Any) -> Any:
+        found = await train(roles, iteration, whole)
+        trained.append(iteration)
+        if iteration == 2:
+            monkeypatch.setattr(Collector, "_answer", answer)
+            for one in held:
+                answer(*one)
+        return found
+
+    monkeypatch.setattr(Collector, "_answer", holding)
+    monkeypatch.setattr(Roles, "train", training)
+    job.succeed("--evaluation.every", 2, "--training.iterations", 6)
+    assert trained == list(range(6))
+    assert {request.iteration for _, request, _ in held} <= {2}
 
 
 def test_a_long_run_takes_every_word_of_its_rollout_workers(job: Job) -> None:

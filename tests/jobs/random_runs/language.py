@@ -185,3 +185,11 @@ def _around(random: Random, drawn: Settings) -> None:
     if random.random() < 0.2:
         drawn["rollout.sampling.top_k"] = random.choice([1, 5])
         drawn["rollout.sampling.top_p"] = random.choice([1.0, 0.8])
+    if random.random() < 0.3:
+        more = "evaluation.sets.more"
+        drawn[f"{more}.data.path"] = "examples/arithmetic/addition.jsonl"
+        drawn[f"{more}.data.verifier"] = "exact"
+        drawn[f"{more}.prompts"] = random.choice([1, 5])
+        if random.random() < 0.5:
+            drawn |= {f"{more}.samples": 3, f"{more}.temperature": 1.0}
+        drawn["evaluation.every"] = 1

@@ -71,6 +71,7 @@ from rlinf_async.workers.reward import RewardConfig
 Setting = tuple[str, ...]
 """path of a setting or a section"""
 SETS = ("evaluation", "sets")
+OF_TRAINING = ("rollout", "sampling", "max_tokens")
 COMPARING = frozenset({"grpo", "turn_grpo", "rloo", "reinforce++_baseline"})
 """built-in advantages that compare the samples of a prompt with one another"""
 WITHOUT_VALUES = COMPARING | {"reinforce++"}
@@ -169,7 +170,7 @@ def check_sizes(config: LanguageConfig) -> None:
     """
     _check_batches(config)
     _check_sampling(config)
-    _check_evaluation(config)
+    check_evaluation(config)
     _check_learning(config)
     _check_off_policy(config)
     _check_critics(config)
@@ -235,7 +236,8 @@ def _check_places(config: LanguageConfig) -> None:
         )
 
 
-def _check_evaluation(config: LanguageConfig) -> None:
+def check_evaluation(config: LanguageConfig) -> None:
+    """Refuse an evaluation without prompts, and prompts that do not fit the samples of the run."""
     if config.evaluation.samples and not config.data.held_out:
         raise ConfigError(
             f"evaluation.samples is {config.evaluation.samples}, but no record is held out: set "
@@ -723,16 +725,14 @@ def open_prompts(config: LanguageConfig, model: Path, tokenizer: Tokenizer) -> P
         ConfigError: they cannot be read, do not fit the model or are too few, or a verifier that
             they name cannot be loaded.
     """
-    where = ("rollout", "sampling", "max_tokens")
-    prompts = _opened(
-        config, config.data, ("data",), tokenizer, _room(config, model, config.rollout.sampling, where)
-    )
+    room = _room(config, model, config.rollout.sampling, OF_TRAINING)
+    prompts = _opened(config, config.data, ("data",), tokenizer, room)
     _check_count(config, prompts)
     if config.evaluation.samples and not prompts.held_out:
         raise ConfigError(
             f"all {config.data.held_out} held-out prompts are longer than max_prompt_tokens = "
-            f"{prompts.config.max_prompt_tokens} and left out: nothing is left to evaluate; raise the limit, "
-            "or set evaluation.samples to 0",
+            f"{prompts.config.max_prompt_tokens} and left out: nothing is left to evaluate; raise "
+            "the limit, or set evaluation.samples to 0",
             path=("data", "held_out"),
         )
     if not prompts.usable:
@@ -765,19 +765,14 @@ def open_sets(
     found = [EvaluationSet(HELD_OUT, held_out, greedy(drawn))] if held_out else []
     for name, one in wanted.sets.items():
         where, sampling = (*SETS, name), one.sampling(drawn)
-        of_training = ("rollout", "sampling", "max_tokens")
-        limit = of_training if one.max_tokens is None else (*where, "max_tokens")
+        limit = OF_TRAINING if one.max_tokens is None else (*where, "max_tokens")
         room = _room(config, model, sampling, limit)
         data = msgspec.structs.replace(one.data, epochs=1)
         prompts = _opened(config, data, (*where, "data"), tokenizer, room)
-        asked = list(itertools.islice(prompts, one.prompts or None))
-        if not asked:
-            raise ConfigError(
-                f"all {len(prompts)} prompts are longer than max_prompt_tokens = "
-                f"{prompts.config.max_prompt_tokens} and left out: nothing is left to evaluate; "
-                "raise the limit",
-                path=(*where, "data"),
-            )
+        try:
+            asked = list(itertools.islice(prompts, one.prompts or None))
+        except DataError as error:  # all are too long
+            raise ConfigError(str(error), path=(*where, "data")) from error
         known = 0 if training is None else training.known(one.text for one in asked)
         if known:
             print(

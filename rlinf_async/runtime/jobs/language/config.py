@@ -485,8 +485,8 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     sets: dict[str, EvaluationSetConfig] = {}
     """further prompts, by a name for their columns"""
     every: int = 0
-    """iterations between two evaluations before the last one, 0: none; the actors wait meanwhile,
-    and the next samples are generated"""
+    """iterations between two evaluations before the last one, 0: none; each goes on beside the
+    training of the next iteration, whose weights are published once it is complete"""
     target_accuracy: float | None = None
     """share of right answers with which the run succeeds, where every reward is 0 or 1; None: there
     is no target"""

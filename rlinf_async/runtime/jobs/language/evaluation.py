@@ -2,11 +2,18 @@
 
 ::
 
-    held-out prompts, [evaluation.sets] --Request--> as any sample: rollout, reward --ScoredSample-->
-    `Collector.expect` --> `Evaluated`, one of each set
+    held-out prompts, [evaluation.sets] --Request--> rollout, reward, as of any sample
+    --ScoredSample--> `Collector.expect` --> `Evaluated`, one of each set
+
+    actors    train iteration v         | publish v + 1  train ...
+    rollout   samples, evaluation of v  | samples, ...           waits for the slower of the two
 
 Invariant, **one version**: every token of every answer is of the version that the evaluation is of.
 No other weights are published before it is complete; what the tokens themselves say is compared.
+
+An evaluation in between goes on `Beside` the training of the next iteration, on the rollout
+workers, which the samples of that iteration go before. Where actors need the devices of rollout
+workers, they get them once both are done.
 
 The random numbers of an answer follow from the seed, the set, the prompt's place in its data and
 the number of the answer: the same in every evaluation, and whatever else is evaluated.
@@ -18,8 +25,8 @@ import asyncio
 import itertools
 import sys
 import zlib
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -37,6 +44,7 @@ from rlinf_async.messages.language import (
 from rlinf_async.observe.evaluations import HELD_OUT, Evaluated
 from rlinf_async.runtime.jobs.language.config import EvaluationConfig
 from rlinf_async.runtime.jobs.language.samples import Collector
+from rlinf_async.runtime.signals import run_signals
 
 
 class EvaluationSet(NamedTuple):
@@ -58,6 +66,53 @@ def verifiers_of(sets: Sequence[EvaluationSet]) -> tuple[str, ...]:
     """Return the names of the verifiers of sets that are not the run's own data."""
     named = (one for one in sets if one.name != HELD_OUT)
     return tuple(sorted({prompt.verifier for one in named for prompt in one.prompts}))
+
+
+class Beside:
+    """An evaluation that goes on beside the training; at most one at a time."""
+
+    def __init__(self) -> None:
+        self._task: asyncio.Task[Sequence[Evaluated]] | None = None
+        self.waited = 0.0
+        """seconds for which somebody has waited for it"""
+
+    def begin(self, evaluation: Coroutine[Any, Any, Sequence[Evaluated]]) -> None:
+        """Let an evaluation run."""
+        self._task, self.waited = asyncio.create_task(evaluation, name="evaluation"), 0.0
+
+    async def done(self) -> Sequence[Evaluated]:
+        """Wait for the results; none where no evaluation runs, or a SIGTERM gives it up.
+
+        Raises what the evaluation raises.
+        """
+        task = self._task
+        if task is None:
+            return ()
+        if not task.done():
+            clock = asyncio.get_running_loop().time
+            since = clock()
+            if await run_signals().unless_terminating(_ended(task)) is None:
+                self.forget()
+                return ()
+            self.waited += clock() - since
+        return task.result()
+
+    def forget(self) -> None:
+        """Give it up, if it is not complete."""
+        task, self._task = self._task, None
+        if task is not None and not task.cancel() and not task.cancelled():
+            task.exception()  # whoever is left with it has an error of its own
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.forget()
+
+
+async def _ended(task: asyncio.Task[Sequence[Evaluated]]) -> bool:
+    await task
+    return True
 
 
 class MixedVersions(RuntimeError):
@@ -82,6 +137,7 @@ def asked(sets: Sequence[EvaluationSet], version: int, seed: int) -> list[Reques
             prompt=prompt,
             sampling=one.sampling,
             seed=_seed(seed, one.name, prompt.index, answer),
+            priority=version,  # as samples of the iteration that is trained beside
             evaluation=True,
             evaluation_set="" if one.name == HELD_OUT else one.name,
         )
@@ -127,9 +183,7 @@ async def evaluate(
     _check_versions(answers, version)
     on_answers(answers)
     left = iter(answers)
-    return [
-        _evaluated(one, list(itertools.islice(left, one.samples)), version) for one in sets
-    ]
+    return [_evaluated(one, list(itertools.islice(left, one.samples)), version) for one in sets]
 
 
 def _check_versions(answers: Sequence[ScoredSample], version: int) -> None:
@@ -143,15 +197,17 @@ def _check_versions(answers: Sequence[ScoredSample], version: int) -> None:
             )
 
 
-def _evaluated(
-    one: EvaluationSet, answers: Sequence[ScoredSample], version: int
-) -> Evaluated:
+def _evaluated(one: EvaluationSet, answers: Sequence[ScoredSample], version: int) -> Evaluated:
     outcomes = [answer.outcome for answer in answers]
     return summed_up(outcomes, one.answers, name=one.name, version=version)
 
 
 def summed_up(
-    outcomes: Sequence[Outcome], answers: int = 1, *, name: str = HELD_OUT, version: int | None = None
+    outcomes: Sequence[Outcome],
+    answers: int = 1,
+    *,
+    name: str = HELD_OUT,
+    version: int | None = None,
 ) -> Evaluated:
     """Sum up the outcomes of all answers, so many to each prompt, prompt by prompt."""
     rewards = [one.reward if isinstance(one, Scored) else None for one in outcomes]

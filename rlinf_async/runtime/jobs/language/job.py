@@ -216,7 +216,8 @@ class _Inputs(NamedTuple):
 
 
 def _inputs(config: LanguageConfig, into: Path) -> _Inputs:
-    """Read and check the model, the prompts, those of evaluation sets, and the examples of the warm start.
+    """Read and check the model, the prompts of training and evaluation, and the examples of the
+    warm start.
 
     Args:
         config: the run's configuration.

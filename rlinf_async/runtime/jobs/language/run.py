@@ -47,6 +47,7 @@ from rlinf_async.runtime.jobs.config import HostConfig
 from rlinf_async.runtime.jobs.language.acceptance import Acceptance
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.evaluation import (
+    Beside,
     EvaluationSet,
     evaluate,
     verifiers_of,
@@ -292,26 +293,29 @@ class LanguageRun:
         signals = run_signals()
         self._facts.begin(flow.source)
         flow.view.training_begins()
-        for iteration in range(self.progress.version, self.config.training.iterations):
-            collected = partial(flow.collector.whole, iteration)
-            trained = await flow.roles.train(iteration, collected)
-            version = iteration + 1
-            await flow.roles.publish()
-            flow.source.trained(version)
-            row = self._account(flow, iteration, trained, clock())
-            accounted = clock()
-            row |= await signals.unless_terminating(self._evaluate_if_due(flow, version)) or {}
-            flow.metrics.write(self.progress.samples, row)
-            await signals.unless_terminating(self._compare_weights_if_due(flow, version))
-            # The step boundary: progress, ledger and weights are of this version, so a checkpoint
-            # can be written and the loop can be left.
-            if signals.take_checkpoint_request() or self._checkpoint_due(version):
-                await self._checkpoint(flow)
-            self._facts.apart(clock() - accounted)
-            flow.view.show()
-            if signals.leaving:
-                await flow.checkpointer.finish()
-                await signals.leave()
+        with Beside() as beside:
+            await self._evaluate_if_due(flow, beside)  # again, of a resumed run
+            for iteration in range(self.progress.version, self.config.training.iterations):
+                collected = partial(_collected, flow.collector, iteration, beside)
+                trained = await flow.roles.train(iteration, collected)
+                version = iteration + 1
+                evaluated = await self._end_evaluation(beside)
+                await flow.roles.publish()
+                flow.source.trained(version)
+                row = self._account(flow, iteration, trained, clock())
+                accounted = clock()
+                self._write_row(flow.metrics, evaluated, row)
+                await signals.unless_terminating(self._compare_weights_if_due(flow, version))
+                await self._evaluate_if_due(flow, beside)
+                # The step boundary: progress, ledger and weights are of this version, so a
+                # checkpoint can be written and the loop can be left.
+                if signals.take_checkpoint_request() or self._checkpoint_due(version):
+                    await self._checkpoint(flow)
+                self._facts.apart(clock() - accounted)
+                flow.view.show()
+                if signals.leaving:
+                    await flow.checkpointer.finish()
+                    await signals.leave()
 
     def _account(
         self, flow: Flow, iteration: int, trained: Trained, seconds: float
@@ -421,16 +425,47 @@ class LanguageRun:
                 self.progress.eval_reward_before = reward.value if reward else None
         self._write_evaluation(flow.metrics, before, 0)
 
-    async def _evaluate_if_due(self, flow: Flow, version: int) -> dict[str, float]:
-        """The columns about an evaluation of this version, where one is due.
+    async def _evaluate_if_due(self, flow: Flow, beside: Beside) -> None:
+        """Begin an evaluation of the present version, where one is due, beside the training of the
+        next iteration; with a scheduler, which moves devices meanwhile, it is waited for.
 
-        Of this version exactly: none is published before the next iteration is trained.
+        Of this version exactly: none is published before it is complete.
         """
-        every = self.config.evaluation.every
-        if not every or version % every or version == self.config.training.iterations:
-            return {}
-        found = await self._evaluate(flow, version, step=self.progress.samples)
-        return {name: value for one in found for name, value in one.columns().items()}
+        version, every = self.progress.version, self.config.evaluation.every
+        due = every and version and version % every == 0
+        if not due or version == self.config.training.iterations or run_signals().terminating:
+            return
+        step = self.progress.samples + 1  # a resumed run drops this row, and makes it again
+        beside.begin(self._evaluate(flow, version, step=step))
+        if flow.roles.scheduling is not None:
+            await beside.done()
+
+    async def _end_evaluation(self, beside: Beside) -> tuple[int, dict[str, float]] | None:
+        """The step and the row of the evaluation that runs beside, once it is complete; None where
+        there is none, or a SIGTERM gives it up."""
+        found = await beside.done()
+        if not found:
+            return None
+        self._facts.apart(beside.waited)
+        row = evaluation_row(self.progress, found) | {"eval_wait_seconds": beside.waited}
+        beside.forget()
+        return self.progress.samples + 1, row
+
+    def _write_row(
+        self,
+        metrics: MetricsWriter,
+        evaluated: tuple[int, dict[str, float]] | None,
+        row: dict[str, float],
+    ) -> None:
+        """The row of an iteration, and before it that of the evaluation beside it: the same one
+        where the iteration has a single sample."""
+        if evaluated is not None:
+            step, columns = evaluated
+            if step == self.progress.samples:
+                row = columns | row
+            else:
+                metrics.write(step, columns)
+        metrics.write(self.progress.samples, row)
 
     async def _evaluate_last(self, flow: Flow) -> None:
         step = self.progress.samples + 1
@@ -443,16 +478,19 @@ class LanguageRun:
         def show(done: int, wanted: int) -> None:
             flow.view.note = f"evaluating: {done} of {wanted} answers"
 
-        found = await evaluate(
-            self._sets,
-            version=version,
-            seed=self.config.seed,
-            requests=flow.channels.tasks.sender,
-            collector=flow.collector,
-            on_answer=show,
-            on_answers=partial(flow.samples.keep, step=step, iteration=version, evaluation=True),
-        )
-        flow.view.note = ""
+        keep = partial(flow.samples.keep, step=step, iteration=version, evaluation=True)
+        try:
+            found = await evaluate(
+                self._sets,
+                version=version,
+                seed=self.config.seed,
+                requests=flow.channels.tasks.sender,
+                collector=flow.collector,
+                on_answer=show,
+                on_answers=keep,
+            )
+        finally:
+            flow.view.note = ""
         self._warned_of_evaluation = warn_of_evaluation(
             self.config.name, found, self.config.evaluation, warned=self._warned_of_evaluation
         )
@@ -533,6 +571,13 @@ class LanguageRun:
         if self._samples is not None:
             found.dropped |= self._samples.close()
         return found
+
+
+async def _collected(collector: Collector, iteration: int, beside: Beside) -> None:
+    """Wait for the samples of an iteration, and for the evaluation of the version before it: then
+    rollout workers may be stopped."""
+    await collector.whole(iteration)
+    await beside.done()
 
 
 def _first_of(prompts: Prompts) -> list[Prompt]:
