@@ -281,6 +281,7 @@ WRONG: list[tuple[tuple[object, ...], str]] = [
     ((f"{SET}data.held_out", 2), "more.data.held_out: held_out is 2, but all prompts of a set"),
     ((f"{SET}data.epochs", 2), "more.data.epochs: epochs is 2, but all prompts of a set"),
     ((f"{SET}data.verifier", "numerc"), "more.data.verifier: no verifier is called 'numerc'"),
+    ((f"{SET}data.verifier", "none"), "more.data.verifier: no answer is right or wrong with"),
     ((f"{SET}data.verifier", "no.module:f"), "more.data.verifier: 'no.module:f'"),
     ((f"{SET}data.path", "no.jsonl"), "more.data.path"),
     ((f"{SET}data.prompt_column", "question"), "more.data: "),

@@ -34,6 +34,7 @@ from rlinf_async.config.convert import convert
 from rlinf_async.config.counts import MOST_WORKERS, check_bounds
 from rlinf_async.config.registry import Part, Path, nearest
 from rlinf_async.data import DataConfig
+from rlinf_async.data.config import NO_VERIFIER
 from rlinf_async.messages.language import Sampling
 from rlinf_async.observe.evaluations import HELD_OUT
 from rlinf_async.observe.samples import SamplesConfig
@@ -458,6 +459,11 @@ class EvaluationSetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
                         "or leave it out"
                     )
         self.sampling(Sampling())
+        if self.data.verifier == NO_VERIFIER:
+            raise ConfigError(
+                f"no answer is right or wrong with {NO_VERIFIER!r}: give a verifier",
+                path=("data", "verifier"),
+            )
         for name in ("held_out", "epochs"):
             if getattr(self.data, name):
                 raise ConfigError(
