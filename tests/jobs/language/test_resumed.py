@@ -152,8 +152,8 @@ def test_an_evaluation_that_was_under_way_is_made_again(
     assert found.version == 4
     assert job.train("--resume", *settings).code == 0
     assert evaluated(job) == [0, 2, 4, 6, 8]
-    kept = [one["iteration"] for one in read_samples(job.out, kind="evaluation")]
-    assert kept == [version for version in (0, 2, 4, 6, 8) for _ in range(4)]
+    kept = [(one["iteration"], one["name"]) for one in read_samples(job.out, kind="evaluation")]
+    assert len(kept) == len(set(kept))
 
 
 def test_samples_that_were_under_way_are_kept_and_trained_once(

@@ -70,6 +70,9 @@ def test_staleness_is_used_and_never_exceeded(job: Job, ahead: int) -> None:
     assert summary.samples == 64
 
 
+TAIL = ("--scheduler.policy", "tail", "--actor.global_batches", 2)
+
+
 @pytest.mark.parametrize(
     ("ahead", "more"),
     [
@@ -77,7 +80,7 @@ def test_staleness_is_used_and_never_exceeded(job: Job, ahead: int) -> None:
         (2, ()),
         (0, ("--cluster.placement", "collocated")),
         (1, ("--actor.pipelined", "false", "--actor.global_batches", 2, "--actor.epochs", 2)),
-        (1, ("--scheduler.policy", "tail", "--cluster.rollout_workers", 2)),
+        (1, (*TAIL, "--cluster.rollout_workers", 2)),
         (1, ("--episode.run", "tests.jobs.language.agents:talks", "--cluster.episode_workers", 1)),
         (0, ("--training.accept", "varied", "--data.verifier", LETTERS)),
     ],
