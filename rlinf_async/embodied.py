@@ -9,7 +9,7 @@ What each setting means is in the docs, under its table. Importing this brings i
 """
 
 from rlinf_async.algorithms.config import AdvantageConfig, LossConfig
-from rlinf_async.backends.base import OptimizerConfig, SchedulerConfig
+from rlinf_async.backends.base import LoraConfig, OptimizerConfig, SchedulerConfig
 from rlinf_async.backends.fsdp.config import (
     CloningConfig,
     EmbodiedTrainerConfig,
@@ -17,7 +17,7 @@ from rlinf_async.backends.fsdp.config import (
     PPOConfig,
 )
 from rlinf_async.backends.policies.config import PolicyConfig
-from rlinf_async.backends.policies.vision_language.config import LoraConfig, VisionLanguageConfig
+from rlinf_async.backends.policies.vision_language.config import VisionLanguageConfig
 from rlinf_async.backends.sac_config import (
     SacLossConfig,
     SacOptimizerConfig,

@@ -272,6 +272,19 @@ class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise ValueError(f"betas is {self.betas}; both must be at least 0 and below 1")
 
 
+class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Low-rank adapters (Hu et al. 2021): the model's own weights stay as they are."""
+
+    rank: int = 0
+    """rank of the update of each linear layer; 0: no adapters, all weights are trained"""
+    alpha: float = 16.0
+    """the update is multiplied by ``alpha / rank``"""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "rank", least=0)
+        check_bounds(self, "alpha", above=0)
+
+
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The learning rate over optimizer steps, as a factor of its configured value."""
 

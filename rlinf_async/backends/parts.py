@@ -27,8 +27,8 @@ from rlinf_async.backends.base import (
     TrainerBackend,
 )
 from rlinf_async.backends.language import GenerationEngine, LanguageTrainer, check_family
-from rlinf_async.backends.language_training.config import LanguageModelConfig
-from rlinf_async.config.registry import Part, Registry
+from rlinf_async.backends.language_training.config import AdapterConfig, LanguageModelConfig
+from rlinf_async.config.registry import ConfigError, Part, Registry
 from rlinf_async.config.registry import Path as Setting
 from rlinf_async.messages.language import Sampling
 from rlinf_async.parallel import Strategy
@@ -162,6 +162,7 @@ class Learner(msgspec.Struct, frozen=True, kw_only=True):
     reference: bool = False
     engine_tolerance: float | None = None
     publish_precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    lora: AdapterConfig = AdapterConfig()
     seed: int = 0
     strategy: Literal["fsdp2", "fsdp1"] = "fsdp2"
     """how parameters are sharded over data ranks"""
@@ -174,7 +175,7 @@ class Learner(msgspec.Struct, frozen=True, kw_only=True):
         """Return the fields of a `LanguageTrainingConfig`."""
         names = (
             *("advantage", "loss", "value_clip", "reference", "publish_precision", "seed"),
-            "engine_tolerance",
+            *("engine_tolerance", "lora"),
         )
         return {name: getattr(self, name) for name in names}
 
@@ -253,6 +254,20 @@ class LanguageTrainerPart(Part):
 
         Raises `ConfigError`.
         """
+
+    def check_adapter(self, learner_strategy: str) -> None:
+        """Refuse to train a low-rank adapter, where it cannot.
+
+        Args:
+            learner_strategy: ``actor.strategy``.
+
+        Raises `ConfigError`.
+        """
+        raise ConfigError(
+            "this backend trains all weights of a model, no adapter (LoRA): set actor.backend to "
+            f"{DEFAULT_LANGUAGE_TRAINER!r}, or leave it out",
+            path=("lora", "rank"),
+        )
 
     def check_scheduled(self, learner_strategy: str, options: Any, wanted: str) -> None:
         """Refuse settings with which ranks cannot change while they train.

@@ -296,7 +296,8 @@ def test_a_careless_model_learns_from_a_teacher(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "example", ["grpo_arithmetic.toml", "grpo_megatron.toml", "ppo_arithmetic.toml"]
+    "example",
+    ["grpo_arithmetic.toml", "grpo_megatron.toml", "lora_arithmetic.toml", "ppo_arithmetic.toml"],
 )
 def test_the_language_model_is_warmed_up_and_trained(tmp_path: pathlib.Path, example: str) -> None:
     critic = ("--critic.warmup_iterations", 1) if example.startswith("ppo") else ()

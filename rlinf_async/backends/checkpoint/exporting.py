@@ -20,7 +20,8 @@ IN is only read; OUT gets its name when all of it is on the disk. One tensor at 
 
 An export has the names and shapes that checkpoints of the architecture have: experts, which
 transformers keeps fused in memory, are stored one by one; tied weights are stored once; a small
-model is one file without index.
+model is one file without index. An adapter (LoRA) is merged into the weights, and stands in the
+folder ``adapter`` as well.
 
 In a resharded checkpoint ``dp`` alone cuts every tensor by FSDP2's rows, for which the model need
 not be known. ``tp`` cuts by the name map of the folder's decoder; a rank's file then holds its
@@ -84,6 +85,16 @@ from rlinf_async.backends.checkpoint.tensor_file import (
     in_file_order,
     write_file,
 )
+from rlinf_async.backends.language_training.lora import (
+    ADAPTER_CONFIG,
+    ADAPTER_FOLDER,
+    LowRank,
+    factors_of,
+    is_of_adapter,
+    low_rank,
+    scale_of,
+    write_adapter,
+)
 from rlinf_async.backends.transformers.tensors import ModelTensors, Slice
 from rlinf_async.parallel import FSDP2, Layout, Model, Replicated, Strategy, layout
 
@@ -125,6 +136,7 @@ class Export:
         with being_read(self._folder):
             self._saved = read_checkpoint(self._folder)
             self._files = _files(self._saved, model)
+            self._adapter = _adapter(self._saved)
         self._config = read_config(self._files[CONFIG])
         self._slices = _slices(self._saved, self._config)
         self._shards = list(self._in_shards())
@@ -145,11 +157,17 @@ class Export:
                 if name != CONFIG:
                     write_file(folder, name, source.read_bytes())
             write_file(folder, CONFIG, _pretty(self._described()))
+            if self._adapter is not None:
+                factors = factors_of(self._adapter.updates).items()
+                named = {name.removeprefix(OF_WEIGHTS.prefix): one for name, one in factors}
+                write_adapter(named, self._adapter.described, folder / ADAPTER_FOLDER)
         return Exported(out, len(self._slices), self.total_bytes)
 
     def _make(self, entry: TensorEntry) -> Tensor:
         one = self._slices[entry.name]
-        return one.of(self._saved.tensors[one.tensor].whole().contiguous()).to(entry.dtype)
+        whole = self._saved.tensors[one.tensor].whole().contiguous()
+        update = self._adapter.updates.get(one.tensor) if self._adapter is not None else None
+        return one.of(whole if update is None else whole + update.whole()).to(entry.dtype)
 
     def _in_shards(self) -> Iterator[list[TensorEntry]]:
         shard: list[TensorEntry] = []
@@ -191,13 +209,38 @@ def _files(saved: Saved, model: Path | None) -> dict[str, Path]:
         if CONFIG not in found:
             raise CheckpointError(f"{model} holds no {CONFIG}: name the folder of the model")
         return found
-    found = model_files(saved)
+    found = {name: one for name, one in model_files(saved).items() if name != ADAPTER_CONFIG}
     if CONFIG not in found:
         raise CheckpointError(
             f"{saved.folder} does not say which language model it holds (no model/{CONFIG}): name "
             "the folder that the training began with by --model, if it is of one"
         )
     return found
+
+
+class _Adapter(NamedTuple):
+    """An adapter in a checkpoint."""
+
+    updates: dict[str, LowRank]
+    """updates by the checkpoint's names of the weights"""
+    described: bytes
+    """``adapter_config.json``"""
+
+
+def _adapter(saved: Saved) -> _Adapter | None:
+    """Return the adapter of a checkpoint; None where it has none."""
+    names = [name for name in saved.tensors if OF_WEIGHTS.inner(name) and is_of_adapter(name)]
+    if not names:
+        return None
+    file = model_files(saved).get(ADAPTER_CONFIG)
+    if file is None:
+        raise CheckpointError(
+            f"{saved.folder} holds {names[0]!r} of an adapter, but no {MODEL_FOLDER}/"
+            f"{ADAPTER_CONFIG}, which says by what its update is multiplied"
+        )
+    described = file.read_bytes()
+    factors = {name: saved.tensors[name].whole() for name in names}
+    return _Adapter(low_rank(factors, scale_of(described)), described)
 
 
 def _slices(saved: Saved, config: dict[str, Any]) -> dict[str, Slice]:
@@ -212,7 +255,9 @@ def _slices(saved: Saved, config: dict[str, Any]) -> dict[str, Slice]:
             "critic or a policy for robots cannot be exported"
         )
     weights = {
-        inner: name for name in saved.tensors if (inner := OF_WEIGHTS.inner(name)) is not None
+        inner: name
+        for name in saved.tensors
+        if (inner := OF_WEIGHTS.inner(name)) is not None and not is_of_adapter(name)
     }
     if not weights:
         raise CheckpointError(f"{saved.folder} holds no language model")

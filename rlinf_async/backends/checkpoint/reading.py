@@ -46,6 +46,7 @@ from rlinf_async.backends.checkpoint.folders import (
     read_metadata,
 )
 from rlinf_async.backends.checkpoint.tensor_file import LAYOUT, Box, FileLayout, checksum
+from rlinf_async.backends.language_training.lora import is_of_adapter
 from rlinf_async.parallel import GlobalTensor, Model, ModelMismatch, Parameter, Piece, layout
 from rlinf_async.parallel import Strategy as ParallelStrategy
 from rlinf_async.parallel.decoders import ARCHITECTURES, DecoderSizes, huggingface
@@ -466,6 +467,11 @@ def by_name_map(saved: Saved, files: Mapping[str, Path]) -> NamedParameters:
     decoder, kind = _decoder(saved, files)
     base = huggingface(decoder)
     names = {name for name, one in saved.tensors.items() if one.shape}
+    if any(map(is_of_adapter, names)):
+        raise CheckpointError(
+            f"{saved.folder} holds an adapter (LoRA), which tensor-parallel ranks do not cut: use "
+            "tp=1"
+        )
     critic = bool(foreign(names))
     aliases = dict(_tied_copies(decoder, names))
     names -= aliases.keys()

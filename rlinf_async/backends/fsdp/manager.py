@@ -581,9 +581,12 @@ class FSDPModelManager:
         )
 
     def live_weights(self) -> Shards:
-        """Return this rank's part of the weights in the model, by name: the memory itself."""
-        parameters = self.model.named_parameters()
-        return {name: local_shard(one).detach() for name, one in parameters}
+        """Return this rank's part of the weights that are trained, by name: the memory itself."""
+        return {
+            name: local_shard(one).detach()
+            for name, one in self.model.named_parameters()
+            if one.requires_grad
+        }
 
     def settle_checkpoint(self) -> None:
         """Wait until parameters and moments are copied, if a checkpoint is being written."""

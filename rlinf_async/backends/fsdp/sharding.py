@@ -401,7 +401,8 @@ class NewShards:
         """
         description = self._memory.description
         everything = frozenset(one.name for one in description.parameters)
-        trained = frozenset(name for name, _ in self._memory.meta_model.named_parameters())
+        parameters = self._memory.meta_model.named_parameters()
+        trained = frozenset(name for name, one in parameters if one.requires_grad)
         device = self._device
         self.shards = RankShards(
             weights=self._make(WEIGHTS, held.weights, everything, device),

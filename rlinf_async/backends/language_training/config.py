@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from rlinf_async.algorithms.config import LanguageAdvantageConfig, LanguageLossConfig
+from rlinf_async.backends.base import LoraConfig
 from rlinf_async.config.counts import check_bounds
 from rlinf_async.messages.weights import DEFAULT_BUCKET_BYTES
 
@@ -36,6 +37,24 @@ class LanguageModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             )
 
 
+class AdapterConfig(LoraConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A low-rank adapter of a language model, in peft's terms."""
+
+    targets: tuple[str, ...] = ()
+    """names of the linear layers that it adapts, or what these end in, such as ``"q_proj"``; every
+    linear layer but the head over the vocabulary when left out"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field in msgspec.structs.fields(self):
+            given = getattr(self, field.name)
+            if not self.rank and given != field.default:
+                raise ValueError(
+                    f"{field.name} is {given!r}, but rank is 0, and so there is no adapter: set "
+                    "rank, as in rank = 8, or leave it out"
+                )
+
+
 class LanguageTrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A language actor or critic: its advantages, its loss, what it publishes."""
 
@@ -59,6 +78,7 @@ class LanguageTrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     """bytes of a bucket of the published weights"""
     publish_precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """dtype of the published weights: what the engines compute in"""
+    lora: AdapterConfig = AdapterConfig()
     seed: int = 0
 
     def __post_init__(self) -> None:

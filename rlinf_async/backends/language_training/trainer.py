@@ -34,6 +34,11 @@ from rlinf_async.backends.checkpoint.collectives import Rank, fail_together
 from rlinf_async.backends.checkpoint.writing import ModelFiles
 from rlinf_async.backends.language import OPTIMIZER, PARTS, MicroBatch, VersionCounter
 from rlinf_async.backends.language_training.config import LanguageTrainingConfig
+from rlinf_async.backends.language_training.lora import (
+    ADAPTER_CONFIG,
+    ADAPTER_FOLDER,
+    write_adapter,
+)
 from rlinf_async.backends.language_training.model import write_model_folder
 from rlinf_async.backends.language_training.objective import (
     SUPERVISED,
@@ -410,14 +415,24 @@ class LanguagePolicyTrainer(LanguageModelTrainer[C, M]):
     def save_pretrained(self, folder: Path) -> None:
         """Write config, weights and tokenizer as Hugging Face does, from rank 0. Collective.
 
-        The tokenizer is that of the folder that the model came from, if there is one.
+        The tokenizer is that of the folder that the model came from, if there is one. An adapter is
+        merged into the weights, and stands in a folder of its own inside as well.
         """
         if not self.manager.active:
             return
-        state = self._whole_weights(torch.float32)
+        state, adapter = self._whole_weights(torch.float32), self._adapter()
         with fail_together(self.manager, f"writing {folder}"):
             if self.manager.rank == 0:
-                write_model_folder(self.language, state, self.manager.model_files, folder)
+                files = dict(self.manager.model_files)
+                described = files.pop(ADAPTER_CONFIG, b"")
+                write_model_folder(self.language, state, files, folder)
+                if isinstance(described, bytes) and adapter:
+                    write_adapter(adapter, described, folder / ADAPTER_FOLDER)
+
+    def _adapter(self) -> dict[str, Tensor]:
+        """Return an adapter's tensors by their names in the model, on rank 0; ``{}`` elsewhere, and
+        where there is none. Collective over the active ranks."""
+        return {}
 
 
 class Critic(LanguageModelTrainer[C, M]):

@@ -10,15 +10,16 @@
     actor ----backup----> kept[tag]      ref, old_actor, rollout_actor
     live model <--switch-- kept[tag]     the actor's own are kept meanwhile
 
-Invariant: nothing is gathered to be published. A rank converts its own part of one tensor at a
-time, and the result is, bit for bit, the update that rank 0 would have packed of whole tensors.
-Every rank decides the same, by collectives in the group of the active ranks.
+Invariant: nothing is gathered to be published, but the factors of an adapter. A rank converts its
+own part of one tensor at a time, and the result is, bit for bit, the update that rank 0 would have
+packed of whole tensors. Every rank decides the same, by collectives in the group of the active
+ranks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
@@ -72,6 +73,13 @@ class PlacedPart(NamedTuple):
     """elements of the published tensor, as in `torch.as_strided`"""
     offset: int
     """elements of it, seen flat, before the first"""
+    update: Callable[[], Tensor] | None = None
+    """computes what is added to ``live`` where it is published, in its shape; None: nothing"""
+
+    def elements(self) -> Tensor:
+        """Return what is published, before it is converted."""
+        live = self.live.detach()
+        return live if self.update is None else live + self.update()
 
 
 class OwnParts(NamedTuple):
@@ -91,7 +99,7 @@ class _Placed(NamedTuple):
 
     def differs(self, bucket: Tensor, limit: int | None = None) -> bool:
         """Whether the bucket has other elements there; only about ``limit`` are compared."""
-        target, live = self._target(bucket), self.part.live
+        target, live = self._target(bucket), self.part.elements()
         if limit is not None:
             rows = -(-limit // max(1, math.prod(self.part.size[1:])))
             target, live = target[:rows], live[:rows]
@@ -100,7 +108,7 @@ class _Placed(NamedTuple):
     def write(self, bucket: Tensor) -> None:
         """Copy the elements into the bucket."""
         target = self._target(bucket)
-        target.copy_(self.part.live.detach().to(target.dtype))
+        target.copy_(self.part.elements().to(target.dtype))
 
     def _target(self, bucket: Tensor) -> Tensor:
         part, begin = self.part, self.slot.offset
@@ -295,7 +303,7 @@ class HoldsWeights(Protocol):
     """other weights, by tag and name: this rank's part, on the CPU"""
 
     def live_weights(self) -> dict[str, Tensor]:
-        """Return this rank's part of the weights in the model, by name: the memory itself."""
+        """Return this rank's part of the weights that are trained, by name: the memory itself."""
         ...
 
     def settle_checkpoint(self) -> None:

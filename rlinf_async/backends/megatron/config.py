@@ -192,6 +192,11 @@ class MegatronTrainerConfig(
 
     megatron: MegatronConfig
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lora.rank:
+            raise ValueError("lora is for the trainer over FSDP: Megatron trains all weights")
+
 
 def strategy_of(cfg: MegatronConfig, world_size: int) -> Strategy:
     """Return the strategy of ``world_size`` ranks. Raises `StrategyError` where ``tp x pp`` does

@@ -12,11 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlinf_async.backends.base import LoraConfig
 from rlinf_async.backends.building import building
 from rlinf_async.backends.fsdp.embodied import EmbodiedTrainer
 from rlinf_async.backends.policies.base import to_tensors
 from rlinf_async.backends.policies.serving import PolicyServer
-from rlinf_async.backends.policies.vision_language.config import LoraConfig
 from rlinf_async.backends.policies.vision_language.policy import (
     VisionLanguageActionPolicy,
     decode,

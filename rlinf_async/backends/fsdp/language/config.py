@@ -31,3 +31,11 @@ class LanguageTrainerConfig(
     """A language actor or critic that FSDP shards: its model, its advantages, its loss."""
 
     fsdp: LanguageFSDPConfig
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lora.rank and self.fsdp.strategy == "fsdp1":
+            raise ValueError(
+                "lora needs strategy 'fsdp2': fsdp1 cannot save an optimizer that holds state for "
+                "a part of its parameters"
+            )

@@ -134,9 +134,10 @@ class _Statistics(torch.autograd.Function):
         if grad_asked is not None:
             total = total + grad_asked.sum(-1)
         grad_hidden = torch.empty_like(hidden)
-        # Sums over chunks, so in float32 whatever the arithmetic is.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        # Sums over chunks, so in float32 whatever the arithmetic is. A frozen head has none.
+        _, of_weight, of_bias, *_ = ctx.needs_input_grad
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if of_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if of_bias else None
         if grad_entropy is not None and not bool(grad_entropy.any()):
             grad_entropy = None
         for start in range(0, len(hidden), ctx.rows):
@@ -166,11 +167,14 @@ class _Statistics(torch.autograd.Function):
                 grad.masked_fill_(logits == -torch.inf, 0.0)
             grad = grad.mul_(scale[at, None]).to(hidden.dtype)
             grad_hidden[at] = grad @ weight
-            grad_weight += grad.t() @ hidden[at]
+            if grad_weight is not None:
+                grad_weight += grad.t() @ hidden[at]
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
         grad_bias = None if bias is None or grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, *[None] * 6
+        return grad_hidden, grad_weight, grad_bias, *[None] * 6
 
 
 def _logits(

@@ -41,6 +41,15 @@ class FSDP(LanguageTrainerPart):
         """Whether parameters can leave their device and come back: only those of fsdp2 can."""
         return learner_strategy != "fsdp1"
 
+    def check_adapter(self, learner_strategy: str) -> None:
+        """Refuse fsdp1, which cannot save an optimizer that has state of some parameters alone."""
+        if learner_strategy == "fsdp1":
+            raise ConfigError(
+                "fsdp1 cannot save an optimizer with the state of an adapter (LoRA) alone: use "
+                "'fsdp2', or leave actor.lora out",
+                path=("strategy",),
+            )
+
     def check_scheduled(self, learner_strategy: str, options: Any, wanted: str) -> None:
         """Refuse fsdp1, whose ranks are fixed."""
         if learner_strategy == "fsdp1":

@@ -4,7 +4,11 @@
 
     sharded model --policy_weights-> tensors in memory --Slice.of--> tensors of a checkpoint
 
-Invariant: the tensors come in the order of the model, tied ones once, on every rank the same.
+A weight that has an adapter is published with it: ``W + s B A``, one tensor at a time, in memory of
+its own. Each rank computes the whole product, so that the bits do not depend on the ranks.
+
+Invariants: the tensors come in the order of the model, tied ones once, on every rank the same; the
+live weights are only read.
 """
 
 from __future__ import annotations
@@ -22,6 +26,13 @@ from rlinf_async.backends.fsdp.language.network import PolicyNetwork
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.fsdp.sharding import finish_copies, moved
 from rlinf_async.backends.fsdp.state import first_row, full_model_state, local_shard
+from rlinf_async.backends.language_training.lora import (
+    LowRank,
+    adapted,
+    factors_of,
+    is_of_adapter,
+    low_rank,
+)
 from rlinf_async.backends.language_training.weights import OwnParts, PlacedPart
 from rlinf_async.backends.transformers.tensors import Slice
 from rlinf_async.messages.weights import WeightsMismatch, WeightUpdate
@@ -38,10 +49,15 @@ class Weights(NamedTuple):
     """tensors by name in memory; sharded as they are, those of FSDP1 whole"""
     slices: Mapping[str, Slice]
     """slices by name in the checkpoint"""
+    updates: Mapping[str, LowRank]
+    """updates by adapters, whole, by name of the weight in memory"""
 
 
 def policy_weights(manager: FSDPModelManager) -> Weights:
-    """Return the live weights. Collective for FSDP1. Raises `WeightsMismatch` for a critic."""
+    """Return the live weights. Collective for FSDP1, and where there is an adapter.
+
+    Raises `WeightsMismatch` for a critic.
+    """
     sharded = manager.model
     whole = isinstance(sharded, FullyShardedDataParallel)
     network = sharded.module if whole else sharded
@@ -49,7 +65,22 @@ def policy_weights(manager: FSDPModelManager) -> Weights:
         raise WeightsMismatch("a critic has no language model's head: it cannot be published")
     state = full_model_state(sharded) if whole else sharded.state_dict()
     memory = {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}
-    return Weights(memory, network.published)
+    factors = {name: whole_of(one) for name, one in memory.items() if is_of_adapter(name)}
+    scale = next((one.scale for _, one in adapted(network)), 1.0)
+    return Weights(memory, network.published, low_rank(factors, scale))
+
+
+def adapter_state(manager: FSDPModelManager) -> dict[str, Tensor]:
+    """Return an adapter's tensors by name in memory, on the CPU: ``{}`` where there is none, and on
+    other ranks than 0. Collective."""
+    factors = factors_of(policy_weights(manager).updates)
+    return {} if manager.rank else {name: one.to(CPU) for name, one in factors.items()}
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """Return the whole tensor, detached. Collective where it is sharded."""
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach()
 
 
 def hugging_face_state(
@@ -66,11 +97,12 @@ def hugging_face_state(
         by_tensor.setdefault(one.tensor, []).append(name)
     found: dict[str, Tensor] = {}
     for tensor, names in by_tensor.items():
-        sharded = weights.memory[tensor]
-        whole = sharded.full_tensor() if isinstance(sharded, DTensor) else sharded
+        whole = whole_of(weights.memory[tensor])
         if manager.rank == 0:
+            if tensor in weights.updates:
+                whole = whole + weights.updates[tensor].whole()
             there = whole.to(dtype) if whole.is_floating_point() else whole
-            there = moved(there.detach(), CPU)
+            there = moved(there, CPU)
             found |= {name: weights.slices[name].of(there) for name in names}
     finish_copies(manager.device)
     return found
@@ -80,7 +112,8 @@ def load_hugging_face_state(manager: FSDPModelManager, update: WeightUpdate) -> 
     """Copy published weights into the model of a single rank.
 
     Floating-point tensors may have another precision. Raises `WeightsError` before anything
-    changed.
+    changed, and `ValueError` for a model with an adapter: there is no telling apart what was
+    published.
     """
     if manager.world_size != 1:
         raise ValueError(
@@ -89,6 +122,11 @@ def load_hugging_face_state(manager: FSDPModelManager, update: WeightUpdate) -> 
         )
     verify(update)
     weights = policy_weights(manager)
+    if weights.updates:
+        raise ValueError(
+            "published weights cannot be loaded into a model with an adapter, which is merged into "
+            "them: build this one without lora"
+        )
     present = {name: one.of(weights.memory[one.tensor]) for name, one in weights.slices.items()}
     arrived = {
         name: tensor.to(present[name].dtype)
@@ -115,7 +153,7 @@ def own_rows(manager: FSDPModelManager, dtype: torch.dtype) -> OwnParts | None:
         live = weights.memory[one.tensor]
         kind = dtype if live.is_floating_point() else live.dtype
         tensors[name] = torch.empty(one.shape, dtype=kind, device="meta")
-        parts[name] = _rows(live, one, manager.rank)
+        parts[name] = _rows(live, one, manager.rank, weights.updates.get(one.tensor))
     return OwnParts(tensors, parts)
 
 
@@ -124,8 +162,11 @@ def _by_rows(tensors: Iterable[Tensor]) -> bool:
     return all(one.device_mesh.ndim == 1 and one.placements == (Shard(0),) for one in sharded)
 
 
-def _rows(live: Tensor, wanted: Slice, rank: int) -> list[PlacedPart]:
-    """Return the elements of a slice that this rank writes: at most one range."""
+def _rows(live: Tensor, wanted: Slice, rank: int, update: LowRank | None) -> list[PlacedPart]:
+    """Return the elements of a slice that this rank writes: at most one range.
+
+    ``update``: what is added to the tensor.
+    """
     local = local_shard(live).detach()
     first = 0
     if isinstance(live, DTensor):
@@ -137,4 +178,10 @@ def _rows(live: Tensor, wanted: Slice, rank: int) -> list[PlacedPart]:
     if start >= end:
         return []
     own = local.reshape(-1)[start - first : end - first]
-    return [PlacedPart(own, (end - start,), (1,), start - wanted.offset)]
+
+    def added() -> Tensor:
+        assert update is not None
+        return update.whole().reshape(-1)[start:end]
+
+    computed = None if update is None else added
+    return [PlacedPart(own, (end - start,), (1,), start - wanted.offset, computed)]

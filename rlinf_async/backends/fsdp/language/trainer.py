@@ -30,6 +30,7 @@ from rlinf_async.backends.fsdp.language.network import (
     check_same_as_transformers,
 )
 from rlinf_async.backends.fsdp.language.publishing import (
+    adapter_state,
     hugging_face_state,
     load_hugging_face_state,
     own_rows,
@@ -38,6 +39,11 @@ from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.fsdp.rescale import check_strategy, rescale
 from rlinf_async.backends.fsdp.state import reshard, unwrapped
 from rlinf_async.backends.language import OPTIMIZER, PARTS, WEIGHTS, MicroBatch
+from rlinf_async.backends.language_training.lora import (
+    ADAPTER_CONFIG,
+    adapter_config,
+    add_adapters,
+)
 from rlinf_async.backends.language_training.model import build_language_model, describing_files
 from rlinf_async.backends.language_training.objective import (
     AskedTokens,
@@ -75,7 +81,12 @@ class FSDPLanguageTrainer(LanguageModelTrainer[LanguageTrainerConfig, FSDPModelM
         provider = partial(build_network, self.config, critic=self.critic)
         manager = FSDPModelManager(self.config.fsdp, world_size, rank, provider)
         manager.setup_model_and_optimizer()
-        manager.model_files = describing_files(self.config.fsdp.model, language_in(manager))
+        model, language, lora = self.config.fsdp.model, language_in(manager), self.config.lora
+        files = describing_files(model, language)
+        if lora.rank:
+            folder = "" if model.path is None else str(Path(model.path).absolute())
+            files[ADAPTER_CONFIG] = adapter_config(language, lora, folder)
+        manager.model_files = files
         return manager
 
     @property
@@ -261,6 +272,9 @@ class PolicyTrainer(
         told = (by_sample(samples, parts, one) for one in (drawn, likely, ids))
         return [TeacherLogProbs(*one) for one in zip(*told, strict=True)]
 
+    def _adapter(self) -> dict[str, Tensor]:
+        return adapter_state(self.manager) if self.config.lora.rank else {}
+
     def load(self, update: WeightUpdate) -> None:
         """Take published weights and their version; for a rank on its own."""
         self.manager.settle_checkpoint()
@@ -278,7 +292,12 @@ def build_network(config: LanguageTrainerConfig, *, critic: bool) -> nn.Module:
         language, packs = build_language_model(config.fsdp.model)
     policy = PolicyNetwork(language, packs=packs, logit_chunk_bytes=config.logit_chunk_bytes)
     check_same_as_transformers(policy)
+    if config.lora.rank and critic:
+        raise ValueError("lora is for the actor: a critic trains all its weights")
     if not critic:
+        if config.lora.rank:
+            with building(config.seed):
+                add_adapters(language, config.lora)
         return policy
     with building(config.seed):
         return ValueNetwork(language, packs=packs)  # which takes the policy's head away

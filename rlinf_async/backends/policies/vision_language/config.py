@@ -6,20 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from rlinf_async.backends.base import LoraConfig
 from rlinf_async.config.counts import check_bounds
-
-
-class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Low-rank adapters (Hu et al. 2021): the model's own weights stay as they are."""
-
-    rank: int = 0
-    """rank of the update of each linear layer; 0: no adapters, all weights are trained"""
-    alpha: float = 16.0
-    """the update is multiplied by ``alpha / rank``"""
-
-    def __post_init__(self) -> None:
-        check_bounds(self, "rank", least=0)
-        check_bounds(self, "alpha", above=0)
 
 
 class VisionLanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -24,9 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from rlinf_async.backends.base import LoraConfig
 from rlinf_async.backends.policies.base import Evaluation, Policy, Step, register_policy
 from rlinf_async.backends.policies.config import PolicyConfig
-from rlinf_async.backends.policies.vision_language.config import LoraConfig, VisionLanguageConfig
+from rlinf_async.backends.policies.vision_language.config import VisionLanguageConfig
 from rlinf_async.backends.policies.vision_language.fitting import misfit
 from rlinf_async.messages.spaces import STATE
 

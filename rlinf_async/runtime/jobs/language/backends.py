@@ -28,7 +28,7 @@ import msgspec
 
 from rlinf_async.algorithms.config import LanguageLossConfig
 from rlinf_async.backends.base import OptimizerConfig, SchedulerConfig
-from rlinf_async.backends.language_training.config import LanguageModelConfig
+from rlinf_async.backends.language_training.config import AdapterConfig, LanguageModelConfig
 from rlinf_async.backends.parts import (
     EngineDevices,
     LanguageTrainerPart,
@@ -263,9 +263,11 @@ def inference_backend(actor: LearnerConfig) -> str:
 
 
 def inference_config(config: LanguageConfig, model: Path, device: str) -> Any:
-    """The inference workers' trainer's own configuration."""
+    """The inference workers' trainer's own configuration. They take merged weights, as engines do:
+    their first ones, the reference, are those without the adapter."""
     part = language_trainers.load(inference_backend(config.actor))
-    return part.config(_policy(config, model, device))
+    learner = _policy(config, model, device)
+    return part.config(msgspec.structs.replace(learner, lora=AdapterConfig()))
 
 
 def teacher_config(config: LanguageConfig, device: str) -> Any:
@@ -321,7 +323,8 @@ def critic_config(config: LanguageConfig, model: Path, device: str) -> Any:
 
 
 def supervised_config(config: LanguageConfig, model: Path, device: str) -> Any:
-    """The trainer's own configuration of a warm start, by the actors' backend."""
+    """The trainer's own configuration of a warm start, by the actors' backend. All weights are
+    trained, also where an adapter is trained afterwards."""
     phase, actor = config.warm_start, config.actor
     learner = Learner(
         model=_described(config, model, checkpointing=False),
@@ -357,6 +360,7 @@ def _policy(config: LanguageConfig, model: Path, device: str) -> Learner:
         reference=config.needs_reference,
         engine_tolerance=config.weights_tolerance,
         publish_precision=actor.publish_precision,
+        lora=actor.lora,
         seed=config.seed,
         strategy=actor.strategy,
         tp=actor.tp,

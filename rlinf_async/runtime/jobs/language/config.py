@@ -17,6 +17,7 @@ from rlinf_async.algorithms.config import (
     LanguageLossConfig,
 )
 from rlinf_async.backends.base import OptimizerConfig, SchedulerConfig
+from rlinf_async.backends.language_training.config import AdapterConfig
 from rlinf_async.backends.megatron.config import MegatronOptions
 from rlinf_async.backends.parts import (
     DEFAULT_ENGINE,
@@ -167,6 +168,7 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     precision: Literal["float32", "bfloat16"] = "float32"
     strategy: Literal["fsdp2", "fsdp1"] = "fsdp2"
     activation_checkpointing: bool = False
+    lora: AdapterConfig = AdapterConfig()
     micro_batch_size: int | None = None
     """samples of one forward and backward pass; when left out, ``max_tokens`` decides"""
     options: dict[str, Any] = {}
@@ -178,6 +180,8 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         own_settings(self, part)
         if not part.actor:
             raise ConfigError(f"{self.backend!r} trains critics alone", path=("backend",))
+        if self.lora.rank:
+            part.check_adapter(self.strategy)
         if not part.cuts and self.model_ranks > 1:
             name = "tp" if self.tp > 1 else "pp"
             raise ConfigError(

@@ -39,6 +39,7 @@ from rlinf_async.runtime.jobs.language.config import MAY_DIFFER, LanguageConfig
 from rlinf_async.runtime.jobs.language.evaluation import EvaluationSet, verifiers_of
 from rlinf_async.runtime.jobs.language.model import (
     Examples,
+    check_adapter,
     check_forward,
     check_tokens,
     check_weights,
@@ -231,6 +232,7 @@ def _inputs(config: LanguageConfig, into: Path) -> _Inputs:
         check_tokens(model, ("model", "tokenizer" if config.model.tokenizer else "path"))
     if not config.model.path and config.actor.part.has_weights:
         check_forward(model, ("model", "config"))
+    check_adapter(model, config.actor.lora)
     try:
         tokenizer = load_tokenizer(model)
         prompts = open_prompts(config, model, tokenizer)

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from rlinf_async.backends.language_training.config import SupervisedConfig
+from rlinf_async.backends.language_training.config import AdapterConfig, SupervisedConfig
 from rlinf_async.config import ConfigError, needed
 from rlinf_async.config.registry import raised
 from rlinf_async.data import DataError, Prompts, Tokenizer
@@ -383,6 +383,28 @@ def check_forward(folder: Path, where: tuple[str, ...]) -> None:
         check_same_as_transformers(network)
     except Exception as error:  # a configuration's own checks raise errors of many types
         raise ConfigError(f"no model can be made of it: {raised(error)}", path=where) from error
+
+
+def check_adapter(folder: Path, config: AdapterConfig) -> None:
+    """Refuse targets that the model in a folder does not have, or that cannot be adapted.
+
+    Raises:
+        ConfigError: with the target, and the layers that there are.
+    """
+    if not config.rank:
+        return
+    from rlinf_async.backends.language_training.lora import targeted
+    from rlinf_async.backends.transformers.tensors import model_without_memory
+
+    described = msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, Any])
+    try:
+        model = model_without_memory(described)
+    except (ValueError, TypeError, KeyError, ImportError):
+        return  # the trainer reports it
+    try:
+        targeted(model, config.targets)
+    except ValueError as error:
+        raise ConfigError(str(error), path=("actor", "lora", "targets")) from error
 
 
 def examples(config: LanguageConfig, tokenizer: Tokenizer) -> Examples:

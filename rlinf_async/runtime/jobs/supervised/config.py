@@ -306,6 +306,7 @@ class SupervisedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             optimizer=actor.optimizer,
             scheduler=actor.scheduler,
             loss=self.loss_config,
+            lora=actor.lora,
             seed=self.seed,
             strategy=actor.strategy,
             tp=actor.tp,

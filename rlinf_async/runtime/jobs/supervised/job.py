@@ -21,6 +21,7 @@ from rlinf_async.observe.summary import SupervisedSummary
 from rlinf_async.runtime.jobs.config import Reads, every_file, model_files
 from rlinf_async.runtime.jobs.language.checks import check_comparison, check_teacher_folder
 from rlinf_async.runtime.jobs.language.model import (
+    check_adapter,
     check_forward,
     check_tokens,
     check_weights,
@@ -157,6 +158,7 @@ def _inputs(config: SupervisedConfig, into: Path) -> _Inputs:
         check_forward(model, ("model", "config"))
     if config.taught_by is not None:
         check_teacher_folder(config.taught_by.path, model)
+    check_adapter(model, config.actor.lora)
     try:
         examples = Examples(config.data, load_tokenizer(model))
     except DataError as error:
