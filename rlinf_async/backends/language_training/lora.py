@@ -140,8 +140,11 @@ def low_rank(tensors: Mapping[str, Tensor], scale: float) -> dict[str, LowRank]:
 
 def factors_of(updates: Mapping[str, LowRank]) -> dict[str, Tensor]:
     """Return the tensors of which `low_rank` makes these updates."""
-    stems = {name.removesuffix(WEIGHT): one for name, one in updates.items()}
-    return {name + end: one[at] for name, one in stems.items() for at, end in enumerate((A, B))}
+    found: dict[str, Tensor] = {}
+    for name, one in updates.items():
+        stem = name.removesuffix(WEIGHT)
+        found |= {stem + A: one.a, stem + B: one.b}
+    return found
 
 
 def is_of_adapter(name: str) -> bool:

@@ -364,7 +364,7 @@ def test_of_a_mixture_of_experts_the_attention_is_adapted() -> None:
 def test_settings_that_say_nothing_and_trainers_that_cannot_are_refused() -> None:
     for given in ({"alpha": 32.0}, {"targets": ("q_proj",)}):
         with pytest.raises(ValueError, match="but rank is 0, and so there is no adapter: set rank"):
-            AdapterConfig(**given)  # type: ignore[arg-type]
+            AdapterConfig(**given)
     with pytest.raises(ValueError, match="lora needs strategy 'fsdp2'"):
         trainer_config(lora=LORA, fsdp={"strategy": "fsdp1"})
     with pytest.raises(ValueError, match="a critic trains all its weights"):

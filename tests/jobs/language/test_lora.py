@@ -12,6 +12,7 @@ import transformers
 from safetensors.torch import load_file
 
 from rlinf_async.backends.language_training.lora import ADAPTER_FOLDER
+from rlinf_async.backends.transformers import decoder, tensors
 from tests.jobs.language.kit import LOSSES, TINY, Job
 from tests.jobs.supervised.kit import DPO, SFT
 from tests.jobs.supervised.kit import Job as SupervisedJob
@@ -91,12 +92,10 @@ def test_a_run_ends_where_the_engine_does_not_serve_the_merged_weights(
     tiny: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine that leaves the update of a layer out, and still says that it took all bytes."""
-    from rlinf_async.backends.transformers import decoder
+    load = tensors.load_weights
 
-    load = decoder.load_weights
-
-    def halved(update: Any, model: Any, tensors: Any) -> int:
-        found = load(update, model, tensors)
+    def halved(update: Any, model: Any, *others: Any) -> int:
+        found = load(update, model, *others)
         if update.version:
             with torch.no_grad():
                 model.model.layers[0].mlp.up_proj.weight.mul_(0.5)
