@@ -82,6 +82,9 @@ class EnginePart(Part):
     """whether each worker takes at most one device"""
     exact: ClassVar[bool] = False
     """whether its log-probs in float32 are the trainer's, up to the last bits"""
+    honours: ClassVar[frozenset[str]] = frozenset()
+    """names of the settings of `Sampling` that it honours, of those that not every engine has to
+    (`Sampling.further`)"""
 
     def with_model(self, settings: Any, folder: Path) -> Any:
         """Return the settings with the model's folder in ``model``, if they have that field."""
@@ -216,6 +219,9 @@ class LanguageTrainerPart(Part):
     tells_distributions: ClassVar[bool] = False
     """whether it trains on log-probs of tokens that were not drawn (``PackedTokens.asked``), and,
     where inference workers compute by it, tells them as `TellsDistributions` does"""
+    honours: ClassVar[frozenset[str]] = frozenset()
+    """names of the settings of `Sampling` that its forward pass takes from each sample, beside
+    temperature and what was kept"""
 
     def config(self, learner: Learner) -> Any:
         """Return the configuration with which `make` is called."""

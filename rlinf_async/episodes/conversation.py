@@ -12,10 +12,8 @@ Nothing is ever decoded and encoded again: what an engine drew is what is traine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Self
 
-import msgspec
 import numpy as np
 
 from rlinf_async.messages.language import Generated, Kept, Tokens
@@ -126,44 +124,4 @@ def _kept(parts: list[Generated]) -> Kept | None:
     return Kept(
         np.concatenate([one.counts for one in found]),
         np.concatenate([one.token_ids for one in found]),
-    )
-
-
-def cut_at(
-    drawn: Generated, stop: Sequence[str], decode: Callable[[Tokens], str]
-) -> tuple[Generated, str]:
-    """Return an answer up to the token that completes the first stop sequence, and which it is.
-
-    Nothing is cut where there is none; the second value is empty then.
-    """
-    found = _first(decode(drawn.token_ids), stop) if stop else ""
-    if not found:
-        return drawn, ""
-    fewest, most = 1, len(drawn.token_ids)  # bisection: once it is there, it stays there
-    while fewest < most:
-        middle = (fewest + most) // 2
-        if found in decode(drawn.token_ids[:middle]):
-            most = middle
-        else:
-            fewest = middle + 1
-    return _first_tokens(drawn, most), found
-
-
-def _first(text: str, stop: Sequence[str]) -> str:
-    """Return the stop sequence that is complete first; empty: none is."""
-    ends = [(text.find(one) + len(one), one) for one in stop if one in text]
-    return min(ends)[1] if ends else ""
-
-
-def _first_tokens(drawn: Generated, count: int) -> Generated:
-    kept = drawn.kept
-    if kept is not None:
-        kept = Kept(kept.counts[:count], kept.token_ids[: int(kept.counts[:count].sum())])
-    return msgspec.structs.replace(
-        drawn,
-        token_ids=drawn.token_ids[:count],
-        log_prob=drawn.log_prob[:count],
-        version=drawn.version[:count],
-        kept=kept,
-        finish="stop",
     )

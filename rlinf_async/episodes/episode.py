@@ -27,7 +27,7 @@ from typing import Any, Final, Literal, NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-from rlinf_async.episodes.conversation import Conversation, cut_at, joined
+from rlinf_async.episodes.conversation import Conversation, joined
 from rlinf_async.episodes.parsing import Parser, ParserError, ToolCall
 from rlinf_async.episodes.template import (
     Answered,
@@ -52,6 +52,7 @@ from rlinf_async.messages.language import (
     Tokens,
     TurnSpan,
 )
+from rlinf_async.messages.stopping import cut_at, without_stop_token
 
 OnRewrite = Literal["fail", "branch", "keep"]
 """What is done where the template would write what came before otherwise: the episode fails; it
@@ -299,8 +300,9 @@ class Chat:
 
         Args:
             max_tokens: of this answer; by default what the episode may still have.
-            stop: text that ends the answer, or several. What was drawn after the first of them is
-                dropped: an engine that had stopped there would have drawn the same up to it.
+            stop: text that ends the answer, or several, beside the run's own. What was drawn after
+                the first of them is dropped: an engine that had stopped there would have drawn the
+                same up to it.
             seed: see `Model.draw`.
 
         Raises:
@@ -310,7 +312,8 @@ class Chat:
             EpisodeError: an argument is none, or nobody may be asked now.
         """
         try:
-            asked = _Asked(self._unsaid, _stops(stop), self._episode.asked)
+            stops = (*self._episode.sampling.stop, *_stops(stop))
+            asked = _Asked(self._unsaid, stops, self._episode.asked)
             seed = None if seed is None else _whole("seed", seed)
             coming, most = self._ready(max_tokens)
         except Exception:
@@ -759,8 +762,9 @@ class Episode:
             raise
 
     def written(self, drawn: Generated, stopped: str = "") -> str:
-        """Return an answer as text; what comes from the stop sequence on is none of it."""
-        text = self.decode(drawn.token_ids)
+        """Return an answer as text; a stop token, and what comes from the stop sequence on, is none
+        of it."""
+        text = self.decode(without_stop_token(drawn.token_ids, self.sampling))
         return text[: text.find(stopped)] if stopped else text
 
     def read(self, drawn: Generated, stopped: str = "") -> Turn:

@@ -12,8 +12,9 @@
     LanguageTrainReport  actor, critic -> runtime   what one rank trained in one iteration
 
 Shapes are written with ``P`` prompt tokens and ``R`` response tokens. Log-probs are of the
-distribution that was sampled from: after temperature, top-k and top-p. What these kept of the
-vocabulary travels with the tokens (`Kept`), so that trainers compute the same distribution.
+distribution that was sampled from: after biases, temperature, min-p, top-k and top-p. What these
+kept of the vocabulary travels with the tokens (`Kept`), and so do temperature and biases, so that
+trainers compute the same distribution.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ Unsigned = NDArray[np.uint8 | np.uint16 | np.uint32]
 LEAST_TEMPERATURE = 0.01
 """lowest temperature besides 0: below it, rounding of the logits decides what is drawn, and vLLM
 would silently use this one"""
+MAX_BIAS = 100.0
+"""largest size of a logit's bias, as vLLM and OpenAI have it"""
 MAX_REWARD = 1e18
 """largest size of a reward: training squares rewards in float32, which ends at 3e38"""
 
@@ -52,6 +55,21 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """number of most likely tokens to draw from; 0: all"""
     top_p: float = 1.0
     """probability mass of the most likely tokens to draw from; 1: all"""
+    min_p: float = 0.0
+    """smallest probability of a token to draw from, as a share of that of the most likely one; 0:
+    none. It is applied after the temperature and before top-k and top-p"""
+    logit_bias: dict[str, float] = {}
+    """number that is added to a token's logit before the temperature, by token id"""
+    repetition_penalty: float = 1.0
+    """divisor of the positive logits, and factor of the others, of tokens that stand in the prompt
+    or in the response so far, before the temperature; 1: off"""
+    stop: tuple[str, ...] = ()
+    """texts that end a response, with the token that completes the first of them; see
+    `rlinf_async.messages.stopping`"""
+    stop_token_ids: tuple[int, ...] = ()
+    """tokens that end a response, beside those of the model's own"""
+    include_stop: bool = False
+    """whether the text of a response has the stop text, or the stop token, that ended it"""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -65,6 +83,37 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError(f"top_k is {self.top_k}; it must be at least 0 (0: off)")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p is {self.top_p}; it must lie above 0 and be at most 1")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ValueError(f"min_p is {self.min_p}; it must lie between 0 and 1 (0: off)")
+        if not 0.0 < self.repetition_penalty < math.inf:
+            raise ValueError(
+                f"repetition_penalty is {self.repetition_penalty}; it must be a number above 0 "
+                "(1: off)"
+            )
+        self._check_bias()
+        self._check_stops()
+
+    def _check_bias(self) -> None:
+        for name, bias in self.logit_bias.items():
+            if not (name.isascii() and name.isdigit()):
+                raise ValueError(f"logit_bias has {name!r}, which is no token id")
+            if name != str(int(name)):
+                raise ValueError(f"logit_bias has {name!r}: write it as {str(int(name))!r}")
+            if not -MAX_BIAS <= bias <= MAX_BIAS:
+                raise ValueError(
+                    f"logit_bias of token {name} is {bias}; it must lie between -{MAX_BIAS:.0f} "
+                    f"and {MAX_BIAS:.0f}"
+                )
+
+    def _check_stops(self) -> None:
+        if "" in self.stop:
+            raise ValueError("stop has an empty text, which would end every response at once")
+        if any(one < 0 for one in self.stop_token_ids):
+            raise ValueError(f"stop_token_ids has {min(self.stop_token_ids)}, which is no token id")
+        if self.include_stop and not (self.stop or self.stop_token_ids):
+            raise ValueError(
+                "include_stop is true, but there is neither stop nor stop_token_ids: leave it out"
+            )
 
     @property
     def greedy(self) -> bool:
@@ -74,12 +123,27 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def truncates(self) -> bool:
         """Whether tokens may be drawn from a part of the vocabulary: then they come with `Kept`."""
-        return not self.greedy and (self.top_k > 0 or self.top_p < 1.0)
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+    @property
+    def further(self) -> list[str]:
+        """Names of the settings that are given and change a distribution, beside those that every
+        engine has to honour."""
+        given = {
+            "min_p": self.min_p > 0.0,
+            "logit_bias": any(self.logit_bias.values()),
+            "repetition_penalty": self.repetition_penalty != 1.0,
+        }
+        return [name for name, is_given in given.items() if is_given]
+
+    def greedily(self) -> Sampling:
+        """Return the same, but that the most likely token is taken."""
+        return msgspec.structs.replace(self, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """The tokens that each token of a response could be drawn from, where top-k or top-p left
-    others out. Both arrays have the smallest unsigned dtype that fits."""
+    """The tokens that each token of a response could be drawn from, where top-k, top-p or min-p
+    left others out. Both arrays have the smallest unsigned dtype that fits."""
 
     counts: Unsigned
     """``[R]``: number of tokens kept; 0: the whole vocabulary"""
@@ -141,8 +205,8 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True):
     version: Versions
     """``[R]``: version of the weights that generated each token"""
     finish: Literal["stop", "length", "abort"]
-    """reason of the end: ``stop``: end of sequence; ``length``: max_tokens; ``abort``: interrupted,
-    generation can continue"""
+    """reason of the end: ``stop``: end of sequence, a stop token or a stop text; ``length``:
+    max_tokens; ``abort``: interrupted, generation can continue"""
     kept: Kept | None = None
     """what each token was drawn from, where the request's sampling truncates (`Sampling`); None
     from an engine that cannot tell: it must not be trained on then"""
@@ -422,6 +486,8 @@ class TrainingSample(msgspec.Struct, kw_only=True):
     kept: Kept | None = None
     """tokens that each one was drawn from: log-probs and entropies are of the distribution over
     these; None: over the whole vocabulary"""
+    logit_bias: dict[str, float] = {}
+    """number that is added to a token's logit before the temperature, by token id"""
     advantage: Floats | None = None
     """``[R]``; filled in by `compute_advantages_and_returns` where it is None"""
     returns: Floats | None = None

@@ -49,8 +49,34 @@ RULES: Final[dict[str, dict[str, Any]]] = {
     "hot mass": {"top_p": 0.9, "temperature": 1.3},
     "hardly any mass": {"top_p": 1e-6},
     "nearly all mass": {"top_p": 1.0 - 1e-7},
+    "twenty": {"top_k": 20},
+    "twenty and mass": {"top_k": 20, "top_p": 0.9},
+    "likely": {"min_p": 0.1},
+    "only the likeliest": {"min_p": 1.0},
+    "hot, likely and mass": {"min_p": 0.05, "top_p": 0.9, "temperature": 1.7},
+    "likely and few": {"min_p": 0.02, "top_k": 20, "temperature": 1.7},
+    "likely, few and mass": {"min_p": 0.02, "top_k": 20, "top_p": 0.9},
+    "bias": {"logit_bias": {"5": 4.0, "6": -100.0, "255": 2.5}},
+    "cold bias and few": {"logit_bias": {"9": 3.0, "0": 1.0}, "top_k": 20, "temperature": 0.5},
+    "bias and mass": {"logit_bias": {"7": 2.0}, "top_k": 30, "top_p": 0.9, "min_p": 0.01},
 }
-MASS_ALONE: Final = ("mass", "hot mass", "hardly any mass", "nearly all mass")
+UNBOUNDED: Final = (
+    *("mass", "hot mass", "hardly any mass", "nearly all mass"),
+    *("likely", "only the likeliest", "hot, likely and mass"),
+)
+"""those of which vLLM may keep more tokens than it tells"""
+FURTHER: Final = [rule for rule, given in RULES.items() if {"min_p", "logit_bias"} & given.keys()]
+"""those that not every engine has to honour"""
+PROXIMAL: Final = {
+    "by the engine": LanguageLossConfig(proximal="behaviour", kl_coefficient=0.05),
+    "by the engine or inference": LanguageLossConfig(kl_coefficient=0.05),
+    "of the weights that the pass has": LanguageLossConfig(proximal="current"),
+    "of the weights that the step began with": LanguageLossConfig(proximal="step"),
+    "decoupled": LanguageLossConfig(proximal="step", off_policy="decoupled", off_policy_cap=5.0),
+}
+"""where the denominator of the ratio comes from"""
+BAR: Final = ("twenty", "twenty and mass", "hot mass", "likely", "likely and few", "bias and mass")
+"""settings that are combined with each of them"""
 TOKENS: Final = 12
 LOSS: Final = LanguageLossConfig(kl_coefficient=0.05)
 
@@ -139,7 +165,10 @@ def by_hand(model: nn.Module, one: TrainingSample) -> tuple[Any, Any]:
         ids = torch.from_numpy(np.concatenate([prompt, one.response_ids[part]])).long()
         with torch.no_grad():
             rows.append(model(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1].double())
-    logits = torch.cat(rows) / one.temperature
+    logits = torch.cat(rows)
+    for token, bias in one.logit_bias.items():
+        logits[:, int(token)] += bias
+    logits = logits / one.temperature
     found = []
     whole: list[list[int]] = [[]] * len(one.response_ids)
     sets = whole if one.kept is None else [each.tolist() for each in one.kept.sets()]
@@ -232,6 +261,28 @@ def check_computed(model: nn.Module, samples: Sequence[Sample], found: dict[str,
     else:
         assert norms[0] > 1e-3
         assert norms[1] == pytest.approx(norms[0], rel=1e-3)
+
+
+def check_each_token_is_trained(trainer: Any, samples: Sequence[Sample]) -> None:
+    """On policy each ratio is 1, wherever its denominator comes from, and tokens of a negative
+    advantage have the gradient that those of a positive one have, turned round: none is left out.
+    """
+    loss = trainer.config.loss
+    answered = with_log_probs(trainer, list(samples), reference=loss.kl_coefficient > 0)
+    for one in answered if loss.proximal == "behaviour" else ():
+        one.prev_log_prob = None
+    steps = []
+    for advantage in (1.0, -1.0):
+        steps.append(trainer.training_step([MicroBatch(trained_on(answered, advantage), True)]))
+        trainer._stepped = False  # the rate is 1e-9
+    for step, loss_of in zip(steps, (-1.0, 1.0), strict=True):
+        assert step["ratio"] == _near(1.0)
+        assert step["clip_fraction"] == 0.0
+        assert step["approx_kl"] == _near(0.0)
+        assert step["policy_loss"] == _near(loss_of)
+    up, down = (step["grad_norm"] for step in steps)
+    assert up > 1e-3
+    assert down == pytest.approx(up, rel=1e-3)
 
 
 def _near(number: float) -> Any:

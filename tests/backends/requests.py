@@ -17,12 +17,11 @@ def request(
     group: int = 0,
     seed: int | None = None,
     max_tokens: int = 16,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
     **fields: Any,
 ) -> Request:
-    """A request for one sample of a prompt of these tokens."""
+    """A request for one sample of a prompt of these tokens; ``fields`` are its own, or those of its
+    sampling."""
+    drawn = {name: fields.pop(name) for name in Sampling.__struct_fields__ if name in fields}
     given: dict[str, Any] = {"iteration": 0, "min_version": 0, "group_size": 1} | fields
     return Request(
         group=group,
@@ -34,7 +33,7 @@ def request(
             verifier="none",
             reference="",
         ),
-        sampling=Sampling(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p),
+        sampling=Sampling(max_tokens=max_tokens, **drawn),
         seed=index if seed is None else seed,
         **given,
     )

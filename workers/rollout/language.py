@@ -54,6 +54,7 @@ from rlinf_async.messages.language import (
     Tokens,
     WeightsTaken,
 )
+from rlinf_async.messages.stopping import ended, written
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.workers.base import Worker, task_group
 from rlinf_async.workers.rollout.live import LiveEngine
@@ -508,6 +509,7 @@ class LanguageRolloutWorker(Worker):
         async with held:
             generated = await self._generated(lease, report)
             if generated is not None:
+                generated = ended(generated, request.sampling, self._live.engine.decode)
                 self._check(request, generated)
                 key = request.name if request.turn else None  # a turn goes to its episode
                 await samples.put(self._sample(request, generated), key=key)
@@ -575,17 +577,18 @@ class LanguageRolloutWorker(Worker):
         require_finite(generated.log_prob, generated.token_ids, whose, name, if_nan=hint)
         if not (request.evaluation or generated.tells_of(request.sampling)):
             raise ModelOutputError(
-                f"{name}: {engine} does not tell which tokens top_k and top_p kept "
+                f"{name}: {engine} does not tell which tokens top_k, top_p and min_p kept "
                 "(`Generated.kept`), so a trainer would compute another distribution: use an "
                 "engine or settings that tell, or ask with evaluation = True"
             )
 
     def _sample(self, request: Request, generated: Generated) -> Sample:
         seconds, idle = self._idle.tell() if request.turn else (0.0, 0.0)
+        decode = self._live.engine.decode
         return Sample(
             request=msgspec.structs.replace(request, partial=None) if request.partial else request,
             generated=generated,
-            text="" if request.turn else self._live.engine.decode(generated.token_ids),
+            text="" if request.turn else written(generated, request.sampling, decode),
             rollout_rank=self.rank,
             engine_seconds=seconds,
             idle_seconds=idle,

@@ -21,8 +21,9 @@ Positions begin at 0 in every sample, and attention does not cross samples (`pac
 results are those of the samples one by one. Each branch of an episode is a sequence like a sample's
 only one. Tokens that the model was given between its turns are in the row, and never a target.
 
-A token that was drawn under top-k or top-p has the log-prob of the distribution over the tokens
-that were kept (`KeptTokens`). They are constants: no gradient goes through which ones these are.
+A token that was drawn under top-k, top-p or min-p has the log-prob of the distribution over the
+tokens that were kept (`KeptTokens`), and logits have the biases with which it was drawn
+(`LogitBias`). Both are constants: no gradient goes through which ones these are.
 """
 
 from __future__ import annotations
@@ -184,6 +185,69 @@ class KeptTokens(NamedTuple):
         logits.masked_fill_(outside, -torch.inf)
 
 
+class BiasedTokens(NamedTuple):
+    """Tokens one after the other that were drawn with the same ``K`` biases."""
+
+    first: int
+    """number of the first of them"""
+    end: int
+    """number behind the last of them"""
+    ids: Tensor
+    """``[K]``, int64: the tokens whose logits have a bias"""
+    values: Tensor
+    """``[K]``, float32"""
+
+
+class LogitBias(NamedTuple):
+    """What was added to logits, before the temperature, when ``N`` tokens were drawn."""
+
+    parts: Sequence[BiasedTokens]
+    inverse_temperature: Tensor
+    """``[N]``, float32"""
+
+    def add(self, logits: Tensor, first: int = 0, start: int = 0, *, sign: float = 1.0) -> None:
+        """Add it to logits ``[n, V]`` that are divided by the temperature, in place.
+
+        Args:
+            logits: logits of ``n`` of the tokens, for a part of the vocabulary.
+            first: number of the first of these tokens.
+            start: first token of this part of the vocabulary.
+            sign: -1 takes it away again.
+        """
+        for part in self.parts:
+            begin, end = max(part.first - first, 0), min(part.end - first, len(logits))
+            ids = part.ids - start
+            inside = (ids >= 0) & (ids < logits.shape[-1])
+            if begin < end:
+                scale = sign * self.inverse_temperature[first + begin : first + end, None]
+                logits[begin:end, ids[inside]] += scale * part.values[inside]
+
+
+def pack_bias(
+    samples: Sequence[TrainingSample], counts: Sequence[int], inverse_temperature: Tensor
+) -> LogitBias | None:
+    """Return the biases of so many tokens of each sample; None: there are none.
+
+    Samples that are trained have those of their run; others may be beside them (evaluations).
+    """
+    device = inverse_temperature.device
+    parts: list[BiasedTokens] = []
+    before: dict[str, float] | None = None
+    end = 0
+    for sample, count in zip(samples, counts, strict=True):
+        first, end = end, end + count
+        if not any(sample.logit_bias.values()):
+            pass
+        elif sample.logit_bias == before:
+            parts[-1] = parts[-1]._replace(end=end)
+        else:
+            ids = torch.tensor([int(token) for token in sample.logit_bias], device=device)
+            values = torch.tensor([*sample.logit_bias.values()], device=device)
+            parts.append(BiasedTokens(first, end, ids, values.float()))
+        before = sample.logit_bias
+    return LogitBias(parts, inverse_temperature) if parts else None
+
+
 def pack_kept(
     samples: Sequence[TrainingSample], chosen: Sequence[NDArray[np.int64]], device: torch.device
 ) -> KeptTokens | None:
@@ -309,6 +373,8 @@ class PackedTokens(NamedTuple):
     """what each target was drawn from; None: the whole vocabulary"""
     asked: AskedTokens | None = None
     """other tokens whose log-probs are asked for"""
+    bias: LogitBias | None = None
+    """biases with which the targets were drawn"""
 
 
 def pack_samples(
@@ -349,14 +415,16 @@ def pack_samples(
     def tensor(parts: list[NDArray[np.int64]] | list[NDArray[np.float32]]) -> Tensor:
         return torch.from_numpy(np.concatenate(parts)).to(device)
 
+    inverse_temperature = tensor(inverse)
     return PackedTokens(
         tensor(ids)[None],
         tensor(positions)[None],
         lengths,
         tensor(rows),
         tensor(targets),
-        tensor(inverse),
+        inverse_temperature,
         pack_kept(samples, predicted, device),
+        bias=pack_bias(samples, [len(one) for one in predicted], inverse_temperature),
     )
 
 

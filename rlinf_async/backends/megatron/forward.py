@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from rlinf_async.backends.language_training.objective import (
     AskedTokens,
     KeptTokens,
+    LogitBias,
     PackedTokens,
     TokenStatistics,
 )
@@ -39,13 +40,14 @@ def vocabulary_statistics(
     group: dist.ProcessGroup,
     kept: KeptTokens | None = None,
     asked: AskedTokens | None = None,
+    bias: LogitBias | None = None,
 ) -> TokenStatistics:
     """Return log-probs and entropies ``[N]``, equal on every tensor rank.
 
-    With ``l`` the logits times the inverse temperature, minus infinity where a token was not drawn
-    from (`KeptTokens`), ``log p_t = l_t - logsumexp(l)`` and ``H = logsumexp(l) - sum p l``. Each
-    rank has some rows of the vocabulary; only sums and maxima ``[N]`` cross the ranks. The
-    gradients are written out, as in the FSDP backend::
+    With ``l`` the logits with their bias (`LogitBias`) times the inverse temperature, minus
+    infinity where a token was not drawn from (`KeptTokens`), ``log p_t = l_t - logsumexp(l)`` and
+    ``H = logsumexp(l) - sum p l``. Each rank has some rows of the vocabulary; only sums and maxima
+    ``[N]`` cross the ranks. The gradients are written out, as in the FSDP backend::
 
         d log p_t / d l_j = [j = t] - p_j          d H / d l_j = -p_j (log p_j + H)
 
@@ -57,9 +59,10 @@ def vocabulary_statistics(
         group: the tensor ranks.
         kept: what each target was drawn from; None: the whole vocabulary.
         asked: other tokens whose log-probs are returned, too; ``[N, k]`` more cross the ranks.
+        bias: with which each target was drawn.
     """
     log_prob, entropy, of_asked = _Statistics.apply(  # type: ignore[no-untyped-call]
-        logits, targets, scale, vocabulary, group, kept, asked
+        logits, targets, scale, vocabulary, group, kept, asked, bias
     )
     if asked is None:
         return TokenStatistics(log_prob, entropy)
@@ -77,10 +80,13 @@ class _Statistics(torch.autograd.Function):
         group: dist.ProcessGroup,
         kept: KeptTokens | None,
         asked: AskedTokens | None,
+        bias: LogitBias | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         rows = logits.shape[-1]
         start = dist.get_rank(group) * rows
         scaled = logits.float() * scale[:, None]
+        if bias is not None:
+            bias.add(scaled, start=start)
         if start + rows > vocabulary:  # what was added to make the vocabulary divide
             scaled[:, max(vocabulary - start, 0) :] = -torch.inf
         if kept is not None:
@@ -136,7 +142,7 @@ class _Statistics(torch.autograd.Function):
             grad.scatter_add_(-1, at[:, None], (grad_log_prob * inside)[:, None])
         if grad_asked is not None:
             grad.scatter_add_(-1, at_others, grad_asked * others)
-        return grad.mul_(scale[:, None]).to(ctx.dtype), *[None] * 6
+        return grad.mul_(scale[:, None]).to(ctx.dtype), *[None] * 7
 
 
 class SelectRows:
@@ -215,6 +221,7 @@ def read_statistics(vocabulary: int, grid: Grid) -> Read:
             grid.groups.tp,
             packed.kept,
             packed.asked,
+            packed.bias,
         )
 
     return read

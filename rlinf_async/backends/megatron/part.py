@@ -48,6 +48,7 @@ class Megatron(LanguageTrainerPart):
     critic_trainer = "megatron_critic"
     inference = DEFAULT_LANGUAGE_TRAINER
     tells_distributions = True
+    honours = frozenset({"logit_bias"})
 
     def config(self, learner: Learner) -> MegatronTrainerConfig:
         """Return the trainer's configuration."""

@@ -31,6 +31,7 @@ from rlinf_async.backends.transformers.sampling import NOTHING, Rules, draw, kep
 from rlinf_async.backends.transformers.tensors import ModelTensors, load_weights
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Generated, Kept, Request, Tokens
+from rlinf_async.messages.stopping import StopTexts
 from rlinf_async.messages.weights import WeightUpdate, refuse_older
 
 GROWTH = 64
@@ -152,6 +153,7 @@ class DecodedRow:
         "_log_probs",
         "_prompt",
         "_random",
+        "_stop_texts",
         "_versions",
         "finish",
         "name",
@@ -159,8 +161,9 @@ class DecodedRow:
         "tokens",
     )
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, stop_texts: StopTexts | None = None) -> None:
         partial = request.partial
+        self._stop_texts = stop_texts
         self.name = request.name
         self.sampling = request.sampling
         self.tokens: list[int] = request.prompt.token_ids.tolist()
@@ -202,11 +205,18 @@ class DecodedRow:
         self._versions.append(version)
         if self.sampling.truncates:
             self._kept.append(kept)
-        if token in stops:
+        if token in stops or self._is_stopped():
             self.finish = "stop"
         elif len(self._versions) == self.sampling.max_tokens:
             self.finish = "length"
         return self.finish is not None
+
+    def _is_stopped(self) -> bool:
+        """Whether the newest token ends the response by the request's own settings."""
+        if self.tokens[-1] in self.sampling.stop_token_ids:
+            return True
+        texts = self._stop_texts
+        return texts is not None and texts.ended(self.tokens, self._prompt)
 
     def generated(self) -> Generated:
         """Return the response so far; its ``finish`` is ``abort`` unless it is finished."""
@@ -356,10 +366,9 @@ class BatchDecoder:
         width = _spanned(max(len(row.tokens) for row in self.rows))
         self._cache.step(at, width)
         logits = self._forward(last[:, None], at[:, None], width, 1)[:count, -1]
-        random = [row.random for row in self.rows]
-        drawn = draw(
-            logits, self._rules, torch.tensor(random, dtype=torch.float64, device=self.device)
-        )
+        numbers = [row.random for row in self.rows]
+        random = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        drawn = draw(logits, self._rules, random, self._seen(logits))
         kept = [NOTHING] * count if drawn.kept is None else kept_sets(drawn.kept)
         done = [
             row
@@ -371,6 +380,16 @@ class BatchDecoder:
         if done:
             self.leave(done)
         return done
+
+    def _seen(self, logits: Tensor) -> Tensor | None:
+        """Tokens of prompt and response, ``[rows, vocabulary]``, of rows that are penalised."""
+        if self._rules is None or self._rules.penalty is None:
+            return None
+        seen = torch.zeros_like(logits, dtype=torch.bool)
+        for at, row in enumerate(self.rows):
+            if row.sampling.repetition_penalty != 1.0:
+                seen[at, torch.tensor(row.tokens, device=self.device)] = True
+        return seen
 
     def load(self, update: WeightUpdate) -> int:
         """Take new weights between two steps; running rows keep their tokens, and the cache is

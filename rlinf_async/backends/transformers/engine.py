@@ -107,7 +107,7 @@ class TransformersEngine:
         assert self._folder is not None
         self._check_weights()
         self._folder.check_fits(request)
-        row = DecodedRow(request)
+        row = DecodedRow(request, self._folder.stop_texts(request.sampling))
         if row.finish is not None:  # the partial has all that was asked for
             return row.generated()
         answer: asyncio.Future[Generated] = asyncio.get_running_loop().create_future()

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from rlinf_async.backends.language import PromptTooLong
 from rlinf_async.data import DataError
 from rlinf_async.data.prompts import end_tokens
-from rlinf_async.messages.language import Request, Tokens
+from rlinf_async.messages.language import Request, Sampling, Tokens
+from rlinf_async.messages.stopping import StopTexts
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
@@ -31,6 +32,17 @@ class ModelFolder(NamedTuple):
     """tokens that end a response"""
     context: int
     """tokens of a prompt and its response"""
+    known_stops: dict[tuple[str, ...], StopTexts]
+    """those that were asked for, by their texts"""
+
+    def stop_texts(self, sampling: Sampling) -> StopTexts | None:
+        """Return what tells that a response has a stop text; None where there is none."""
+        if not sampling.stop:
+            return None
+        found = self.known_stops.get(sampling.stop)
+        if found is None:
+            found = self.known_stops[sampling.stop] = StopTexts(sampling.stop, self.decode)
+        return found
 
     def decode(self, token_ids: Tokens) -> str:
         """Return the text of these tokens, special ones left out."""
@@ -109,7 +121,7 @@ def open_folder(
         stops = end_tokens(folder, tokenizer, config)
     except DataError as error:
         raise ModelFolderError(str(error)) from error
-    return ModelFolder(path, config, tokenizer, stops, context or own or 2**31)
+    return ModelFolder(path, config, tokenizer, stops, context or own or 2**31, {})
 
 
 def _import() -> Any:

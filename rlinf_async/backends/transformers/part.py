@@ -16,6 +16,7 @@ class Transformers(EnginePart):
     extra = "llm"
     factory = "rlinf_async.backends.transformers.engine:TransformersEngine"
     slow_imports = (*LANGUAGE_IMPORTS, "rlinf_async.backends.transformers.engine")
+    honours = frozenset({"min_p", "logit_bias", "repetition_penalty"})
     one_device = True
     exact = True
 

@@ -1,9 +1,10 @@
 """Drawing a token for each row of a batch, and attention of one new token for each row.
 
 The log-prob that comes with a token is that of the distribution it was drawn from: of the logits
-after temperature, then top-k, then top-p, renormalised; of equally likely tokens at the border the
-first in the order of the sort are kept. Greedy rows (temperature 0) take the most likely token;
-their log-probs are those at temperature 1 of the whole vocabulary.
+after bias, penalty, temperature, min-p, then top-k, then top-p (vLLM's order), renormalised; of
+equally likely tokens at the border the first in the order of the sort are kept. Greedy rows
+(temperature 0) take the most likely token; their log-probs are those at temperature 1 of the whole
+vocabulary.
 
 A row's random number at each position follows from its seed alone, so what is drawn depends neither
 on the other rows nor on where the response was interrupted.
@@ -31,13 +32,17 @@ NOTHING: Final = np.empty(0, np.int32)
 
 
 class Rules(NamedTuple):
-    """Sampling rules of each row of a batch. Tensors are ``[rows, 1]``; None where no row asks for
-    it."""
+    """Sampling rules of each row of a batch. Tensors are ``[rows, 1]`` where nothing else is said;
+    None where no row asks for it."""
 
     temperature: Tensor | None
     greedy: Tensor | None
     top_k: Tensor | None
     top_p: Tensor | None
+    min_p: Tensor | None = None
+    bias: tuple[Tensor, Tensor, Tensor] | None = None
+    """rows, tokens, and what is added to their logits; each ``[biases]``"""
+    penalty: Tensor | None = None
 
     @classmethod
     def of(cls, rows: Sequence[Sampling], device: torch.device) -> Rules:
@@ -53,7 +58,26 @@ class Rules(NamedTuple):
             greedy=column([row.temperature == 0.0 for row in rows], False, torch.bool),
             top_k=column([row.truncates * row.top_k for row in rows], 0, torch.int64),
             top_p=column([row.top_p if row.truncates else 1.0 for row in rows], 1.0, torch.float64),
+            min_p=column([row.truncates * row.min_p for row in rows], 0.0, torch.float64),
+            bias=_biases(rows, device),
+            penalty=column([row.repetition_penalty for row in rows], 1.0, torch.float32),
         )
+
+
+def _biases(rows: Sequence[Sampling], device: torch.device) -> tuple[Tensor, Tensor, Tensor] | None:
+    found = [
+        (at, int(token), bias)
+        for at, row in enumerate(rows)
+        for token, bias in row.logit_bias.items()
+    ]
+    if not found:
+        return None
+    places, tokens, added = zip(*found, strict=True)
+    return (
+        torch.tensor(places, device=device),
+        torch.tensor(tokens, device=device),
+        torch.tensor(added, dtype=torch.float32, device=device),
+    )
 
 
 def uniforms(seed: int, count: int) -> NDArray[np.float64]:
@@ -72,7 +96,7 @@ class Drawn(NamedTuple):
     """``[rows, vocabulary]``: what each was drawn from; None: no row truncates"""
 
 
-def draw(logits: Tensor, rules: Rules, random: Tensor) -> Drawn:
+def draw(logits: Tensor, rules: Rules, random: Tensor, seen: Tensor | None = None) -> Drawn:
     """Draw one token for each row. None has probability 0.
 
     Args:
@@ -80,13 +104,20 @@ def draw(logits: Tensor, rules: Rules, random: Tensor) -> Drawn:
         rules: rules of each row.
         random: ``[rows]`` in [0, 1), float64: in float32 a number near 1 would be 1, which lies
             behind the last token.
+        seen: ``[rows, vocabulary]``: tokens of the prompt and the response so far, where a row has
+            a penalty.
     """
     logits = logits.float()
+    if rules.bias is not None:
+        logits = logits.index_put(rules.bias[:2], rules.bias[2], accumulate=True)
+    if rules.penalty is not None and seen is not None:
+        divided = torch.where(logits > 0.0, logits / rules.penalty, logits * rules.penalty)
+        logits = torch.where(seen, divided, logits)
     if rules.temperature is not None:
         logits = logits / rules.temperature
     kept = None
-    if rules.top_k is not None or rules.top_p is not None:
-        kept = _kept(logits, rules.top_k, rules.top_p)
+    if not (rules.top_k is None and rules.top_p is None and rules.min_p is None):
+        kept = _kept(logits, rules)
         logits = logits.masked_fill(~kept, float("-inf"))
     log_probs = logits.log_softmax(-1)
     # In double: over a large vocabulary, sums of float32 end visibly off 1.
@@ -117,18 +148,21 @@ def kept_sets(kept: Tensor) -> list[NDArray[np.int32]]:
     return [one.copy() for one in np.split(every, bounds)]
 
 
-def _kept(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
-    """Return which tokens are within top-k and top-p: at least the most likely one."""
+def _kept(logits: Tensor, rules: Rules) -> Tensor:
+    """Return which tokens are within min-p, top-k and top-p: at least the most likely one."""
     ordered, places = logits.sort(-1, descending=True)
     keep = torch.ones_like(ordered, dtype=torch.bool)
-    if top_k is not None:
-        rank = torch.arange(ordered.shape[-1], device=logits.device)
-        keep &= (rank < top_k) | (top_k == 0)
+    if rules.min_p is not None:
+        keep &= ordered >= ordered[:, :1].double() + rules.min_p.log()
         ordered = ordered.masked_fill(~keep, float("-inf"))
-    if top_p is not None:
+    if rules.top_k is not None:
+        rank = torch.arange(ordered.shape[-1], device=logits.device)
+        keep &= (rank < rules.top_k) | (rules.top_k == 0)
+        ordered = ordered.masked_fill(~keep, float("-inf"))
+    if rules.top_p is not None:
         probs = ordered.softmax(-1, dtype=torch.float64)
         before = probs.cumsum(-1) - probs
-        keep &= (before < top_p) | (top_p >= 1.0)
+        keep &= (before < rules.top_p) | (rules.top_p >= 1.0)
     keep[:, 0] = True
     return torch.zeros_like(keep).scatter_(1, places, keep)
 

@@ -76,11 +76,16 @@ class VllmEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
                 f"vLLM tells which tokens it kept for at most {MOST_KEPT}, and top_k is "
                 f"{sampling.top_k}: lower it, or use the transformers engine"
             )
+        name = self.unbounded(sampling)
         return (
-            f"with top_p = {sampling.top_p} alone vLLM may keep any number of tokens, of which it "
-            f"tells at most {MOST_KEPT}: set top_k (at most {MOST_KEPT}) as well, or use the "
-            "transformers engine"
+            f"with {name} = {getattr(sampling, name)} alone vLLM may keep any number of tokens, of "
+            f"which it tells at most {MOST_KEPT}: set top_k (at most {MOST_KEPT}) as well, or use "
+            "the transformers engine"
         )
+
+    def unbounded(self, sampling: Sampling) -> str:
+        """Return the setting by which more tokens may be kept than it can tell."""
+        return "top_k" if sampling.top_k else "top_p" if sampling.top_p < 1.0 else "min_p"
 
 
 def asked_log_probs(sampling: Sampling, vocabulary: int) -> int:

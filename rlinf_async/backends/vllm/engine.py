@@ -18,7 +18,7 @@ reports which tokens were made under which version; that is exact because it is 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -105,7 +105,7 @@ class VllmEngine:
         self._tensors = await asyncio.to_thread(ModelTensors, folder.config)
         self._llm = await asyncio.to_thread(start_llm, config, folder, self._seed, self._device)
         self._check_alive()  # it may have been closed meanwhile
-        collect_in_arrays(self._llm.output_processor)
+        collect_in_arrays(self._llm.output_processor, self._watch)
         await self._ask([0], make_sampling(max_tokens=1), "warm up", 0)  # it takes seconds
         await self._set_version(0 if needs_weights else -1)
 
@@ -126,8 +126,11 @@ class VllmEngine:
             temperature=sampling.temperature,
             top_k=sampling.top_k,
             top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            logit_bias={int(token): bias for token, bias in sampling.logit_bias.items()} or None,
+            repetition_penalty=sampling.repetition_penalty,
             logprobs=asked_log_probs(sampling, self._vocabulary),
-            stop_token_ids=sorted(self._folder.stop_token_ids),
+            stop_token_ids=sorted(self._folder.stop_token_ids.union(sampling.stop_token_ids)),
             # The rest of a partial response must not draw the same random numbers again.
             seed=(request.seed + made) % 2**63 if self._config.seeded else None,
         )
@@ -142,6 +145,23 @@ class VllmEngine:
         if cached is not None:
             cached = min(cached, len(request.prompt.token_ids))  # of a partial response more
         return joined(request, output.outputs[0], self._vocabulary, cached)
+
+    def _watch(self, identity: str) -> Callable[[int], bool] | None:
+        """Return what is told each new token of a request, and says whether it has completed a stop
+        text; None: it has none."""
+        request = self._running.get(identity)
+        if request is None or self._folder is None:
+            return None
+        texts = self._folder.stop_texts(request.sampling)
+        if texts is None:
+            return None
+        made: list[int] = [] if request.partial is None else request.partial.token_ids.tolist()
+
+        def ended(token: int) -> bool:
+            made.append(token)
+            return texts.ended(made)
+
+        return ended
 
     @property
     def _vocabulary(self) -> int:

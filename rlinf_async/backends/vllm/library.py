@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import functools
 import gc
 import importlib
 import os
@@ -15,7 +16,7 @@ import re
 import tempfile
 from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
@@ -227,24 +228,47 @@ class Output(NamedTuple):
     finish_reason: Literal["stop", "length", "abort"]
 
 
-def collect_in_arrays(processor: Any) -> None:
-    """Have vLLM collect the log-probs of each request in arrays, and no ranks.
+Watch = Callable[[str], Callable[[int], bool] | None]
+"""by the id of a request, what is told its tokens one by one, and says after which one it ends"""
+
+
+def collect_in_arrays(processor: Any, watch: Watch = lambda _: None) -> None:
+    """Have vLLM collect the log-probs of each request in arrays, and no ranks, and end requests
+    where they are watched.
 
     Its own lists of Python's numbers take ten times the memory, until the response ends.
 
     Args:
         processor: an ``OutputProcessor``.
+        watch: whether a request is watched.
     """
     add = processor.add_request
 
     def add_request(request: Any, *args: Any, **kwargs: Any) -> None:
         add(request, *args, **kwargs)
-        flat = processor.request_states[request.request_id].logprobs_processor.logprobs
+        state = processor.request_states[request.request_id]
+        flat = state.logprobs_processor.logprobs
         if flat is not None:
             flat.token_ids, flat.logprobs = array("i"), array("f")
             flat.ranks = flat.decoded_tokens = deque(maxlen=0)
+        ends = watch(request.external_req_id)
+        if ends is not None:
+            taken = state.detokenizer.token_ids
+            state.detokenizer.update = functools.partial(_update, taken, ends)
 
     processor.add_request = add_request
+
+
+def _update(
+    token_ids: list[int], ends: Callable[[int], bool], new: Sequence[int], stopped: bool
+) -> str | None:
+    """Take new tokens, in the place of vLLM's detokenizer; a text: they end the request, which vLLM
+    then does itself. Tokens after the one that ends it are dropped."""
+    for token in new:
+        token_ids.append(token)
+        if ends(token):
+            return "stop"
+    return None
 
 
 def collected(llm: Any, running: Mapping[str, Request], vocabulary: int) -> dict[str, Generated]:

@@ -26,6 +26,7 @@ class Vllm(EnginePart):
     library = "vllm"
     extra = "vllm"
     factory = "rlinf_async.backends.vllm.engine:VllmEngine"
+    honours = frozenset({"min_p", "logit_bias", "repetition_penalty"})
 
     def placed(
         self, settings: VllmEngineConfig, devices: EngineDevices, where: Setting
@@ -68,7 +69,7 @@ class Vllm(EnginePart):
         than the trainer, and attention heads that its devices do not divide."""
         settings: VllmEngineConfig = run.settings
         if why := settings.untold(run.sampling):
-            name = "top_k" if run.sampling.top_k else "top_p"
+            name = settings.unbounded(run.sampling)
             raise ConfigError(why, path=("rollout", "sampling", name))
         if not run.model:
             return

@@ -93,7 +93,7 @@ class AnthropicMessages:
         policy.parts(body["messages"], Spoken, (), "messages[]")
         policy.parts(body.get("system"), Part, PART, "system[]")
         policy.parts(body.get("tools"), Tool, TOOL, "tools[]")
-        sampled(given.temperature, given.top_p, given.top_k, policy)
+        sampled(policy, temperature=given.temperature, top_p=given.top_p, top_k=given.top_k)
         for name, value in (given.output_config or {}).items():
             if name == "effort":
                 policy.sampled("output_config.effort", value, None)

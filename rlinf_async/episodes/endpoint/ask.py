@@ -11,10 +11,12 @@ settings are the run's.
 
 ::
 
-    temperature, top_p, top_k, effort     the run's are used; one warning where they differ
+    temperature, top_p, top_k, min_p,     the run's are used; one warning where they differ
+    repetition_penalty, effort
     stop, max_tokens, n, seed             honoured
     tool_choice                           "auto" and "none"; else as an unknown field
-    formats of output, penalties, biases  as an unknown field
+    logit_bias, stop_token_ids            the run's own are accepted; others as an unknown field
+    formats of output, other penalties    as an unknown field
     user, metadata, cache keys            nothing that would change an answer: left out
 """
 
@@ -182,6 +184,12 @@ class Policy:
                 once=field,
             )
 
+    def own(self, field: str, asked: object, used: object) -> None:
+        """Accept what the run has itself; what else is asked for is as an unknown field."""
+        if asked and asked != used:
+            has = repr(used) if used else "none"
+            self.unknown(field, f"{asked!r:.80} is asked for, and the run has {has:.80}")
+
     def warn(self, text: str, once: str = "") -> None:
         """Log a warning, once of each text, or of what ``once`` names."""
         if (once or text) not in self._warned:
@@ -272,13 +280,10 @@ def _names(shape: type) -> frozenset[str]:
 _known: dict[type, frozenset[str]] = {}
 
 
-def sampled(
-    temperature: float | None, top_p: float | None, top_k: int | None, policy: Policy
-) -> None:
-    """Warn of sampling settings that are not the run's."""
-    policy.sampled("temperature", temperature, policy.sampling.temperature)
-    policy.sampled("top_p", top_p, policy.sampling.top_p)
-    policy.sampled("top_k", top_k, policy.sampling.top_k)
+def sampled(policy: Policy, **asked: float | None) -> None:
+    """Warn of sampling settings, by their names in `Sampling`, that are not the run's."""
+    for name, value in asked.items():
+        policy.sampled(name, value, getattr(policy.sampling, name))
 
 
 def choice_of_tools(choice: object, policy: Policy) -> bool:

@@ -34,7 +34,6 @@ HARMLESS: Final = frozenset(
 NEUTRAL: Final[Mapping[str, Sequence[Any]]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
-    "logit_bias": ({},),
     "top_logprobs": (0,),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
@@ -112,6 +111,10 @@ class Body(msgspec.Struct):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop_token_ids: list[int] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
@@ -132,7 +135,10 @@ class ChatCompletions:
                 "tools[].function.strict", (one.function and one.function.strict) or None, None
             )
         policy.sampled("parallel_tool_calls", given.parallel_tool_calls, True)
-        sampled(given.temperature, given.top_p, given.top_k, policy)
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        sampled(policy, **{name: getattr(given, name) for name in names})
+        policy.own("logit_bias", given.logit_bias, policy.sampling.logit_bias)
+        policy.own("stop_token_ids", given.stop_token_ids, [*policy.sampling.stop_token_ids])
         policy.sampled("reasoning_effort", given.reasoning_effort, None)
         policy.sampled("verbosity", given.verbosity, None)
         return Ask(

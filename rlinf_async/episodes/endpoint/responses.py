@@ -101,7 +101,7 @@ class Responses:
         for one in given.tools or ():
             policy.sampled("tools[].strict", one.strict or None, None)
         policy.sampled("parallel_tool_calls", given.parallel_tool_calls, True)
-        sampled(given.temperature, given.top_p, None, policy)
+        sampled(policy, temperature=given.temperature, top_p=given.top_p)
         for name, value in (given.reasoning or {}).items():
             policy.sampled(f"reasoning.{name}", value, None)
         if given.text is not None:

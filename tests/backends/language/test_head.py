@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from rlinf_async.backends.fsdp.language.network import token_statistics
-from rlinf_async.backends.language_training.objective import AskedTokens, KeptTokens
+from rlinf_async.backends.language_training.objective import (
+    AskedTokens,
+    BiasedTokens,
+    KeptTokens,
+    LogitBias,
+)
 
 TOKENS, SIZE, VOCABULARY = 7, 5, 11
 
@@ -67,17 +72,31 @@ def test_numbers_and_gradients_are_those_of_autograd(
 @pytest.mark.parametrize("rows", [100, 3], ids=["one chunk", "chunks"])
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("part", ["both", "log_prob", "entropy"])
+@pytest.mark.parametrize("biased", [False, True])
 def test_over_what_was_kept_they_are_those_of_autograd_over_these_tokens(
-    rows: int, softcap: float | None, part: str
+    rows: int, softcap: float | None, part: str, biased: bool
 ) -> None:
+    """Also where logits had biases: other ones of the first tokens than of the last."""
     given = inputs(bias=True)
+    inverse = 0.5 * given["scale"]  # the model scales its logits as well
+    biases = torch.zeros(TOKENS, VOCABULARY)
+    added: list[BiasedTokens] = []
+    for first, end, ids, values in ((0, 2, [3, 7], [1.5, -2.0]), (4, 7, [9, 1], [0.7, 2.0])):
+        if biased:
+            part_of = BiasedTokens(first, end, torch.tensor(ids), torch.tensor(values))
+            added.append(part_of)
+            biases[first:end, ids] = inverse[first:end, None] * part_of.values
     sets = [[], [3, 4, 10], [0], list(range(11)), [2, 5], [], [1, 9]]
     for at, kept in enumerate(sets):
         given["targets"][at] = kept[len(kept) // 2] if kept else 7
     bounds = torch.tensor([0, *map(len, sets)]).cumsum(0)
-    ids = torch.tensor([token for kept in sets for token in kept])
+    kept_ids = torch.tensor([token for kept in sets for token in kept])
     found = token_statistics(
-        **given, kept=KeptTokens(bounds, ids), softcap=softcap, chunk_bytes=rows * VOCABULARY * 4
+        **given,
+        kept=KeptTokens(bounds, kept_ids),
+        bias_of_logits=LogitBias(added, inverse) if biased else None,
+        softcap=softcap,
+        chunk_bytes=rows * VOCABULARY * 4,
     )
     logits = torch.nn.functional.linear(given["hidden"], given["weight"], given["bias"])
     if softcap is not None:
@@ -85,7 +104,7 @@ def test_over_what_was_kept_they_are_those_of_autograd_over_these_tokens(
     log_probs, entropies = [], []
     for at, kept in enumerate(sets):
         allowed = kept or list(range(VOCABULARY))
-        log_p = (logits[at] * given["scale"][at])[allowed].log_softmax(-1)
+        log_p = (logits[at] * given["scale"][at] + biases[at])[allowed].log_softmax(-1)
         log_probs.append(log_p[allowed.index(int(given["targets"][at]))])
         entropies.append(-(log_p.exp() * log_p).sum())
     expected = torch.stack(log_probs), torch.stack(entropies)

@@ -20,10 +20,13 @@ from rlinf_async.backends.transformers.config import TransformersEngineConfig
 from rlinf_async.backends.transformers.engine import TransformersEngine
 from rlinf_async.messages.language import Kept, Sample
 from tests.backends.distributions import (
+    BAR,
     LOSS,
+    PROXIMAL,
     RULES,
     asked,
     check_computed,
+    check_each_token_is_trained,
     check_kept,
     computed,
     episode_of,
@@ -84,6 +87,13 @@ def test_fsdp_trains_what_was_sampled(made: Made, trainer: PolicyTrainer, rule: 
     for one in made.samples[rule]:
         check_kept(rule, one.generated)
     check_computed(made.model, made.samples[rule], computed(trainer, made.samples[rule]))
+
+
+@pytest.mark.parametrize("proximal", PROXIMAL)
+def test_no_token_of_a_negative_advantage_is_silenced(made: Made, proximal: str) -> None:
+    trainer = fsdp(made.path, loss=PROXIMAL[proximal])
+    for rule in BAR:
+        check_each_token_is_trained(trainer, made.samples[rule])
 
 
 def test_settings_do_not_mix_in_a_micro_batch(made: Made) -> None:

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from transformers.generation.logits_process import (
     LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -50,9 +52,17 @@ def processed_log_probs(model: nn.Module, asked: Request, got: Generated) -> tor
     ids = torch.tensor([prompt + got.token_ids.tolist()])
     logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
     sampling = asked.sampling
+    for token, bias in sampling.logit_bias.items():
+        logits[:, int(token)] += bias
+    if sampling.repetition_penalty != 1.0:
+        penalty: Any = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)
+        for at in range(len(logits)):
+            logits[at] = penalty(ids[:, : len(prompt) + at], logits[at : at + 1])[0]
     warpers = LogitsProcessorList()
     if sampling.temperature not in (0.0, 1.0):
         warpers.append(TemperatureLogitsWarper(sampling.temperature))
+    if sampling.min_p:
+        warpers.append(MinPLogitsWarper(sampling.min_p))
     if sampling.top_k:
         warpers.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1.0:

@@ -22,11 +22,13 @@ from rlinf_async.messages.weights import WeightsDamaged, WeightsMismatch
 from tests.backends.engine_protocol import (
     carries_a_cancelled_load_to_its_end,
     refuses_older_weights,
+    stops_where_it_is_told,
     until_made,
 )
 from tests.backends.models import (
     END,
     VOCABULARY,
+    endless,
     log_probs,
     make_model,
     publish,
@@ -121,6 +123,8 @@ async def test_rows_that_come_and_go_do_not_change_one_another(tmp_path: Path) -
         {"top_p": 0.7, "temperature": 1.3},
         {"top_k": 12, "top_p": 0.9},
         {"temperature": 0.0},
+        {"min_p": 0.1, "logit_bias": {"7": 3.0, "8": -100.0}},
+        {"repetition_penalty": 1.3, "temperature": 0.0, "logit_bias": {"9": 2.0}},
     ]
     asked = [
         request(i, range(2, 5 + i), max_tokens=4 + 3 * (i % 7), **rules[i % len(rules)])
@@ -208,6 +212,11 @@ async def test_weights_that_are_older_than_those_served_are_refused(tmp_path: Pa
     older, newer = (publish(make_model(qwen3(), seed), seed) for seed in (3, 4))
     async with engine_of(tmp_path, make_model(qwen3())) as engine:
         await refuses_older_weights(engine, older, newer)
+
+
+async def test_it_stops_where_it_is_told(tmp_path: Path) -> None:
+    async with engine_of(tmp_path, endless(make_model(qwen3()))) as engine:
+        await stops_where_it_is_told(engine)
 
 
 async def test_a_load_that_fails_halfway_is_the_end_of_the_engine(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from tests.backends.checkpoint.kit import PROMPT, RESPONSE
 from tests.backends.engine_protocol import (
     carries_a_cancelled_load_to_its_end,
     refuses_older_weights,
+    stops_where_it_is_told,
     until_made,
     until_made_under,
 )
@@ -42,7 +43,7 @@ from tests.backends.models import (
     save_folder,
 )
 from tests.backends.requests import request
-from tests.backends.transformers.kit import processed_log_probs
+from tests.backends.transformers.kit import engine_of, generate_all, processed_log_probs
 from tests.backends.vllm.kit import (
     CONTEXT,
     FOR_EVER,
@@ -135,6 +136,39 @@ def test_log_probs_are_of_the_distribution_that_was_sampled_from(tied: Served) -
     for one, got in zip(asked, generate(tied, *asked), strict=True):
         close(got.log_prob, processed_log_probs(model, one, got))
         assert got.finish == ("stop" if got.token_ids[-1] == END else "length")
+
+
+def test_it_stops_where_it_is_told(tied: Served) -> None:
+    serve(tied, endless(make_model(qwen3(), 23)), 3)
+    tied.run(stops_where_it_is_told(tied.engine))
+
+
+def test_it_draws_what_the_other_engine_draws_with_every_setting_of_evaluations(
+    tied: Served, tmp_path: Path
+) -> None:
+    """The most likely tokens, with biases, penalties and a stop text."""
+    model = endless(make_model(qwen3(), 24))
+    serve(tied, model, 3)
+    rules: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.4},
+        {"repetition_penalty": 0.8, "logit_bias": {"7": 30.0, "9": -100.0}},
+        {"logit_bias": {"7": 5.0}, "stop": ("4 w",), "repetition_penalty": 1.2},
+    ]
+    asked = [request(i, max_tokens=30, temperature=0.0, **rules[i % 3]) for i in range(6)]
+
+    async def others() -> list[Generated]:
+        async with engine_of(tmp_path, model) as engine:
+            return await generate_all(engine, asked)
+
+    theirs = asyncio.run(others())
+    for one, got, other in zip(asked, generate(tied, *asked), theirs, strict=True):
+        assert got.token_ids.tolist() == other.token_ids.tolist()
+        assert got.finish == other.finish
+        for each in (got, other):
+            close(each.log_prob, processed_log_probs(model, one, each))
+    hot = [request(i, max_tokens=30, temperature=1.5, min_p=0.05, **rules[i]) for i in range(3)]
+    for one, got in zip(hot, generate(tied, *hot), strict=True):
+        close(got.log_prob, processed_log_probs(model, one, got))
 
 
 def test_nothing_is_filtered_unless_it_is_asked_for(tied: Served) -> None:

@@ -18,11 +18,14 @@ from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 from rlinf_async.backends.vllm.config import MOST_KEPT, VllmEngineConfig
 from rlinf_async.messages.language import Generated, Request, Sampling
 from tests.backends.distributions import (
+    BAR,
     LOSS,
-    MASS_ALONE,
+    PROXIMAL,
     RULES,
+    UNBOUNDED,
     asked,
     check_computed,
+    check_each_token_is_trained,
     check_kept,
     computed,
     episode_of,
@@ -46,6 +49,7 @@ class Twins(NamedTuple):
     served: Served
     trainer: PolicyTrainer
     model: nn.Module
+    path: str
 
     def generate(self, *requests: Request) -> list[Generated]:
         """All at once."""
@@ -64,11 +68,12 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twins]:
         fsdp=LanguageFSDPConfig(**fields_of(path)), loss=LOSS, reference=True
     )
     with Served(VllmEngineConfig(model=path, weights="folder", **SMALL)) as served:
-        yield Twins(served, PolicyTrainer(config, 1, 0), model)
+        yield Twins(served, PolicyTrainer(config, 1, 0), model, path)
 
 
 def test_fsdp_trains_what_vllm_sampled(twins: Twins) -> None:
-    rules = [rule for rule in RULES if rule not in MASS_ALONE]
+    rules = [rule for rule in RULES if rule not in UNBOUNDED]
+    assert "twenty and mass" in rules
     every = [(rule, one) for rule in rules for one in asked(rule)]
     made = twins.generate(*(one for _, one in every))  # settings are beside one another in a batch
     for rule in rules:
@@ -79,6 +84,20 @@ def test_fsdp_trains_what_vllm_sampled(twins: Twins) -> None:
         for one in found:
             check_kept(rule, one.generated)
         check_computed(twins.model, found, computed(twins.trainer, found))
+
+
+def test_no_token_of_a_negative_advantage_is_silenced(twins: Twins) -> None:
+    fields = fields_of(twins.path)
+    for loss in PROXIMAL.values():
+        config = LanguageTrainerConfig(fsdp=LanguageFSDPConfig(**fields), loss=loss, reference=True)
+        trainer = PolicyTrainer(config, 1, 0)
+        for rule in BAR:
+            if rule not in UNBOUNDED:
+                every = asked(rule)
+                made = [
+                    sample_of(*pair) for pair in zip(every, twins.generate(*every), strict=True)
+                ]
+                check_each_token_is_trained(trainer, made)
 
 
 def test_a_partial_response_keeps_what_it_was_drawn_from(twins: Twins) -> None:
@@ -95,7 +114,7 @@ def test_a_partial_response_keeps_what_it_was_drawn_from(twins: Twins) -> None:
     check_computed(twins.model, found, computed(twins.trainer, found))
 
 
-@pytest.mark.parametrize("rule", MASS_ALONE)
+@pytest.mark.parametrize("rule", UNBOUNDED)
 def test_a_mass_alone_is_generated_and_refused_for_training(twins: Twins, rule: str) -> None:
     one = asked(rule, 1)[0]
     [made] = twins.generate(one)

@@ -8,15 +8,17 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from rlinf_async.episodes import Episode
 from rlinf_async.episodes.endpoint.ask import Answer, Ask, Policy, Refused
 from rlinf_async.episodes.endpoint.record import Record
 from rlinf_async.episodes.template import ChatTemplate
-from rlinf_async.messages.language import Generated
+from rlinf_async.messages.language import Generated, Sampling
 from rlinf_async.testing import run
 from tests.episodes.endpoint.kit import (
     ADD,
@@ -269,6 +271,25 @@ def test_a_stop_sequence_ends_an_answer_as_an_engine_would(
         await ask(record, [*begun, as_sent(first), user("on")])
         assert shape(episode) == [2]
         assert_exact(episode, model)
+
+    run(main())
+
+
+def test_the_runs_own_stops_end_an_answer_beside_those_of_the_agent() -> None:
+    async def main() -> None:
+        model = Scripted(["one two three", "four five", "six five"])
+        episode = episode_of(model)
+        token = model.tokenizer("x six", add_special_tokens=False)["input_ids"][-1]
+        episode.sampling = Sampling(max_tokens=64, stop=("two",), stop_token_ids=(token,))
+        record = Record(episode, POLICY)
+        (first,) = await ask(record, [user("q")], stop=("three",))
+        assert (first.text, first.stopped) == ("one", "two")
+        assert model.tokenizer.decode(first.drawn.token_ids) == "one two"
+        (second,) = await ask(record, [user("r")], stop=("five",))
+        assert (second.text, second.stopped) == ("four", "five")
+        assert episode.written(second.drawn) == "four five"
+        ended = replace(second.drawn, token_ids=np.array([*second.drawn.token_ids, token]))
+        assert episode.written(ended) == "four five"
 
     run(main())
 

@@ -62,6 +62,17 @@ def said(job: Job, *arguments: object) -> str:
         ("rollout.sampling.temperature", "0", "at temperature 0 the most likely token is taken"),
         ("rollout.sampling.temperature", "0.001", "it must be a number from 0.01 on, or 0"),
         ("rollout.sampling.temperature", "inf", "temperature is inf; it must be a finite number"),
+        ("rollout.sampling.min_p", "1.5", "min_p is 1.5; it must lie between 0 and 1"),
+        ("rollout.sampling.min_p", "0.1", "the engine 'toy' does not say that it honours min_p"),
+        ("rollout.sampling.min_p", "0.1", "rollout.backend to one that does (transformers, vllm)"),
+        ("rollout.sampling.repetition_penalty", "0", "it must be a number above 0 (1: off)"),
+        ("rollout.sampling.logit_bias", '{"07" = 1}', "logit_bias has '07': write it as '7'"),
+        ("rollout.sampling.logit_bias", '{"seven" = 1}', "'seven', which is no token id"),
+        ("rollout.sampling.logit_bias", '{"7" = 101}', "it must lie between -100 and 100"),
+        ("rollout.sampling.logit_bias", '{"7" = 1}', "'toy' does not say that it honours logit_b"),
+        ("rollout.sampling.stop", '[""]', "an empty text, which would end every response"),
+        ("rollout.sampling.stop_token_ids", "[-1]", "stop_token_ids has -1, which is no token"),
+        ("rollout.sampling.include_stop", "true", "there is neither stop nor stop_token_ids"),
         ("rollout.toy.context", "13", "24 prompts are longer than max_prompt_tokens = 5"),
         ("rollout.toy.context", "13", "a context of 13 tokens less max_tokens = 8 leaves 5"),
         ("rollout.toy.context", "8", "max_tokens is 8, but prompt and response have to fit the"),
@@ -405,3 +416,33 @@ def test_a_mass_that_vllm_cannot_tell_of_is_refused_with_what_to_set(tiny: Job) 
     assert "set top_k (at most 1024) as well" in line
     line = said(tiny, *mass, "--rollout.sampling.top_k", 2000)
     assert "rollout.sampling.top_k: vLLM tells which tokens it kept for at most 1024" in line
+    line = said(tiny, "--rollout.backend", "vllm", "--rollout.sampling.min_p", 0.1)
+    assert "rollout.sampling.min_p: with min_p = 0.1 alone vLLM may keep any number" in line
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"rollout.sampling.repetition_penalty": 1.2},
+            "repetition_penalty changes what a token is drawn from, which the trainer 'fsdp' does",
+        ),
+        (
+            {"rollout.sampling.logit_bias": '{"9999" = 1}'},
+            "rollout.sampling.logit_bias: there is no token 9999: the model has tokens 0 .. ",
+        ),
+        (
+            {"rollout.sampling.stop_token_ids": "[9999]"},
+            "rollout.sampling.stop_token_ids: there is no token 9999",
+        ),
+        (
+            {"evaluation.sets.more.min_p": 0.1, "evaluation.sets.more.data.verifier": "numeric"},
+            "evaluation.sets.more: min_p is 0.1, but at temperature 0 the most likely token",
+        ),
+    ],
+)
+def test_a_sampling_setting_that_cannot_be_is_refused_where_it_stands(
+    tiny: Job, settings: dict[str, object], message: str
+) -> None:
+    words = [word for name, value in settings.items() for word in (f"--{name}", value)]
+    assert message in said(tiny, *words)

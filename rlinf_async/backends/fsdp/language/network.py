@@ -4,9 +4,9 @@ Everything that computes with parameters runs inside ``forward`` of the outermos
 are sharded parameters whole.
 
 Log-probs and entropies come from hidden states without holding all logits at once. With ``z = h W^T
-+ b`` and, where the model caps them, ``c tanh(z / c)``, times the inverse temperature: ``l``, and
-minus infinity where a token was not drawn from (`KeptTokens`). Then ``log p = l - logsumexp(l)``,
-and ``H = -sum p log p``. The gradients are written out::
++ b`` and, where the model caps them, ``c tanh(z / c)``, with its bias (`LogitBias`), times the
+inverse temperature: ``l``, and minus infinity where a token was not drawn from (`KeptTokens`). Then
+``log p = l - logsumexp(l)``, and ``H = -sum p log p``. The gradients are written out::
 
     d log p_t / d l_j = [j = t] - p_j          d H / d l_j = -p_j (log p_j + H)
 
@@ -29,6 +29,7 @@ from rlinf_async.backends.language import UnsupportedModel, supported_families
 from rlinf_async.backends.language_training.objective import (
     AskedTokens,
     KeptTokens,
+    LogitBias,
     PackedTokens,
     TokenStatistics,
 )
@@ -46,6 +47,7 @@ def token_statistics(
     *,
     kept: KeptTokens | None = None,
     asked: AskedTokens | None = None,
+    bias_of_logits: LogitBias | None = None,
     softcap: float | None = None,
     chunk_bytes: int = 256 * 1024 * 1024,
 ) -> TokenStatistics:
@@ -59,6 +61,7 @@ def token_statistics(
         scale: ``[N]``: of the logits; 1 / temperature.
         kept: what each target was drawn from; None: the whole vocabulary.
         asked: other tokens whose log-probs are returned, too.
+        bias_of_logits: with which each target was drawn.
         softcap: logits are held within it, smoothly.
         chunk_bytes: bytes of float32 logits at a time.
     """
@@ -68,7 +71,7 @@ def token_statistics(
         bias = None if bias is None else bias.to(dtype)
     with torch.autocast(hidden.device.type, enabled=False):
         log_prob, entropy, of_asked, ids = _Statistics.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, bias, targets, scale, kept, asked, softcap, chunk_bytes
+            hidden, weight, bias, targets, scale, kept, asked, bias_of_logits, softcap, chunk_bytes
         )
     if asked is None:
         return TokenStatistics(log_prob, entropy)
@@ -86,6 +89,7 @@ class _Statistics(torch.autograd.Function):
         scale: Tensor,
         kept: KeptTokens | None,
         asked: AskedTokens | None,
+        added: LogitBias | None,
         softcap: float | None,
         chunk_bytes: int,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -99,6 +103,8 @@ class _Statistics(torch.autograd.Function):
         for start in range(0, max(len(hidden), 1), rows):
             at = slice(start, start + rows)
             logits = _logits(hidden[at], weight, bias, scale[at], softcap)
+            if added is not None:
+                added.add(logits, start)
             if kept is not None:
                 kept.restrict(logits, start)
             normalizer[at] = logits.logsumexp(-1)
@@ -118,7 +124,7 @@ class _Statistics(torch.autograd.Function):
         ctx.save_for_backward(
             hidden, weight, bias, targets, scale, normalizer, entropy, held, which
         )
-        ctx.softcap, ctx.rows, ctx.kept = softcap, rows, kept
+        ctx.softcap, ctx.rows, ctx.kept, ctx.added = softcap, rows, kept, added
         ctx.set_materialize_grads(False)
         return log_prob, entropy, torch.cat(of_asked) if of_asked else None, which
 
@@ -145,6 +151,8 @@ class _Statistics(torch.autograd.Function):
             logits = held
             if logits is None:
                 logits = _logits(hidden[at], weight, bias, scale[at], ctx.softcap)
+                if ctx.added is not None:
+                    ctx.added.add(logits, start)
                 if ctx.kept is not None:
                     ctx.kept.restrict(logits, start)
             log_p = logits - normalizer[at, None]
@@ -161,7 +169,11 @@ class _Statistics(torch.autograd.Function):
             elif grad_asked is not None:
                 grad[:, : grad_asked.shape[1]] += grad_asked[at]
             if ctx.softcap is not None:
-                capped = logits / (scale[at, None] * ctx.softcap)
+                own = logits
+                if ctx.added is not None:
+                    own = logits.clone()
+                    ctx.added.add(own, start, sign=-1.0)
+                capped = own / (scale[at, None] * ctx.softcap)
                 grad.mul_(1.0 - capped.square_())
             if ctx.kept is not None:
                 grad.masked_fill_(logits == -torch.inf, 0.0)
@@ -174,7 +186,7 @@ class _Statistics(torch.autograd.Function):
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         grad_bias = None if bias is None or grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, *[None] * 6
+        return grad_hidden, grad_weight, grad_bias, *[None] * 7
 
 
 def _logits(
@@ -237,6 +249,7 @@ class PolicyNetwork(LanguageNetwork):
             packed.inverse_temperature * self._logit_scale,
             kept=packed.kept,
             asked=packed.asked,
+            bias_of_logits=packed.bias,
             softcap=self._softcap,
             chunk_bytes=self._chunk_bytes,
         )

@@ -217,8 +217,45 @@ def _check_sampling(config: LanguageConfig) -> None:
         raise ConfigError(
             "at temperature 0 the most likely token is taken, but a policy is trained on what it "
             "draws: all samples of a prompt would be equal, and their log-probs those of another "
-            "policy. Set it to 0.01 or more (evaluations are greedy in any case)",
+            "policy. Set it to 0.01 or more (evaluations are greedy, unless a set of them says "
+            "otherwise)",
             path=("rollout", "sampling", "temperature"),
+        )
+    for where, sampling in _samplings(config).items():
+        for name in sampling.further:
+            if name not in config.rollout.part.honours:
+                others = [one for one in engines.paths if name in engines.load(one).honours]
+                raise ConfigError(
+                    f"the engine {config.rollout.backend!r} does not say that it honours {name}: "
+                    f"leave it out, or set rollout.backend to one that does ({', '.join(others)})",
+                    path=(*where, name),
+                )
+    _check_trained_sampling(config)
+
+
+def _samplings(config: LanguageConfig) -> dict[tuple[str, ...], Sampling]:
+    """How samples of training and of evaluations are drawn, by their settings."""
+    found: dict[tuple[str, ...], Sampling] = {("rollout", "sampling"): config.rollout.sampling}
+    for name, one in config.evaluation.sets.items():
+        found[(*SETS, name)] = one.sampling(config.rollout.sampling)
+    return found
+
+
+def _check_trained_sampling(config: LanguageConfig) -> None:
+    """Refuse settings of samples to train on whose distribution the trainer would not compute."""
+    sampling, actor = config.rollout.sampling, config.actor
+    for name in sampling.further:
+        if name != "min_p" and name not in actor.part.honours:  # what min-p kept travels along
+            raise ConfigError(
+                f"{name} changes what a token is drawn from, which the trainer {actor.backend!r} "
+                "does not compute: it would train another distribution than was sampled. Leave it "
+                "out, or set it in a set of evaluation.sets, for evaluations alone",
+                path=("rollout", "sampling", name),
+            )
+    if sampling.include_stop and config.has_episodes:
+        raise ConfigError(
+            "the text of a turn ends before what has stopped it, as agents expect: leave it out",
+            path=("rollout", "sampling", "include_stop"),
         )
 
 
@@ -725,6 +762,7 @@ def open_prompts(config: LanguageConfig, model: Path, tokenizer: Tokenizer) -> P
         ConfigError: they cannot be read, do not fit the model or are too few, or a verifier that
             they name cannot be loaded.
     """
+    _check_tokens(config, model)
     room = _room(config, model, config.rollout.sampling, OF_TRAINING)
     prompts = _opened(config, config.data, ("data",), tokenizer, room)
     _check_count(config, prompts)
@@ -989,6 +1027,24 @@ def _described(model: Path) -> dict[str, Any]:
     described: dict[str, Any] = msgspec.json.decode((model / "config.json").read_bytes())
     text: dict[str, Any] = described.get("text_config") or described
     return text
+
+
+def _check_tokens(config: LanguageConfig, model: Path) -> None:
+    """Refuse tokens in settings of samples that the model does not have."""
+    size = _described(model).get("vocab_size") if config.rollout.part.has_weights else None
+    if not isinstance(size, int):
+        return
+    sampling = config.rollout.sampling
+    given: dict[str, Sequence[int]] = {
+        "logit_bias": [int(token) for token in sampling.logit_bias],
+        "stop_token_ids": sampling.stop_token_ids,
+    }
+    for name, tokens in given.items():
+        if max(tokens, default=0) >= size:
+            raise ConfigError(
+                f"there is no token {max(tokens)}: the model has tokens 0 .. {size - 1}",
+                path=("rollout", "sampling", name),
+            )
 
 
 def _room(

@@ -448,6 +448,12 @@ class EvaluationSetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     """number of most likely tokens to draw from; 0: all"""
     top_p: float = 1.0
     """probability mass of the most likely tokens to draw from; 1: all"""
+    min_p: float = 0.0
+    """smallest probability of a token to draw from, as a share of that of the most likely one; 0:
+    none"""
+    repetition_penalty: float = 1.0
+    """divisor of the positive logits, and factor of the others, of tokens that stand in the prompt
+    or in the answer so far; 1: off"""
     max_tokens: int | None = None
     """limit of an answer; that of ``rollout.sampling`` when left out"""
 
@@ -455,7 +461,7 @@ class EvaluationSetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         check_bounds(self, "prompts", least=0)
         check_bounds(self, "samples", "max_tokens", least=1)
         if self.temperature == 0.0:
-            for name, value in (("samples", 1), ("top_k", 0), ("top_p", 1.0)):
+            for name, value in (("samples", 1), ("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
                 if getattr(self, name) != value:
                     raise ValueError(
                         f"{name} is {getattr(self, name)}, but at temperature 0 the most likely "
@@ -477,12 +483,16 @@ class EvaluationSetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
                 )
 
     def sampling(self, training: Sampling) -> Sampling:
-        """Return how its answers are drawn, where samples to train on are drawn by ``training``."""
-        return Sampling(
+        """Return how its answers are drawn, where samples to train on are drawn by ``training``:
+        with the same biases and stops."""
+        return msgspec.structs.replace(
+            training,
             max_tokens=self.max_tokens or training.max_tokens,
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
         )
 
 

@@ -121,7 +121,7 @@ class MixedVersions(RuntimeError):
 
 def greedy(training: Sampling) -> Sampling:
     """Return the most likely tokens, as many as samples to train on may have."""
-    return Sampling(max_tokens=training.max_tokens, temperature=0.0)
+    return training.greedily()
 
 
 def asked(sets: Sequence[EvaluationSet], version: int, seed: int) -> list[Request]:

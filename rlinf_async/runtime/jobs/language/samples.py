@@ -470,6 +470,7 @@ def _training_sample(scored: ScoredSample) -> TrainingSample:
         teacher=sample.teacher,
         value=sample.value,
         kept=generated.kept,
+        logit_bias=request.sampling.logit_bias,
         branches=sample.branches,
         turns=sample.turns,
         drawn=generated.drawn,

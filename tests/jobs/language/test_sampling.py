@@ -1,0 +1,110 @@
+"""Settings of samples in whole runs: what is sampled is what is trained, judged and resumed."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+from rlinf_async.observe.samples import read_samples
+from tests.jobs.language.kit import LOSSES, TINY, Job
+from tests.jobs.language.test_resumed import Killed, die_after
+
+EVERYTHING: tuple[object, ...] = (
+    *("--rollout.sampling.min_p", 0.05, "--rollout.sampling.top_k", 12),
+    *("--rollout.sampling.top_p", 0.95, "--rollout.sampling.temperature", 0.9),
+    *("--rollout.sampling.logit_bias", '{"3" = 1.5, "4" = -100}'),
+    *("--rollout.sampling.stop", '["7", "1+"]', "--rollout.sampling.stop_token_ids", "[5]"),
+)
+SET = "--evaluation.sets.other"
+OF_A_SET = (
+    *(f"{SET}.data.verifier", "numeric", f"{SET}.max_tokens", 4, f"{SET}.prompts", 4),
+    *(f"{SET}.repetition_penalty", 1.2, f"{SET}.temperature", 0.7, f"{SET}.min_p", 0.1),
+)
+
+
+def test_answers_end_at_the_stops_of_a_run_whatever_its_engine(job: Job) -> None:
+    told = ("--rollout.sampling.stop", '["e", "op"]', "--rollout.toy.mean_tokens", 30)
+    job.succeed(*told, "--training.group_size", 4)
+    kept = read_samples(job.out)
+    assert {one["kind"] for one in kept} == {"training", "evaluation"}  # also of the greedy ones
+    ended = [one for one in kept if one["finish"] == "stop"]
+    assert 0 < len(ended) < len(kept)
+    for one in kept:
+        assert "e" not in one["completion"]
+        assert "op" not in one["completion"]
+        assert one["size"] == len(one["tokens"]) == len(one["log_probs"])
+        assert one["size"] <= 8
+    cut = [one for one in ended if one["tokens"][-1] % 26 == 4]
+    assert cut
+    assert all(len(one["completion"]) == one["size"] - 1 for one in cut)
+
+
+@pytest.mark.parametrize("inference", [0, 1])
+def test_a_run_trains_what_every_setting_samples(tiny: Job, inference: int) -> None:
+    tiny.succeed(
+        *(*EVERYTHING, "--cluster.inference_workers", inference),
+        *(*OF_A_SET, f"{SET}.data.path", tiny.file.parent / "sums.jsonl"),
+        *("--training.iterations", 2, "--evaluation.every", 1),
+        *("--data.verifier", "tests.jobs.language.verifiers:letters"),
+    )
+    for row in tiny.iterations:
+        assert float(row["ratio"]) == pytest.approx(1.0, abs=1e-5)
+        assert float(row["engine_actor_difference"]) < 1e-5
+        assert float(row["clip_fraction"]) == 0.0
+    training = read_samples(tiny.out, kind="training")
+    assert all(4 not in one["tokens"] for one in training)
+    assert all(not {5} & set(one["tokens"][:-1]) for one in training)
+    if inference:
+        for one in training:
+            assert one["prev_log_probs"] == pytest.approx(one["log_probs"], abs=2e-5)
+    asked = read_samples(tiny.out, kind="evaluation")
+    assert {one["size"] > 4 for one in asked} == {True, False}
+    assert all(4 not in one["tokens"] for one in asked)
+
+
+def test_a_run_with_every_setting_is_resumed_to_the_same_losses(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = (
+        *EVERYTHING,
+        *("--training.iterations", 4, "--actor.pipelined", "false"),
+        *("--data.verifier", "tests.jobs.language.verifiers:letters", "--evaluation.samples", 0),
+    )
+    runs = []
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+        runs.append(Job(tmp_path / name, capsys, TINY))
+    whole, killed = runs
+    whole.succeed(*settings)
+    with pytest.MonkeyPatch.context() as patch:
+        die_after(patch, 2)
+        with pytest.raises(Killed):
+            killed.train(*settings)
+    changed = killed.train(*settings, "--resume", "--rollout.sampling.min_p", 0.1)
+    assert changed.code == 2
+    assert "rollout.sampling.min_p" in changed.err
+    killed.succeed(*settings, "--resume")
+    for before, after in zip(whole.iterations, killed.iterations, strict=True):
+        for name in LOSSES:
+            assert float(after[name]) == pytest.approx(float(before[name]), abs=1e-6), name
+
+
+def test_the_turns_of_an_episode_end_at_the_stops_of_the_run(tiny: Job) -> None:
+    agent = ("--episode.run", "tests.jobs.language.agents:forks", "--cluster.episode_workers", 1)
+    tiny.succeed(*agent, *EVERYTHING, "--training.iterations", 2)
+    turns = [
+        turn
+        for one in read_samples(tiny.out, kind="training")
+        for turn in one["episode"]["turns"]
+        if turn["role"] == "assistant"
+    ]
+    assert any(turn["text"].endswith(("7", "1+")) for turn in turns)
+    for turn in turns:
+        assert "7" not in turn["text"][:-1]
+        assert "1+" not in turn["text"][:-1]
+    for row in tiny.iterations:
+        assert float(row["engine_actor_difference"]) < 1e-5
+    refused = tiny.train(*agent, *EVERYTHING, "--rollout.sampling.include_stop", "true")
+    assert refused.code == 2
+    assert "rollout.sampling.include_stop: the text of a turn ends before" in refused.err
