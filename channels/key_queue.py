@@ -463,8 +463,9 @@ class Tap(Protocol):
 
     def put(
         self, queue: KeyQueue, first: int, items: Sequence[Any], weight: int, sender: str
-    ) -> None:
-        """Items of this weight each came in, with numbers from ``first`` on."""
+    ) -> Encoded | None:
+        """Items of this weight each came in, with numbers from ``first`` on. Returned is the one
+        item as it travels, where it was made for that and need not be made again."""
 
     def withdrawn(self, sequence: int) -> None:
         """The item with this number was taken out again: its put was cancelled."""
@@ -597,10 +598,11 @@ class KeyQueue:
                 self.recall_credit()
             return wait
         channel.sequence = sequence = channel.sequence + 1
-        entries.append(Entry(item, weight, sequence))
+        entries.append(entry := Entry(item, weight, sequence))
         self.weight += weight
         if channel.tap is not None:
-            channel.tap.put(self, sequence, (item,), weight, holder or current_party.get())
+            sender_name = holder or current_party.get()
+            entry.ready = channel.tap.put(self, sequence, (item,), weight, sender_name)
         if self.getters.first:
             self.serve()
         elif channel.stealing:
@@ -983,7 +985,8 @@ class KeyQueue:
                 self.entries.append(entry := wait.entry)
                 self.weight += entry.weight
                 if (tap := self.channel.tap) is not None:
-                    tap.put(self, entry.sequence, (entry.item,), entry.weight, wait.holder)
+                    one = (entry.item,)
+                    entry.ready = tap.put(self, entry.sequence, one, entry.weight, wait.holder)
                 wait.admitted()
                 admitted = True
         return admitted

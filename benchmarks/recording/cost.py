@@ -1,6 +1,8 @@
 """One kind of run with ``--record all`` and without, in turning order; prints one line of JSON.
 
-    python cost.py items | embodied | grpo OUT [--pairs 5]
+    python cost.py items | embodied | grpo | samples OUT [--pairs 5]
+
+``samples`` is GRPO again: with the samples that every run keeps, and without any.
 
 ``speed``: median over the pairs of what the recorded one does in a second, by what the other does.
 ``size``: bytes of the files, by those of ``zstd -3`` over all bodies, as one stream.
@@ -28,8 +30,10 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 4_000_000_000
 STEPS = 60_000
 """environment steps of a run of PPO"""
-ITERATIONS = 6
+ITERATIONS = 20
 """iterations of a run of GRPO"""
+WARM_START = 60
+"""steps before them: weights that are never changed would be compressed to nothing"""
 
 
 def items(out: Path, *, record: bool) -> float:
@@ -54,9 +58,18 @@ def embodied(out: Path, *, record: bool) -> float:
 
 def grpo(out: Path, *, record: bool) -> float:
     """Iterations a second."""
+    return _grpo(out, [], record=record)
+
+
+def samples(out: Path, *, record: bool) -> float:
+    """Iterations a second; ``record``: with samples."""
+    return _grpo(out, [] if record else ["--samples.keep", "0"], record=False)
+
+
+def _grpo(out: Path, more: list[str], *, record: bool) -> float:
     file = ROOT / "examples" / "grpo_arithmetic.toml"
-    words = ["--training.iterations", str(ITERATIONS), "--evaluation.samples", "1"]
-    summary = trained(file, out, [*words, "--warm_start.steps", "0"], record=record)
+    words = ["--training.iterations", str(ITERATIONS), "--warm_start.steps", str(WARM_START)]
+    summary = trained(file, out, [*words, "--evaluation.samples", "1", *more], record=record)
     return float(summary["iterations"]) / float(summary["train_seconds"])
 
 
@@ -89,11 +102,12 @@ def size_ratio(recording: Recording) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("kind", choices=("items", "embodied", "grpo"))
+    parser.add_argument("kind", choices=("items", "embodied", "grpo", "samples"))
     parser.add_argument("out", type=Path)
     parser.add_argument("--pairs", type=int, default=5)
     chosen = parser.parse_args()
-    measure = {"items": items, "embodied": embodied, "grpo": grpo}[chosen.kind]
+    kinds = {"items": items, "embodied": embodied, "grpo": grpo, "samples": samples}
+    measure = kinds[chosen.kind]
     quotients: list[float] = []
     speeds: list[float] = []
     size = megabytes = 0.0
@@ -102,7 +116,7 @@ def main() -> None:
         for record in (False, True) if pair % 2 else (True, False):
             out = chosen.out / f"{pair}-{record}"
             found[record] = measure(out, record=record)
-            if record:
+            if record and chosen.kind != "samples":
                 size, megabytes = size_ratio(read_recording(out))
             shutil.rmtree(out, ignore_errors=True)
         quotients.append(found[True] / found[False])

@@ -287,7 +287,7 @@ class RemoteDelivery(Delivery):
             return False
         entries = [*self.held(), *islice(queue.entries, min(get.ahead, MAX_PREFETCH))]
         items = [entry.item for entry in entries]
-        if Encoded in map(type, items):
+        if Encoded in map(type, items) or entries[0].ready is not None:
             return False
         most = FAR_PREFETCH_BYTES if far else PREFETCH_BYTES
         listed = encode_list(items, most, most if far else PREFETCH_ITEM_BYTES)
@@ -321,7 +321,7 @@ class RemoteDelivery(Delivery):
         far = self.request.connection.far
         most = FAR_PREFETCH_BYTES if far else PREFETCH_BYTES
         for entry in islice(queue.entries, min(self.request.meta.ahead, MAX_PREFETCH)):
-            if entry.ready is not None and not far:  # it is large
+            if entry.ready is not None and entry.ready.buffers and not far:  # it is large
                 break
             try:
                 body = encoded_entry(entry, queue.channel)

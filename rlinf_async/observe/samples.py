@@ -41,6 +41,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
@@ -274,7 +275,7 @@ class SampleWriter:
 
 class _Line(NamedTuple):
     text: bytes
-    row: NDArray[np.void]
+    entry: _Entry
 
 
 def _chunks(batch: _Batch, most: int) -> Iterator[list[_Line]]:
@@ -286,24 +287,33 @@ def _chunks(batch: _Batch, most: int) -> Iterator[list[_Line]]:
         if lines and size + len(text) > most:
             yield lines
             lines, size = [], 0
-        lines.append(_Line(text, _row(record, len(text))))
+        lines.append(_Line(text, _entry(record, len(text))))
         size += len(text)
     if lines:
         yield lines
 
 
-def _row(record: KeptSample, length: int) -> NDArray[np.void]:
+_Entry = tuple[int, int, int, int, int, int, float, int, int, int, int, bytes]
+"""the fields of `ROW` behind the offset"""
+
+
+def _entry(record: KeptSample, length: int) -> _Entry:
     """The entry of a record in the index, but for its offset."""
     group, _, index = record.name.partition("/")
-    row = np.zeros(1, ROW)
-    row["length"], row["step"], row["iteration"] = length, record.step, record.iteration
-    row["group"], row["index"] = int(group), int(index)
-    row["reward"] = float("nan") if record.reward is None else record.reward
-    row["tokens"] = record.size
-    row["kind"], row["outcome"] = KINDS.index(record.kind), OUTCOMES.index(record.outcome)
-    row["trained"] = record.trained
-    row["success"] = record.success if isinstance(record.success, bool) else -1
-    return row
+    return (
+        length,
+        record.iteration,
+        record.step,
+        int(group),
+        int(index),
+        record.size,
+        float("nan") if record.reward is None else record.reward,
+        KINDS.index(record.kind),
+        OUTCOMES.index(record.outcome),
+        record.trained,
+        record.success if isinstance(record.success, bool) else -1,
+        b"",
+    )
 
 
 class _Store:
@@ -349,14 +359,12 @@ class _Store:
         new = sum(len(text) for text, _ in lines)
         if self._lines < 0 or (self._size and self._size + new > self._segment_size):
             self._begin_segment()
-        offset, rows = self._size, []
-        for text, row in lines:
-            row["offset"] = offset
-            rows.append(row)
-            offset += len(text)
+        starts = accumulate((len(text) for text, _ in lines), initial=self._size)
+        entries = [(start, *line.entry) for start, line in zip(starts, lines, strict=False)]
+        rows = np.array(entries, ROW)
         append_all(self._lines, b"".join(text for text, _ in lines))
-        self._size = offset
-        append_all(self._index, np.concatenate(rows).tobytes())
+        self._size += new
+        append_all(self._index, rows.tobytes())
 
     def _begin_segment(self) -> None:
         self.close()
@@ -441,12 +449,11 @@ def _indexed(segment: Path, start: int) -> Iterator[NDArray[np.void]]:
             if not line.endswith(b"\n"):
                 return
             try:
-                row = _row(msgspec.json.decode(line, type=KeptSample), len(line))
+                entry = _entry(msgspec.json.decode(line, type=KeptSample), len(line))
             except (msgspec.DecodeError, ValueError):
                 return  # a block that never reached the disk; what follows cannot be trusted
-            row["offset"] = start
+            yield np.array([(start, *entry)], ROW)
             start += len(line)
-            yield row
 
 
 def read_vocabulary(folder: Path) -> dict[int, str]:

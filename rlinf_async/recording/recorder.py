@@ -113,8 +113,10 @@ class Recorder:
         """events from the first one on whose arrays are on their way from their producer"""
         self._held_bytes = 0
         self._open: Event | None = None
-        """the event noted last, which its tap may still add to"""
+        """the event noted last, which is not queued yet"""
         self._open_bytes = 0
+        self.last: Event | None = None
+        """the same, as long as its tap may add to it"""
         self._noted_bytes = 0
         self._closed = False
         _make(folder)
@@ -158,10 +160,12 @@ class Recorder:
         It gets its number and its times here, and belongs to the recorder from then on; so do the
         arrays of its bodies, which nobody may change any more: see `copied`.
         """
+        nbytes = EVENT_BYTES
         if bodies:
             event.bodies = list(bodies)
+            nbytes += sum([body.nbytes for body in bodies])
         if self._number_it(event):
-            self._push(event, EVENT_BYTES + sum(body.nbytes for body in bodies))
+            self._push(event, nbytes)
 
     def begin(self, event: Event, nbytes: int = 0) -> None:
         """Note an event that may be added to, with `more`, as long as it is the last one and the
@@ -173,26 +177,25 @@ class Recorder:
         except RuntimeError:  # nobody would close it
             self._push(event, EVENT_BYTES + nbytes)
             return
-        self._open, self._open_bytes = event, EVENT_BYTES + nbytes
+        self._open = event
+        self._open_bytes = 0
+        self.more(EVENT_BYTES + nbytes)
         loop.call_soon(self._close_open, event)
 
     def _number_it(self, event: Event) -> bool:
         """Whether it is to be written."""
-        self._push_open()
+        if self._open is not None:
+            self._push_open()
         if self.failure or self._closed:
             return False
-        self._number += 1
-        event.number, event.wall, event.monotonic = self._number, time.time(), Queue.now()
+        self._number = event.number = self._number + 1
+        event.wall, event.monotonic = time.time(), Queue.now()
         return True
 
     def more(self, nbytes: int) -> None:
         """Something was added to the last event."""
         self._open_bytes += nbytes
-
-    @property
-    def last(self) -> Event | None:
-        """The event that may be added to."""
-        return self._open if self._open_bytes < ADDED_BYTES else None
+        self.last = self._open if self._open_bytes < ADDED_BYTES else None
 
     def wait_for(self, tasks: Sequence[asyncio.Future[Any]]) -> None:
         """Keep the last event, and what follows it, until these are done: its arrays come from
@@ -200,7 +203,7 @@ class Recorder:
         event, nbytes = self._open, self._open_bytes
         if event is None:
             return
-        self._open = None
+        self._open = self.last = None
         self._push(event, nbytes, tasks)
         for task in tasks:
             task.add_done_callback(self._arrived)
@@ -212,28 +215,20 @@ class Recorder:
     def _push_open(self) -> None:
         event = self._open
         if event is not None:
-            self._open = None
+            self._open = self.last = None
             self._push(event, self._open_bytes)
 
     def _push(self, event: Event, nbytes: int, tasks: Sequence[asyncio.Future[Any]] = ()) -> None:
-        if not self._has_room():
-            return
-        if self._held or tasks:
-            self._held.append((event, nbytes, list(tasks)))
-            self._held_bytes += nbytes
-            return
-        self._queue(event, nbytes)
-
-    def _has_room(self) -> bool:
-        """Whether another event, however large, can be taken; else the recording has ended."""
-        if self.failure:
-            return False
         waiting = self._waiting
-        if self._writer.failure:
-            self._end_early(self._writer.failure)
+        if self.failure or self._writer.failure:
+            self._notice()
         elif waiting > self._queue_bytes or len(self._queued) + len(self._held) > QUEUE_EVENTS:
             self._end_early(self._why_full(waiting))
-        return not self.failure
+        elif self._held or tasks:
+            self._held.append((event, nbytes, list(tasks)))
+            self._held_bytes += nbytes
+        else:
+            self._queue(event, nbytes)
 
     def _why_full(self, waiting: int) -> str:
         if self._held_bytes * 2 < waiting:

@@ -7,11 +7,13 @@
     segment   signature (8 bytes) | u32 version of the format | header frame | frames
               the header has what was noted before, and is needed behind: channels, launches, calls
     frame     magic | u32 CRC | u64 stored bytes | u64 bytes | u64 first number | u32 events | data
-    data      zstandard of: i64 wall | i64 monotonic (microseconds) | records
-    record    u32 bytes of the event | event (MessagePack) | bodies, arrays of each behind it
+    data      zstandard of: i64 wall | i64 monotonic (microseconds) | u64 bytes of the events |
+              events (one MessagePack array) | their bodies, arrays of each behind it
 
 Numbers are little-endian. The CRC is that of everything behind it. In a frame, events have their
 times and numbers as distances from the one before, the first from those of the frame.
+
+A frame is made in few calls of C: while Python computes in the writer's thread, the loop's waits.
 
 Invariant: a segment is only ever appended to, by whole frames. Whatever it ends with after a crash,
 the frames before are whole; and where bytes in its middle are damaged, the next frame is found by
@@ -42,7 +44,7 @@ from rlinf_async.recording.errors import (
 )
 from rlinf_async.recording.events import AnyEvent, Declared, Event
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """version of the format"""
 SIGNATURE: Final = b"\x93RLINFA\n"
 MAGIC: Final = b"\xa7\x1fRF"
@@ -56,12 +58,12 @@ MOST_PIECES: Final = 512
 _OPENING: Final = struct.Struct("<8sI")
 _FRAME: Final = struct.Struct("<4sIQQQI")
 _CHECKED: Final = struct.Struct("<QQQI")
-_CLOCKS: Final = struct.Struct("<qq")
+_BEGINNING: Final = struct.Struct("<qqQ")
 _LENGTH: Final = struct.Struct("<I")
 _NAME: Final = re.compile(r"\d{6}\.rec")
 
 _encode: Final = msgspec.msgpack.Encoder().encode
-_decode: Final = msgspec.msgpack.Decoder(AnyEvent).decode
+_decode: Final = msgspec.msgpack.Decoder(list[AnyEvent]).decode
 
 
 class Header(msgspec.Struct, kw_only=True):
@@ -124,48 +126,44 @@ def opening(header: Header) -> list[bytes]:
 
 def frame_of(events: Sequence[Event]) -> list[bytes]:
     """Events as a frame. They are changed: the caller does not keep them."""
-    wall, monotonic = _micro(events[0].wall), _micro(events[0].monotonic)
+    begun = wall, monotonic = round(events[0].wall * 1e6), round(events[0].monotonic * 1e6)
     first = number = events[0].number
-    parts: list[Any] = [_CLOCKS.pack(wall, monotonic)]
+    parts: list[Any] = []
     for event in events:
-        now, then = _micro(event.wall), _micro(event.monotonic)
+        now, then = round(event.wall * 1e6), round(event.monotonic * 1e6)
         event.wall, event.monotonic = now - wall, then - monotonic
         wall, monotonic = now, then
         event.number, number = event.number - number, event.number
-        bodies: Sequence[Encoded] = event.bodies or ()
-        event.bodies = None
-        event.sizes = [len(body.data) for body in bodies]
-        if any(body.buffers for body in bodies):
-            event.arrays = [[len(one) for one in body.buffers] for body in bodies]
-        said = _encode(event)
-        parts += (_LENGTH.pack(len(said)), said)
-        for body in bodies:
-            parts.append(body.data)
-            parts += body.buffers
-    return _framed(parts, first, len(events))
+        if event.bodies:
+            parts += _bodies(event)
+    said = _encode(events)
+    return _framed([_BEGINNING.pack(*begun, len(said)), said, *parts], first, len(events))
 
 
-def _micro(seconds: float) -> int:
-    return round(seconds * 1e6)
+def _bodies(event: Event) -> list[Any]:
+    """The parts of an event's bodies, whose sizes are noted in its place."""
+    bodies: Sequence[Encoded] = event.bodies
+    event.bodies = None
+    parts: list[Any] = [body.data for body in bodies]
+    event.sizes = list(map(len, parts))
+    apart = [body.buffers for body in bodies]
+    if any(apart):
+        event.arrays = [list(map(len, buffers)) for buffers in apart]
+        parts = [part for body in bodies for part in (body.data, *body.buffers)]
+    return parts
 
 
 def _framed(parts: Sequence[Any], first: int, events: int) -> list[bytes]:
-    size = sum(map(len, parts))
-    compressing = zstandard.ZstdCompressor(level=LEVEL).compressobj(size=size)
+    sizes = list(map(len, parts))
+    compressing = zstandard.ZstdCompressor(level=LEVEL).compressobj(size=sum(sizes))
     stored: list[bytes] = []
-    small: list[Any] = []
-    waiting = 0
-    for part in parts:
-        if len(part) >= JOINED:
-            stored += (compressing.compress(b"".join(small)), compressing.compress(part))
-            small, waiting = [], 0
-            continue
-        small.append(part)
-        waiting += len(part)
-        if waiting >= JOINED:
-            stored.append(compressing.compress(b"".join(small)))
-            small, waiting = [], 0
-    stored += (compressing.compress(b"".join(small)), compressing.flush())
+    begin = 0
+    for large in [at for at, nbytes in enumerate(sizes) if nbytes >= JOINED]:
+        stored.append(compressing.compress(b"".join(parts[begin:large])))
+        stored.append(compressing.compress(parts[large]))
+        begin = large + 1
+    stored += (compressing.compress(b"".join(parts[begin:])), compressing.flush())
+    size = sum(sizes)
     checked = _CHECKED.pack(sum(map(len, stored)), size, first, events)
     crc = zlib.crc32(checked)
     for one in stored:
@@ -367,14 +365,11 @@ def _raw(stored: bytes, frame: Frame) -> bytes:
 def events_of(stored: bytes, frame: Frame, path: Path) -> Iterator[Event]:
     """The events of the data of a frame."""
     raw = memoryview(_raw(stored, frame))
-    wall, monotonic = _CLOCKS.unpack_from(raw)
-    number, at = frame.first, _CLOCKS.size
+    number = frame.first
     try:
-        for _ in range(frame.events):
-            [length] = _LENGTH.unpack_from(raw, at)
-            at += _LENGTH.size
-            event = _decode(raw[at : at + length])
-            at += length
+        wall, monotonic, length = _BEGINNING.unpack_from(raw)
+        at = _BEGINNING.size + length
+        for event in _decode(raw[_BEGINNING.size : at]):
             wall += int(event.wall)
             monotonic += int(event.monotonic)
             number += event.number

@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from rlinf_async.channels import Channel, Latest
+from rlinf_async.channels.wire.codec import ItemCodec
 from rlinf_async.recording import (
     ChannelEnded,
     Declared,
@@ -150,6 +151,25 @@ async def test_puts_of_one_turn_are_one_event_and_every_order_stays(tmp_path: Pa
     puts = [(one.channel, one.sequence, len(one.bodies)) for one in recording.events(Put)]
     assert puts == [("first", 1, 20), ("second", 1, 1), ("first", 21, 1)]
     assert [one.value for one in recording.items("first")] == list(range(21))
+
+
+@pytest.mark.parametrize(("size", "sent_as_recorded"), [(8, False), (400, True), (40_000, False)])
+async def test_what_was_encoded_for_the_recording_is_not_encoded_again_to_be_sent(
+    size: int, sent_as_recorded: bool, tmp_path: Path
+) -> None:
+    channel = Channel(Item, name="items", capacity=8)
+    codec = ItemCodec(Item)
+    channel.queue.encode = codec.encode  # another process has an end
+    recorder = Recorder(tmp_path / "1")
+    recorder.record(channel)
+    with channel.sender as sender, channel.receiver as receiver:
+        await sender.put(item(1, size))
+        [entry] = channel.queue.of_key(None).entries
+        assert (entry.ready is not None) == sent_as_recorded
+        if sent_as_recorded:
+            assert entry.ready.data == codec.encode(entry.item).data
+        assert (await receiver.get()) is entry.item
+    recorder.close()
 
 
 async def test_a_cancelled_put_that_had_come_in_is_said_to_be_withdrawn(tmp_path: Path) -> None:

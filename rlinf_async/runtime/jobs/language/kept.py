@@ -153,13 +153,10 @@ class SampleKeeper:
         iteration: int,
         kind: Literal["training", "evaluation"],
     ) -> Iterator[KeptLanguageSample]:
-        for number, one in enumerate((*samples, *refused)):
-            sample = one.sample
-            self._vocabulary.note(
-                sample.request.prompt.token_ids,
-                sample.generated.token_ids,
-                *(branch.prompt_ids for branch in sample.branches),
-            )
+        every = (*samples, *refused)
+        if every:
+            self._vocabulary.note(*(part for one in every for part in _tokens(one.sample)))
+        for number, one in enumerate(every):
             kept = _kept(one, step, iteration, kind, self._decode)
             yield kept if number < len(samples) else _refused(kept)
 
@@ -168,6 +165,12 @@ class SampleKeeper:
             self._tokenizer = load_tokenizer(self._model)
         text: str = self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
         return text
+
+
+def _tokens(sample: Sample) -> Iterator[NDArray[np.integer[Any]]]:
+    yield sample.request.prompt.token_ids
+    yield sample.generated.token_ids
+    yield from (branch.prompt_ids for branch in sample.branches)
 
 
 def _kept(
