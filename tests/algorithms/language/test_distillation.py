@@ -84,7 +84,8 @@ def test_over_the_whole_vocabulary_it_is_the_generalized_jsd_of_trl(seed: int, b
     """TRL's ``GKDTrainer.generalized_jsd_loss``: ``kl_div(student, teacher, log_target=True)`` for
     ``beta`` 0, ``kl_div(teacher, student, log_target=True)`` for 1, else ``beta kl_div(mixture,
     teacher) + (1 - beta) kl_div(mixture, student)`` with ``mixture = logsumexp(student + log(1 -
-    beta), teacher + log(beta))``; summed, over the number of labels."""
+    beta), teacher + log(beta))``; summed, over the number of labels. The function of TRL 1.16.0
+    itself gave the same to 2e-15, gradients to 5e-18, and in float32 to 1e-6."""
     given = drawn(seed)
     logits = given.policy.clone().requires_grad_()
     student, teacher = logits.log_softmax(-1), given.teacher.log_softmax(-1)
@@ -97,16 +98,13 @@ def test_over_the_whole_vocabulary_it_is_the_generalized_jsd_of_trl(seed: int, b
     elif beta == 1.0:
         config, losses = distil(divergence="reverse"), kl(teacher, student)
     else:
-        config, share = distil(divergence="jsd", divergence_beta=beta), torch.tensor(beta)
+        config, share = (
+            distil(divergence="jsd", divergence_beta=beta),
+            torch.tensor(beta, dtype=torch.float64),
+        )
         parts = torch.stack([student + torch.log1p(-share), teacher + torch.log(share)])
         mixture = parts.logsumexp(0)
         losses = share * kl(mixture, teacher) + (1.0 - share) * kl(mixture, student)
-        found = ours(given, config, None)
-        [gradient] = torch.autograd.grad(losses.mean(), logits)
-        # The shares of TRL are float32.
-        torch.testing.assert_close(found[0], losses.detach(), rtol=0, atol=1e-6)
-        torch.testing.assert_close(found[1], gradient, rtol=0, atol=1e-6)
-        return
     same(ours(given, config, None), losses, logits)
 
 

@@ -50,6 +50,8 @@ class Teaching:
         trace: TracebackType | None,
     ) -> None:
         for one in self._asked.values():
+            if one.done() and not one.cancelled():
+                one.exception()  # seen: what ends the run is raised where it was noticed
             one.cancel()
 
     async def of_step(self, step: int) -> Answer:
