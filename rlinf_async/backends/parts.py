@@ -92,6 +92,20 @@ class EnginePart(Part):
             return msgspec.structs.replace(settings, model=str(folder))
         return settings
 
+    def with_own_weights(self, settings: Any, where: Setting) -> Any:
+        """Return the settings under which the engine serves the weights in the model's folder, as
+        version 0, and waits for no update.
+
+        Raises `ConfigError` where it cannot.
+        """
+        if isinstance(settings, msgspec.Struct) and "weights" in settings.__struct_fields__:
+            return msgspec.structs.replace(settings, weights="folder")
+        raise ConfigError(
+            "this engine loads no weights from a model's folder (it has no setting weights = "
+            "'folder'): evaluate with another rollout.backend",
+            path=where,
+        )
+
     def placed(self, settings: Any, devices: EngineDevices, where: Setting) -> Any:
         """Return the settings as the devices of the run complete them.
 

@@ -28,7 +28,7 @@ COMMANDS = {
     "check": ("train", "Say whether a run could start; start nothing."),
     "demonstrations": ("checkpoints", "Record demonstrations from a scripted policy."),
     "envs": ("envs", "List simulators, their environments, and the policies that fit."),
-    "evaluate": ("runs", "Let a trained policy act again; film it."),
+    "evaluate": ("evaluate", "Let a trained policy act, or a trained model answer, again."),
     "export": ("checkpoints", "Write a checkpoint as a Hugging Face folder."),
     "init": ("init", "Write a small project of your own, which trains as it is."),
     "replay": ("replay", "Play one worker of a recorded run again, alone."),

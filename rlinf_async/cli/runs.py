@@ -1,14 +1,11 @@
-"""Commands about another run, by its folder: ``status``, ``stop``, and ``evaluate``, which has its
-policy act again.
-"""
+"""Commands about another run, by its folder: ``status`` and ``stop``."""
 
 from __future__ import annotations
 
 import contextlib
 import pathlib
-import statistics
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterator
+from typing import Final
 
 import click
 import msgspec
@@ -16,21 +13,14 @@ from rich.console import Console
 from rich.text import Text
 
 from rlinf_async.cli.failures import FAILED, OK
-from rlinf_async.cli.jobs import Session
-from rlinf_async.cli.train import config_of, job_of
-from rlinf_async.config import ConfigError, Document, UsageError
+from rlinf_async.config import UsageError
 from rlinf_async.observe.bottleneck import analyse
 from rlinf_async.observe.files import RunFolderError
 from rlinf_async.observe.progress import ProgressState, RunConsole, picture_of
-from rlinf_async.observe.run_folder import MARKER, RUNS, check_is_run, newest_run
+from rlinf_async.observe.run_folder import MARKER, RUNS, newest_run
 from rlinf_async.observe.run_lock import Driver
 from rlinf_async.observe.status import RunState, look_at_run
 from rlinf_async.runtime.signals import RunSignals
-
-if TYPE_CHECKING:  # environments are loaded by `evaluate` alone
-    from rlinf_async.runtime.jobs.embodied.playing import TrainedPolicy
-    from rlinf_async.workers.env import EvaluatedEpisode
-
 
 BEYOND_GRACE: Final = 10.0
 """seconds for which `stop` waits longer than the run's grace"""
@@ -178,132 +168,3 @@ def as_usage() -> Iterator[None]:
         yield
     except RunFolderError as error:
         raise UsageError(str(error)) from error
-
-
-_file = click.Path(path_type=pathlib.Path, dir_okay=False)
-
-
-@click.command()
-@click.argument("run", metavar="RUN", type=click.Path(path_type=pathlib.Path))
-@click.option(
-    "--checkpoint", metavar="NAME", help="This one (version-000010, or 10), not the newest."
-)
-@click.option(
-    "--episodes", type=click.IntRange(min=1), help="As in the run's own evaluation when left out."
-)
-@click.option("--seed", type=click.IntRange(min=0), help="The same, of the episodes.")
-@click.option("--pictures", metavar="FILE.png", type=_file, help="Six pictures of an episode.")
-@click.option("--video", metavar="FILE.mp4", type=_file, help="The same episode as a video.")
-@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
-@click.pass_obj
-def evaluate(
-    session: Session,
-    run: pathlib.Path,
-    checkpoint: str | None,
-    episodes: int | None,
-    seed: int | None,
-    pictures: pathlib.Path | None,
-    video: pathlib.Path | None,
-    as_json: bool,
-) -> None:
-    """Let the deterministic policy of the run in the folder RUN act in its environment.
-
-    The episodes are those of the run's own evaluation, unless another number or seed is given.
-    Pictures and video show the first that succeeded; where none did, or the environment does not
-    say, the one with the largest return.
-    """
-    _check_suffix("--pictures", pictures, ".png")
-    _check_suffix("--video", video, ".mp4")
-    films = [path for path in (pictures, video) if path is not None]
-    played, shown = _play(session, run, checkpoint, episodes, seed, films)
-    if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(played)).decode())
-        return
-    rate, silent = played["success_rate"], played["success_unreported"]
-    unsaid = f", {silent} of {played['episodes']} episodes did not say" if silent else ""
-    click.echo(
-        f"{run}, {played['checkpoint']}: {played['episodes']} episodes from seed {played['seed']}: "
-        + ("" if rate is None else f"success rate {rate:.2f}{unsaid}, ")
-        + f"return {played['return']:.2f} (standard deviation {played['return_deviation']:.2f}), "
-        f"{played['length']:.1f} steps"
-    )
-    for line in shown:
-        click.echo(line)
-
-
-def _play(
-    session: Session,
-    run: pathlib.Path,
-    checkpoint: str | None,
-    count: int | None,
-    seed: int | None,
-    films: Sequence[pathlib.Path],
-) -> tuple[dict[str, Any], list[str]]:
-    """The figures, and a line for each file that was written."""
-    from rlinf_async.runtime.jobs.embodied.playing import checkpoint_of, play
-
-    trained = _trained(session, run, single=bool(films))
-    folder, wanted = checkpoint_of(run, checkpoint), trained.config.evaluation
-    first = wanted.seed if seed is None else seed
-    played = play(trained, folder, episodes=count or wanted.episodes, seed=first, films=films)
-    lines = []
-    for path, made in zip(films, played.films, strict=True):
-        ended = {True: ": success", False: ": no success", None: ""}[made.successes[0]]
-        lines.append(f"{path}: episode {played.shown}, {made.frames} frames{ended}")
-    return _figures(run, folder.name, first, played.episodes), lines
-
-
-def _trained(session: Session, run: pathlib.Path, *, single: bool) -> TrainedPolicy:
-    """What the run's job needs to read its policy; ``single``: in environments that render."""
-    from rlinf_async.runtime.jobs.embodied.playing import PlayingJob, single_env
-
-    with as_usage():
-        check_is_run(run)
-    document = Document.read(str(run / "config.toml"))
-    job = job_of(session, document)
-    if not isinstance(job, PlayingJob):
-        raise UsageError(
-            f"{run} is a run of {document.tables['job']!r}, whose policy acts in no environment; "
-            "summary.json has its evaluation"
-        )
-    config = config_of(job, document, {})
-    try:
-        if single:
-            config = msgspec.structs.replace(config, env=single_env(config.env))
-        return job.trained(config)
-    except ConfigError as error:
-        raise document.located(error) from error
-
-
-def _figures(
-    run: pathlib.Path, checkpoint: str, seed: int, episodes: Sequence[EvaluatedEpisode]
-) -> dict[str, Any]:
-    from rlinf_async.runtime.jobs.checkpoints import load_progress
-    from rlinf_async.runtime.jobs.embodied.run import (
-        EmbodiedProgress,
-        evaluated_rate,
-        mean_return,
-        unreported,
-    )
-
-    rate = evaluated_rate(episodes, load_progress(run / "checkpoints", EmbodiedProgress))
-    return {
-        "run": str(run),
-        "checkpoint": checkpoint,
-        "seed": seed,
-        "episodes": len(episodes),
-        "success_rate": rate,
-        "success_unreported": None if rate is None else unreported(episodes),
-        "return": mean_return(episodes),
-        "return_deviation": statistics.pstdev(one.episode_return for one in episodes),
-        "length": statistics.fmean(one.length for one in episodes),
-    }
-
-
-def _check_suffix(option: str, path: pathlib.Path | None, suffix: str) -> None:
-    if path is None:
-        return
-    if path.suffix != suffix:
-        raise UsageError(f"{option} {path}: give a file whose name ends with {suffix}")
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"{option} {path}: there is no folder {path.absolute().parent}")

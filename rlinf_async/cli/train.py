@@ -163,6 +163,12 @@ def split_tokens(
     folder, if one was named: a file that is missing may be in there.
     Raises `click.UsageError` unless there is exactly one file.
     """
+    files, overrides = sorted_tokens(tokens)
+    return _only(files, out), overrides
+
+
+def sorted_tokens(tokens: Sequence[str]) -> tuple[list[str], dict[str, str | None]]:
+    """The files or folders among the words of a command, and ``{"section.field": "value"}``."""
     files: list[str] = []
     overrides: dict[str, str | None] = {}
     rest = list(tokens)
@@ -174,7 +180,7 @@ def split_tokens(
         name, equals, value = token.removeprefix("--").partition("=")
         given = equals or (rest and not rest[0].startswith("--"))
         overrides[name] = (value if equals else rest.pop(0)) if given else None
-    return _only(files, out), overrides
+    return files, overrides
 
 
 def _only(files: Sequence[str], out: pathlib.Path | None) -> str:

@@ -26,6 +26,7 @@ from rlinf_async.config.registry import Registry
 from rlinf_async.observe.summary import Summary
 
 if TYPE_CHECKING:
+    from rlinf_async.observe.evaluations import Evaluated
     from rlinf_async.runtime.jobs.placement import PlacementPlan
     from rlinf_async.workers.base import Device
 
@@ -74,6 +75,31 @@ class InspectingJob(Job, Protocol):
         """Read what the run of a checked configuration reads first, and keep nothing.
 
         Raises `UsageError` with the setting that names what is wrong.
+        """
+        ...
+
+
+OnAnswer = Callable[[int, int], object]
+"""is told how many answers are there, and of how many"""
+
+
+@runtime_checkable
+class AnsweringJob(Job, Protocol):
+    """A job that trains a model which answers prompts: ``evaluate`` has it answer again."""
+
+    def answers(
+        self, config: Any, folder: Path, *, seed: int, on_answer: OnAnswer
+    ) -> Sequence[Evaluated]:
+        """Evaluate the model in a folder on the prompts of a configuration.
+
+        Args:
+            config: the configuration of a run, or one like it.
+            folder: folder of a Hugging Face checkpoint.
+            seed: seed of the random numbers of the answers.
+            on_answer: is called with each answer.
+
+        Raises:
+            UsageError: it cannot be evaluated.
         """
         ...
 

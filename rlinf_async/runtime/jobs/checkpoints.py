@@ -206,6 +206,23 @@ def named_checkpoint(run: Path, checkpoint: str) -> Path:
     return checkpoints / name
 
 
+def checkpoint_of(run: Path, name: str | None) -> Path:
+    """The folder of a checkpoint of the run in this folder: of this name or number, or the newest.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if name is not None:
+        return named_checkpoint(run, name)
+    try:
+        progress = load_progress(run / "checkpoints", RunProgress)
+    except RunFolderError as error:
+        raise UsageError(str(error)) from error
+    if progress is None:
+        raise UsageError(f"{run}: there is no checkpoint yet, so there is nothing to evaluate")
+    return run / "checkpoints" / progress.checkpoint
+
+
 @contextlib.contextmanager
 def resuming_from(run: Path, checkpoint: str) -> Iterator[None]:
     """Within, the run in this folder resumes from an older checkpoint than its newest.

@@ -128,11 +128,18 @@ def test_what_is_no_run_and_what_has_no_policy_is_named(job: Job, tmp_path: path
     assert "there is no checkpoint yet" in without.err
 
 
-def test_a_language_model_acts_in_no_environment(job: Job) -> None:
-    with RunFolder.create(job.out, config_text='job = "language_rl"\n'):
+def test_a_run_that_learns_from_examples_has_nothing_to_evaluate(job: Job) -> None:
+    with RunFolder.create(job.out, config_text='job = "sft"\n'):
         ended = job.command("evaluate", job.out)
     assert (ended.code, ended.out) == (2, "")
-    assert "a run of 'language_rl', whose policy acts in no environment" in ended.err
+    assert "a run of 'sft', whose policy acts in no environment" in ended.err
+
+
+def test_a_policy_takes_no_settings(job: Job) -> None:
+    job.succeed(*SMALL)
+    ended = job.command("evaluate", job.out, "--env.seed", 3)
+    assert (ended.code, ended.out) == (2, "")
+    assert "--env.seed: a policy is evaluated with the settings of its run" in ended.err
 
 
 def test_files_and_environments_without_pictures_are_refused_before_anything_is_played(

@@ -36,11 +36,10 @@ from rlinf_async.data.demonstrations import (
 )
 from rlinf_async.messages.embodied import Floats, Ints, success_of
 from rlinf_async.messages.spaces import ObservationArray
-from rlinf_async.observe.files import RunFolderError, VideoError
+from rlinf_async.observe.files import VideoError
 from rlinf_async.observe.video import VideoReport, record_video
 from rlinf_async.runtime.apart import apart
 from rlinf_async.runtime.jobs import Job
-from rlinf_async.runtime.jobs.checkpoints import RunProgress, load_progress, named_checkpoint
 from rlinf_async.runtime.jobs.embodied.settings import (
     DemonstrationsConfig,
     EmbodiedConfig,
@@ -581,20 +580,3 @@ def _most_likely(
     if memory is None:
         memory = np.zeros((len(seen), policy.memory_size), np.float32)
     return policy.mode_from(seen, memory)
-
-
-def checkpoint_of(run: Path, name: str | None) -> Path:
-    """The folder of a checkpoint of the run in this folder: of this name or number, or the newest.
-
-    Raises:
-        UsageError: there is none.
-    """
-    if name is not None:
-        return named_checkpoint(run, name)
-    try:
-        progress = load_progress(run / "checkpoints", RunProgress)
-    except RunFolderError as error:
-        raise UsageError(str(error)) from error
-    if progress is None:
-        raise UsageError(f"{run}: there is no checkpoint yet, so there is no policy to evaluate")
-    return run / "checkpoints" / progress.checkpoint

@@ -55,6 +55,7 @@ from rlinf_async.runtime.jobs.checkpoints import (
     RunProgress,
     ShardWriters,
     Stopped,
+    checkpoint_of,
     clean,
     in_background,
     load_progress,
@@ -67,7 +68,6 @@ from rlinf_async.runtime.jobs.embodied.collectors import (
 )
 from rlinf_async.runtime.jobs.embodied.playing import (
     TrainedPolicy,
-    checkpoint_of,
     film_run,
     record_apart,
 )

@@ -221,6 +221,12 @@ def _check_sampling(config: LanguageConfig) -> None:
             "otherwise)",
             path=("rollout", "sampling", "temperature"),
         )
+    check_honoured(config)
+    _check_trained_sampling(config)
+
+
+def check_honoured(config: LanguageConfig) -> None:
+    """Refuse what the engine would not do when it draws samples, or answers of an evaluation."""
     for where, sampling in _samplings(config).items():
         for name in sampling.further:
             if name not in config.rollout.part.honours:
@@ -230,7 +236,6 @@ def _check_sampling(config: LanguageConfig) -> None:
                     f"leave it out, or set rollout.backend to one that does ({', '.join(others)})",
                     path=(*where, name),
                 )
-    _check_trained_sampling(config)
 
 
 def _samplings(config: LanguageConfig) -> dict[tuple[str, ...], Sampling]:

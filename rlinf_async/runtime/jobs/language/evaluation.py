@@ -158,7 +158,7 @@ async def evaluate(
     seed: int,
     requests: Sender[Request],
     collector: Collector,
-    on_answer: Callable[[int, int], None],
+    on_answer: Callable[[int, int], object],
     on_answers: Callable[[Sequence[ScoredSample]], None] = lambda _: None,
 ) -> list[Evaluated]:
     """Have every prompt answered by this version of the weights, and the answers scored.

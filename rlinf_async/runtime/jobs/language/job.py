@@ -15,10 +15,13 @@ from rlinf_async.config import ConfigError
 from rlinf_async.data import DataConfig, DataError, Prompts, load_tokenizer
 from rlinf_async.data.records import existing
 from rlinf_async.episodes.template import load_template
+from rlinf_async.observe.evaluations import Evaluated
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.sinks.config import check_sinks
 from rlinf_async.observe.summary import LanguageSummary
+from rlinf_async.runtime.jobs import OnAnswer
 from rlinf_async.runtime.jobs.config import Reads, model_files
+from rlinf_async.runtime.jobs.language.answering import answers
 from rlinf_async.runtime.jobs.language.backends import has_weights, placed, plan_roles
 from rlinf_async.runtime.jobs.language.checks import (
     check_agent,
@@ -167,6 +170,16 @@ class LanguageRL:
             reads=_reads,
             swaps=self,
         )
+
+    def answers(
+        self, config: LanguageConfig, folder: Path, *, seed: int, on_answer: OnAnswer
+    ) -> Sequence[Evaluated]:
+        """Evaluate the model in a folder on the held-out prompts and the sets of a configuration.
+
+        Raises:
+            UsageError: with the setting, and what is wrong with it.
+        """
+        return answers(_seeded(config), folder, seed=seed, on_answer=on_answer)
 
     def check_swap(self, config: LanguageConfig, role: str) -> None:
         """Check the configuration under which workers of a role are to take the places of others,

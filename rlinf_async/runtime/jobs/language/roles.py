@@ -455,6 +455,11 @@ class Roles:
         await self._launch_rollouts()
         await self._launch_others()
 
+    async def launch_answering(self) -> None:
+        """Start the workers that answer and score, and none that learns."""
+        await self._launch_rollouts()
+        await self._launch_others()
+
     async def _launch_actors(self, resume: Path | None) -> None:
         await self.learners.launch_actors(resume)
         if self.scheduling is not None:

@@ -299,7 +299,7 @@ class LanguageRun:
                 collected = partial(_collected, flow.collector, iteration, beside)
                 trained = await flow.roles.train(iteration, collected)
                 version = iteration + 1
-                evaluated = await self._end_evaluation(beside)
+                evaluated = await self._end_evaluation(flow, beside)
                 await flow.roles.publish()
                 flow.source.trained(version)
                 row = self._account(flow, iteration, trained, clock())
@@ -440,13 +440,16 @@ class LanguageRun:
         if flow.roles.scheduling is not None:
             await beside.done()
 
-    async def _end_evaluation(self, beside: Beside) -> tuple[int, dict[str, float]] | None:
+    async def _end_evaluation(
+        self, flow: Flow, beside: Beside
+    ) -> tuple[int, dict[str, float]] | None:
         """The step and the row of the evaluation that runs beside, once it is complete; None where
         there is none, or a SIGTERM gives it up."""
         found = await beside.done()
         if not found:
             return None
-        self._facts.apart(beside.waited)
+        if flow.roles.scheduling is None:  # else it was waited for between two iterations
+            self._facts.apart(beside.waited)
         row = evaluation_row(self.progress, found) | {"eval_wait_seconds": beside.waited}
         beside.forget()
         return self.progress.samples + 1, row
