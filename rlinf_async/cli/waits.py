@@ -23,7 +23,7 @@ RANGE = re.compile(r"(\d*)(-?)(\d*)")
 @click.command()
 @click.argument("run", metavar="RUN", type=click.Path(path_type=pathlib.Path))
 @click.option(
-    "--iteration", "chosen", metavar="A-B", help="Of these iterations, from 1 on: 5-20, 5-, or 7."
+    "--iteration", "chosen", metavar="A-B", help="Of these iterations, from 0 on: 5-20, 5-, or 7."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 def waits(run: pathlib.Path, chosen: str | None, as_json: bool) -> None:
@@ -68,9 +68,9 @@ def _range(chosen: str) -> tuple[int | None, int | None]:
     first, dash, last = found.groups() if found else ("", "", "")
     if not (first or last):
         raise UsageError(f"--iteration {chosen}: give one, as 7, or a range, as 5-20, 5- or -20")
-    begin, end = int(first or 1), int(last) if dash and last else None
+    begin, end = int(first or 0), int(last) if dash and last else None
     if not dash:
         end = begin
-    if begin < 1 or (end is not None and end < begin):
-        raise UsageError(f"--iteration {chosen}: iterations count from 1, the smaller one first")
+    if end is not None and end < begin:
+        raise UsageError(f"--iteration {chosen}: name the smaller one first")
     return begin, end

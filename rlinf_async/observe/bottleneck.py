@@ -118,7 +118,7 @@ def analyse(
 
     Args:
         run: the run's folder, or records of its waits.
-        iterations: the first and the last to look at, from 1 on; when left out the last 20, the
+        iterations: the first and the last to look at, from 0 on; when left out the last 20, the
             first ones, in which the run fills up, left out.
 
     Raises:
@@ -492,4 +492,4 @@ class _Analysis:
 
     def _range(self) -> tuple[int, int]:
         first = self.records[0]
-        return first.iteration - first.iterations + 1, self.records[-1].iteration
+        return first.iteration - first.iterations, self.records[-1].iteration - 1

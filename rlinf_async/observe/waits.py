@@ -128,7 +128,7 @@ class WaitsRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Waits and work of one iteration, or of some that were short."""
 
     iteration: int
-    """iterations that were trained when it ended: the first record ends with 1"""
+    """iterations that were trained when it ended: its last one has the number before"""
     iterations: int = 1
     """number of iterations that it is of"""
     start: int = 1
@@ -156,7 +156,7 @@ def read_waits(
 
     Args:
         run: the run's folder.
-        first: leave out records that end before this iteration, from 1 on.
+        first: leave out records that end before this iteration, counted from 0 as everywhere.
         last: leave out records that begin after this iteration.
 
     Raises:
@@ -178,13 +178,14 @@ def read_waits(
     chosen = [
         one
         for one in records
-        if (first is None or one.iteration >= first)
-        and (last is None or one.iteration - one.iterations < last)
+        if (first is None or one.iteration > first)
+        and (last is None or one.iteration - one.iterations <= last)
     ]
     if not chosen:
         raise NoWaits(
-            f"{path} has records of iterations {records[0].iteration - records[0].iterations + 1} "
-            f"to {records[-1].iteration}, and none of {first or 1} to {last or 'the end'}"
+            f"{path} has records of iterations {records[0].iteration - records[0].iterations} "
+            f"to {records[-1].iteration - 1}, and none of {first or 0} to "
+            f"{'the end' if last is None else last}"
         )
     return chosen
 

@@ -60,9 +60,9 @@ def test_a_resumed_run_goes_on_after_what_it_has_trained(tmp_path: pathlib.Path)
 
 def test_iterations_can_be_chosen(tmp_path: pathlib.Path) -> None:
     run = run_with(tmp_path / "run", lines(record(1), record(4, iterations=3), record(5)))
-    assert [one.iteration for one in read_waits(run, first=2, last=3)] == [4]
-    with pytest.raises(NoWaits, match="records of iterations 1 to 5, and none of 7 to the end"):
-        read_waits(run, first=7)
+    assert [one.iteration for one in read_waits(run, first=1, last=2)] == [4]
+    with pytest.raises(NoWaits, match="records of iterations 0 to 4, and none of 5 to the end"):
+        read_waits(run, first=5)
 
 
 def test_a_run_without_records_is_named(tmp_path: pathlib.Path) -> None:
