@@ -10,8 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from rlinf_async.config import load
 from rlinf_async.observe.evaluations import Evaluated
 from rlinf_async.observe.run_folder import RunFolder
+from rlinf_async.runtime.jobs.language.answering import only_answering
+from rlinf_async.runtime.jobs.language.backends import placed, plan_roles
+from rlinf_async.runtime.jobs.language.config import LanguageConfig
+from rlinf_async.runtime.launching import stated_devices
 from tests.jobs.language.kit import TOY, Job
 from tests.jobs.language.test_evaluation import FOUR, with_set
 
@@ -146,3 +151,25 @@ def test_a_run_that_has_not_ended_has_left_no_model(job: Job) -> None:
         ended = job.command("evaluate", job.out, "--checkpoint", "trained")
     assert ended.code == 2
     assert "has left no model: it has not ended" in ended.err
+
+
+def test_a_run_of_many_actors_is_evaluated_on_one_device(tiny: Job, tmp_path: pathlib.Path) -> None:
+    """Rollout workers have all devices, wherever actors and critics were to be."""
+    config = load(
+        tiny.file,
+        {
+            "cluster.backend": "process",
+            "cluster.actors": "4",
+            "cluster.placement.actor": "0-3",
+            "cluster.placement.rollout": "0",
+        },
+        LanguageConfig,
+    )
+    alone = only_answering(config, tmp_path)
+    [device] = stated_devices("1xH100")
+    plan = plan_roles(alone, [device], learners=False)
+    assert plan.ranks["rollout"] == [(0,)]
+    assert "actor" not in plan.ranks
+    found = placed(alone, plan)
+    assert found.cluster.rollout_workers == 1
+    assert found.rollout.engine.weights == "folder"

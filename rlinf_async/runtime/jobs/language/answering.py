@@ -68,7 +68,7 @@ def answers(
     """
     config = only_answering(config, folder)
     checkpoint_folder(config.model)
-    plan = plan_roles(config, config.cluster.devices())
+    plan = plan_roles(config, config.cluster.devices(), learners=False)
     config = placed(config, plan)
     rollout, where = config.rollout, ("model", "path")
     rollout.part.check_installed("an evaluation")
@@ -149,7 +149,7 @@ async def _answered(
 ) -> Sequence[Evaluated]:
     async with config.cluster.make_cluster(None) as cluster:
         channels = LanguageChannels(cluster, config)
-        roles = Roles(cluster, config, channels, model, verifiers)
+        roles = Roles(cluster, config, channels, model, verifiers, learners=False)
         nothing = Ledger(
             prompts=1, group_size=1, max_staleness=0, sampling=config.rollout.sampling, seed=0
         )

@@ -52,8 +52,10 @@ HYBRID = (("actor", "critic", "inference"), ("rollout",))
 LEARNERS = ("actor", "critic")
 
 
-def plan_roles(config: LanguageConfig, devices: Sequence[Device]) -> PlacementPlan:
-    """The devices of every worker of the run.
+def plan_roles(
+    config: LanguageConfig, devices: Sequence[Device], *, learners: bool = True
+) -> PlacementPlan:
+    """The devices of every worker of the run; ``learners``: else of those that answer and score.
 
     Raises:
         ConfigError: a setting of the placement is wrong.
@@ -66,6 +68,8 @@ def plan_roles(config: LanguageConfig, devices: Sequence[Device]) -> PlacementPl
     if actors is None and all(one.kind == "cpu" for one in devices):
         actors = together
     computes, engine = config.actor.part.has_weights, config.rollout.part
+    if not learners:
+        actors, asked = 0, msgspec.structs.replace(asked, actor="", critic="", inference="")
     roles = [
         Role(
             name="actor",
@@ -78,7 +82,7 @@ def plan_roles(config: LanguageConfig, devices: Sequence[Device]) -> PlacementPl
         ),
         Role(
             name="critic",
-            count=cluster.critics,
+            count=cluster.critics if learners else 0,
             asked=asked.critic,
             accelerated=computes,
             takes_turns=True,
@@ -86,7 +90,7 @@ def plan_roles(config: LanguageConfig, devices: Sequence[Device]) -> PlacementPl
         ),
         Role(
             name="inference",
-            count=cluster.inference_workers,
+            count=cluster.inference_workers if learners else 0,
             asked=asked.inference,
             accelerated=computes,
             one_device=True,
@@ -130,9 +134,8 @@ def placed(config: LanguageConfig, plan: PlacementPlan) -> LanguageConfig:
     """
     _check_turns(config, plan)
     replace = msgspec.structs.replace
-    cluster = replace(
-        config.cluster, actors=plan.count("actor"), rollout_workers=plan.count("rollout")
-    )
+    actors = plan.count("actor") if "actor" in plan.ranks else config.cluster.actors
+    cluster = replace(config.cluster, actors=actors, rollout_workers=plan.count("rollout"))
     return replace(config, cluster=cluster, rollout=_rollout(config, plan))
 
 

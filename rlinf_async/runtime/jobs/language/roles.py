@@ -394,6 +394,7 @@ class Roles:
         of_sets: names of those that evaluation sets need.
         swapped: whether samples may be under way whose records name another verifier than the
             configuration.
+        learners: whether there are any.
     """
 
     def __init__(
@@ -406,8 +407,9 @@ class Roles:
         *,
         of_sets: Sequence[str] = (),
         swapped: bool = False,
+        learners: bool = True,
     ) -> None:
-        self._plan = plan_roles(config, cluster.devices)
+        self._plan = plan_roles(config, cluster.devices, learners=learners)
         self.learners = Learners(cluster, config, channels, model, self._plan)
         self._cluster = cluster
         self._config = config
