@@ -292,6 +292,10 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
         (*ALONE, "--training.group_size", 2, "--training.accept", "varied"),
         "training.accept: all groups are alike with data.verifier = 'none'",
     ),
+    "a warm start without answers": (
+        (*ALONE, "--warm_start.steps", 2, "--warm_start.batch_size", 4),
+        "warm_start.steps: it imitates the answers of the data, which are not read with verifier",
+    ),
     "rewards of nobody": (
         (*MIXED, "--data.verifier", "none"),
         "data.verifier: 'none' gives every answer a reward of 0, and 'ppo' learns from rewards",

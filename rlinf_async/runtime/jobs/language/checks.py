@@ -459,7 +459,13 @@ def _check_reference(config: LanguageConfig) -> None:
 
 def _check_unjudged(config: LanguageConfig) -> None:
     """Refuse to learn from rewards, or to measure, where no answer is judged."""
-    loss = config.actor.loss
+    loss, warm = config.actor.loss, config.warm_start
+    if warm.steps and (warm.data or config.data).verifier == NO_VERIFIER:
+        raise ConfigError(
+            f"it imitates the answers of the data, which are not read with verifier = "
+            f"{NO_VERIFIER!r}: name a verifier there, or set this to 0",
+            path=("warm_start", "steps"),
+        )
     if config.data.verifier != NO_VERIFIER or config.has_episodes:
         return
     if loss.name in WITHOUT_TEACHER:
