@@ -27,7 +27,11 @@ from rlinf_async.backends.base import (
     TrainerBackend,
 )
 from rlinf_async.backends.language import GenerationEngine, LanguageTrainer, check_family
-from rlinf_async.backends.language_training.config import AdapterConfig, LanguageModelConfig
+from rlinf_async.backends.language_training.config import (
+    SHARD_BYTES,
+    AdapterConfig,
+    LanguageModelConfig,
+)
 from rlinf_async.config.registry import ConfigError, Part, Registry
 from rlinf_async.config.registry import Path as Setting
 from rlinf_async.messages.language import Sampling
@@ -180,6 +184,8 @@ class Learner(msgspec.Struct, frozen=True, kw_only=True):
     engine_tolerance: float | None = None
     publish_precision: Literal["float32", "bfloat16", "float16"] = "float32"
     lora: AdapterConfig = AdapterConfig()
+    export_precision: PRECISIONS = "float32"
+    export_shard_bytes: int = SHARD_BYTES
     seed: int = 0
     strategy: Literal["fsdp2", "fsdp1"] = "fsdp2"
     """how parameters are sharded over data ranks"""
@@ -192,7 +198,7 @@ class Learner(msgspec.Struct, frozen=True, kw_only=True):
         """Return the fields of a `LanguageTrainingConfig`."""
         names = (
             *("advantage", "loss", "value_clip", "reference", "publish_precision", "seed"),
-            *("engine_tolerance", "lora"),
+            *("engine_tolerance", "lora", "export_precision", "export_shard_bytes"),
         )
         return {name: getattr(self, name) for name in names}
 

@@ -31,6 +31,7 @@ COMMANDS = {
     "evaluate": ("evaluate", "Let a trained policy act, or a trained model answer, again."),
     "export": ("checkpoints", "Write a checkpoint as a Hugging Face folder."),
     "init": ("init", "Write a small project of your own, which trains as it is."),
+    "push": ("push", "Upload a trained model to the Hub of Hugging Face."),
     "replay": ("replay", "Play one worker of a recorded run again, alone."),
     "reshard": ("checkpoints", "Write a checkpoint anew, for another number of ranks."),
     "samples": ("samples", "Print what the model of a run said, and what it got for it."),

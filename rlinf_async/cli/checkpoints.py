@@ -29,6 +29,7 @@ from rlinf_async.cli.train import config_of, job_of
 from rlinf_async.config import Document, UsageError
 from rlinf_async.config.counts import MOST_WORKERS
 from rlinf_async.observe.files import ObserveError, explaining
+from rlinf_async.observe.model_card import write_card
 
 CHECKOUT = pathlib.Path(__file__).resolve().parents[2]
 """Where ``benchmarks/`` lies beside the package, in a source checkout"""
@@ -85,7 +86,15 @@ def export(
             )
         with _progress("exporting", made.total_bytes) as advance:
             done = made.run(out, advance)
+        _write_card(made.checkpoint, out)
     click.echo(f"{out}: {done.tensors} tensors, {_size(done.bytes)}")
+
+
+def _write_card(checkpoint: pathlib.Path, out: pathlib.Path) -> None:
+    """Write the card of the model of a checkpoint that lies in a run's folder."""
+    run, number = checkpoint.parent.parent, checkpoint.name.rpartition("-")[2]
+    if (run / "config.toml").is_file() and number.isdigit():
+        write_card(run, out, version=int(number))
 
 
 @click.command()

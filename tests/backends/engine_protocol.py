@@ -94,7 +94,8 @@ async def stops_where_it_is_told(engine: GenerationEngine) -> None:
         assert written(made, kept, engine.decode) == text[: text.find(stop) + 3]
     for token in whole.token_ids[[3, 20]].tolist():
         count = 1 + whole.token_ids.tolist().index(token)
-        told = replace(asked.sampling, stop_token_ids=(300, token))
+        never = next(one for one in range(2, 256) if one not in whole.token_ids)
+        told = replace(asked.sampling, stop_token_ids=(never, token))
         made = await engine.generate(replace(asked, sampling=told))
         _is_begin_of(whole, made, count)
         assert len(ended(made, told, engine.decode).token_ids) == count

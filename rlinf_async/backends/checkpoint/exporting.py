@@ -130,7 +130,8 @@ class Export:
         model: Path | None = None,
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
-        self._folder = find_checkpoint(newest_of_run(checkpoint))
+        self.checkpoint = self._folder = find_checkpoint(newest_of_run(checkpoint))
+        """the checkpoint's own folder"""
         self._dtype = dtype
         self._shard_bytes = shard_bytes
         with being_read(self._folder):

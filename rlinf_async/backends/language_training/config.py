@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -10,6 +10,9 @@ from rlinf_async.algorithms.config import LanguageAdvantageConfig, LanguageLossC
 from rlinf_async.backends.base import LoraConfig
 from rlinf_async.config.counts import check_bounds
 from rlinf_async.messages.weights import DEFAULT_BUCKET_BYTES
+
+SHARD_BYTES: Final = 5_000_000_000
+"""size of a file of weights, at most"""
 
 
 class LanguageModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -79,10 +82,15 @@ class LanguageTrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     publish_precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """dtype of the published weights: what the engines compute in"""
     lora: AdapterConfig = AdapterConfig()
+    export_precision: Literal["float32", "bfloat16"] = "float32"
+    """dtype of the weights that `save_pretrained` writes"""
+    export_shard_bytes: int = SHARD_BYTES
+    """size of one of its files, at most, unless a single tensor is larger"""
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_bounds(self, "max_tokens_per_forward", "logit_chunk_bytes", "bucket_bytes", least=1)
+        sizes = ("max_tokens_per_forward", "logit_chunk_bytes", "bucket_bytes")
+        check_bounds(self, *sizes, "export_shard_bytes", least=1)
         check_bounds(self, "value_clip", above=0)
         check_bounds(self, "seed", least=0)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from rlinf_async.backends.language import check_family
-from rlinf_async.backends.language_training.config import LanguageModelConfig
+from rlinf_async.backends.language_training.config import SHARD_BYTES, LanguageModelConfig
 from rlinf_async.data.prompts import FILES as TOKENIZER_FILES
 
 NAME = "rlinf_async_packed"
@@ -256,13 +256,25 @@ def write_model_folder(
     state: Mapping[str, Tensor],
     files: Mapping[str, bytes | Path],
     folder: Path,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write config and weights as Hugging Face does, and the files that it does not write."""
+    dtype = next(iter(state.values())).dtype  # writing takes them out
     with without_progress_bars():
-        cast(Any, language).save_pretrained(folder, state_dict=state, save_original_format=False)
+        cast(Any, language).save_pretrained(
+            folder, state_dict=state, save_original_format=False, max_shard_size=shard_bytes
+        )
+    _say_dtype(folder / CONFIG, dtype)
     for path in folder.glob("*.safetensors"):
         shutil.copymode(folder / CONFIG, path)  # made for the owner alone
     add_missing_files(files, folder)
+
+
+def _say_dtype(config: Path, dtype: torch.dtype) -> None:
+    """Name the dtype of the weights that were written: the library names that of the model."""
+    described = json.loads(config.read_text(encoding="utf-8"))
+    described["dtype"] = str(dtype).removeprefix("torch.")
+    config.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
 
 
 def add_missing_files(files: Mapping[str, bytes | Path], folder: Path) -> None:

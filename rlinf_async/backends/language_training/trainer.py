@@ -420,12 +420,14 @@ class LanguagePolicyTrainer(LanguageModelTrainer[C, M]):
         """
         if not self.manager.active:
             return
-        state, adapter = self._whole_weights(torch.float32), self._adapter()
+        dtype: torch.dtype = getattr(torch, self.config.export_precision)
+        state, adapter = self._whole_weights(dtype), self._adapter()
+        most = self.config.export_shard_bytes
         with fail_together(self.manager, f"writing {folder}"):
             if self.manager.rank == 0:
                 files = dict(self.manager.model_files)
                 described = files.pop(ADAPTER_CONFIG, b"")
-                write_model_folder(self.language, state, files, folder)
+                write_model_folder(self.language, state, files, folder, most)
                 if isinstance(described, bytes) and adapter:
                     write_adapter(adapter, described, folder / ADAPTER_FOLDER)
 

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from rlinf_async.config import UsageError, to_toml
 from rlinf_async.observe.bottleneck import analyse
 from rlinf_async.observe.files import ObserveError
+from rlinf_async.observe.model_card import write_card
 from rlinf_async.observe.pictures import draw_timeline
 from rlinf_async.observe.progress import ProgressView
 from rlinf_async.observe.run_folder import RUNS, RunFolder
@@ -233,6 +234,7 @@ class _Execution(Generic[S]):
             raise
         summary = self._summary(None)
         write_summary(folder.summary, summary)  # now: the pictures take seconds
+        self._write_card(summary.extra)
         interrupt: KeyboardInterrupt | None = None
         try:
             self._draw(self._timeline | self._run.drawings(ended=True), summary.extra)
@@ -244,6 +246,16 @@ class _Execution(Generic[S]):
         if interrupt is not None:
             raise interrupt
         return summary
+
+    def _write_card(self, problems: dict[str, Detail]) -> None:
+        """Write the card of a model that was exported; one that cannot be made is noted."""
+        if not self._folder.trained.is_dir():
+            return
+        try:
+            write_card(self._folder.path, self._folder.trained)
+        except ObserveError as error:
+            problems["card"] = str(error)
+            print(f"the model's card was not written: {error}", file=sys.stderr)
 
     async def _main(self) -> None:
         with ProgressView() as progress:

@@ -436,7 +436,7 @@ def test_a_mass_that_vllm_cannot_tell_of_is_refused_with_what_to_set(tiny: Job) 
             "rollout.sampling.stop_token_ids: there is no token 9999",
         ),
         (
-            {"evaluation.sets.more.min_p": 0.1, "evaluation.sets.more.data.verifier": "numeric"},
+            {"evaluation.sets.more.min_p": 0.1, "evaluation.sets.more.data.tasks": '["chain_sum"]'},
             "evaluation.sets.more: min_p is 0.1, but at temperature 0 the most likely token",
         ),
     ],

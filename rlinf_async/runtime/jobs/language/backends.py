@@ -364,6 +364,8 @@ def _policy(config: LanguageConfig, model: Path, device: str) -> Learner:
         engine_tolerance=config.weights_tolerance,
         publish_precision=actor.publish_precision,
         lora=actor.lora,
+        export_precision=config.training.export_precision,
+        export_shard_bytes=max(1, int(config.training.export_shard_gb * 1e9)),
         seed=config.seed,
         strategy=actor.strategy,
         tp=actor.tp,

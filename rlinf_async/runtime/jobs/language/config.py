@@ -371,6 +371,19 @@ class WarmStartConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         check_bounds(self, "lr", above=0)
 
 
+def check_export(training: Any) -> None:
+    """Refuse settings of the folder of a model that is not written."""
+    check_bounds(training, "export_shard_gb", above=0)
+    defaults = {one.name: one.default for one in msgspec.structs.fields(training)}
+    for name in ("export_precision", "export_shard_gb"):
+        given = getattr(training, name)
+        if not training.export and given != defaults[name]:
+            raise ValueError(
+                f"{name} is {given!r}, but export is false: no model is written; leave one of them "
+                "out"
+            )
+
+
 class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Length of the training, and sizes of its steps."""
 
@@ -404,12 +417,17 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     export: bool = True
     """whether to write the model as a Hugging Face folder at the end: ``trained/`` in the run
     folder"""
+    export_precision: Literal["float32", "bfloat16"] = "float32"
+    """dtype of its weights"""
+    export_shard_gb: float = 5.0
+    """size of one of its files, at most, in 10^9 bytes"""
 
     def __post_init__(self) -> None:
         positive = ("iterations", "prompts", "group_size", "keep_checkpoints")
         check_bounds(self, *positive, least=1)
         check_bounds(self, "max_staleness", "check_weights_every", "checkpoint_every", least=0)
         check_bounds(self, "check_weights_tolerance", above=0)
+        check_export(self)
         check_bounds(self, "max_extra", least=1)
         for name in ("accept_part", "max_extra"):
             if getattr(self, name) and not self.accept:
@@ -617,6 +635,8 @@ MAY_DIFFER = (
     "training.checkpoint_every",
     "training.keep_checkpoints",
     "training.export",
+    "training.export_precision",
+    "training.export_shard_gb",
     "samples",
     "recording",
     "observe",

@@ -26,6 +26,7 @@ from rlinf_async.runtime.jobs.language.config import (
     LearnerConfig,
     ModelConfig,
     TeacherConfig,
+    check_export,
     check_trainer_options,
 )
 from rlinf_async.runtime.jobs.placement import RolePlacement
@@ -55,6 +56,10 @@ class SupervisedTrainingConfig(
     export: bool = True
     """whether to write the model as a Hugging Face folder at the end: ``trained/`` in the run
     folder"""
+    export_precision: Literal["float32", "bfloat16"] = "float32"
+    """dtype of its weights"""
+    export_shard_gb: float = 5.0
+    """size of one of its files, at most, in 10^9 bytes"""
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.epochs is None):
@@ -65,6 +70,7 @@ class SupervisedTrainingConfig(
             )
         check_bounds(self, "steps", "epochs", "batch_size", "keep_checkpoints", least=1)
         check_bounds(self, "evaluate_every", "checkpoint_every", least=0)
+        check_export(self)
 
 
 class SftOptimizerConfig(
@@ -135,6 +141,8 @@ MAY_DIFFER = (
     "training.checkpoint_every",
     "training.keep_checkpoints",
     "training.export",
+    "training.export_precision",
+    "training.export_shard_gb",
     "actor.backend",
     "actor.tp",
     "actor.pp",
@@ -307,6 +315,8 @@ class SupervisedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             scheduler=actor.scheduler,
             loss=self.loss_config,
             lora=actor.lora,
+            export_precision=self.training.export_precision,
+            export_shard_bytes=max(1, int(self.training.export_shard_gb * 1e9)),
             seed=self.seed,
             strategy=actor.strategy,
             tp=actor.tp,
