@@ -39,17 +39,22 @@ def test_what_a_peers_interpreter_runs_needs_nothing_of_ours(script: str) -> Non
     assert "rlinf_async" not in (HERE / script).read_text(encoding="utf-8")
 
 
-def test_both_bars_are_held_against_trl() -> None:
+def test_bars_are_held_against_trl_and_evaluations_against_none() -> None:
     bench = bench_named("grpo")
-    assert [bar.cases for bar in bench.bars] == [("ours", "trl, 2 threads")] * 2
+    of_trl = ("ours", "trl, 2 threads")
+    assert [bar.cases for bar in bench.bars] == [of_trl, ("ours, evaluated", "ours"), of_trl]
 
 
 @pytest.mark.slow
-def test_our_side_trains_in_its_small_mode(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("how", [(), ("--evaluated", "--steps", "5")], ids=["alone", "evaluated"])
+def test_our_side_trains_in_its_small_mode(tmp_path: pathlib.Path, how: tuple[str, ...]) -> None:
     pytest.importorskip("transformers")
-    command = [sys.executable, str(HERE / "ours.py"), "--size", "small", "--out", str(tmp_path)]
+    ours = (sys.executable, str(HERE / "ours.py"), "--size", "small", "--out", str(tmp_path))
+    command = [*ours, *how]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-1000:]
     measured = json.loads(done.stdout.splitlines()[-1])
     assert measured["samples_per_second"] > 0.0
     assert 0.0 <= measured["reward"] <= 1.0
+    rows = (tmp_path / "run" / "metrics.csv").read_text()
+    assert ("eval_wait_seconds" in rows) == bool(how)
