@@ -36,6 +36,7 @@ from rlinf_async.runtime.jobs.language.config import (
     LanguageOptimizerConfig,
     LanguagePlacement,
     ModelConfig,
+    TeacherConfig,
     TrainingConfig,
     WarmStartConfig,
 )
@@ -79,6 +80,7 @@ __all__ = [
     "Sampling",
     "SchedulerConfig",
     "SchedulingConfig",
+    "TeacherConfig",
     "ToyEngineConfig",
     "ToyTrainerConfig",
     "TrackioConfig",

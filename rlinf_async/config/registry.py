@@ -117,6 +117,8 @@ def nearest(word: str, candidates: Iterable[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
+imported_now: list[str] = []
+"""files and modules whose import by `load_entry_point` goes on, the innermost last"""
 FOLDER = "RLINF_ASYNC_FOLDER"
 """variable with the folder that the command runs in, for workers that run in another one"""
 
@@ -134,6 +136,7 @@ def load_entry_point(entry_point: str, path: Path = ()) -> Callable[..., Any]:
         raise ConfigError(
             f"{entry_point!r} must be 'module:function' or 'file.py:function'", path=path
         )
+    imported_now.append(where)
     try:
         module = _from_file(where) if where.endswith(".py") else importlib.import_module(where)
     except (ImportError, OSError) as error:
@@ -147,6 +150,8 @@ def load_entry_point(entry_point: str, path: Path = ()) -> Callable[..., Any]:
             f"{entry_point!r}: {where!r} raised when it was imported: {raised(error)}",
             path=path,
         ) from error
+    finally:
+        imported_now.pop()
     found: Any = module
     for part in name.split("."):
         found = getattr(found, part, None)

@@ -23,7 +23,9 @@ from rlinf_async.replaying.compare import Comparison
 from rlinf_async.replaying.history import (
     Input,
     Life,
+    Output,
     RecordedCall,
+    answered_by,
     iterations_of,
     lives_of,
     versions_of,
@@ -312,14 +314,21 @@ def _weights_of(given: Input) -> list[int]:
 
 
 def _later(life: Life, since: int) -> Life:
-    """A life of a worker without a state, from an event on: its calls that still ran, and the
-    newest weights."""
+    """A life of a worker without a state, from an event on: its calls that still ran, the newest
+    weights, and what it said of these."""
     weights = {one.channel: one for one in life.inputs if one.version and one.number < since}
+    begun = min((one.number for one in weights.values()), default=since)
+
+    def is_put_again(output: Output) -> bool:
+        if output.number >= since:
+            return True
+        return output.number > begun and answered_by(output.body.value(), output.key) is None
+
     return msgspec.structs.replace(
         life,
         calls=[_from(call, since) for call in life.calls if _runs_at(call, since)],
         inputs=[*weights.values(), *(one for one in life.inputs if one.number >= since)],
-        outputs=[one for one in life.outputs if one.number >= since],
+        outputs=[one for one in life.outputs if is_put_again(one)],
     )
 
 

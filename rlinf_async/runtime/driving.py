@@ -36,7 +36,7 @@ import msgspec
 
 from rlinf_async.config import ConfigError, Document, UsageError, to_toml
 from rlinf_async.config.load import path_of
-from rlinf_async.config.registry import names_for_workers
+from rlinf_async.config.registry import imported_now, names_for_workers
 from rlinf_async.observe.run_folder import MARKER, RUNS, STATUS
 from rlinf_async.observe.summary import EmbodiedSummary, LanguageSummary, Summary, read_summary
 from rlinf_async.processes import how_it_ended
@@ -98,6 +98,11 @@ async def train(
     """
     if resume and out is None:
         raise UsageError("resume needs out, the folder of the run that is to go on")
+    if imported_now:  # each run would start another one
+        raise UsageError(
+            f"{imported_now[-1]!r} starts a run when it is imported, and a run imports it: put "
+            "what starts it under 'if __name__ == \"__main__\":'"
+        )
     folder = Path(tempfile.mkdtemp(prefix="rlinf-async-"))
     try:
         file = _written(config, folder)

@@ -88,6 +88,25 @@ async def test_what_is_wrong_with_a_configuration_is_raised_where_it_is_called(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_script_that_starts_a_run_which_imports_it_is_told_what_to_do(
+    file: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import asyncio\nimport rlinf_async as ra\n\ndef score(answer):\n    return 1.0\n\n"
+        "async def main():\n"
+        f"    await ra.train({str(file)!r}, out={str(tmp_path / 'run')!r},\n"
+        f"        overrides={{'data.verifier': {f'{script}:score'!r}}})\n\nasyncio.run(main())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "script.py' starts a run when it is imported, and a run imports it" in done.stderr
+    assert "__main__" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
 async def test_a_run_that_fails_raises_its_cause(
     file: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:

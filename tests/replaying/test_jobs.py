@@ -78,6 +78,20 @@ def test_a_reward_worker_begins_at_the_iteration_that_is_asked_for(language: Pat
     assert report.items < again(language, "reward").items
 
 
+@pytest.mark.parametrize("first", [1, 2])
+def test_a_rollout_worker_begins_with_the_weights_of_the_iteration_that_is_asked_for(
+    language: Path, first: int, tmp_path: Path
+) -> None:
+    report = again(language, "rollout", first=first)
+    assert report.equal, report.first_difference
+    assert report.forced == 0
+    assert 0 < report.items < again(language, "rollout").items
+    out = tmp_path / "rollout.tar.zst"
+    made = bundle_run(language, only="rollout", around=str(first), iterations=1, out=out)
+    report = again(made.path, "rollout")
+    assert report.equal, report.first_difference
+
+
 def test_nothing_of_the_run_is_changed_by_a_replay(embodied: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in embodied.rglob("*")}
     again(embodied, "actor")
