@@ -29,8 +29,8 @@ from rlinf_async.backends.base import (
 from rlinf_async.backends.language import GenerationEngine, LanguageTrainer, check_family
 from rlinf_async.backends.language_training.config import (
     SHARD_BYTES,
-    AdapterConfig,
     LanguageModelConfig,
+    PublishedAdapterConfig,
 )
 from rlinf_async.config.registry import ConfigError, Part, Registry
 from rlinf_async.config.registry import Path as Setting
@@ -117,6 +117,22 @@ class EnginePart(Part):
         """
         return settings
 
+    def with_adapter(self, settings: Any, rank: int) -> Any:
+        """Return the settings with which it serves the model of its folder under an adapter (LoRA)
+        that is published alone.
+
+        Args:
+            settings: the engine's own, placed.
+            rank: the adapter's.
+
+        Raises `ConfigError` where it cannot.
+        """
+        raise ConfigError(
+            "this engine takes whole weights alone: set it to 'merged' (tensors without an adapter "
+            "are not sent again), or use another engine by rollout.backend",
+            path=("actor", "lora", "publish"),
+        )
+
     def keeps_memory(self, settings: Any) -> str:
         """Return the setting that keeps it from freeing its devices' memory; empty: none does."""
         return ""
@@ -183,7 +199,7 @@ class Learner(msgspec.Struct, frozen=True, kw_only=True):
     reference: bool = False
     engine_tolerance: float | None = None
     publish_precision: Literal["float32", "bfloat16", "float16"] = "float32"
-    lora: AdapterConfig = AdapterConfig()
+    lora: PublishedAdapterConfig = PublishedAdapterConfig()
     export_precision: PRECISIONS = "float32"
     export_shard_bytes: int = SHARD_BYTES
     seed: int = 0

@@ -58,6 +58,14 @@ class AdapterConfig(LoraConfig, frozen=True, kw_only=True, forbid_unknown_fields
                 )
 
 
+class PublishedAdapterConfig(AdapterConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A low-rank adapter of a model that engines serve."""
+
+    publish: Literal["merged", "adapter"] = "merged"
+    """what engines are given: weights into which the adapter is merged, or the adapter alone, for
+    engines that read the model's own weights from its folder and apply it"""
+
+
 class LanguageTrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A language actor or critic: its advantages, its loss, what it publishes."""
 
@@ -81,7 +89,7 @@ class LanguageTrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     """bytes of a bucket of the published weights"""
     publish_precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """dtype of the published weights: what the engines compute in"""
-    lora: AdapterConfig = AdapterConfig()
+    lora: PublishedAdapterConfig = PublishedAdapterConfig()
     export_precision: Literal["float32", "bfloat16"] = "float32"
     """dtype of the weights that `save_pretrained` writes"""
     export_shard_bytes: int = SHARD_BYTES

@@ -28,8 +28,11 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from rlinf_async.backends.base import LoraConfig
+from rlinf_async.backends.building import building
 from rlinf_async.backends.language_training.config import AdapterConfig
+from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.parallel.splits import nearest_names
+from rlinf_async.weights.pack import check_fit, unpack, verify
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
 ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
@@ -82,8 +85,13 @@ def add_adapters(language: nn.Module, config: AdapterConfig) -> None:
     found = targeted(language, config.targets)
     language.requires_grad_(False)
     for name, base in found.items():
-        parent, _, own = name.rpartition(".")
-        setattr(language.get_submodule(parent), own, AdaptedLinear(base, config))
+        replace_layer(language, name, AdaptedLinear(base, config))
+
+
+def replace_layer(model: nn.Module, name: str, layer: nn.Module) -> None:
+    """Put a layer in the place of the one of this name."""
+    parent, _, own = name.rpartition(".")
+    setattr(model.get_submodule(parent), own, layer)
 
 
 def targeted(language: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linear]:
@@ -147,6 +155,47 @@ def factors_of(updates: Mapping[str, LowRank]) -> dict[str, Tensor]:
     return found
 
 
+def folded(tensors: Mapping[str, Tensor], config: LoraConfig) -> dict[str, Tensor]:
+    """Return an adapter's tensors with the scale in ``B``: what travels needs nothing beside it."""
+    scale = config.alpha / config.rank
+    return {name: one * scale if name.endswith(B) else one for name, one in tensors.items()}
+
+
+def take_adapter(arrived: Mapping[str, Tensor], model: nn.Module, what: str) -> None:
+    """Make these tensors, which are `folded`, the adapter of a model; the first ones give it one.
+
+    ``what`` has arrived, in words. Raises `WeightsMismatch` before anything was changed.
+    """
+    ranks = {
+        name.removesuffix(A): one.shape[0] for name, one in arrived.items() if name.endswith(A)
+    }
+    layers: dict[str, nn.Linear] = dict(adapted(model))
+    new = not layers
+    if new:
+        modules = model.named_modules()
+        layers = {name: one for name, one in modules if name in ranks and type(one) is nn.Linear}
+    kind = next(iter(arrived.values())).dtype
+    sizes = {
+        name + end: size
+        for name, one in layers.items()
+        for end, size in (
+            (A, (ranks.get(name, 0), one.in_features)),
+            (B, (one.out_features, ranks.get(name, 0))),
+        )
+    }
+    wanted = {name: torch.empty(size, dtype=kind, device="meta") for name, size in sizes.items()}
+    check_fit(arrived, wanted, what)
+    if new:
+        with building(0):
+            for name, base in layers.items():
+                one = AdaptedLinear(base, LoraConfig(rank=ranks[name], alpha=ranks[name]))
+                replace_layer(model, name, one.requires_grad_(False))
+    own = {name: one for name, one in model.named_parameters() if is_of_adapter(name)}
+    with torch.no_grad():
+        for name, one in arrived.items():
+            own[name].copy_(one)
+
+
 def is_of_adapter(name: str) -> bool:
     """Whether a tensor of this name is part of an adapter."""
     return name.endswith((A, B))
@@ -162,6 +211,10 @@ def adapter_config(language: nn.Module, config: AdapterConfig, base: str) -> byt
     matched = [
         name for name, _ in language.named_modules() if name.rpartition(".")[2] in set(leaves)
     ]
+    return _described(config, leaves if matched == names else names, base)
+
+
+def _described(config: LoraConfig, targets: Sequence[str], base: str) -> bytes:
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -170,7 +223,7 @@ def adapter_config(language: nn.Module, config: AdapterConfig, base: str) -> byt
         "lora_alpha": config.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": leaves if matched == names else names,
+        "target_modules": list(targets),
         "inference_mode": True,
     }
     return json.dumps(described, indent=2).encode()
@@ -188,3 +241,16 @@ def write_adapter(tensors: Mapping[str, Tensor], described: bytes, folder: Path)
     named = {PEFT_PREFIX + name: one.detach().contiguous() for name, one in tensors.items()}
     (folder / ADAPTER_CONFIG).write_bytes(described)
     save_file(named, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+
+
+def write_update(update: WeightUpdate, folder: Path) -> None:
+    """Write an adapter that was published, `folded`, as peft does.
+
+    Raises `WeightsDamaged`, before anything is written.
+    """
+    verify(update)
+    tensors = unpack(update)
+    rank = next(one.shape[0] for name, one in tensors.items() if name.endswith(A))
+    names = [name.removesuffix(A) for name in tensors if name.endswith(A)]
+    described = _described(AdapterConfig(rank=rank, alpha=float(rank)), names, "")
+    write_adapter(tensors, described, folder)

@@ -37,6 +37,7 @@ from rlinf_async.backends.language_training.config import LanguageTrainingConfig
 from rlinf_async.backends.language_training.lora import (
     ADAPTER_CONFIG,
     ADAPTER_FOLDER,
+    folded,
     write_adapter,
 )
 from rlinf_async.backends.language_training.model import write_model_folder
@@ -401,6 +402,14 @@ class LanguagePolicyTrainer(LanguageModelTrainer[C, M]):
             return pack({}, self.version)
         dtype: torch.dtype = getattr(torch, self.config.publish_precision)
         version, size, before = self.version, self.config.bucket_bytes, self._published
+        if self.config.lora.publish == "adapter":
+            state = {
+                name: one.to(dtype)
+                for name, one in folded(self._adapter(), self.config.lora).items()
+            }
+            update = pack(state, version, size, allocate=allocate, previous=before)
+            self._published = update
+            return update
         update, own = None, self._own_parts(dtype)
         if own is not None:
             update = publish_in_place(

@@ -16,8 +16,9 @@ class TransformersEngineConfig(
 
     model: str = ""
     """folder with a Hugging Face config and tokenizer, and weights where they are asked for"""
-    weights: Literal["update", "folder"] = "update"
-    """``update``: the first `WeightUpdate` brings them; ``folder``: those there are version 0"""
+    weights: Literal["update", "folder", "adapter"] = "update"
+    """``update``: the first `WeightUpdate` brings them; ``folder``: those there are version 0;
+    ``adapter``: those there, under the adapter (LoRA) that each `WeightUpdate` brings"""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """dtype of weights and arithmetic; log-probs are float32"""
     max_concurrent: int = 128

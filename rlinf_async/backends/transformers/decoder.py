@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from rlinf_async.backends.language import LAYER_KINDS
 from rlinf_async.backends.transformers.sampling import NOTHING, Rules, draw, kept_sets, uniforms
-from rlinf_async.backends.transformers.tensors import ModelTensors, load_weights
+from rlinf_async.backends.transformers.tensors import ModelTensors, check_kind, load_weights
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Generated, Kept, Request, Tokens
 from rlinf_async.messages.stopping import StopTexts
@@ -395,6 +395,7 @@ class BatchDecoder:
         """Take new weights between two steps; running rows keep their tokens, and the cache is
         computed anew. Return the checksum; raises what `load_weights` does."""
         refuse_older(update.version, self.version)
+        check_kind(update, adapter=self.takes_adapter)
         checksum = load_weights(update, self.model, self.tensors)
         self.version = update.version
         if self.rows:

@@ -93,11 +93,12 @@ class TransformersEngine:
         if config.threads:
             torch.set_num_threads(config.threads)
         self._folder = open_folder(
-            config.model, context=config.context, needs_weights=config.weights == "folder"
+            config.model, context=config.context, needs_weights=config.weights != "update"
         )
         with building(self._seed):
             model = build_model(self._folder, config, self._device)
         self._decoder = BatchDecoder(model, self._folder.stop_token_ids, config.prefill_tokens)
+        self._decoder.takes_adapter = config.weights == "adapter"
         if config.weights == "folder":
             self._decoder.version = 0
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from rlinf_async.backends.parts import LANGUAGE_IMPORTS, EnginePart
 from rlinf_async.backends.transformers.config import TransformersEngineConfig
@@ -19,6 +22,10 @@ class Transformers(EnginePart):
     honours = frozenset({"min_p", "logit_bias", "repetition_penalty"})
     one_device = True
     exact = True
+
+    def with_adapter(self, settings: TransformersEngineConfig, rank: int) -> Any:
+        """Return the settings with the weights of the folder under an adapter."""
+        return msgspec.structs.replace(settings, weights="adapter")
 
     def inspect(self, settings: TransformersEngineConfig, folder: Path, device: str) -> None:
         """Refuse a context that is longer than the model's own."""

@@ -25,10 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from rlinf_async.backends.building import building
+from rlinf_async.backends.language_training.lora import is_of_adapter, take_adapter
 from rlinf_async.backends.transformers import sampling as attention
 from rlinf_async.backends.transformers.config import TransformersEngineConfig
 from rlinf_async.backends.transformers.folder import ModelFolder
-from rlinf_async.messages.weights import WeightUpdate
+from rlinf_async.messages.weights import WeightsMismatch, WeightUpdate
 from rlinf_async.weights.pack import check_fit as compare
 from rlinf_async.weights.pack import unpack, verify
 
@@ -174,7 +175,7 @@ def build_model(folder: ModelFolder, config: TransformersEngineConfig, device: s
         # other implementations ignore the soft cap that some models were trained with
         "attn_implementation": "eager" if capped else attention.register(),
     }
-    if config.weights == "folder":
+    if config.weights != "update":
         model: nn.Module = factory.from_pretrained(folder.path, local_files_only=True, **options)
     else:
         with no_init_weights():
@@ -206,13 +207,36 @@ def check_fit(update: WeightUpdate, tensors: ModelTensors) -> None:
     compare(arrived, wanted, f"weights version {update.version}")
 
 
+def is_adapter(update: WeightUpdate) -> bool:
+    """Whether an update is an adapter (LoRA) alone."""
+    names = [slot.name for bucket in update.buckets for slot in bucket.slots]
+    return bool(names) and all(map(is_of_adapter, names))
+
+
+def check_kind(update: WeightUpdate, *, adapter: bool) -> None:
+    """Raise `WeightsMismatch` unless an update is what an engine waits for: an adapter alone, or
+    whole weights."""
+    if is_adapter(update) == adapter:
+        return
+    found = "whole weights" if adapter else "an adapter (LoRA) alone"
+    wanted = "an adapter over the weights of its folder" if adapter else "whole weights"
+    raise WeightsMismatch(
+        f"version {update.version} is {found}, but the engine takes {wanted}: its setting weights "
+        "and actor.lora.publish contradict each other"
+    )
+
+
 def load_weights(update: WeightUpdate, model: nn.Module, tensors: ModelTensors) -> int:
-    """Copy the update into the model, in place; return the checksum of the bytes.
+    """Copy the update into the model, in place; return the checksum of the bytes. An adapter alone
+    becomes that of the model.
 
     Raises:
         WeightsDamaged, WeightsMismatch: before anything was written.
     """
     verify(update)
+    if is_adapter(update):
+        take_adapter(unpack(update), model, f"the adapter of version {update.version}")
+        return update.checksum
     check_fit(update, tensors)
     arrived = unpack(update)
     present: dict[str, Tensor] = model.state_dict()

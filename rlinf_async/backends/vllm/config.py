@@ -12,6 +12,8 @@ from rlinf_async.messages.language import Sampling
 GPU_MEMORY: Final = 0.9
 """share of a GPU's memory for an engine that has the GPU alone; vLLM does not count all it takes"""
 
+LORA_RANKS: Final = (8, 16, 32, 64, 128, 256, 320, 512)
+"""ranks for which vLLM makes room"""
 MOST_KEPT: Final = 1024
 """largest top-k whose kept tokens vLLM returns"""
 OWN_ARGUMENTS: Final = {
@@ -29,8 +31,9 @@ class VllmEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     model: str = ""
     """folder with a Hugging Face config and tokenizer, and weights where they are asked for"""
-    weights: Literal["update", "folder"] = "update"
-    """``update``: the first `WeightUpdate` brings them; ``folder``: those there are version 0"""
+    weights: Literal["update", "folder", "adapter"] = "update"
+    """``update``: the first `WeightUpdate` brings them; ``folder``: those there are version 0;
+    ``adapter``: those there, under the adapter (LoRA) that each `WeightUpdate` brings"""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """dtype of weights and arithmetic; log-probs are float32"""
     max_concurrent: int = 256

@@ -18,17 +18,21 @@ reports which tokens were made under which version; that is exact because it is 
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import numpy as np
 
 from rlinf_async.backends.base import ShieldedTasks
 from rlinf_async.backends.language import EngineDied
+from rlinf_async.backends.language_training.lora import write_update
 from rlinf_async.backends.transformers.folder import ModelFolder, open_folder
-from rlinf_async.backends.transformers.tensors import ModelTensors, check_fit
+from rlinf_async.backends.transformers.tensors import ModelTensors, check_fit, check_kind
 from rlinf_async.backends.vllm.config import VllmEngineConfig, asked_log_probs
 from rlinf_async.backends.vllm.library import (
+    adapter_request,
     collect_in_arrays,
     collected,
     dead_error,
@@ -68,6 +72,8 @@ class VllmEngine:
         self.version = -1
         """version of the weights that make new tokens; -1 before the first load"""
         self._known: Known = {}
+        self._adapter: Any = None
+        """names the adapter that all requests are under; None: there is none"""
         self._running: dict[str, Request] = {}
         self._asked = 0
         self._changing = asyncio.Lock()
@@ -98,7 +104,7 @@ class VllmEngine:
 
     async def _start(self) -> None:
         config = self._config
-        needs_weights = config.weights == "folder"
+        needs_weights = config.weights != "update"
         folder = self._folder = await asyncio.to_thread(
             open_folder, config.model, context=config.context, needs_weights=needs_weights
         )
@@ -107,7 +113,7 @@ class VllmEngine:
         self._check_alive()  # it may have been closed meanwhile
         collect_in_arrays(self._llm.output_processor, self._watch)
         await self._ask([0], make_sampling(max_tokens=1), "warm up", 0)  # it takes seconds
-        await self._set_version(0 if needs_weights else -1)
+        await self._set_version(0 if config.weights == "folder" else -1)
 
     async def generate(self, request: Request) -> Generated:
         """Generate the response. See `GenerationEngine.generate`."""
@@ -188,6 +194,9 @@ class VllmEngine:
 
     async def _load(self, update: WeightUpdate) -> int:
         assert self._tensors is not None
+        check_kind(update, adapter=self._config.weights == "adapter")
+        if self._config.weights == "adapter":
+            return await self._load_adapter(update)
         check_fit(update, self._tensors)
         async with self._changing:
             self._check_alive()
@@ -196,6 +205,18 @@ class VllmEngine:
             with sharing:
                 await self._take(sharing)
             self._known = {bucket.slots: bucket.checksum for bucket in update.buckets}
+        return update.checksum
+
+    async def _load_adapter(self, update: WeightUpdate) -> int:
+        """Have vLLM read the adapter from files that are there for as long as that takes."""
+        async with self._changing:
+            self._check_alive()
+            refuse_older(update.version, self.version)
+            with tempfile.TemporaryDirectory(prefix="rlinf_async-adapter-") as folder:
+                await asyncio.to_thread(write_update, update, Path(folder))
+                request = adapter_request(Path(folder), load=True)
+                await self._while_paused(self._llm.engine_core.add_lora_async(request), update)
+                self._adapter = adapter_request(Path(folder), load=False)
         return update.checksum
 
     async def log_probs(self, sequences: Sequence[tuple[Tokens, Tokens]]) -> list[Floats]:
@@ -242,18 +263,23 @@ class VllmEngine:
             llm.shutdown = _nothing  # its destructor calls it again, when modules may be gone
 
     async def _take(self, sharing: UpdateSharing) -> None:
-        """Load while the engine is paused, or only set the version if nothing changed.
-
-        A failure in between ends the engine: it never serves a half-loaded model.
-        """
+        """Load while the engine is paused, or only set the version if nothing changed."""
         core, update = self._llm.engine_core, sharing.update
         if len(sharing.unchanged) == len(update.buckets):
             await self._set_version(update.version)
             return
+        loading = core.collective_rpc_async("rlinf_async_load", args=(sharing.header,))
+        await self._while_paused(loading, update)
+
+    async def _while_paused(self, loading: Coroutine[Any, Any, Any], update: WeightUpdate) -> None:
+        """Await the loading of an update while the engine is paused.
+
+        A failure in between ends the engine: it never serves a half-loaded model.
+        """
+        core = self._llm.engine_core
         try:
             # AsyncLLM.pause_generation() would sleep on for 20 ms; its outputs say their version.
             await self._await_engine(core.pause_scheduler_async(mode="keep", clear_cache=True))
-            loading = core.collective_rpc_async("rlinf_async_load", args=(sharing.header,))
             await self._await_engine(loading)
             # Else cached blocks of prompts, computed under the old weights, would be used again.
             cleared = await self._await_engine(self._llm.reset_prefix_cache())
@@ -264,6 +290,7 @@ class VllmEngine:
         except EngineDied:
             raise
         except BaseException as error:  # also a cancellation, when the event loop ends
+            loading.close()
             how = f"could not load weights version {update.version}: {type(error).__name__}"
             self._fail(f"the vllm engine {how}: {error}")
             if not isinstance(error, Exception):
@@ -289,7 +316,11 @@ class VllmEngine:
         output = None
         try:
             async for part in self._llm.generate(
-                {"prompt_token_ids": prompt}, params, identity, priority=priority
+                {"prompt_token_ids": prompt},
+                params,
+                identity,
+                priority=priority,
+                lora_request=self._adapter,
             ):
                 output = part  # only the final output is sent
         except dead_error() as error:

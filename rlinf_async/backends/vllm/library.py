@@ -156,6 +156,13 @@ def make_sampling(seed: int | None = None, **fields: Any) -> Any:
     )
 
 
+def adapter_request(folder: Path, *, load: bool) -> Any:
+    """Return a ``LoRARequest`` for the adapter in a folder. ``load``: in the place of the one that
+    there is; else it names that one."""
+    library: Any = importlib.import_module("vllm.lora.request")
+    return library.LoRARequest("actor", 1, str(folder), load_inplace=load)
+
+
 def dead_error() -> type[BaseException]:
     """Return the error that calls raise when the engine's process is gone."""
     found: type[BaseException] = importlib.import_module(
@@ -195,7 +202,7 @@ def _arguments(
     cache = config.kv_cache_bytes or (CPU_CACHE_BYTES if on_cpu else None)
     return {
         "model": config.model,
-        "load_format": "auto" if config.weights == "folder" else "dummy",
+        "load_format": "dummy" if config.weights == "update" else "auto",
         "dtype": config.dtype,
         "seed": seed % 2**31,
         "max_model_len": folder.context,

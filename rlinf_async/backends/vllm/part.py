@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from rlinf_async.backends.language import check_family
 from rlinf_async.backends.parts import EngineDevices, EnginePart, EngineRun
-from rlinf_async.backends.vllm.config import GPU_MEMORY, VllmEngineConfig
+from rlinf_async.backends.vllm.config import GPU_MEMORY, LORA_RANKS, VllmEngineConfig
 from rlinf_async.config.registry import ConfigError
 from rlinf_async.config.registry import Path as Setting
 from rlinf_async.parallel.splits import nearest_divisors
@@ -55,6 +56,25 @@ class Vllm(EnginePart):
             gpu_memory=GPU_MEMORY * devices.share if memory is None else memory,
             sleep=devices.lent if sleep is None else sleep,
         )
+
+    def with_adapter(self, settings: VllmEngineConfig, rank: int) -> Any:
+        """Return the settings with the weights of the folder, and room for an adapter."""
+        if settings.sleep:
+            raise ConfigError(
+                "vLLM drops the weights under the adapter when others use its device in turns "
+                "(sleep), and no update brings them again: set it to 'merged', or give each role "
+                "its own devices",
+                path=("actor", "lora", "publish"),
+            )
+        room = next((one for one in LORA_RANKS if one >= rank), None)
+        if room is None:
+            raise ConfigError(
+                f"vLLM serves adapters of rank {LORA_RANKS[-1]} at most: lower it, or set "
+                "actor.lora.publish to 'merged'",
+                path=("actor", "lora", "rank"),
+            )
+        given = {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
+        return msgspec.structs.replace(settings, weights="adapter", extra=given | settings.extra)
 
     def keeps_memory(self, settings: VllmEngineConfig) -> str:
         """Return the sleep mode's setting, where it is off."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -18,7 +19,10 @@ from rlinf_async.backends.checkpoint.folders import CheckpointError
 from rlinf_async.backends.fsdp.language.config import LanguageTrainerConfig
 from rlinf_async.backends.fsdp.language.publishing import hugging_face_state
 from rlinf_async.backends.fsdp.language.trainer import CriticTrainer, PolicyTrainer
-from rlinf_async.backends.language_training.config import AdapterConfig, LanguageModelConfig
+from rlinf_async.backends.language_training.config import (
+    LanguageModelConfig,
+    PublishedAdapterConfig,
+)
 from rlinf_async.backends.language_training.lora import (
     ADAPTER_FOLDER,
     PEFT_PREFIX,
@@ -28,6 +32,7 @@ from rlinf_async.backends.language_training.lora import (
 from rlinf_async.backends.megatron.config import MegatronConfig, MegatronTrainerConfig
 from rlinf_async.backends.transformers.tensors import model_without_memory
 from rlinf_async.channels.wire import shared_bytes
+from rlinf_async.messages.weights import WeightsMismatch
 from rlinf_async.parallel import Strategy
 from rlinf_async.weights.pack import pack, unpack
 from tests.backends.fsdp_helpers import in_processes, load_result, save_result
@@ -42,12 +47,15 @@ from tests.backends.language.kit import (
 )
 from tests.backends.language.test_publishing_in_place import assert_same as assert_same_update
 
-LORA = AdapterConfig(rank=4, alpha=6.0)
-UNEVEN = AdapterConfig(rank=3, alpha=6.0)
+LORA = PublishedAdapterConfig(rank=4, alpha=6.0)
+UNEVEN = PublishedAdapterConfig(rank=3, alpha=6.0)
 QWEN2 = {name: value for name, value in QWEN3.items() if name != "head_dim"}
-MODELS: dict[str, tuple[dict[str, Any], AdapterConfig]] = {
+MODELS: dict[str, tuple[dict[str, Any], PublishedAdapterConfig]] = {
     "qwen3": (QWEN3, LORA),
-    "untied, by name": (UNTIED, AdapterConfig(rank=3, targets=("q_proj", "layers.1.mlp.up_proj"))),
+    "untied, by name": (
+        UNTIED,
+        PublishedAdapterConfig(rank=3, targets=("q_proj", "layers.1.mlp.up_proj")),
+    ),
     "qwen2, which has biases": (QWEN2 | {"model_type": "qwen2"}, LORA),
 }
 MIXTURE = QWEN3 | {
@@ -60,7 +68,7 @@ MIXTURE = QWEN3 | {
 
 def a_trainer(
     model: dict[str, Any] | None = None,
-    lora: AdapterConfig = LORA,
+    lora: PublishedAdapterConfig = LORA,
     ranks: tuple[int, int] = (1, 0),
     **fields: Any,
 ) -> PolicyTrainer:
@@ -85,7 +93,9 @@ def train(trainer: PolicyTrainer, steps: int = 1) -> None:
         trainer.training_step(micro_batches(batch, 8))
 
 
-def peft_model(trainer: PolicyTrainer, model: Mapping[str, Any], lora: AdapterConfig) -> Any:
+def peft_model(
+    trainer: PolicyTrainer, model: Mapping[str, Any], lora: PublishedAdapterConfig
+) -> Any:
     """What peft makes of the same base, with the same adapter."""
     peft: Any = importlib.import_module("peft")
     config = transformers.AutoConfig.for_model(**model)
@@ -192,8 +202,24 @@ def test_what_is_published_is_the_base_and_the_product_of_the_factors() -> None:
     plain.load(trainer.publish())
     for found, wanted in zip(plain.log_probs(samples()), trainer.log_probs(samples()), strict=True):
         np.testing.assert_allclose(found, wanted, atol=1e-5)
-    with pytest.raises(ValueError, match="build this one without lora"):
+    with pytest.raises(WeightsMismatch, match=r"missing '.*lora_A.weight'"):
         trainer.load(plain.publish())
+
+
+def test_an_adapter_alone_is_taken_by_a_trainer_of_inference_workers() -> None:
+    published = PublishedAdapterConfig(rank=4, alpha=6.0, publish="adapter")
+    trainer = a_trainer(lora=published)
+    other = a_trainer(lora=msgspec.structs.replace(published, alpha=4.0), reference=True)
+    train(trainer, 2)
+    trainer.end_iteration()
+    update = trainer.publish()
+    assert sum(len(one.data) for one in update.buckets) == 4 * sum(
+        one.numel() for one in of_adapter(trainer).values()
+    )
+    other.load(update)
+    assert other.version == 1
+    for found, wanted in zip(other.log_probs(samples()), trainer.log_probs(samples()), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
 def test_the_reference_is_the_model_without_its_adapter() -> None:
@@ -364,7 +390,7 @@ def test_of_a_mixture_of_experts_the_attention_is_adapted() -> None:
 def test_settings_that_say_nothing_and_trainers_that_cannot_are_refused() -> None:
     for given in ({"alpha": 32.0}, {"targets": ("q_proj",)}):
         with pytest.raises(ValueError, match="but rank is 0, and so there is no adapter: set rank"):
-            AdapterConfig(**given)
+            PublishedAdapterConfig(**given)
     with pytest.raises(ValueError, match="lora needs strategy 'fsdp2'"):
         trainer_config(lora=LORA, fsdp={"strategy": "fsdp1"})
     with pytest.raises(ValueError, match="a critic trains all its weights"):

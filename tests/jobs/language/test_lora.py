@@ -107,6 +107,52 @@ def test_a_run_ends_where_the_engine_does_not_serve_the_merged_weights(
     assert "the engine's log-prob" in ended.err
 
 
+ADAPTER = ("--actor.lora.publish", "adapter")
+
+
+@pytest.mark.parametrize("placement", ["disaggregated", "collocated"])
+def test_engine_and_inference_worker_are_given_the_adapter_alone(
+    tiny: Job, placement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[set[str]] = []
+    load = tensors.take_adapter
+
+    def noted(arrived: Any, *others: Any) -> None:
+        taken.append({name.rpartition(".lora_")[2] for name in arrived})
+        load(arrived, *others)
+
+    monkeypatch.setattr(tensors, "take_adapter", noted)
+    settings = (
+        *(*RANK, *ADAPTER, *WARM, *LETTERS, "--cluster.placement", placement),
+        *("--actor.loss.kl_coefficient", 0.1, "--cluster.inference_workers", 1),
+        *("--training.check_weights_every", 1),
+    )
+    tiny.succeed(*settings, "--training.iterations", 2)
+    assert taken == [{"A.weight", "B.weight"}] * 3
+    kl = [float(row["loss"]) - float(row["policy_loss"]) for row in tiny.iterations]
+    assert abs(kl[0]) < 1e-6 < kl[-1]
+    # Resumed, and what is published may change then.
+    tiny.succeed(*settings, "--training.iterations", 3, "--resume")
+    merged = [one for one in settings if one not in ADAPTER]
+    tiny.succeed(*merged, "--resume")
+    assert len(tiny.iterations) == 4
+
+
+def test_a_run_learns_the_same_whichever_way_its_adapter_is_published(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = []
+    for name, more in (("merged", ()), ("adapter", ADAPTER)):
+        (tmp_path / name).mkdir()
+        job = Job(tmp_path / name, capsys, TINY)
+        job.succeed(*RANK, *WARM, *LETTERS, *more, "--training.iterations", 2)
+        found.append((job.iterations, weights(job.out)))
+    (rows, merged), (others, adapter) = found
+    assert [row["response_tokens"] for row in rows] == [row["response_tokens"] for row in others]
+    for name, one in merged.items():
+        torch.testing.assert_close(adapter[name], one, atol=1e-4, rtol=0.0)
+
+
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "alpha alone": (("--actor.lora.alpha", 8.0), "actor.lora: alpha is 8.0, but rank is 0"),
     "targets alone": (("--actor.lora.targets", '["q_proj"]'), "actor.lora: targets is "),
@@ -139,6 +185,41 @@ def test_check_names_what_is_wrong(
     ended = job.command("check", job.file, *settings)
     assert ended.code == 2, ended.out
     assert said in ended.err
+
+
+NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
+    "no rank": (ADAPTER, "actor.lora: publish is 'adapter', but rank is 0"),
+    "a base that is nowhere": (
+        (*RANK, *ADAPTER),
+        "actor.lora.publish: engines read the weights under the adapter from the model's folder",
+    ),
+    "an engine without weights": (
+        (*RANK, *ADAPTER, *WARM, "--rollout.backend", "toy"),
+        "actor.lora.publish: this engine takes whole weights alone: set it to 'merged'",
+    ),
+    "an engine that waits for one": (
+        (*RANK, "--rollout.transformers.weights", "adapter"),
+        "rollout.transformers.weights: the engine would wait for an adapter, but whole weights",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", NOT_SERVED)
+def test_check_names_what_keeps_an_adapter_from_being_served(tiny: Job, what: str) -> None:
+    settings, said = NOT_SERVED[what]
+    ended = tiny.command("check", tiny.file, *settings)
+    assert ended.code == 2, ended.out
+    assert said in ended.err
+
+
+@pytest.mark.parametrize("text", [SFT, DPO], ids=["sft", "dpo"])
+def test_examples_publish_nothing(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    job = SupervisedJob(tmp_path, capsys, text)
+    ended = job.command("check", job.file, "--actor.lora.rank", 2, *ADAPTER)
+    assert ended.code == 2
+    assert "actor.lora.publish" in ended.err
 
 
 def test_a_toy_has_nothing_to_adapt(job: Job) -> None:

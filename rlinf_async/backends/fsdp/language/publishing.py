@@ -109,11 +109,11 @@ def hugging_face_state(
 
 
 def load_hugging_face_state(manager: FSDPModelManager, update: WeightUpdate) -> None:
-    """Copy published weights into the model of a single rank.
+    """Copy published weights into the model of a single rank: all of them, or into a model with an
+    adapter the adapter alone.
 
     Floating-point tensors may have another precision. Raises `WeightsError` before anything
-    changed, and `ValueError` for a model with an adapter: there is no telling apart what was
-    published.
+    changed.
     """
     if manager.world_size != 1:
         raise ValueError(
@@ -122,12 +122,9 @@ def load_hugging_face_state(manager: FSDPModelManager, update: WeightUpdate) -> 
         )
     verify(update)
     weights = policy_weights(manager)
-    if weights.updates:
-        raise ValueError(
-            "published weights cannot be loaded into a model with an adapter, which is merged into "
-            "them: build this one without lora"
-        )
     present = {name: one.of(weights.memory[one.tensor]) for name, one in weights.slices.items()}
+    if weights.updates:
+        present = {name: one for name, one in weights.memory.items() if is_of_adapter(name)}
     arrived = {
         name: tensor.to(present[name].dtype)
         if name in present and tensor.is_floating_point() and present[name].is_floating_point()

@@ -28,7 +28,10 @@ import msgspec
 
 from rlinf_async.algorithms.config import LanguageLossConfig
 from rlinf_async.backends.base import OptimizerConfig, SchedulerConfig
-from rlinf_async.backends.language_training.config import AdapterConfig, LanguageModelConfig
+from rlinf_async.backends.language_training.config import (
+    LanguageModelConfig,
+    PublishedAdapterConfig,
+)
 from rlinf_async.backends.parts import (
     EngineDevices,
     LanguageTrainerPart,
@@ -193,7 +196,10 @@ def _rollout(config: LanguageConfig, plan: PlacementPlan) -> GenerationSettings:
         share=plan.memory_share("rollout") if accelerated else 1.0,
         lent=takes_turns(plan) or config.scheduled,
     )
-    return rollout.with_engine(rollout.part.placed(rollout.engine, devices, rollout.where))
+    settings = rollout.part.placed(rollout.engine, devices, rollout.where)
+    if config.publishes_adapter:
+        settings = rollout.part.with_adapter(settings, config.actor.lora.rank)
+    return rollout.with_engine(settings)
 
 
 class DeviceLayout(msgspec.Struct, frozen=True):
@@ -266,11 +272,13 @@ def inference_backend(actor: LearnerConfig) -> str:
 
 
 def inference_config(config: LanguageConfig, model: Path, device: str) -> Any:
-    """The inference workers' trainer's own configuration. They take merged weights, as engines do:
-    their first ones, the reference, are those without the adapter."""
+    """The inference workers' trainer's own configuration. They take what engines take; their first
+    weights, the reference, are those without the adapter."""
     part = language_trainers.load(inference_backend(config.actor))
-    learner = _policy(config, model, device)
-    return part.config(msgspec.structs.replace(learner, lora=AdapterConfig()))
+    learner, lora = _policy(config, model, device), PublishedAdapterConfig()
+    if config.publishes_adapter:  # whose scale is in its factors
+        lora = msgspec.structs.replace(learner.lora, alpha=float(learner.lora.rank))
+    return part.config(msgspec.structs.replace(learner, lora=lora))
 
 
 def teacher_config(config: LanguageConfig, device: str) -> Any:

@@ -176,6 +176,7 @@ def check_sizes(config: LanguageConfig) -> None:
     _check_critics(config)
     _check_places(config)
     _check_reference(config)
+    _check_adapter(config)
     _check_teacher(config)
     _check_unjudged(config)
     _check_episodes(config)
@@ -620,6 +621,25 @@ def check_teacher_folder(path: str, model: Path) -> None:
     with _at(where):
         check_family(_described(folder))
     check_weights(folder, where)
+
+
+def _check_adapter(config: LanguageConfig) -> None:
+    """Refuse an adapter that the engine would not serve."""
+    rollout, where = config.rollout, ("actor", "lora", "publish")
+    if not config.publishes_adapter:
+        if getattr(rollout.engine, "weights", "") == "adapter":
+            raise ConfigError(
+                "the engine would wait for an adapter, but whole weights are published: set "
+                "actor.lora.publish to 'adapter', or leave it out",
+                path=(*rollout.where, "weights"),
+            )
+        return
+    if not (config.model.path or config.warm_start.steps):
+        raise ConfigError(
+            "engines read the weights under the adapter from the model's folder, but a model with "
+            "random weights has none there: set it to 'merged', or give model.path or a warm start",
+            path=where,
+        )
 
 
 def _check_episodes(config: LanguageConfig) -> None:

@@ -17,7 +17,7 @@ from rlinf_async.algorithms.config import (
     LanguageLossConfig,
 )
 from rlinf_async.backends.base import OptimizerConfig, SchedulerConfig
-from rlinf_async.backends.language_training.config import AdapterConfig
+from rlinf_async.backends.language_training.config import AdapterConfig, PublishedAdapterConfig
 from rlinf_async.backends.megatron.config import MegatronOptions
 from rlinf_async.backends.parts import (
     DEFAULT_ENGINE,
@@ -228,6 +228,7 @@ class ActorConfig(LearnerConfig, frozen=True, kw_only=True, forbid_unknown_field
 
     advantage: LanguageAdvantageConfig = LanguageAdvantageConfig()
     loss: LanguageLossConfig = LanguageLossConfig()
+    lora: PublishedAdapterConfig = PublishedAdapterConfig()
     recipe: str = ""
     """name of a published algorithm, whose settings take the place of the defaults of ``advantage``
     and ``loss``; see `recipes`"""
@@ -655,6 +656,7 @@ MAY_DIFFER = (
     "actor.balance_window",
     "actor.activation_checkpointing",
     "actor.publish_precision",
+    "actor.lora.publish",
     "training.accept",
     "training.accept_part",
     "training.max_extra",
@@ -770,6 +772,11 @@ class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             return False
         engine = rollout.part.precision(rollout.engine)
         return {actor.precision, actor.publish_precision, engine} != {"float32"}
+
+    @property
+    def publishes_adapter(self) -> bool:
+        """Whether engines are given an adapter alone, not whole weights."""
+        return self.actor.lora.publish == "adapter"
 
     @property
     def weights_tolerance(self) -> float:

@@ -12,7 +12,10 @@ from typing import Literal
 import msgspec
 
 from rlinf_async.algorithms.config import DISTIL, Divergence, LanguageLossConfig, PairLossConfig
-from rlinf_async.backends.language_training.config import LanguageModelConfig
+from rlinf_async.backends.language_training.config import (
+    LanguageModelConfig,
+    PublishedAdapterConfig,
+)
 from rlinf_async.backends.parts import Learner
 from rlinf_async.config import ConfigError
 from rlinf_async.config.counts import MOST_WORKERS, check_bounds
@@ -314,7 +317,7 @@ class SupervisedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             optimizer=actor.optimizer,
             scheduler=actor.scheduler,
             loss=self.loss_config,
-            lora=actor.lora,
+            lora=PublishedAdapterConfig(**msgspec.structs.asdict(actor.lora)),
             export_precision=self.training.export_precision,
             export_shard_bytes=max(1, int(self.training.export_shard_gb * 1e9)),
             seed=self.seed,
