@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import linear

@@ -403,10 +403,8 @@ class LanguagePolicyTrainer(LanguageModelTrainer[C, M]):
         dtype: torch.dtype = getattr(torch, self.config.publish_precision)
         version, size, before = self.version, self.config.bucket_bytes, self._published
         if self.config.lora.publish == "adapter":
-            state = {
-                name: one.to(dtype)
-                for name, one in folded(self._adapter(), self.config.lora).items()
-            }
+            factors = folded(self._adapter(), self.config.lora)
+            state = {name: one.to(dtype) for name, one in factors.items()}
             update = pack(state, version, size, allocate=allocate, previous=before)
             self._published = update
             return update
