@@ -232,15 +232,24 @@ def test_a_toy_has_nothing_to_adapt(job: Job) -> None:
 def test_examples_and_pairs_train_an_adapter(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], text: str
 ) -> None:
-    whole = SupervisedJob(tmp_path, capsys, text)
-    summary = whole.succeed("--actor.lora.rank", 2)
+    job = SupervisedJob(tmp_path, capsys, text)
+    summary = job.succeed("--actor.lora.rank", 2)
     assert summary.eval_loss is not None
     assert summary.eval_loss_before is not None
     assert summary.eval_loss < summary.eval_loss_before
-    assert (whole.out / "trained" / ADAPTER_FOLDER / "adapter_model.safetensors").is_file()
-    expected = weights(whole.out)
-    (tmp_path / "stopped").mkdir()
-    stopped = SupervisedJob(tmp_path / "stopped", capsys, text)
-    stopped.succeed("--actor.lora.rank", 2, "--training.steps", 2)
-    stopped.succeed("--actor.lora.rank", 2, "--resume")
-    assert all(torch.equal(one, expected[name]) for name, one in weights(stopped.out).items())
+    assert (job.out / "trained" / ADAPTER_FOLDER / "adapter_model.safetensors").is_file()
+
+
+def test_examples_go_on_with_their_adapter_to_the_last_bit(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = []
+    for name, steps in (("whole", (5,)), ("stopped", (2, 5))):
+        (tmp_path / name).mkdir()
+        job = SupervisedJob(tmp_path / name, capsys, SFT)
+        for at, step in enumerate(steps):
+            resume = ("--resume",) if at else ()
+            job.succeed("--actor.lora.rank", 2, "--training.steps", step, *resume)
+        found.append(weights(job.out))
+    whole, stopped = found
+    assert all(torch.equal(stopped[name], one) for name, one in whole.items())
