@@ -44,7 +44,7 @@ def make_next_version(trainer: PolicyTrainer) -> None:
     with torch.no_grad():
         for name, one in trainer.manager.model.named_parameters():
             if is_of_adapter(name):
-                one += 0.1 * torch.randn(one.shape, generator=generator)
+                one.add_(torch.randn(one.shape, generator=generator), alpha=0.1)
     trainer.end_iteration()
 
 

@@ -189,8 +189,8 @@ def take_adapter(arrived: Mapping[str, Tensor], model: nn.Module, what: str) -> 
     if new:
         with building(0):
             for name, base in layers.items():
-                one = AdaptedLinear(base, LoraConfig(rank=ranks[name], alpha=ranks[name]))
-                replace_layer(model, name, one.requires_grad_(False))
+                layer = AdaptedLinear(base, LoraConfig(rank=ranks[name], alpha=ranks[name]))
+                replace_layer(model, name, layer.requires_grad_(False))
     own = {name: one for name, one in model.named_parameters() if is_of_adapter(name)}
     with torch.no_grad():
         for name, one in arrived.items():

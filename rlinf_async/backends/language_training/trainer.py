@@ -405,9 +405,8 @@ class LanguagePolicyTrainer(LanguageModelTrainer[C, M]):
         if self.config.lora.publish == "adapter":
             factors = folded(self._adapter(), self.config.lora)
             state = {name: one.to(dtype) for name, one in factors.items()}
-            update = pack(state, version, size, allocate=allocate, previous=before)
-            self._published = update
-            return update
+            self._published = pack(state, version, size, allocate=allocate, previous=before)
+            return self._published
         update, own = None, self._own_parts(dtype)
         if own is not None:
             update = publish_in_place(

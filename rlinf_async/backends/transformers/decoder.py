@@ -305,6 +305,8 @@ class BatchDecoder:
         self.model = model
         self.tensors = ModelTensors(model)
         self.version = -1
+        self.takes_adapter = False
+        """whether updates are adapters (LoRA) alone, over the weights that are there"""
         self._config = model.config.get_text_config(decoder=True)  # type: ignore[operator,union-attr]
         self._kinds = layer_kinds(self._config)
         self._stops = stop_token_ids

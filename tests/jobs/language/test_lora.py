@@ -11,6 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from rlinf_async.backends.language_training import lora
 from rlinf_async.backends.language_training.lora import ADAPTER_FOLDER
 from rlinf_async.backends.transformers import decoder, tensors
 from tests.jobs.language.kit import LOSSES, TINY, Job
@@ -115,7 +116,7 @@ def test_engine_and_inference_worker_are_given_the_adapter_alone(
     tiny: Job, placement: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[set[str]] = []
-    load = tensors.take_adapter
+    load = lora.take_adapter
 
     def noted(arrived: Any, *others: Any) -> None:
         taken.append({name.rpartition(".lora_")[2] for name in arrived})

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from rlinf_async.backends.language_training.config import PublishedAdapterConfig
 from rlinf_async.backends.parts import EngineRun
 from rlinf_async.config import UsageError
 from rlinf_async.data import load_tokenizer
@@ -107,6 +108,7 @@ def only_answering(config: LanguageConfig, folder: Path) -> LanguageConfig:
         config,
         model=ModelConfig(path=str(folder), tokenizer=_tokenizer(config, folder)),
         rollout=rollout.with_engine(engine),
+        actor=replace(config.actor, lora=PublishedAdapterConfig()),  # it is in these weights
         training=replace(config.training, max_staleness=0),
         cluster=replace(config.cluster, inference_workers=0, critics=0),
         scheduler=SchedulingConfig(),
