@@ -274,7 +274,10 @@ def test_answers_are_imitated_then_preferences_are_learnt(tmp_path: pathlib.Path
 
 def test_a_careless_model_learns_from_a_teacher(tmp_path: pathlib.Path) -> None:
     """Both are left by the example of sft."""
-    shorter = ("--training.evaluate_every", 0, "--actor.scheduler.total_steps", 20)
+    shorter = (
+        *("--training.evaluate_every", 0, "--actor.scheduler.total_steps", 20),
+        *("--actor.scheduler.warmup_steps", 2),
+    )
     for name, data in (("model", "careless"), ("teacher", "addition")):
         done = run(
             *("-m", "rlinf_async", "train", EXAMPLES / "sft_arithmetic.toml", *shorter),
