@@ -126,6 +126,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
     @property
+    def stops(self) -> bool:
+        """Whether a response may end before the model ends it, or ``max_tokens`` does."""
+        return bool(self.stop or self.stop_token_ids)
+
+    @property
     def further(self) -> list[str]:
         """Names of the settings that are given and change a distribution, beside those that every
         engine has to honour."""

@@ -509,7 +509,8 @@ class LanguageRolloutWorker(Worker):
         async with held:
             generated = await self._generated(lease, report)
             if generated is not None:
-                generated = ended(generated, request.sampling, self._live.engine.decode)
+                if request.sampling.stops:
+                    generated = ended(generated, request.sampling, self._live.engine.decode)
                 self._check(request, generated)
                 key = request.name if request.turn else None  # a turn goes to its episode
                 await samples.put(self._sample(request, generated), key=key)
@@ -584,11 +585,14 @@ class LanguageRolloutWorker(Worker):
 
     def _sample(self, request: Request, generated: Generated) -> Sample:
         seconds, idle = self._idle.tell() if request.turn else (0.0, 0.0)
-        decode = self._live.engine.decode
+        text, decode = "", self._live.engine.decode
+        if not request.turn:
+            tokens, sampling = generated.token_ids, request.sampling
+            text = written(generated, sampling, decode) if sampling.stops else decode(tokens)
         return Sample(
             request=msgspec.structs.replace(request, partial=None) if request.partial else request,
             generated=generated,
-            text="" if request.turn else written(generated, request.sampling, decode),
+            text=text,
             rollout_rank=self.rank,
             engine_seconds=seconds,
             idle_seconds=idle,
