@@ -126,18 +126,26 @@ def _file_name(worker: str) -> str:
 
 def _crash(source: Source, start: int) -> tuple[str, int, str] | None:
     """The worker that failed first, by itself: its name, the number of the event, the error. Where
-    none has, the one that died, or whose process was gone with the run."""
-    died: tuple[str, int, str] | None = None
+    none has, the one that died, or whose process was gone with the run. What the run survived, so
+    that the same was called again, counts only where nothing else has failed."""
+    methods: dict[int, tuple[str, str]] = {}
+    failed: dict[tuple[str, str], tuple[str, int, str]] = {}
+    died: dict[tuple[str, str], tuple[str, int, str]] = {}
+    survived: tuple[str, int, str] | None = None
     for event in source.events(start):
+        if isinstance(event, Called):
+            method = methods[event.call] = event.worker, event.method
+            survived = failed.pop(method, None) or died.pop(method, None) or survived
         if not isinstance(event, Returned) or not event.error:
             continue
         kind = event.error.partition(":")[0]
-        line = event.error.partition("\n")[0]
+        found = event.worker, event.number, event.error.partition("\n")[0]
+        method = methods.get(event.call, (event.worker, ""))
         if kind not in ENDED_FROM_OUTSIDE:
-            return event.worker, event.number, line
-        if kind in DEATHS and died is None:
-            died = event.worker, event.number, line
-    return died
+            failed[method] = found
+        elif kind in DEATHS:
+            died[method] = found
+    return next(iter((*failed.values(), *died.values())), survived)
 
 
 class _Making:

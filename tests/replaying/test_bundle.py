@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from rlinf_async import run
+from rlinf_async import Cluster, Restart, WorkerError, run
 from rlinf_async.cli import main
 from rlinf_async.config import UsageError
 from rlinf_async.replaying import bundle_run, opened, replay
 from rlinf_async.replaying.bundle import SUFFIX
+from tests.replaying.conftest import LIMIT
 from tests.replaying.test_replay import fail
+from tests.replaying.workers import Adder, Number
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +39,35 @@ def test_a_bundle_around_a_crash_fails_as_the_run_did(failed: Path, tmp_path: Pa
     with opened(made.path) as source:
         assert {one.name for one in source.folder.iterdir()} >= {"README.md", "recording"}
         assert "is negative" in (source.folder / "README.md").read_text()
+
+
+def test_a_death_that_the_run_survived_is_not_its_crash(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with Cluster.process() as cluster:
+            cluster.record_into(tmp_path / "recording" / "1", ["all"], LIMIT)
+            numbers = cluster.channel(Number, name="numbers")
+            sums = cluster.channel(Number, name="sums", capacity=64)
+            others = cluster.channel(Number, name="others")
+            group = await cluster.launch(Adder, name="Adder", restart=Restart())
+            [second] = await cluster.launch(Adder, name="Second")
+            call = group[0].call(Adder.run, numbers.receiver, sums.sender)
+            await numbers.sender.put(Number(1.0, 0))
+            await sums.receiver.get(key=0)
+            process = cluster._backend.process("Adder[0]")
+            assert process is not None
+            process.kill()
+            await numbers.sender.put(Number(1.0, 1))
+            await sums.receiver.get(key=1)
+            numbers.sender.close()
+            await call
+            failing = second.call(Adder.run_failing, others.receiver, sums.sender)
+            await others.sender.put(Number(-1.0, 0))
+            await failing
+
+    with pytest.raises(WorkerError, match="is negative"):
+        run(main())
+    made = bundle_run(tmp_path, out=tmp_path / f"crash{SUFFIX}")
+    assert made.manifest.worker == "Second[0]"
 
 
 def test_a_bundle_is_a_folder_where_that_is_asked_for(failed: Path, tmp_path: Path) -> None:
