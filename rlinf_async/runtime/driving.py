@@ -98,6 +98,11 @@ async def train(
     """
     if resume and out is None:
         raise UsageError("resume needs out, the folder of the run that is to go on")
+    if not isinstance(config, (msgspec.Struct, str, os.PathLike)):
+        raise UsageError(
+            f"config is {type(config).__name__}: give a file, or a Struct such as "
+            "rlinf_async.language.LanguageConfig"
+        )
     if imported_now:  # each run would start another one
         raise UsageError(
             f"{imported_now[-1]!r} starts a run when it is imported, and a run imports it: put "
@@ -155,13 +160,18 @@ def _new_folder(file: Path) -> Path:
 
 def _option(name: str, value: object) -> str:
     """A setting as the command line has it."""
+    if not isinstance(name, str):
+        raise UsageError(f"overrides: {name!r} is no setting: name it as 'training.iterations'")
     path_of(name)
     if value is None:
         text = "none"
     elif isinstance(value, str):
         text = value
     else:
-        text = msgspec.json.encode(value).decode()
+        try:
+            text = msgspec.json.encode(value).decode()
+        except TypeError as error:
+            raise ConfigError(f"overrides: {error}", path=tuple(name.split("."))) from error
     return f"--{name}={text}"
 
 

@@ -85,6 +85,13 @@ async def test_what_is_wrong_with_a_configuration_is_raised_where_it_is_called(
         await ra.train(file, resume=True)
     with pytest.raises(UsageError, match="has no field 'job'"):
         await ra.train(config.model)
+    with pytest.raises(UsageError, match="config is NoneType: give a file"):
+        await ra.train(None)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="overrides: 3 is no setting"):
+        await ra.train(file, out=tmp_path / "run", overrides={3: 3})  # type: ignore[dict-item]
+    with pytest.raises(ConfigError, match=r"overrides: .*object") as caught:
+        await ra.train(file, out=tmp_path / "run", overrides={"training.iterations": object()})
+    assert caught.value.path == ("training", "iterations")
     assert not (tmp_path / "run").exists()
 
 
