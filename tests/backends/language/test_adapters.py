@@ -388,7 +388,8 @@ def test_of_a_mixture_of_experts_the_attention_is_adapted() -> None:
 
 
 def test_settings_that_say_nothing_and_trainers_that_cannot_are_refused() -> None:
-    for given in ({"alpha": 32.0}, {"targets": ("q_proj",)}):
+    said_alone: list[dict[str, Any]] = [{"alpha": 32.0}, {"targets": ("q_proj",)}]
+    for given in said_alone:
         with pytest.raises(ValueError, match="but rank is 0, and so there is no adapter: set rank"):
             PublishedAdapterConfig(**given)
     with pytest.raises(ValueError, match="lora needs strategy 'fsdp2'"):
