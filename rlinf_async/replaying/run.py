@@ -14,6 +14,7 @@ import msgspec
 from rlinf_async.config import UsageError
 from rlinf_async.messages.language import (
     Failed,
+    Request,
     Sample,
     Scored,
     ScoredSample,
@@ -315,21 +316,33 @@ def _weights_of(given: Input) -> list[int]:
 
 def _later(life: Life, since: int) -> Life:
     """A life of a worker without a state, from an event on: its calls that still ran, the newest
-    weights, and what it said of these."""
+    weights, and what it said of these. Answers to what it was given before are not asked for."""
     weights = {one.channel: one for one in life.inputs if one.version and one.number < since}
     begun = min((one.number for one in weights.values()), default=since)
+    inputs = [*weights.values(), *(one for one in life.inputs if one.number >= since)]
+    given = {_request_of(body.value()) for one in inputs for body in one.items}
 
     def is_put_again(output: Output) -> bool:
-        if output.number >= since:
-            return True
-        return output.number > begun and answered_by(output.body.value(), output.key) is None
+        if output.number <= begun:
+            return False
+        item = output.body.value()
+        if output.number < since:
+            return answered_by(item, output.key) is None
+        return not isinstance(item, (Sample, ScoredSample)) or _request_of(item) in given
 
     return msgspec.structs.replace(
         life,
         calls=[_from(call, since) for call in life.calls if _runs_at(call, since)],
-        inputs=[*weights.values(), *(one for one in life.inputs if one.number >= since)],
+        inputs=inputs,
         outputs=[one for one in life.outputs if is_put_again(one)],
     )
+
+
+def _request_of(item: Any) -> str | None:
+    """The name of the request that a question or an answer of a language run is about."""
+    sample = item.sample if isinstance(item, ScoredSample) else item
+    request = sample.request if isinstance(sample, Sample) else sample
+    return request.name if isinstance(request, Request) else None
 
 
 def _from(call: RecordedCall, number: int) -> RecordedCall:

@@ -9,7 +9,9 @@ import pytest
 
 from rlinf_async import run
 from rlinf_async.cli import main
-from rlinf_async.replaying import ReplayReport, bundle_run, replay
+from rlinf_async.replaying import ReplayReport, bundle_run, opened, replay
+from rlinf_async.replaying.history import lives_of
+from rlinf_async.replaying.run import _later, _request_of
 from tests.jobs.embodied.kit import SMALL
 from tests.jobs.language.kit import TINY
 
@@ -90,6 +92,22 @@ def test_a_rollout_worker_begins_with_the_weights_of_the_iteration_that_is_asked
     made = bundle_run(language, only="rollout", around=str(first), iterations=1, out=out)
     report = again(made.path, "rollout")
     assert report.equal, report.first_difference
+
+
+@pytest.mark.parametrize("role", ["rollout", "reward"])
+def test_answers_to_what_was_given_before_the_beginning_are_not_asked_for(
+    language: Path, role: str
+) -> None:
+    with opened(language) as source:
+        start, worker = source.worker(role, None)
+        [life] = lives_of(worker, lambda: source.events(start), source.decoder(start))
+        answer = [one for one in life.outputs if one.channel in ("generated", "scored")][9]
+        later = _later(life, answer.number)  # its question came before
+        given = {_request_of(body.value()) for one in later.inputs for body in one.items}
+        answers = [one.body.value() for one in later.outputs if one.channel == answer.channel]
+    assert answer not in later.outputs
+    assert len(answers) > 5
+    assert {_request_of(one) for one in answers} <= given
 
 
 def test_nothing_of_the_run_is_changed_by_a_replay(embodied: Path) -> None:
