@@ -153,7 +153,8 @@ class _Replay:
             await self._play(report, plan, stage, cls)
         finally:
             stage.close()
-        report.notes = [*plan.notes, *stage.notes, *report.notes]
+        early = [found] if (found := source.ended_early(start)) else []
+        report.notes = [*plan.notes, *stage.notes, *report.notes, *early]
         report.seconds = time.perf_counter() - began
         return report
 

@@ -25,7 +25,7 @@ from rlinf_async.channels.wire.codec import ItemCodec
 from rlinf_async.config import UsageError
 from rlinf_async.config.registry import FOLDER as COMMAND_FOLDER
 from rlinf_async.recording.errors import RecordingError
-from rlinf_async.recording.events import Declared, Event, Launched, TypePath
+from rlinf_async.recording.events import Declared, Dropped, Event, Launched, TypePath
 from rlinf_async.recording.segments import Segment, segments_of
 from rlinf_async.recording.types import check_schema, type_at
 from rlinf_async.recording.values import NotFound, found_at
@@ -120,6 +120,19 @@ class Source:
             for frame in segment.frames:
                 return frame.first
         return 1
+
+    def ended_early(self, start: int) -> str:
+        """Why the recording of one start ended before the run; empty if it did not."""
+        for segment in reversed(self.segments(start)):
+            for frame in reversed(segment.frames):
+                *_, last = segment.events(frame)
+                if isinstance(last, Dropped):
+                    return (
+                        f"the recording ended before the run, and {last.events} events are "
+                        f"missing: {last.reason}"
+                    )
+                return ""
+        return ""
 
     def check_whole(self, start: int) -> None:
         """Raise `UsageError` where events are missing between the first and the last."""

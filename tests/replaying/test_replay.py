@@ -344,6 +344,32 @@ def test_a_worker_without_a_state_is_played_from_where_a_recording_begins(tmp_pa
     assert 5 < report.items < 50
 
 
+def test_a_recording_that_ended_before_the_run_is_said_to_have(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with Cluster.local() as cluster:
+            cluster.record_into(tmp_path / "recording" / "1", ["all"], LIMIT)
+            numbers = cluster.channel(Number, name="numbers")
+            sums = cluster.channel(Number, name="sums", capacity=64)
+            group = await cluster.launch(Adder, name="Adder")
+            call = group[0].call(Adder.run, numbers.receiver, sums.sender)
+            recorder = cluster.recorder
+            assert recorder is not None
+            for at in range(10):
+                await numbers.sender.put(Number(1.0, 0, at))
+                await sums.receiver.get(key=0)
+                if at == 4:
+                    assert recorder.flush()
+                    recorder._end_early("no space left on the device")
+            numbers.sender.close()
+            await call
+
+    run(main())
+    report = again(tmp_path)
+    assert report.equal
+    [note] = [one for one in report.notes if "ended before the run" in one]
+    assert "missing: no space left on the device" in note
+
+
 @pytest.mark.parametrize(
     ("cls", "at_once", "said"),
     [
