@@ -37,6 +37,7 @@ from rlinf_async.channels import EndOfChannel, LatestReceiver, Receiver, Sender
 from rlinf_async.config.counts import check_bounds
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import (
+    Biases,
     Branch,
     Example,
     Kept,
@@ -174,7 +175,7 @@ def bare_sample(
     *,
     temperature: float = 1.0,
     kept: Kept | None = None,
-    logit_bias: dict[str, float] | None = None,
+    logit_bias: Biases = (),
     drawn: Mask | None = None,
     branches: tuple[Branch, ...] = (),
     group: int = 0,
@@ -192,7 +193,7 @@ def bare_sample(
         version=np.zeros(size, np.int32),
         temperature=temperature,
         kept=kept,
-        logit_bias=logit_bias or {},
+        logit_bias=logit_bias,
         reward=math.nan,
         scored=False,
         drawn=drawn,

@@ -210,7 +210,7 @@ class RewardWorker(Worker):
 
     def _capacity(self, verifier: str) -> int:
         """The number of samples that this verifier can judge at a time."""
-        waits = self._pool.is_asynchronous(verifier)
+        waits = verifier in self._pool.asynchronous
         return self.config.processes * (self.config.calls if waits else 1)
 
     async def _score_each(
@@ -226,7 +226,7 @@ class RewardWorker(Worker):
         with contextlib.suppress(EndOfChannel):
             while True:
                 async with samples.lease() as [sample]:
-                    waits = self._pool.is_asynchronous(self._verifier_of(sample))
+                    waits = self._verifier_of(sample) in self._pool.asynchronous
                     if waits:
                         self._set_beside(sample, take_another)
                     await scored.put(await self._scored(sample, report))
@@ -270,7 +270,7 @@ class RewardWorker(Worker):
 
     def _tells(self, use: JudgeUse, verifier: str) -> bool:
         """Whether how often the verifier was called is more than that it was called once."""
-        waits = self._pool.is_asynchronous(verifier)
+        waits = verifier in self._pool.asynchronous
         return waits or use.retries > 0 or self.config.cache > 0
 
 

@@ -348,7 +348,10 @@ class Chat:
     def _answered(self, coming: _Next, drawn: Generated, asked: _Asked) -> Turn:
         """Append an answer of the model."""
         # A parser of the user's own may raise: before anything is appended.
-        turn = self._episode.read(*cut_at(drawn, asked.stop, self._episode.decode))
+        stopped = ""
+        if asked.stop:
+            drawn, stopped = cut_at(drawn, asked.stop, self._episode.decode)
+        turn = self._episode.read(drawn, stopped)
         turn.reading, turn.asked = coming.reading, asked
         if coming.conversation is not self._conversation:
             if self._last is None:
@@ -421,7 +424,9 @@ class Chat:
         coming = self._next()
         context = coming.context
         for at, sample in reversed(list(enumerate(recorded))):  # the newest: others were given up
-            drawn, _ = cut_at(sample.generated, made.stop, self._episode.decode)
+            drawn = sample.generated
+            if made.stop:
+                drawn, _ = cut_at(drawn, made.stop, self._episode.decode)
             same = np.array_equal(sample.request.prompt.token_ids, context)
             if same and made.digest in (None, digest(drawn.token_ids)):
                 del recorded[at]
@@ -764,7 +769,10 @@ class Episode:
     def written(self, drawn: Generated, stopped: str = "") -> str:
         """Return an answer as text; a stop token, and what comes from the stop sequence on, is none
         of it."""
-        text = self.decode(without_stop_token(drawn.token_ids, self.sampling))
+        tokens = drawn.token_ids
+        if self.sampling.stop_token_ids:
+            tokens = without_stop_token(tokens, self.sampling)
+        text = self.decode(tokens)
         return text[: text.find(stopped)] if stopped else text
 
     def read(self, drawn: Generated, stopped: str = "") -> Turn:

@@ -43,6 +43,11 @@ MAX_REWARD = 1e18
 """largest size of a reward: training squares rewards in float32, which ends at 3e38"""
 
 
+Biases = tuple[tuple[int, float], ...]
+"""Token ids with a number each. No dict: a channel would look closely at each item with one, as it
+may be changed."""
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The way in which the tokens of one sample are drawn."""
 
@@ -58,8 +63,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     min_p: float = 0.0
     """smallest probability of a token to draw from, as a share of that of the most likely one; 0:
     none. It is applied after the temperature and before top-k and top-p"""
-    logit_bias: dict[str, float] = {}
-    """number that is added to a token's logit before the temperature, by token id"""
+    logit_bias: Biases = ()
+    """token ids, and the number that is added to the logit of each before the temperature"""
     repetition_penalty: float = 1.0
     """divisor of the positive logits, and factor of the others, of tokens that stand in the prompt
     or in the response so far, before the temperature; 1: off"""
@@ -94,16 +99,16 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         self._check_stops()
 
     def _check_bias(self) -> None:
-        for name, bias in self.logit_bias.items():
-            if not (name.isascii() and name.isdigit()):
-                raise ValueError(f"logit_bias has {name!r}, which is no token id")
-            if name != str(int(name)):
-                raise ValueError(f"logit_bias has {name!r}: write it as {str(int(name))!r}")
+        for token, bias in self.logit_bias:
+            if token < 0:
+                raise ValueError(f"logit_bias has {token}, which is no token id")
             if not -MAX_BIAS <= bias <= MAX_BIAS:
                 raise ValueError(
-                    f"logit_bias of token {name} is {bias}; it must lie between -{MAX_BIAS:.0f} "
+                    f"logit_bias of token {token} is {bias}; it must lie between -{MAX_BIAS:.0f} "
                     f"and {MAX_BIAS:.0f}"
                 )
+        if len(dict(self.logit_bias)) < len(self.logit_bias):
+            raise ValueError("logit_bias has a token twice")
 
     def _check_stops(self) -> None:
         if "" in self.stop:
@@ -136,7 +141,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         engine has to honour."""
         given = {
             "min_p": self.min_p > 0.0,
-            "logit_bias": any(self.logit_bias.values()),
+            "logit_bias": any(bias for _, bias in self.logit_bias),
             "repetition_penalty": self.repetition_penalty != 1.0,
         }
         return [name for name, is_given in given.items() if is_given]
@@ -491,8 +496,8 @@ class TrainingSample(msgspec.Struct, kw_only=True):
     kept: Kept | None = None
     """tokens that each one was drawn from: log-probs and entropies are of the distribution over
     these; None: over the whole vocabulary"""
-    logit_bias: dict[str, float] = {}
-    """number that is added to a token's logit before the temperature, by token id"""
+    logit_bias: Biases = ()
+    """token ids, and the number that is added to the logit of each before the temperature"""
     advantage: Floats | None = None
     """``[R]``; filled in by `compute_advantages_and_returns` where it is None"""
     returns: Floats | None = None

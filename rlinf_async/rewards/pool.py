@@ -89,7 +89,8 @@ class ScoringPool:
         """held by the first call in line"""
         self._change = asyncio.Event()
         self._all: set[Scorer] = set()
-        self._asynchronous = set[str]()
+        self.asynchronous = set[str]()
+        """verifiers of which many calls may be open in a process: known once they are loaded"""
         self._closed = False
 
     async def __aenter__(self) -> Self:
@@ -109,11 +110,6 @@ class ScoringPool:
         for one in loading:
             if one.result():
                 raise ConfigError(one.result(), path=("verifier",))
-
-    def is_asynchronous(self, verifier: str) -> bool:
-        """Whether many calls of this verifier may be open in a process. False until it is loaded
-        in one."""
-        return verifier in self._asynchronous
 
     async def judge(self, verifier: str, answer: Answer) -> Outcome:
         """Judge one answer, once a process has room for it. Cancelling it ends the call; that of a
@@ -164,7 +160,7 @@ class ScoringPool:
         try:
             yield scorer, call
         finally:
-            self._asynchronous |= scorer.asynchronous
+            self.asynchronous |= scorer.asynchronous
             if self._closed or not scorer.alive:
                 await self._drop(scorer)
 

@@ -56,9 +56,9 @@ RULES: Final[dict[str, dict[str, Any]]] = {
     "hot, likely and mass": {"min_p": 0.05, "top_p": 0.9, "temperature": 1.7},
     "likely and few": {"min_p": 0.02, "top_k": 20, "temperature": 1.7},
     "likely, few and mass": {"min_p": 0.02, "top_k": 20, "top_p": 0.9},
-    "bias": {"logit_bias": {"5": 4.0, "6": -100.0, "255": 2.5}},
-    "cold bias and few": {"logit_bias": {"9": 3.0, "0": 1.0}, "top_k": 20, "temperature": 0.5},
-    "bias and mass": {"logit_bias": {"7": 2.0}, "top_k": 30, "top_p": 0.9, "min_p": 0.01},
+    "bias": {"logit_bias": ((5, 4.0), (6, -100.0), (255, 2.5))},
+    "cold bias and few": {"logit_bias": ((9, 3.0), (0, 1.0)), "top_k": 20, "temperature": 0.5},
+    "bias and mass": {"logit_bias": ((7, 2.0),), "top_k": 30, "top_p": 0.9, "min_p": 0.01},
 }
 UNBOUNDED: Final = (
     *("mass", "hot mass", "hardly any mass", "nearly all mass"),
@@ -166,8 +166,8 @@ def by_hand(model: nn.Module, one: TrainingSample) -> tuple[Any, Any]:
         with torch.no_grad():
             rows.append(model(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1].double())
     logits = torch.cat(rows)
-    for token, bias in one.logit_bias.items():
-        logits[:, int(token)] += bias
+    for token, bias in one.logit_bias:
+        logits[:, token] += bias
     logits = logits / one.temperature
     found = []
     whole: list[list[int]] = [[]] * len(one.response_ids)

@@ -32,7 +32,7 @@ async def test_no_more_calls_are_open_than_the_setting_says() -> None:
     made = ScoringPool(processes=1, time_limit=LIMIT, calls=3)
     async with made:
         await made.load(["tests.rewards.verifiers:counts_open"])
-        assert made.is_asynchronous("tests.rewards.verifiers:counts_open")
+        assert "tests.rewards.verifiers:counts_open" in made.asynchronous
         outcomes = await asyncio.gather(*(judged(made, "counts_open") for _ in range(30)))
         assert max(one.reward for one in outcomes if isinstance(one, Scored)) <= 3
         assert (
@@ -44,7 +44,7 @@ async def test_no_more_calls_are_open_than_the_setting_says() -> None:
 async def test_calls_beside_others_fill_one_process_and_leave_the_other_for_those_alone() -> None:
     async with pool(size=2) as made:
         await made.load([f"tests.rewards.verifiers:{one}" for one in ("meets", "pid")])
-        assert not made.is_asynchronous("tests.rewards.verifiers:pid")
+        assert "tests.rewards.verifiers:pid" not in made.asynchronous
         meeting = [asyncio.create_task(judged(made, "meets", 10)) for _ in range(9)]
         alone = [await judged(made, "pid") for _ in range(5)]
         last = await judged(made, "meets", 10)

@@ -48,7 +48,7 @@ from rlinf_async.backends.base import TrainingDiverged
 from rlinf_async.backends.language import EngineDisagrees
 from rlinf_async.backends.language_training.config import LanguageTrainingConfig
 from rlinf_async.messages.embodied import Floats
-from rlinf_async.messages.language import Kept, TrainingSample
+from rlinf_async.messages.language import Biases, Kept, TrainingSample
 
 ENGINE_DIFFERENCE: Final = "engine_actor_difference"
 """mean absolute difference between the engine's log-probs and the actor's, over the tokens that the
@@ -232,17 +232,17 @@ def pack_bias(
     """
     device = inverse_temperature.device
     parts: list[BiasedTokens] = []
-    before: dict[str, float] | None = None
+    before: Biases | None = None
     end = 0
     for sample, count in zip(samples, counts, strict=True):
         first, end = end, end + count
-        if not any(sample.logit_bias.values()):
+        if not any(bias for _, bias in sample.logit_bias):
             pass
         elif sample.logit_bias == before:
             parts[-1] = parts[-1]._replace(end=end)
         else:
-            ids = torch.tensor([int(token) for token in sample.logit_bias], device=device)
-            values = torch.tensor([*sample.logit_bias.values()], device=device)
+            ids = torch.tensor([token for token, _ in sample.logit_bias], device=device)
+            values = torch.tensor([bias for _, bias in sample.logit_bias], device=device)
             parts.append(BiasedTokens(first, end, ids, values.float()))
         before = sample.logit_bias
     return LogitBias(parts, inverse_temperature) if parts else None

@@ -65,11 +65,7 @@ class Rules(NamedTuple):
 
 
 def _biases(rows: Sequence[Sampling], device: torch.device) -> tuple[Tensor, Tensor, Tensor] | None:
-    found = [
-        (at, int(token), bias)
-        for at, row in enumerate(rows)
-        for token, bias in row.logit_bias.items()
-    ]
+    found = [(at, token, bias) for at, row in enumerate(rows) for token, bias in row.logit_bias]
     if not found:
         return None
     places, tokens, added = zip(*found, strict=True)

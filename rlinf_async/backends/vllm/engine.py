@@ -133,7 +133,7 @@ class VllmEngine:
             top_k=sampling.top_k,
             top_p=sampling.top_p,
             min_p=sampling.min_p,
-            logit_bias={int(token): bias for token, bias in sampling.logit_bias.items()} or None,
+            logit_bias=dict(sampling.logit_bias) or None,
             repetition_penalty=sampling.repetition_penalty,
             logprobs=asked_log_probs(sampling, self._vocabulary),
             stop_token_ids=sorted(self._folder.stop_token_ids.union(sampling.stop_token_ids)),

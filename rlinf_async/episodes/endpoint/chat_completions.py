@@ -137,7 +137,8 @@ class ChatCompletions:
         policy.sampled("parallel_tool_calls", given.parallel_tool_calls, True)
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         sampled(policy, **{name: getattr(given, name) for name in names})
-        policy.own("logit_bias", given.logit_bias, policy.sampling.logit_bias)
+        biases = {str(token): bias for token, bias in policy.sampling.logit_bias}
+        policy.own("logit_bias", given.logit_bias, biases)
         policy.own("stop_token_ids", given.stop_token_ids, [*policy.sampling.stop_token_ids])
         policy.sampled("reasoning_effort", given.reasoning_effort, None)
         policy.sampled("verbosity", given.verbosity, None)

@@ -52,8 +52,8 @@ def processed_log_probs(model: nn.Module, asked: Request, got: Generated) -> tor
     ids = torch.tensor([prompt + got.token_ids.tolist()])
     logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
     sampling = asked.sampling
-    for token, bias in sampling.logit_bias.items():
-        logits[:, int(token)] += bias
+    for token, bias in sampling.logit_bias:
+        logits[:, token] += bias
     if sampling.repetition_penalty != 1.0:
         penalty: Any = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)
         for at in range(len(logits)):

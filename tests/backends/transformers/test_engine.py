@@ -123,8 +123,8 @@ async def test_rows_that_come_and_go_do_not_change_one_another(tmp_path: Path) -
         {"top_p": 0.7, "temperature": 1.3},
         {"top_k": 12, "top_p": 0.9},
         {"temperature": 0.0},
-        {"min_p": 0.1, "logit_bias": {"7": 3.0, "8": -100.0}},
-        {"repetition_penalty": 1.3, "temperature": 0.0, "logit_bias": {"9": 2.0}},
+        {"min_p": 0.1, "logit_bias": ((7, 3.0), (8, -100.0))},
+        {"repetition_penalty": 1.3, "temperature": 0.0, "logit_bias": ((9, 2.0),)},
     ]
     asked = [
         request(i, range(2, 5 + i), max_tokens=4 + 3 * (i % 7), **rules[i % len(rules)])

@@ -151,8 +151,8 @@ def test_it_draws_what_the_other_engine_draws_with_every_setting_of_evaluations(
     serve(tied, model, 3)
     rules: list[dict[str, Any]] = [
         {"repetition_penalty": 1.4},
-        {"repetition_penalty": 0.8, "logit_bias": {"7": 30.0, "9": -100.0}},
-        {"logit_bias": {"7": 5.0}, "stop": ("4 w",), "repetition_penalty": 1.2},
+        {"repetition_penalty": 0.8, "logit_bias": ((7, 30.0), (9, -100.0))},
+        {"logit_bias": ((7, 5.0),), "stop": ("4 w",), "repetition_penalty": 1.2},
     ]
     asked = [request(i, max_tokens=30, temperature=0.0, **rules[i % 3]) for i in range(6)]
 

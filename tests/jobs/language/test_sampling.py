@@ -13,7 +13,7 @@ from tests.jobs.language.test_resumed import Killed, die_after
 EVERYTHING: tuple[object, ...] = (
     *("--rollout.sampling.min_p", 0.05, "--rollout.sampling.top_k", 12),
     *("--rollout.sampling.top_p", 0.95, "--rollout.sampling.temperature", 0.9),
-    *("--rollout.sampling.logit_bias", '{"3" = 1.5, "4" = -100}'),
+    *("--rollout.sampling.logit_bias", "[[3, 1.5], [4, -100]]"),
     *("--rollout.sampling.stop", '["7", "1+"]', "--rollout.sampling.stop_token_ids", "[5]"),
 )
 SET = "--evaluation.sets.other"

@@ -66,10 +66,10 @@ def said(job: Job, *arguments: object) -> str:
         ("rollout.sampling.min_p", "0.1", "the engine 'toy' does not say that it honours min_p"),
         ("rollout.sampling.min_p", "0.1", "rollout.backend to one that does (transformers, vllm)"),
         ("rollout.sampling.repetition_penalty", "0", "it must be a number above 0 (1: off)"),
-        ("rollout.sampling.logit_bias", '{"07" = 1}', "logit_bias has '07': write it as '7'"),
-        ("rollout.sampling.logit_bias", '{"seven" = 1}', "'seven', which is no token id"),
-        ("rollout.sampling.logit_bias", '{"7" = 101}', "it must lie between -100 and 100"),
-        ("rollout.sampling.logit_bias", '{"7" = 1}', "'toy' does not say that it honours logit_b"),
+        ("rollout.sampling.logit_bias", "[[-7, 1]]", "logit_bias has -7, which is no token id"),
+        ("rollout.sampling.logit_bias", "[[7, 1], [7, 2]]", "logit_bias has a token twice"),
+        ("rollout.sampling.logit_bias", "[[7, 101]]", "it must lie between -100 and 100"),
+        ("rollout.sampling.logit_bias", "[[7, 1]]", "'toy' does not say that it honours logit_b"),
         ("rollout.sampling.stop", '[""]', "an empty text, which would end every response"),
         ("rollout.sampling.stop_token_ids", "[-1]", "stop_token_ids has -1, which is no token"),
         ("rollout.sampling.include_stop", "true", "there is neither stop nor stop_token_ids"),
@@ -428,7 +428,7 @@ def test_a_mass_that_vllm_cannot_tell_of_is_refused_with_what_to_set(tiny: Job) 
             "repetition_penalty changes what a token is drawn from, which the trainer 'fsdp' does",
         ),
         (
-            {"rollout.sampling.logit_bias": '{"9999" = 1}'},
+            {"rollout.sampling.logit_bias": "[[9999, 1]]"},
             "rollout.sampling.logit_bias: there is no token 9999: the model has tokens 0 .. ",
         ),
         (

@@ -134,7 +134,7 @@ class Waits(RewardWorker):
 
     async def setup(self) -> None:
         await super().setup()
-        self._pool._asynchronous.add("exact")
+        self._pool.asynchronous.add("exact")
 
     async def score(self, sample: Sample) -> Outcome:
         await asyncio.sleep(1.0)

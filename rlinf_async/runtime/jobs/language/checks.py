@@ -965,7 +965,7 @@ def check_scoring(config: LanguageConfig, verifiers: Sequence[str]) -> None:
             environment=reward.environment,
         ) as pool:
             await pool.load(names)
-            return any(map(pool.is_asynchronous, names))
+            return any(name in pool.asynchronous for name in names)
 
     try:
         asynchronous = run(load())
@@ -1067,7 +1067,7 @@ def _check_tokens(config: LanguageConfig, model: Path) -> None:
         return
     sampling = config.rollout.sampling
     given: dict[str, Sequence[int]] = {
-        "logit_bias": [int(token) for token in sampling.logit_bias],
+        "logit_bias": [token for token, _ in sampling.logit_bias],
         "stop_token_ids": sampling.stop_token_ids,
     }
     for name, tokens in given.items():

@@ -73,12 +73,15 @@ class Beside:
 
     def __init__(self) -> None:
         self._task: asyncio.Task[Sequence[Evaluated]] | None = None
+        self.runs = False
+        """whether one was begun, and its results were not asked for"""
         self.waited = 0.0
         """seconds for which somebody has waited for it"""
 
     def begin(self, evaluation: Coroutine[Any, Any, Sequence[Evaluated]]) -> None:
         """Let an evaluation run."""
         self._task, self.waited = asyncio.create_task(evaluation, name="evaluation"), 0.0
+        self.runs = True
 
     async def done(self) -> Sequence[Evaluated]:
         """Wait for the results; none where no evaluation runs, or a SIGTERM gives it up.
@@ -99,7 +102,7 @@ class Beside:
 
     def forget(self) -> None:
         """Give it up, if it is not complete."""
-        task, self._task = self._task, None
+        task, self._task, self.runs = self._task, None, False
         if task is not None and not task.cancel() and not task.cancelled():
             task.exception()  # whoever is left with it has an error of its own
 
