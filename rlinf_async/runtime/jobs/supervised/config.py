@@ -389,7 +389,7 @@ class DpoConfig(SupervisedConfig, frozen=True, kw_only=True, forbid_unknown_fiel
 class ExamplesTeacherConfig(TeacherConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A model that examples are compared with, token by token; inference workers hold it."""
 
-    path: str
+    path: str  # pyright: ignore[reportGeneralTypeIssues]  (required here)
     """folder of its Hugging Face checkpoint, whose tokenizer is the model's"""
     top_k: int | Literal["all"] = 64
     """number of the teacher's most likely tokens of which it tells the log-probs at each token of
