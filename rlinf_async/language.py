@@ -9,7 +9,7 @@ What each setting means is in the docs, under its table. Importing this brings i
 
 from rlinf_async.algorithms.config import LanguageAdvantageConfig, LanguageLossConfig
 from rlinf_async.backends.base import SchedulerConfig
-from rlinf_async.backends.language_training.config import AdapterConfig
+from rlinf_async.backends.language_training.config import PublishedAdapterConfig
 from rlinf_async.backends.megatron.config import MegatronOptions
 from rlinf_async.backends.toy.config import ToyEngineConfig, ToyTrainerConfig
 from rlinf_async.backends.transformers.config import TransformersEngineConfig
@@ -50,7 +50,6 @@ from rlinf_async.workers.rollout.language import LanguageRolloutConfig
 
 __all__ = [
     "ActorConfig",
-    "AdapterConfig",
     "ClusterConfig",
     "CriticConfig",
     "CriticOptimizerConfig",
@@ -71,6 +70,7 @@ __all__ = [
     "ModelConfig",
     "ObserveConfig",
     "PrometheusConfig",
+    "PublishedAdapterConfig",
     "Rates",
     "RayConfig",
     "RecordingConfig",

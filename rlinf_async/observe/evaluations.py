@@ -20,8 +20,6 @@ from collections.abc import Sequence
 from typing import Final, Self
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 HELD_OUT: Final = "held_out"
 """name of the set of held-out prompts, whose columns have no name"""
@@ -72,6 +70,8 @@ def wilson(shares: Sequence[float], answers: int = 1) -> Estimate:
     ``p (1 - p) / (s**2 / m)``, at least ``m`` (prompts that are right or wrong: Wilson's interval
     as he wrote it) and at most ``m`` times ``answers``. Korn and Graubard 1998 do so for clusters.
     """
+    import numpy as np  # the command line, which reads summaries, starts without it
+
     found = np.asarray(shares, np.float64)
     prompts, mean = len(found), float(found.mean())
     variance = float(found.var(ddof=1)) / prompts if prompts > 1 else 0.0
@@ -92,7 +92,9 @@ def bootstrap(rewards: Sequence[Rewards]) -> Estimate | None:
     scored = [each for each in scored if each]
     if not scored:
         return None
-    sums: NDArray[np.float64] = np.array([math.fsum(each) for each in scored])
+    import numpy as np
+
+    sums = np.array([math.fsum(each) for each in scored])
     counts = np.array([len(each) for each in scored], np.float64)
     random, size = np.random.default_rng(0), len(scored)
     at_once = max(1, MOST_DRAWN // size)
