@@ -256,11 +256,13 @@ class RewardWorker(Worker):
         started = clock()
         outcome = sample.outcome  # of an episode that scores itself, or failed
         verifier = "" if outcome else self._swapped(sample)
-        if not isinstance(outcome, Failed):
-            with self.span(SCORE, **_labels(sample)):
-                outcome = outcome or await self.score(sample)
+        try:
+            if not isinstance(outcome, Failed):
+                with self.span(SCORE, **_labels(sample)):
+                    outcome = outcome or await self.score(sample)
+        finally:  # one that is cancelled is counted anew when it comes again
+            use = self._uses.pop(sample.request.name, None)
         seconds = clock() - started
-        use = self._uses.pop(sample.request.name, None)
         _count(report, outcome, seconds, use)
         if use is not None and not self._tells(use, self._verifier_of(sample)):
             use = None

@@ -21,7 +21,7 @@ from rlinf_async.cli.train import config_of, job_of, sorted_tokens
 from rlinf_async.config import ConfigError, Document, UsageError
 from rlinf_async.config.load import path_of
 from rlinf_async.observe.run_folder import MARKER, check_is_run
-from rlinf_async.runtime.jobs import AnsweringJob
+from rlinf_async.runtime.jobs import AnsweringJob, Job
 
 if TYPE_CHECKING:  # what a job needs is loaded for that job
     from rlinf_async.observe.evaluations import Evaluated
@@ -112,7 +112,8 @@ def evaluate(
             "it out"
         )
     paths = [path for path in films.values() if path is not None]
-    played, shown = _play(session, folder, checkpoint, episodes, seed, paths)
+    trained = _trained(job, document, folder, single=bool(paths))
+    played, shown = _play(trained, folder, checkpoint, episodes, seed, paths)
     _print_played(folder, played, shown, as_json=as_json)
 
 
@@ -329,7 +330,7 @@ def _print_played(
 
 
 def _play(
-    session: Session,
+    trained: TrainedPolicy,
     run: pathlib.Path,
     checkpoint: str | None,
     count: int | None,
@@ -340,7 +341,6 @@ def _play(
     from rlinf_async.runtime.jobs.checkpoints import checkpoint_of
     from rlinf_async.runtime.jobs.embodied.playing import play
 
-    trained = _trained(session, run, single=bool(films))
     folder, wanted = checkpoint_of(run, checkpoint), trained.config.evaluation
     first = wanted.seed if seed is None else seed
     played = play(trained, folder, episodes=count or wanted.episodes, seed=first, films=films)
@@ -351,14 +351,10 @@ def _play(
     return _figures(run, folder.name, first, played.episodes), lines
 
 
-def _trained(session: Session, run: pathlib.Path, *, single: bool) -> TrainedPolicy:
+def _trained(job: Job, document: Document, run: pathlib.Path, *, single: bool) -> TrainedPolicy:
     """What the run's job needs to read its policy; ``single``: in environments that render."""
     from rlinf_async.runtime.jobs.embodied.playing import PlayingJob, single_env
 
-    with as_usage():
-        check_is_run(run)
-    document = Document.read(str(run / "config.toml"))
-    job = job_of(session, document)
     if not isinstance(job, PlayingJob):
         raise UsageError(
             f"{run} is a run of {document.tables['job']!r}, whose policy acts in no environment; "

@@ -29,7 +29,6 @@ HINTS: Final = {
     404: "there is no such repository or branch, or the token may not see it",
 }
 """what to do, by the HTTP status of the Hub's answer"""
-WEIGHTS: Final = ("*.safetensors", "pytorch_model*.bin")
 
 
 class NotPushed(Exception):
@@ -147,10 +146,12 @@ def _model_folder(source: pathlib.Path) -> pathlib.Path:
 
 def _checked(folder: pathlib.Path) -> pathlib.Path:
     """Refuse what nobody could load."""
+    from rlinf_async.runtime.jobs.language.backends import has_weights
+
     if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise UsageError(f"{folder} is neither the folder of a run nor of a model (config.json)")
-    if not any(any(folder.glob(pattern)) for pattern in WEIGHTS):
-        raise UsageError(f"{folder} holds no weights ({WEIGHTS[0]})")
+    if not has_weights(folder):
+        raise UsageError(f"{folder} holds no weights (*.safetensors)")
     return folder
 
 

@@ -155,7 +155,8 @@ def _bodies(event: Event) -> list[Any]:
 
 def _framed(parts: Sequence[Any], first: int, events: int) -> list[bytes]:
     sizes = list(map(len, parts))
-    compressing = zstandard.ZstdCompressor(level=LEVEL).compressobj(size=sum(sizes))
+    size = sum(sizes)
+    compressing = zstandard.ZstdCompressor(level=LEVEL).compressobj(size=size)
     stored: list[bytes] = []
     begin = 0
     for large in [at for at, nbytes in enumerate(sizes) if nbytes >= JOINED]:
@@ -163,7 +164,6 @@ def _framed(parts: Sequence[Any], first: int, events: int) -> list[bytes]:
         stored.append(compressing.compress(parts[large]))
         begin = large + 1
     stored += (compressing.compress(b"".join(parts[begin:])), compressing.flush())
-    size = sum(sizes)
     checked = _CHECKED.pack(sum(map(len, stored)), size, first, events)
     crc = zlib.crc32(checked)
     for one in stored:

@@ -20,12 +20,13 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import psutil
 
 from rlinf_async.channels.wire.codec import Decoder
 from rlinf_async.config import UsageError
@@ -42,11 +43,11 @@ from rlinf_async.workers.host import Invocation, WorkerHost
 POLL: Final = 0.02
 """seconds between two looks whether anybody moves"""
 PATIENCE: Final = 3.0
-"""seconds without a move, and almost without work of this process, after which nobody will move"""
+"""seconds without a move, and almost without work, after which nobody will move"""
 PATIENCE_WITH_CHILDREN: Final = 60.0
 """the same, where processes of the worker may be at work"""
 BUSY: Final = 0.05
-"""share of the time in which this process computes, from which on it is at work"""
+"""share of the time in which threads compute, or wait for a core, from which on they are at work"""
 GRACE: Final = 30.0
 """seconds that a worker has for its teardown"""
 GRACE_IF_INTERRUPTED: Final = 2.0
@@ -399,6 +400,12 @@ class Play:
 
     async def _cut_off(self) -> None:
         """Cancel what runs: nothing will come of it."""
+        stuck = [call.recorded.begun for call in self.calls if not call.ended and call.returns]
+        if stuck:
+            self._stage.notes.append(
+                f"it was ended in {stuck[0].method}, call {stuck[0].call}, which had ended by "
+                "itself in the recording: nobody moved any more"
+            )
         for call in self.calls:
             if call.invocation is None:
                 call.ended = call.cut = True
@@ -426,32 +433,43 @@ class _Idle:
     def __init__(self, script: Script) -> None:
         self._script = script
         self._moves = -1
-        self._since = (0.0, 0.0)
+        self._since = 0.0
+        self._worked: dict[int, int] = {}
 
     def lasts(self, stands_still: bool) -> bool:
         """Whether nothing has moved since this was asked the last time, and nothing will: all tasks
-        wait for others, or this process has had nothing to compute for a while."""
-        now = (asyncio.get_running_loop().time(), time.process_time())
+        wait for others, or this process and its children have had nothing to compute for a while.
+        """
+        now = asyncio.get_running_loop().time()
         if self._script.moves != self._moves:
-            self._moves, self._since = self._script.moves, now
+            self._moves, self._since, self._worked = self._script.moves, now, worked(family())
             return False
         if stands_still:
             self._moves = -1
             return True
-        seconds, computed = (after - before for after, before in zip(now, self._since, strict=True))
-        limit = PATIENCE_WITH_CHILDREN if _has_children() else PATIENCE
-        if seconds < limit:
+        seconds, processes = now - self._since, family()
+        if seconds < (PATIENCE if len(processes) == 1 else PATIENCE_WITH_CHILDREN):
             return False
         self._moves = -1
-        return computed < BUSY * seconds
+        since = sum(after - self._worked.get(at, 0) for at, after in worked(processes).items())
+        return since / 1e9 < BUSY * seconds
 
 
-def _has_children() -> bool:
-    """Whether this process has started others."""
-    with suppress(OSError):
-        text = Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="ascii")
-        return bool(text.strip())
-    return False
+def family() -> list[int]:
+    """This process and those that it has started, by their ids."""
+    return [os.getpid(), *(one.pid for one in psutil.Process().children(recursive=True))]
+
+
+def worked(processes: Sequence[int]) -> dict[int, int]:
+    """Nanoseconds in which each thread of these processes has computed, or was ready to and waited
+    for a core: on a busy machine a worker that computes may have next to none."""
+    found: dict[int, int] = {}
+    threads = [one for process in processes for one in Path(f"/proc/{process}/task").glob("*")]
+    for thread in threads:
+        with suppress(OSError, ValueError):  # it has ended meanwhile
+            computed, waited, _ = (thread / "schedstat").read_text(encoding="ascii").split()
+            found[int(thread.name)] = int(computed) + int(waited)
+    return found or {0: time.process_time_ns()}
 
 
 @contextmanager

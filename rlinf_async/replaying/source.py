@@ -123,16 +123,15 @@ class Source:
 
     def ended_early(self, start: int) -> str:
         """Why the recording of one start ended before the run; empty if it did not."""
-        for segment in reversed(self.segments(start)):
-            for frame in reversed(segment.frames):
-                *_, last = segment.events(frame)
-                if isinstance(last, Dropped):
-                    return (
-                        f"the recording ended before the run, and {last.events} events are "
-                        f"missing: {last.reason}"
-                    )
-                return ""
-        return ""
+        written = [segment for segment in self.segments(start) if segment.frames]
+        if not written:
+            return ""
+        *_, last = written[-1].events(written[-1].frames[-1])
+        if not isinstance(last, Dropped):
+            return ""
+        return (
+            f"the recording ended before the run: {last.events} events are missing: {last.reason}"
+        )
 
     def check_whole(self, start: int) -> None:
         """Raise `UsageError` where events are missing between the first and the last."""

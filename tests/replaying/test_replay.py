@@ -5,14 +5,21 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from rlinf_async import Cluster, Restart, WorkerError, run
 from rlinf_async.config import UsageError
-from rlinf_async.replaying import ReplayReport, replay
+from rlinf_async.replaying import ReplayReport, playing, replay
 from rlinf_async.testing import VirtualLoop
+from rlinf_async.testing import run as virtual
 from tests.replaying import workers
 from tests.replaying.conftest import LIMIT, add, drain, record
 from tests.replaying.workers import (
@@ -276,6 +283,43 @@ def test_a_worker_that_died_and_was_started_again_is_played_life_by_life(tmp_pat
     report = again(tmp_path, tolerance=0.0)
     assert report.equal
     assert (report.lives, report.items) == (2, 10)
+
+
+@pytest.mark.parametrize(("share", "lasts"), [(0.0, True), (0.9, False)])
+def test_a_worker_that_waits_for_a_core_is_not_taken_for_one_that_is_stuck(
+    monkeypatch: pytest.MonkeyPatch, share: float, lasts: bool
+) -> None:
+    async def main() -> None:
+        clock = asyncio.get_running_loop().time
+        monkeypatch.setattr(playing, "family", lambda: [1])
+        monkeypatch.setattr(playing, "worked", lambda _: {7: int(share * clock() * 1e9)})
+        idle = playing._Idle(cast("Any", SimpleNamespace(moves=3)))
+        assert not idle.lasts(stands_still=False)
+        await asyncio.sleep(playing.PATIENCE + 0.1)
+        assert idle.lasts(stands_still=False) == lasts
+
+    virtual(main())
+
+
+def test_threads_that_wait_for_a_core_have_worked() -> None:
+    """Another process computes on the only core that this one may use: it waits as long."""
+    core = sorted(os.sched_getaffinity(0))[0]
+    script = f"import os\nos.sched_setaffinity(0, [{core}])\nprint(flush=True)\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        before = os.sched_getaffinity(0)
+        try:
+            os.sched_setaffinity(0, [core])
+            began, computed = playing.worked([os.getpid()]), time.process_time_ns()
+            while time.process_time_ns() < computed + 50_000_000:
+                pass
+            found = playing.worked([os.getpid()])
+        finally:
+            os.sched_setaffinity(0, before)
+            other.kill()
+    own = threading.get_native_id()
+    assert found[own] - began[own] > 1.2 * 50_000_000
 
 
 def test_it_is_played_in_virtual_time_too(added: Path) -> None:

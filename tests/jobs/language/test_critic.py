@@ -15,8 +15,8 @@ from rlinf_async.backends.fsdp.language.trainer import (
     PolicyTrainer,
 )
 from rlinf_async.backends.language import MicroBatch
-from tests.jobs.language.kit import TINY, Job
-from tests.jobs.language.test_resumed import Killed, die_after
+from tests.jobs.language.kit import Job
+from tests.jobs.language.test_resumed import whole_and_killed
 
 LETTERS = ("--data.verifier", "tests.jobs.language.verifiers:letters")
 GAE = ("--actor.advantage.name", "gae", "--cluster.critics", 1, "--critic.optimizer.lr", 1e-2)
@@ -122,16 +122,7 @@ def test_a_resumed_run_has_the_critic_that_it_had(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = (*GAE, *LETTERS, "--training.iterations", 5, "--actor.pipelined", "false")
-    runs = []
-    for name in ("whole", "killed"):
-        (tmp_path / name).mkdir()
-        runs.append(Job(tmp_path / name, capsys, TINY))
-    whole, killed = runs
-    whole.succeed(*settings)
-    with pytest.MonkeyPatch.context() as patch:
-        die_after(patch, 3)
-        with pytest.raises(Killed):
-            killed.train(*settings)
+    whole, killed = whole_and_killed(tmp_path, capsys, 3, *settings)
     killed.succeed(*settings, "--resume")
     for name in ("critic_loss", "critic_value", "critic_grad_norm", "policy_loss", "reward"):
         assert column(killed, name) == pytest.approx(column(whole, name), abs=1e-6), name

@@ -57,6 +57,23 @@ def die_after(monkeypatch: pytest.MonkeyPatch, iteration: int) -> None:
     monkeypatch.setattr(Ledger, "trained", dying)
 
 
+def whole_and_killed(
+    folder: pathlib.Path, capsys: pytest.CaptureFixture[str], die_in: int, *settings: object
+) -> tuple[Job, Job]:
+    """The same run twice: to its end, and killed in an iteration."""
+    runs = []
+    for name in ("whole", "killed"):
+        (folder / name).mkdir()
+        runs.append(Job(folder / name, capsys, TINY))
+    whole, killed = runs
+    whole.succeed(*settings)
+    with pytest.MonkeyPatch.context() as patch:
+        die_after(patch, die_in)
+        with pytest.raises(Killed):
+            killed.train(*settings)
+    return whole, killed
+
+
 @pytest.mark.parametrize("die_in", [2, 3])
 def test_losses_of_a_resumed_run_are_those_of_one_that_was_not_killed(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], die_in: int
@@ -65,16 +82,7 @@ def test_losses_of_a_resumed_run_are_those_of_one_that_was_not_killed(
         *("--training.iterations", 5, "--actor.pipelined", "false"),
         *("--data.verifier", "tests.jobs.language.verifiers:letters"),
     )
-    runs = []
-    for name in ("whole", "killed"):
-        (tmp_path / name).mkdir()
-        runs.append(Job(tmp_path / name, capsys, TINY))
-    whole, killed = runs
-    whole.succeed(*settings)
-    with pytest.MonkeyPatch.context() as patch:
-        die_after(patch, die_in)
-        with pytest.raises(Killed):
-            killed.train(*settings)
+    whole, killed = whole_and_killed(tmp_path, capsys, die_in, *settings)
     progress = load_language_progress(killed.out / "checkpoints")
     assert progress is not None
     assert progress.version == 2

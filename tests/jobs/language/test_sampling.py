@@ -7,8 +7,8 @@ import pathlib
 import pytest
 
 from rlinf_async.observe.samples import read_samples
-from tests.jobs.language.kit import LOSSES, TINY, Job
-from tests.jobs.language.test_resumed import Killed, die_after
+from tests.jobs.language.kit import LOSSES, Job
+from tests.jobs.language.test_resumed import whole_and_killed
 
 EVERYTHING: tuple[object, ...] = (
     *("--rollout.sampling.min_p", 0.05, "--rollout.sampling.top_k", 12),
@@ -71,16 +71,7 @@ def test_a_run_with_every_setting_is_resumed_to_the_same_losses(
         *("--training.iterations", 4, "--actor.pipelined", "false"),
         *("--data.verifier", "tests.jobs.language.verifiers:letters", "--evaluation.samples", 0),
     )
-    runs = []
-    for name in ("whole", "killed"):
-        (tmp_path / name).mkdir()
-        runs.append(Job(tmp_path / name, capsys, TINY))
-    whole, killed = runs
-    whole.succeed(*settings)
-    with pytest.MonkeyPatch.context() as patch:
-        die_after(patch, 2)
-        with pytest.raises(Killed):
-            killed.train(*settings)
+    whole, killed = whole_and_killed(tmp_path, capsys, 2, *settings)
     changed = killed.train(*settings, "--resume", "--rollout.sampling.min_p", 0.1)
     assert changed.code == 2
     assert "rollout.sampling.min_p" in changed.err

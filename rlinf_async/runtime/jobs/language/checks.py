@@ -59,7 +59,7 @@ from rlinf_async.runtime.apart import apart as run_apart
 from rlinf_async.runtime.jobs.language.acceptance import acceptance_rules
 from rlinf_async.runtime.jobs.language.backends import has_weights, inference_backend
 from rlinf_async.runtime.jobs.language.config import ActorConfig, LanguageConfig, LearnerConfig
-from rlinf_async.runtime.jobs.language.evaluation import EvaluationSet, greedy
+from rlinf_async.runtime.jobs.language.evaluation import EvaluationSet
 from rlinf_async.runtime.jobs.language.model import check_weights
 from rlinf_async.runtime.jobs.placement import PlacementPlan
 from rlinf_async.runtime.signals import run
@@ -831,7 +831,7 @@ def open_sets(
     """
     wanted, drawn = config.evaluation, config.rollout.sampling
     held_out = [] if training is None else training.held_out[: wanted.samples]
-    found = [EvaluationSet(HELD_OUT, held_out, greedy(drawn))] if held_out else []
+    found = [EvaluationSet(HELD_OUT, held_out, drawn.greedily())] if held_out else []
     for name, one in wanted.sets.items():
         where, sampling = (*SETS, name), one.sampling(drawn)
         limit = OF_TRAINING if one.max_tokens is None else (*where, "max_tokens")

@@ -72,23 +72,21 @@ class Beside:
     """An evaluation that goes on beside the training; at most one at a time."""
 
     def __init__(self) -> None:
-        self._task: asyncio.Task[Sequence[Evaluated]] | None = None
-        self.runs = False
-        """whether one was begun, and its results were not asked for"""
+        self.task: asyncio.Task[Sequence[Evaluated]] | None = None
+        """the one that was begun; None: there is none"""
         self.waited = 0.0
         """seconds for which somebody has waited for it"""
 
     def begin(self, evaluation: Coroutine[Any, Any, Sequence[Evaluated]]) -> None:
         """Let an evaluation run."""
-        self._task, self.waited = asyncio.create_task(evaluation, name="evaluation"), 0.0
-        self.runs = True
+        self.task, self.waited = asyncio.create_task(evaluation, name="evaluation"), 0.0
 
     async def done(self) -> Sequence[Evaluated]:
         """Wait for the results; none where no evaluation runs, or a SIGTERM gives it up.
 
         Raises what the evaluation raises.
         """
-        task = self._task
+        task = self.task
         if task is None:
             return ()
         if not task.done():
@@ -102,7 +100,7 @@ class Beside:
 
     def forget(self) -> None:
         """Give it up, if it is not complete."""
-        task, self._task, self.runs = self._task, None, False
+        task, self.task = self.task, None
         if task is not None and not task.cancel() and not task.cancelled():
             task.exception()  # whoever is left with it has an error of its own
 
@@ -120,11 +118,6 @@ async def _ended(task: asyncio.Task[Sequence[Evaluated]]) -> bool:
 
 class MixedVersions(RuntimeError):
     """Answers of an evaluation were drawn by other weights than those that it is of."""
-
-
-def greedy(training: Sampling) -> Sampling:
-    """Return the most likely tokens, as many as samples to train on may have."""
-    return training.greedily()
 
 
 def asked(sets: Sequence[EvaluationSet], version: int, seed: int) -> list[Request]:

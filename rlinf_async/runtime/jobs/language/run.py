@@ -445,7 +445,7 @@ class LanguageRun:
     ) -> tuple[int, dict[str, float]] | None:
         """The step and the row of the evaluation that runs beside, once it is complete; None where
         there is none, or a SIGTERM gives it up."""
-        found = await beside.done() if beside.runs else ()
+        found = await beside.done() if beside.task else ()
         if not found:
             return None
         if flow.roles.scheduling is None:  # else it was waited for between two iterations
@@ -580,7 +580,7 @@ async def _collected(collector: Collector, iteration: int, beside: Beside) -> No
     """Wait for the samples of an iteration, and for the evaluation of the version before it: then
     rollout workers may be stopped."""
     await collector.whole(iteration)
-    if beside.runs:
+    if beside.task:
         await beside.done()
 
 
