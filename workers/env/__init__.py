@@ -1,7 +1,8 @@
 """The env role: environments of Gymnasium, stepped in stages. Imports gymnasium only when used."""
 
+from rlinf_async.messages.described import EnvError
 from rlinf_async.messages.spaces import EnvSpec
-from rlinf_async.workers.env.config import EnvConfig, EnvError, EnvFailed, RolloutGone
+from rlinf_async.workers.env.config import EnvConfig, EnvFailed, RolloutGone
 from rlinf_async.workers.env.evaluation import EvaluatedEpisode
 from rlinf_async.workers.env.make import describe_env, make_env
 from rlinf_async.workers.env.worker import EnvReport, EnvWorker, EvaluationPlan

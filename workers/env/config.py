@@ -23,6 +23,7 @@ import numpy as np
 from rlinf_async.channels import ChannelError
 from rlinf_async.config import ConfigError
 from rlinf_async.config.registry import Registry, raised
+from rlinf_async.messages.described import EnvError
 from rlinf_async.workers.foreign_calls import Limits
 
 Autoreset = Literal["same_step", "next_step", "disabled"]
@@ -216,10 +217,6 @@ class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def rendering(self) -> bool:
         """Whether the environment has a renderer, which must stay in the thread that made it."""
         return self.kwargs.get("render_mode") is not None
-
-
-class EnvError(RuntimeError):
-    """The environment cannot be used: its spaces, or what was answered for them, do not fit."""
 
 
 def is_interrupt(error: BaseException) -> bool:

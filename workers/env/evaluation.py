@@ -38,10 +38,10 @@ from typing import Final, Literal
 import msgspec
 import numpy as np
 
+from rlinf_async.messages.converting import ActionReader
 from rlinf_async.messages.embodied import Choice, Floats
 from rlinf_async.messages.spaces import ObservationArray, ObservationSpec
 from rlinf_async.workers.env.config import episode_seed
-from rlinf_async.workers.env.spaces import ActionReader
 from rlinf_async.workers.env.stage import EnvStage, Episode, Slot, after_step
 
 log = logging.getLogger(__name__)

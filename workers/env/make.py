@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from rlinf_async.config import ConfigError, UsageError
+from rlinf_async.messages.converting import ActionReader, ObservationWriter
 from rlinf_async.messages.spaces import EnvSpec
 from rlinf_async.workers.env.config import EnvConfig, EnvFailed, not_made
 from rlinf_async.workers.env.make_batched import (
@@ -19,7 +20,6 @@ from rlinf_async.workers.env.make_batched import (
 )
 from rlinf_async.workers.env.probing import check_seed, probe_many, probe_one
 from rlinf_async.workers.env.simulators import gymnasium_for
-from rlinf_async.workers.env.spaces import ActionReader, ObservationWriter
 from rlinf_async.workers.env.stage import ForeignEnv
 from rlinf_async.workers.foreign_calls import CLOSE, RENDER, RESET, STEP, making, place_for
 

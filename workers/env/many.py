@@ -47,12 +47,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlinf_async.config.registry import raised
+from rlinf_async.messages.converting import ActionReader, ObservationWriter, array_of
 from rlinf_async.messages.embodied import Bools, Choice, Floats, Ints, success_at
 from rlinf_async.messages.language import MAX_REWARD
 from rlinf_async.messages.spaces import ObservationArray, ObservationSpec, all_finite, numbers_of
 from rlinf_async.workers.env.config import Autoreset, EnvFailed
 from rlinf_async.workers.env.evaluation import Readiness
-from rlinf_async.workers.env.spaces import ActionReader, ObservationWriter, array_of
 from rlinf_async.workers.env.stage import (
     Episode,
     ForeignEnv,

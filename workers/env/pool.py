@@ -37,11 +37,12 @@ import msgspec
 import numpy as np
 
 from rlinf_async.config import ConfigError
+from rlinf_async.messages.described import EnvError
 from rlinf_async.messages.embodied import Choice, Ints
 from rlinf_async.messages.spaces import ObservationSpec
 from rlinf_async.processes import frame, how_it_ended, read_message
 from rlinf_async.workers import foreign_calls
-from rlinf_async.workers.env.config import EnvConfig, EnvError, EnvFailed
+from rlinf_async.workers.env.config import EnvConfig, EnvFailed
 from rlinf_async.workers.env.many import Ready
 from rlinf_async.workers.env.stage import Episode
 from rlinf_async.workers.foreign_calls import ForeignCalls, UnderWay

@@ -22,6 +22,8 @@ import msgspec
 import numpy as np
 
 from rlinf_async.config import UsageError
+from rlinf_async.messages.converting import ActionReader, ObservationWriter
+from rlinf_async.messages.described import EnvError
 from rlinf_async.processes import (
     end_with_parent,
     frame,
@@ -29,7 +31,7 @@ from rlinf_async.processes import (
     read_message,
 )
 from rlinf_async.workers import foreign_calls
-from rlinf_async.workers.env.config import EnvConfig, EnvError
+from rlinf_async.workers.env.config import EnvConfig
 from rlinf_async.workers.env.make import make_env
 from rlinf_async.workers.env.pool import (
     Act,
@@ -42,7 +44,6 @@ from rlinf_async.workers.env.pool import (
     Shown,
     ToEnv,
 )
-from rlinf_async.workers.env.spaces import ActionReader, ObservationWriter
 from rlinf_async.workers.env.stage import Slot
 
 GRACE: Final = 5.0

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from rlinf_async.messages.converting import ObservationWriter
+from rlinf_async.messages.described import EnvError
 from rlinf_async.messages.spaces import ObservationArray, numbers_of
-from rlinf_async.workers.env.config import EnvError
 from rlinf_async.workers.env.many import BatchedEnv, batch_of, last_name, one_each
-from rlinf_async.workers.env.spaces import ObservationWriter
 from rlinf_async.workers.env.stage import ForeignEnv, reward_problem
 from rlinf_async.workers.foreign_calls import RESET, STEP, STEP_AND_RESET
 

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rlinf_async.messages.described import EnvError
 from rlinf_async.messages.embodied import Actions, Collect, Floats, Ints, Trajectory
 from rlinf_async.messages.spaces import ObservationArray
-from rlinf_async.workers.env.config import EnvError
 from rlinf_async.workers.env.stage import Episode, StageOutcome
 
 Place = int | tuple[Ints, Ints]

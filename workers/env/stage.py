@@ -24,11 +24,11 @@ import msgspec
 import numpy as np
 
 from rlinf_async.config.registry import raised
+from rlinf_async.messages.converting import ActionReader
 from rlinf_async.messages.embodied import Bools, Choice, Floats, Ints, success_of
 from rlinf_async.messages.language import MAX_REWARD
 from rlinf_async.messages.spaces import ObservationArray, all_finite, numbers_of
 from rlinf_async.workers.env.config import EnvFailed, is_interrupt
-from rlinf_async.workers.env.spaces import ActionReader
 from rlinf_async.workers.foreign_calls import (
     CLOSE,
     NO_LENGTH,

@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from rlinf_async.messages.converting import ObservationWriter, array_of
 from rlinf_async.messages.spaces import ObservationArray, ObservationSpec
 from rlinf_async.workers.env.config import EnvConfig
 from rlinf_async.workers.env.make import describe_env, opened
 from rlinf_async.workers.env.make_batched import autoreset_of
 from rlinf_async.workers.env.many import BatchedEnv, batch_of
-from rlinf_async.workers.env.spaces import ObservationWriter, array_of
 from rlinf_async.workers.env.stage import ForeignEnv, Slot
 from rlinf_async.workers.foreign_calls import RESET, STEP_AND_RESET, Call
 

@@ -39,6 +39,7 @@ import msgspec
 import numpy as np
 
 from rlinf_async.channels import EndOfChannel, Receiver, Sender
+from rlinf_async.messages.converting import ActionReader, ObservationWriter
 from rlinf_async.messages.embodied import (
     Actions,
     Choice,
@@ -61,7 +62,6 @@ from rlinf_async.workers.env.evaluation import (
 )
 from rlinf_async.workers.env.many import AsyncEnvs, AsyncStage, BatchedStage, SimulatorEnvs
 from rlinf_async.workers.env.record import Record
-from rlinf_async.workers.env.spaces import ActionReader, ObservationWriter
 from rlinf_async.workers.env.stage import (
     EnvStage,
     Slot,

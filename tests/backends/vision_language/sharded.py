@@ -18,12 +18,12 @@ from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig
 from rlinf_async.backends.fsdp.embodied import EmbodiedTrainer
 from rlinf_async.backends.policies.serving import PolicyServer
 from rlinf_async.config import Document
+from rlinf_async.messages.converting import ObservationWriter
 from rlinf_async.messages.embodied import Trajectory
 from rlinf_async.messages.spaces import ObservationArray
 from rlinf_async.runtime.jobs.embodied import EmbodiedConfig
 from rlinf_async.runtime.jobs.embodied.settings import described, fitted
 from rlinf_async.workers.env import make_env
-from rlinf_async.workers.env.spaces import ObservationWriter
 from tests.backends.fsdp_helpers import in_processes, load_result, save_result
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "vla_reach.toml"

@@ -18,13 +18,13 @@ from rlinf_async.backends.policies.base import find_policy, to_tensors
 from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.backends.policies.mlp import MlpGaussianPolicy
 from rlinf_async.config import ConfigError
+from rlinf_async.messages.converting import Bounds
 from rlinf_async.runtime.jobs.embodied import EmbodiedConfig, EmbodiedPPO, EmbodiedTrainingConfig
 from rlinf_async.runtime.jobs.embodied.settings import EmbodiedClusterConfig, described, fitted
 from rlinf_async.runtime.jobs.embodied_sac.config import SacConfig, SacTrainingConfig
 from rlinf_async.runtime.jobs.embodied_sac.job import EmbodiedSAC
 from rlinf_async.workers.env import EnvConfig
 from rlinf_async.workers.env.make import make_env
-from rlinf_async.workers.env.spaces import Bounds
 from rlinf_async.workers.env.worker import Environments
 from rlinf_async.workers.replay.worker import ReplayConfig
 from tests.jobs.embodied.kit import Job

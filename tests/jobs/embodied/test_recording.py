@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from rlinf_async.config import UsageError
 from rlinf_async.data.demonstrations import read_episodes
+from rlinf_async.messages.converting import ActionReader, Bounds, answer_for
 from rlinf_async.runtime.jobs.embodied import EmbodiedConfig, EmbodiedTrainingConfig
 from rlinf_async.runtime.jobs.embodied.playing import record_demonstrations
 from rlinf_async.runtime.jobs.embodied.settings import DemonstrationsConfig
 from rlinf_async.workers.env import EnvConfig
-from rlinf_async.workers.env.spaces import ActionReader, Bounds, answer_for
 from tests.workers.env.test_actions import integer_boxes
 
 TAKEN: dict[str, spaces.Space[Any]] = {

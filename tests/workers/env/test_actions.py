@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from rlinf_async.messages.converting import ActionReader, Bounds
 from rlinf_async.workers.env import EnvConfig, EnvError, make_env
 from rlinf_async.workers.env.many import batch_of
-from rlinf_async.workers.env.spaces import ActionReader, Bounds
 
 FLOATS = (np.float16, np.float32, np.float64)
 INTEGERS: tuple[type[np.integer], ...] = (

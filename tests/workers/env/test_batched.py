@@ -10,11 +10,11 @@ import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from rlinf_async.config import ConfigError
+from rlinf_async.messages.converting import ActionReader, ObservationWriter
 from rlinf_async.workers.env import EnvConfig, EnvError, EnvFailed, describe_env
 from rlinf_async.workers.env.config import Autoreset
 from rlinf_async.workers.env.evaluation import BatchedEvaluation
 from rlinf_async.workers.env.many import BatchedStage
-from rlinf_async.workers.env.spaces import ActionReader, ObservationWriter
 from rlinf_async.workers.env.stage import Slot, Stage, StageOutcome
 from tests.workers.env.toy import Counting, make
 

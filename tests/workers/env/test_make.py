@@ -13,9 +13,9 @@ import pytest
 from gymnasium import spaces
 
 from rlinf_async.config import ConfigError, MissingExtra, load
+from rlinf_async.messages.converting import ActionReader, ObservationWriter
 from rlinf_async.messages.spaces import choices, continuous, flat_spec
 from rlinf_async.workers.env import EnvConfig, EnvError, EnvSpec, describe_env, make_env
-from rlinf_async.workers.env.spaces import ActionReader, ObservationWriter
 from tests.workers.env.toy import counting
 
 

@@ -13,6 +13,7 @@ from hypothesis.extra import numpy as arrays
 from numpy.typing import NDArray
 
 from rlinf_async.channels.wire.codec import Decoder, encode
+from rlinf_async.messages.converting import ActionReader, ObservationWriter
 from rlinf_async.messages.embodied import Observations
 from rlinf_async.messages.spaces import (
     ActionSpec,
@@ -23,7 +24,6 @@ from rlinf_async.messages.spaces import (
     texts_of,
 )
 from rlinf_async.workers.env import EnvError
-from rlinf_async.workers.env.spaces import ActionReader, ObservationWriter
 
 KITCHEN = spaces.Dict(
     {

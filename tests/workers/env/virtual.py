@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from rlinf_async.messages.converting import ActionReader
 from rlinf_async.messages.embodied import Choice, Ints
 from rlinf_async.messages.spaces import ObservationSpec
 from rlinf_async.workers.env.many import Ready
-from rlinf_async.workers.env.spaces import ActionReader
 from rlinf_async.workers.env.stage import Slot
 
 

@@ -34,6 +34,7 @@ from rlinf_async.data.demonstrations import (
     write_episode,
     write_info,
 )
+from rlinf_async.messages.converting import ActionReader, ObservationWriter, answer_for, ends_of
 from rlinf_async.messages.embodied import Floats, Ints, success_of
 from rlinf_async.messages.spaces import ObservationArray
 from rlinf_async.observe.files import VideoError
@@ -52,7 +53,6 @@ from rlinf_async.workers.base import WorkerDied
 from rlinf_async.workers.env import EnvConfig, EnvError, EnvFailed, EvaluatedEpisode
 from rlinf_async.workers.env.config import episode_seed, is_interrupt
 from rlinf_async.workers.env.make import NamedEnv, opened
-from rlinf_async.workers.env.spaces import ActionReader, ObservationWriter, answer_for, ends_of
 from rlinf_async.workers.env.worker import Environments
 
 MOST_STEPS = 100_000

@@ -21,6 +21,18 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from rlinf_async.messages.described import (
+    BoxSpace,
+    DictSpace,
+    DiscreteSpace,
+    EnvError,
+    MultiBinarySpace,
+    MultiDiscreteSpace,
+    Space,
+    TextSpace,
+    TupleSpace,
+    described,
+)
 from rlinf_async.messages.embodied import Choice
 from rlinf_async.messages.spaces import (
     STATE,
@@ -30,11 +42,11 @@ from rlinf_async.messages.spaces import (
     ObservationSpec,
     all_finite,
 )
-from rlinf_async.workers.env.config import EnvError
 
 if TYPE_CHECKING:
-    from gymnasium import Space, spaces
+    import gymnasium
 
+    AnySpace = gymnasium.Space[Any] | Space
 
 Actions = Sequence[Any] | NDArray[Any]
 Read = Callable[[NDArray[Any]], Actions]
@@ -46,9 +58,9 @@ Bounds = Literal["clip", "rescale"]
 class ActionReader:
     """Turns answers ``[E, columns]`` (or int64 ``[E]``) into ``E`` actions of one space."""
 
-    def __init__(self, space: Space[Any], env: str, actions: Bounds) -> None:
+    def __init__(self, space: AnySpace, env: str, actions: Bounds) -> None:
         self._env = env
-        factors, bounds, self._read = _reader(space, env, actions)
+        factors, bounds, self._read = _reader(described(space, env, "action"), env, actions)
         self.bounds = tuple(bounds)
         """lowest and highest value of each column of an answer; those of a Box without bounds are
         the largest of its dtype"""
@@ -95,36 +107,34 @@ class ActionReader:
 
 
 def _reader(
-    space: Space[Any], env: str, actions: Bounds
+    space: Space, env: str, actions: Bounds
 ) -> tuple[list[Factor], list[tuple[float, float]], Read]:
-    from gymnasium import spaces
-
-    if isinstance(space, spaces.Discrete):
-        return _choosing(space, [int(space.n)], env)
-    if isinstance(space, spaces.MultiDiscrete):
-        return _choosing(space, [int(count) for count in space.nvec.reshape(-1)], env)
-    if isinstance(space, spaces.MultiBinary):
-        return _choosing(space, [2] * int(np.prod(space.shape)), env)
-    if isinstance(space, spaces.Box):
-        size = int(np.prod(space.shape))
-        ends = [(-1.0, 1.0)] * size if actions == "rescale" else ends_of(space)
-        return [Factor("continuous", size)], ends, _box(space, env, actions)
-    if isinstance(space, spaces.Dict):
-        keys: list[Any] = sorted(space.keys())
-        return _composite(
-            [space[key] for key in keys], env, actions, lambda p: dict(zip(keys, p, strict=True))
-        )
-    if isinstance(space, spaces.Tuple):
-        return _composite(list(space), env, actions, tuple)
-    raise EnvError(
-        f"env {env}: the action space {space} is not supported; Box, Discrete, "
-        "MultiDiscrete, MultiBinary, and Dict and Tuple of them are: wrap the environment "
-        "(gymnasium.ActionWrapper)"
-    )
+    match space:
+        case DiscreteSpace():
+            return _choosing(space, [space.n], env)
+        case MultiDiscreteSpace():
+            return _choosing(space, list(space.counts), env)
+        case MultiBinarySpace():
+            return _choosing(space, [2] * int(np.prod(space.shape)), env)
+        case BoxSpace():
+            ends = [(-1.0, 1.0)] * space.size if actions == "rescale" else ends_of(space)
+            return [Factor("continuous", space.size)], ends, _box(space, env, actions)
+        case DictSpace():
+            keys = [key for key, _ in space.parts]
+            return _composite(
+                [part for _, part in space.parts],
+                env,
+                actions,
+                lambda p: dict(zip(keys, p, strict=True)),
+            )
+        case TupleSpace():
+            return _composite(list(space.parts), env, actions, tuple)
+        case TextSpace():
+            raise EnvError(f"env {env}: no policy says texts")
 
 
 def _composite(
-    parts: list[Space[Any]], env: str, actions: Bounds, join: Callable[[tuple[Any, ...]], Any]
+    parts: list[Space], env: str, actions: Bounds, join: Callable[[tuple[Any, ...]], Any]
 ) -> tuple[list[Factor], list[tuple[float, float]], Read]:
     factors: list[Factor] = []
     bounds: list[tuple[float, float]] = []
@@ -146,7 +156,7 @@ def _composite(
 
 
 def _choosing(
-    space: spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary, counts: list[int], env: str
+    space: DiscreteSpace | MultiDiscreteSpace | MultiBinarySpace, counts: list[int], env: str
 ) -> tuple[list[Factor], list[tuple[float, float]], Read]:
     factors = [Factor("choice", count) for count in counts]
     return factors, [(0.0, count - 1.0) for count in counts], _integers(space, counts, env)
@@ -172,10 +182,11 @@ def _listed(chosen: NDArray[Any]) -> list[Any]:
 
 
 def _integers(
-    space: spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary, counts: list[int], env: str
+    space: DiscreteSpace | MultiDiscreteSpace | MultiBinarySpace, counts: list[int], env: str
 ) -> Read:
-    read, shape, dtype = _choices(counts, env), space.shape or (), space.dtype
-    first = np.asarray(getattr(space, "start", 0)).reshape(-1).astype(np.int64)
+    read, dtype = _choices(counts, env), space.dtype
+    shape = () if isinstance(space, DiscreteSpace) else space.shape
+    first = np.array(_first(space), np.int64)
 
     def integers(columns: NDArray[Any]) -> Actions:
         chosen = (read(columns) + first).astype(dtype)
@@ -185,8 +196,15 @@ def _integers(
     return integers
 
 
-def _box(space: spaces.Box, env: str, actions: Bounds) -> Read:
-    low, high, shape = space.low.reshape(-1), space.high.reshape(-1), space.shape
+def _first(space: DiscreteSpace | MultiDiscreteSpace | MultiBinarySpace) -> tuple[int, ...]:
+    """The first of each choice, or of all."""
+    if isinstance(space, MultiDiscreteSpace):
+        return space.starts
+    return (space.start,) if isinstance(space, DiscreteSpace) else (0,)
+
+
+def _box(space: BoxSpace, env: str, actions: Bounds) -> Read:
+    (low, high), shape = space.ends, space.shape
     within = _within(low, high)
 
     def clip(columns: NDArray[Any]) -> Actions:
@@ -197,19 +215,18 @@ def _box(space: spaces.Box, env: str, actions: Bounds) -> Read:
 
     if actions == "clip":
         return clip
-    if not space.is_bounded("both"):
+    if not (np.isfinite(low).all() and np.isfinite(high).all()):
         raise EnvError(
             f"env {env}: actions = 'rescale' needs finite bounds, the action space has "
             f"low {low.tolist()}, high {high.tolist()}: use actions = 'clip'"
         )
-    middle, half = _middle_and_half(space)
+    middle, half = middle_and_half(space)
     return lambda columns: clip(middle + np.clip(columns, -1.0, 1.0) * half)
 
 
-def ends_of(space: spaces.Box) -> list[tuple[float, float]]:
-    """Return the lowest and highest value of each number, none of them infinite."""
-    low: NDArray[Any] = space.low.reshape(-1)
-    high: NDArray[Any] = space.high.reshape(-1)
+def ends_of(space: AnySpace) -> list[tuple[float, float]]:
+    """Return the lowest and highest value of each number of a Box, none of them infinite."""
+    low, high = _as_box(space).ends
     if low.dtype.kind == "f":
         finite = np.finfo(low.dtype)
         low, high = np.maximum(low, finite.min), np.minimum(high, finite.max)
@@ -217,7 +234,7 @@ def ends_of(space: spaces.Box) -> list[tuple[float, float]]:
 
 
 def answer_for(
-    space: Space[Any],
+    space: AnySpace,
     action: NDArray[Any],
     bounds: Sequence[tuple[float, float]],
     *,
@@ -225,12 +242,10 @@ def answer_for(
 ) -> Choice:
     """The answer of a policy, of one row, by which this action of a Box or Discrete space is taken;
     of one outside of the space, the nearest within."""
-    from gymnasium import spaces
-
-    if isinstance(space, spaces.Discrete):
-        return np.array([int(action) - int(space.start)], np.int64)
-    assert isinstance(space, spaces.Box)
-    middle, half = _middle_and_half(space)
+    known = described(space, "", "action")
+    if isinstance(known, DiscreteSpace):
+        return np.array([int(action) - known.start], np.int64)
+    middle, half = middle_and_half(_as_box(known))
     flat = action.reshape(-1).astype(middle.dtype)
     if rescaled:
         flat = np.divide(flat - middle, half, out=np.zeros_like(flat), where=half > 0)
@@ -238,13 +253,20 @@ def answer_for(
     return answer
 
 
-def _middle_and_half(space: spaces.Box) -> tuple[NDArray[Any], NDArray[Any]]:
+def _as_box(space: AnySpace) -> BoxSpace:
+    box = described(space, "", "action")
+    assert isinstance(box, BoxSpace)
+    return box
+
+
+def middle_and_half(space: BoxSpace) -> tuple[NDArray[Any], NDArray[Any]]:
     """The middle of the bounds, and half their distance, flat.
 
     -1 of ``actions = "rescale"`` is ``middle - half``, 1 is ``middle + half``.
     """
-    wide = _comparison_dtype(space.low.dtype)
-    low, high = (0.5 * bound.reshape(-1).astype(wide) for bound in (space.low, space.high))
+    low, high = space.ends
+    wide = _comparison_dtype(low.dtype)
+    low, high = (0.5 * bound.astype(wide) for bound in (low, high))
     return low + high, high - low
 
 
@@ -296,8 +318,8 @@ class _Leaf(msgspec.Struct, frozen=True):
 class ObservationWriter:
     """Writes observations of one space into rows of arrays that ``spec`` makes."""
 
-    def __init__(self, space: Space[Any], env: str) -> None:
-        leaves = list(_leaves(space, (), env))
+    def __init__(self, space: AnySpace, env: str) -> None:
+        leaves = list(_leaves(described(space, env, "observation"), ()))
         numbers = [leaf for leaf in leaves if leaf.kind == "state"]
         others = [leaf for leaf in leaves if leaf.kind != "state"]
         self.size = sum(leaf.shape[0] for leaf in numbers)
@@ -332,35 +354,26 @@ class ObservationWriter:
             leaf.fill(_at(observation, leaf.path), row[name])
 
 
-def _leaves(space: Space[Any], path: Path, env: str) -> Iterator[_Leaf]:
-    from gymnasium import spaces
-
-    if isinstance(space, spaces.Dict):
-        for key in sorted(space.keys()):
-            yield from _leaves(space[key], (*path, key), env)
-    elif isinstance(space, spaces.Tuple):
-        for at, part in enumerate(space):
-            yield from _leaves(part, (*path, at), env)
-    elif isinstance(space, spaces.Discrete):
-        yield _Leaf(path, "state", (int(space.n),), _one_hot(int(space.start)))
-    elif isinstance(space, spaces.MultiDiscrete):
-        counts, first = space.nvec.reshape(-1), space.start.reshape(-1)
-        yield _Leaf(path, "state", (int(counts.sum()),), _one_hots(counts, first, space.shape))
-    elif isinstance(space, spaces.Text):
-        size = space.max_length * (1 if "".join(space.characters).isascii() else 4)
-        yield _Leaf(path, "text", (size,), _characters)
-    elif isinstance(space, (spaces.Box, spaces.MultiBinary)) and space.shape is not None:
-        if isinstance(space, spaces.Box) and space.dtype == np.uint8 and len(space.shape) > 1:
+def _leaves(space: Space, path: Path) -> Iterator[_Leaf]:
+    match space:
+        case DictSpace():
+            for key, part in space.parts:
+                yield from _leaves(part, (*path, key))
+        case TupleSpace():
+            for at, part in enumerate(space.parts):
+                yield from _leaves(part, (*path, at))
+        case DiscreteSpace():
+            yield _Leaf(path, "state", (space.n,), _one_hot(space.start))
+        case MultiDiscreteSpace():
+            counts, first = np.array(space.counts), np.array(space.starts)
+            yield _Leaf(path, "state", (int(counts.sum()),), _one_hots(counts, first, space.shape))
+        case TextSpace():
+            yield _Leaf(path, "text", (space.size,), _characters)
+        case BoxSpace() if space.dtype == "uint8" and len(space.shape) > 1:
             yield _Leaf(path, "image", space.shape, _pixels(space.shape), space.shape)
-        else:
+        case BoxSpace() | MultiBinarySpace():
             size = int(np.prod(space.shape))
             yield _Leaf(path, "state", (size,), _elements(space.shape), space.shape)
-    else:
-        raise EnvError(
-            f"env {env}: the observation space {space} is not supported; Box, Discrete, "
-            "MultiDiscrete, MultiBinary, Text, and Dict and Tuple of them are: wrap the "
-            "environment (gymnasium.ObservationWrapper)"
-        )
 
 
 def _part(name: str, leaf: _Leaf) -> ObservationPart:
