@@ -1,39 +1,40 @@
 """Async actor-model framework for reinforcement-learning post-training.
 
-The dozen names of everyday use. Importing them brings in neither torch nor ray.
+The dozen names of everyday use. A name brings in what it needs when it is first asked for, which is
+neither torch nor ray: a trained policy that has left the framework loads none of them.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from rlinf_async.channels import (
-    BatchResizingIterator,
-    Channel,
-    ChannelError,
-    EndOfChannel,
-    Latest,
-    LatestReceiver,
-    LatestSender,
-    Lease,
-    Receiver,
-    Sender,
-)
-from rlinf_async.runtime import (
-    Cluster,
-    GroupCall,
-    Never,
-    Packed,
-    Ranks,
-    Restart,
-    Spread,
-    WorkerGroup,
-    WorkerRef,
-    run,
-)
-from rlinf_async.workers import BuildError, Deadlock, Worker, WorkerDied, WorkerError
-
-if TYPE_CHECKING:  # they read run folders: what a worker need not import
+if TYPE_CHECKING:
+    from rlinf_async.channels import (
+        BatchResizingIterator,
+        Channel,
+        ChannelError,
+        EndOfChannel,
+        Latest,
+        LatestReceiver,
+        LatestSender,
+        Lease,
+        Receiver,
+        Sender,
+    )
+    from rlinf_async.policy import Policy
+    from rlinf_async.runtime import (
+        Cluster,
+        GroupCall,
+        Never,
+        Packed,
+        Ranks,
+        Restart,
+        Spread,
+        WorkerGroup,
+        WorkerRef,
+        run,
+    )
     from rlinf_async.runtime.driving import RunFailed, TrainingRun, train
+    from rlinf_async.workers import BuildError, Deadlock, Worker, WorkerDied, WorkerError
 
 __version__ = "0.1.0"
 
@@ -52,6 +53,7 @@ __all__ = [
     "Lease",
     "Never",
     "Packed",
+    "Policy",
     "Ranks",
     "Receiver",
     "Restart",
@@ -68,11 +70,26 @@ __all__ = [
     "train",
 ]
 
-_LATER = {"RunFailed", "TrainingRun", "train"}
+_PLACES = {
+    "policy": ("Policy",),
+    "runtime": (
+        *("Cluster", "GroupCall", "Never", "Packed", "Ranks", "Restart", "Spread", "WorkerGroup"),
+        *("WorkerRef", "run"),
+    ),
+    "runtime.driving": ("RunFailed", "TrainingRun", "train"),
+    "workers": ("BuildError", "Deadlock", "Worker", "WorkerDied", "WorkerError"),
+}
+"""modules of the names; those of others are in ``channels``"""
 
 
 def __getattr__(name: str) -> Any:
-    """Import what only the caller of a run needs when it is asked for."""
-    if name in _LATER:
-        return getattr(importlib.import_module("rlinf_async.runtime.driving"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Import what a name needs when it is first asked for."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    place = next((one for one, names in _PLACES.items() if name in names), "channels")
+    found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{place}"), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -11,9 +11,10 @@ import pathlib
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal, NamedTuple, cast
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -30,6 +31,8 @@ from rlinf_async.config import Document, UsageError
 from rlinf_async.config.counts import MOST_WORKERS
 from rlinf_async.observe.files import ObserveError, explaining
 from rlinf_async.observe.model_card import write_card
+from rlinf_async.observe.run_folder import MARKER
+from rlinf_async.runtime.jobs import Job
 
 CHECKOUT = pathlib.Path(__file__).resolve().parents[2]
 """Where ``benchmarks/`` lies beside the package, in a source checkout"""
@@ -39,9 +42,22 @@ _folder = click.Path(path_type=pathlib.Path)
 _ranks = click.IntRange(1, MOST_WORKERS)
 
 
+OF_POLICIES = ("torchscript", "pt2", "onnx")
+"""forms that a policy for robots can have, and a language model cannot"""
+LEROBOT = "lerobot"
+
+
 @click.command()
-@click.argument("checkpoint", type=_folder)
+@click.argument("checkpoint", metavar="RUN|CHECKPOINT", type=_folder)
 @click.argument("out", type=_folder)
+@click.option(
+    "--to",
+    "form",
+    type=click.Choice(["folder", *OF_POLICIES, LEROBOT]),
+    default="folder",
+    show_default=True,
+    help="Of a policy for robots: its weights, or one graph with everything in it.",
+)
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16", "float16"]),
@@ -59,17 +75,39 @@ _ranks = click.IntRange(1, MOST_WORKERS)
     show_default=True,
     help="Largest file, in GB.",
 )
+@click.pass_context
 def export(
+    context: click.Context,
     checkpoint: pathlib.Path,
     out: pathlib.Path,
+    form: str,
     dtype: Literal["float32", "bfloat16", "float16"] | None,
     model: pathlib.Path | None,
     shard_size: float,
 ) -> None:
-    """Write the language model in CHECKPOINT as a Hugging Face folder OUT.
+    """Write what a run has trained as a folder OUT that others load.
 
-    transformers and vLLM load it. CHECKPOINT is a checkpoint's folder, or a run's: its newest.
+    A language model becomes a Hugging Face folder, for transformers and vLLM. A policy for robots
+    leaves with its spaces, statistics and action post-processing: Policy.load reads it without the
+    framework's runtime, and ONNX Runtime or libtorch its graph. Name a run, for its newest
+    checkpoint, or the folder of a checkpoint.
     """
+    found = _run_of_policy(context.obj, checkpoint)
+    if found is not None:
+        given = [
+            f"--{name.replace('_', '-')}"
+            for name in ("dtype", "model", "shard_size")
+            if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        ]
+        if given:
+            raise UsageError(f"{given[0]}: is of language models, not of policies: leave it out")
+        _export_policy(found, checkpoint, out, form)
+        return
+    if form != "folder":
+        raise UsageError(
+            f"--to {form}: {checkpoint} is not of a run in environments; a language model is "
+            "exported as a folder: leave it out"
+        )
     if not shard_size < math.inf:
         raise UsageError(f"--shard-size {shard_size}: must be a finite number")
     with _as_usage(checkpoint, out):
@@ -88,6 +126,59 @@ def export(
             done = made.run(out, advance)
         _write_card(made.checkpoint, out)
     click.echo(f"{out}: {done.tensors} tensors, {_size(done.bytes)}")
+
+
+class _PolicyRun(NamedTuple):
+    """A run in environments."""
+
+    job: Job
+    document: Document
+    folder: pathlib.Path
+    checkpoint: str | None
+    """None: the newest"""
+
+
+def _run_of_policy(session: Session, path: pathlib.Path) -> _PolicyRun | None:
+    """The run in environments of this folder, or of this checkpoint; None for anything else."""
+    from rlinf_async.runtime.jobs.embodied.playing import PlayingJob
+
+    single = path.parent.name == "checkpoints"
+    run = path.parent.parent if single else path
+    if not ((run / MARKER).is_file() and (run / "config.toml").is_file()):
+        return None
+    document = Document.read(str(run / "config.toml"))
+    job = job_of(session, document)
+    if not isinstance(job, PlayingJob):
+        return None
+    return _PolicyRun(job, document, run, path.name if single else None)
+
+
+def _export_policy(run: _PolicyRun, source: pathlib.Path, out: pathlib.Path, form: str) -> None:
+    if form == LEROBOT:
+        raise UsageError(
+            "--to lerobot: lerobot loads only the policies that it defines itself (act, diffusion, "
+            "smolvla, ...), of which this is none: take --to folder, onnx, pt2 or torchscript, and "
+            "call Policy.load in its control loop"
+        )
+    from rlinf_async.cli.evaluate import trained_by
+    from rlinf_async.runtime.jobs.checkpoints import checkpoint_of
+    from rlinf_async.runtime.jobs.embodied.leaving import COMPARED, leave
+
+    checkpoint = checkpoint_of(run.folder, run.checkpoint, to="export")
+    with _as_usage(source, out):
+        trained = trained_by(run.job, run.document, run.folder)
+        left = leave(trained, checkpoint, out, cast(Any, form))
+    click.echo(
+        f"{out}: policy {left.name!r} of {left.env}, version {left.version}, as {form}, "
+        f"{_size(left.bytes)}"
+    )
+    click.echo(
+        f"largest difference to the trained policy: {left.difference:.1e} ({COMPARED} observations)"
+    )
+    click.echo(
+        f"one action takes {1e3 * left.median:.3f} ms; 99 of 100 take at most "
+        f"{1e3 * left.slowest:.3f} ms"
+    )
 
 
 def _write_card(checkpoint: pathlib.Path, out: pathlib.Path) -> None:

@@ -112,7 +112,7 @@ def evaluate(
             "it out"
         )
     paths = [path for path in films.values() if path is not None]
-    trained = _trained(job, document, folder, single=bool(paths))
+    trained = trained_by(job, document, folder, single=bool(paths))
     played, shown = _play(trained, folder, checkpoint, episodes, seed, paths)
     _print_played(folder, played, shown, as_json=as_json)
 
@@ -351,7 +351,9 @@ def _play(
     return _figures(run, folder.name, first, played.episodes), lines
 
 
-def _trained(job: Job, document: Document, run: pathlib.Path, *, single: bool) -> TrainedPolicy:
+def trained_by(
+    job: Job, document: Document, run: pathlib.Path, *, single: bool = False
+) -> TrainedPolicy:
     """What the run's job needs to read its policy; ``single``: in environments that render."""
     from rlinf_async.runtime.jobs.embodied.playing import PlayingJob, single_env
 

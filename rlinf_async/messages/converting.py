@@ -335,6 +335,21 @@ class ObservationWriter:
         self.write: Callable[[Any, Any], None] = self._write if others else vector
         """``(observation, row)``: fills the row; raises `ValueError` for another shape"""
 
+    def misfit(self, observation: Any) -> str:
+        """Why this cannot be written, with the name of the part; empty if it can."""
+        for leaf in (*(one for _, one in self._state), *(one for _, one in self._named)):
+            name = ".".join(str(key) for key in leaf.path)
+            try:
+                value = _at(observation, leaf.path)
+            except (KeyError, IndexError, TypeError):
+                return f"an observation without {name!r}"
+            place = np.empty(leaf.shape, np.float32 if leaf.kind == "state" else np.uint8)
+            try:
+                leaf.fill(value, place)
+            except (ValueError, TypeError) as error:
+                return f"{name!r}: {error}" if name else str(error)
+        return ""
+
     def write_all(self, observations: Any, rows: Any) -> None:
         """Fill rows with the observations of many environments, which stand in one array each.
 

@@ -41,6 +41,7 @@ ARROWS: dict[str, set[str]] = {
     "language": LIGHT
     | {"algorithms", "backends", "data", "episodes", "observe", "runtime", "workers"},
     "embodied": LIGHT | {"algorithms", "backends", "observe", "runtime", "workers"},
+    "policy": LIGHT | {"backends"},
     "testing": LIGHT | {"channels", "data", "episodes", "runtime", "workers"},
     "view": LIGHT | {"observe"},
     "cli": LIGHT

@@ -4,7 +4,7 @@ from rlinf_async.messages.described import EnvError
 from rlinf_async.messages.spaces import EnvSpec
 from rlinf_async.workers.env.config import EnvConfig, EnvFailed, RolloutGone
 from rlinf_async.workers.env.evaluation import EvaluatedEpisode
-from rlinf_async.workers.env.make import describe_env, make_env
+from rlinf_async.workers.env.make import describe_env, describe_spaces, make_env
 from rlinf_async.workers.env.worker import EnvReport, EnvWorker, EvaluationPlan
 
 __all__ = [
@@ -18,5 +18,6 @@ __all__ = [
     "EvaluationPlan",
     "RolloutGone",
     "describe_env",
+    "describe_spaces",
     "make_env",
 ]

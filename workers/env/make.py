@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlinf_async.config import ConfigError, UsageError
 from rlinf_async.messages.converting import ActionReader, ObservationWriter
+from rlinf_async.messages.described import Spaces, described
 from rlinf_async.messages.spaces import EnvSpec
 from rlinf_async.workers.env.config import EnvConfig, EnvFailed, not_made
 from rlinf_async.workers.env.make_batched import (
@@ -97,6 +98,15 @@ def describe_env(config: EnvConfig, *, probe: bool = False) -> EnvSpec:
             max_episode_steps=limit,
             bounds=reader.bounds,
         )
+
+
+def describe_spaces(config: EnvConfig) -> Spaces:
+    """Both spaces of an environment as plain data, which a policy takes along. Raises: as
+    `describe_env`."""
+    with opened(config) as (env, spaces, _):
+        shown, taken = (getattr(env, name) for name in spaces)
+        name = config.name
+        return Spaces(described(shown, name, "observation"), described(taken, name, "action"))
 
 
 @contextmanager

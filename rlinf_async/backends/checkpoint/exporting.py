@@ -253,7 +253,7 @@ def _slices(saved: Saved, config: dict[str, Any]) -> dict[str, Slice]:
     if others:
         raise CheckpointError(
             f"{saved.folder} holds {others[0]!r}, which is no part of a causal language model: a "
-            "critic or a policy for robots cannot be exported"
+            "critic cannot be exported, and a policy for robots by its run's folder alone"
         )
     weights = {
         inner: name

@@ -11,4 +11,6 @@
     vision_language/   images and text, actions as tokens
     moments.py    running statistics, published with the weights
     serving.py    a policy that answers observations in numpy
+    left.py       the note of a policy that has left the framework (no torch)
+    leaving.py    writes such a policy: weights, or one graph
 """

@@ -60,6 +60,8 @@ class Policy(nn.Module, ABC, Generic[ObservedT]):
 
     recurrent: ClassVar[bool] = False
     """whether it remembers what it saw before: a `RecurrentPolicy`"""
+    normalizes: ClassVar[bool] = True
+    """whether the numbers of observations are normalised"""
     off_policy: ClassVar[bool] = False
     """whether it has no value of its own, and learns from stored transitions"""
 
@@ -200,7 +202,7 @@ class ActionDistribution:
         self._spec = spec
         parts = torch.split(outputs, [factor.size for factor in spec.factors], dim=-1)
         normal = [factor.size for factor in spec.factors if factor.kind == "continuous"]
-        deviations = iter(torch.split(log_std, normal))
+        deviations = iter(torch.split(log_std, normal) if normal else ())
         self._factors: list[_Normal | _Categorical] = [
             _Normal(part, next(deviations)) if factor.kind == "continuous" else _Categorical(part)
             for factor, part in zip(spec.factors, parts, strict=True)
@@ -214,6 +216,14 @@ class ActionDistribution:
     def mode(self) -> Tensor:
         """The most likely actions."""
         return self._joined([factor.mode() for factor in self._factors])
+
+    def draw(self, noise: Tensor) -> Tensor:
+        """The actions to which ``noise [N, spec.outputs]`` leads: zeros to the most likely ones,
+        standard normal numbers (of choices: standard Gumbel ones) to samples."""
+        parts = torch.split(noise, [factor.size for factor in self._spec.factors], dim=-1)
+        return self._joined(
+            [factor.draw(part) for factor, part in zip(self._factors, parts, strict=True)]
+        )
 
     def log_prob(self, action: Tensor) -> Tensor:
         """Log-probs ``[N]`` of given actions."""
@@ -249,6 +259,9 @@ class _Normal:
     def mode(self) -> Tensor:
         return self._mean
 
+    def draw(self, noise: Tensor) -> Tensor:
+        return torch.addcmul(self._mean, noise, self._log_std.exp())
+
     def log_prob(self, value: Tensor) -> Tensor:
         standard = (value - self._mean) * (-self._log_std).exp()
         return -0.5 * standard.square().sum(-1) - self._log_scale()
@@ -270,6 +283,10 @@ class _Categorical:
 
     def mode(self) -> Tensor:
         return self._log_probs.argmax(-1, keepdim=True)
+
+    def draw(self, noise: Tensor) -> Tensor:
+        # The largest of log-probs and Gumbel noise is a sample (Gumbel 1954; Maddison et al. 2014).
+        return (self._log_probs + noise).argmax(-1, keepdim=True)
 
     def log_prob(self, value: Tensor) -> Tensor:
         # A sum over one element is a new tensor: FSDP2 loses its hooks on outputs that are views.

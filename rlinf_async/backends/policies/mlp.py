@@ -121,6 +121,13 @@ class ActorCriticPolicy(Policy[ObservedT]):
         self.require_finite(outputs=outputs)
         return self._distribution(outputs).mode()
 
+    def draw(self, features: Tensor, noise: Tensor) -> Tensor:
+        """Return the actions to which ``noise [N, spec.outputs]`` leads: see `ActionDistribution`.
+
+        One graph of tensors, without a look at their values: what leaves the framework is this.
+        """
+        return self._distribution(run_mlp(self.actor, features)).draw(noise)
+
     def evaluation(self, features: Tensor, action: Tensor) -> Evaluation:
         """Evaluate ``action``, with gradients."""
         distribution = self._distribution(run_mlp(self.actor, features))

@@ -35,6 +35,11 @@ class PolicyServer:
         return find_policy(config.name)(config)
 
     @property
+    def policy(self) -> Policy[Any]:
+        """The policy itself."""
+        return self._policy
+
+    @property
     def version(self) -> int:
         """The version of the loaded weights; -1 before the first."""
         return self._policy.version

@@ -47,6 +47,7 @@ class SquashedGaussianPolicy(Policy[ObservedT]):
     """
 
     off_policy = True
+    normalizes = False
     uniform: Tensor
 
     def __init__(self, config: PolicyConfig, encoder: ImageEncoder | None = None) -> None:
@@ -80,6 +81,10 @@ class SquashedGaussianPolicy(Policy[ObservedT]):
         mean, log_std = self._outputs(features)
         unsquashed = torch.addcmul(mean, noise, log_std.exp())
         return unsquashed.tanh(), squashed_log_prob(noise, log_std, unsquashed)
+
+    def draw(self, features: Tensor, noise: Tensor) -> Tensor:
+        """Return the actions to which ``noise [N, A]`` leads: zeros to the most likely ones."""
+        return self.sample(features, noise)[0]
 
     @torch.no_grad()
     def act(self, observation: ObservedT, generator: torch.Generator | None = None) -> Step:

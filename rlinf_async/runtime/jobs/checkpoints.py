@@ -206,8 +206,9 @@ def named_checkpoint(run: Path, checkpoint: str) -> Path:
     return checkpoints / name
 
 
-def checkpoint_of(run: Path, name: str | None) -> Path:
-    """The folder of a checkpoint of the run in this folder: of this name or number, or the newest.
+def checkpoint_of(run: Path, name: str | None, *, to: str = "evaluate") -> Path:
+    """The folder of a checkpoint of the run in this folder: of this name or number, or the newest;
+    ``to``: what is to be done with it.
 
     Raises:
         UsageError: there is none.
@@ -219,7 +220,7 @@ def checkpoint_of(run: Path, name: str | None) -> Path:
     except RunFolderError as error:
         raise UsageError(str(error)) from error
     if progress is None:
-        raise UsageError(f"{run}: there is no checkpoint yet, so there is nothing to evaluate")
+        raise UsageError(f"{run}: there is no checkpoint yet, so there is nothing to {to}")
     return run / "checkpoints" / progress.checkpoint
 
 

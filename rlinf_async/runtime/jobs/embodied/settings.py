@@ -17,6 +17,7 @@ from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig
 from rlinf_async.backends.policies.config import MLPS, PolicyConfig, mlp_misfit, policy_for
 from rlinf_async.config import ConfigError
 from rlinf_async.config.counts import MOST_WORKERS, check_bounds
+from rlinf_async.messages.described import Spaces
 from rlinf_async.messages.spaces import EnvSpec
 from rlinf_async.observe.samples import SamplesConfig
 from rlinf_async.observe.sinks.config import ObserveConfig, check_sinks
@@ -32,7 +33,7 @@ from rlinf_async.runtime.jobs.placement import (
 )
 from rlinf_async.runtime.recording import RecordingConfig
 from rlinf_async.workers.base import Device, WorkerDied
-from rlinf_async.workers.env import EnvError, describe_env
+from rlinf_async.workers.env import EnvError, describe_env, describe_spaces
 from rlinf_async.workers.env.config import EnvConfig
 from rlinf_async.workers.env.trial import Stepped, try_env
 from rlinf_async.workers.rollout.policy import RolloutConfig
@@ -284,6 +285,21 @@ def described(config: EnvironmentSettings) -> EnvSpec:
     _described.clear()
     _described.append((env, found))
     return found
+
+
+def spaces_of(config: EnvironmentSettings) -> Spaces:
+    """Return both spaces of a run's environment, asked as `described` asks it.
+
+    Raises:
+        ConfigError: it cannot be had, or its spaces are not supported.
+    """
+    with _located(config.env):
+        if not config.cluster.processes:
+            return _in_thread(describe_spaces, config.env)
+        found: Spaces = in_own_process(
+            describe_spaces, config.env, returns=Spaces, **env_process(config)
+        )
+        return found
 
 
 def described_for_run(config: EnvironmentSettings) -> EnvSpec:
