@@ -119,7 +119,7 @@ def trained(kind: Kind) -> Trained:
     )
     torch.manual_seed(0)
     server = serve_policy(config)
-    policy = server.policy
+    policy: Any = server.policy
     if policy.normalizes and writer.size:
         policy.observation_normalizer.update(2.0 * torch.randn(50, writer.size) + 1.0)
     elif not policy.normalizes:
@@ -218,9 +218,11 @@ def test_a_vision_language_policy_leaves_with_the_files_of_its_model(
 
     config = kit.config(decoding="autoregressive")
     if loaded:
-        serve_policy(config).policy.backbone.model.save_pretrained(tmp_path / "first")
+        first: Any = serve_policy(config).policy
+        first.backbone.model.save_pretrained(tmp_path / "first")
         words = Tokenizer(WordLevel({"[UNK]": 0, "red": 1}, "[UNK]"))
-        PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "first")
+        tokenizer: Any = PreTrainedTokenizerFast
+        tokenizer(tokenizer_object=words).save_pretrained(tmp_path / "first")
         config = kit.config(decoding="autoregressive", folder=str(tmp_path / "first"))
     image, text = BoxSpace((8, 8, 3), "uint8", 0, 255), TextSpace(6)
     sees = DictSpace(
@@ -249,7 +251,7 @@ def test_a_memory_is_kept_until_an_episode_begins(tmp_path: Path) -> None:
     known = trained(Kind("gru", VECTOR, BoxSpace((2,), "float32", -9.0, 9.0)))
     rows = rows_of(known.server, known.config, 6).reshape(3, 2, 3)
     for form in ("folder", "torchscript"):
-        policy = known.load(tmp_path / form, form)  # type: ignore[arg-type]
+        policy = known.load(tmp_path / form, form)
         memory = np.zeros((2, 5), np.float32)
         for step in rows:
             wanted, memory = known.server.mode_from(step, memory)

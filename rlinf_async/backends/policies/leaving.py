@@ -226,8 +226,8 @@ def _leaves(space: Space) -> Iterator[Space]:
 
 
 def _write_torchscript(graph: ActingGraph, inputs: tuple[Tensor, ...], file: Path) -> None:
-    traced: Any = torch.jit.trace(graph, inputs, check_trace=False)
-    traced.save(str(file))
+    trace: Any = torch.jit.trace
+    trace(graph, inputs, check_trace=False).save(str(file))
 
 
 def _write_pt2(graph: ActingGraph, inputs: tuple[Tensor, ...], file: Path) -> None:
