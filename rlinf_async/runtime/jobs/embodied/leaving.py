@@ -12,7 +12,7 @@ import numpy as np
 from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.config import UsageError
 from rlinf_async.messages.described import zero_of
-from rlinf_async.messages.embodied import Floats, Ints
+from rlinf_async.messages.embodied import Choice
 from rlinf_async.messages.spaces import STATE, ObservationArray
 from rlinf_async.runtime.interpreters import versions
 from rlinf_async.runtime.jobs.embodied.playing import TrainedPolicy, trained_policy
@@ -82,7 +82,7 @@ def leave(trained: TrainedPolicy, checkpoint: Path, out: Path, form: Form) -> Le
         (folder / "README.md").write_text(_read_me(note.env, note.version, out), encoding="utf-8")
         policy = Policy.load(folder)
         seen = _observations(acting)
-        difference = _difference(server.mode(seen), policy.answers(seen))
+        difference = _difference(np.asarray(server.mode(seen)), policy.answers(seen))
         if not difference <= MOST_DIFFERENCE:
             raise UsageError(
                 f"as {form} the policy {acting.name!r} acts otherwise than the trained one, by "
@@ -112,7 +112,7 @@ def _observations(policy: PolicyConfig) -> ObservationArray:
     return rows
 
 
-def _difference(ours: Floats | Ints, theirs: Floats | Ints) -> float:
+def _difference(ours: Choice, theirs: Choice) -> float:
     if ours.dtype.kind != "f":
         return float((ours != theirs).any())
     return float((np.abs(ours - theirs) / np.maximum(np.abs(ours), 1.0)).max())
