@@ -12,13 +12,17 @@ from benchmarks.harness import Bar, Bench, Case, PeerSoftware, Results, ratio
 
 OURS, THEIRS = "ours", "trl, 2 threads"
 EVALUATED = "ours, evaluated"
+OURS_LORA, THEIRS_LORA = "ours, LoRA", "trl, LoRA"
 SPEED, REWARD = "samples_per_second", "reward"
 
 TRL = PeerSoftware(
     name="trl",
     requirements=(
         ("torch==2.13.0",),
-        ("trl==1.16.0", "transformers==5.19.0", "accelerate==1.15.0", "datasets==5.2.0"),
+        (
+            *("trl==1.16.0", "transformers==5.19.0", "accelerate==1.15.0", "datasets==5.2.0"),
+            "peft==0.21.2",
+        ),
     ),
 )
 
@@ -27,37 +31,25 @@ def _lowest_reward(results: Results) -> float:
     return min(results.values(THEIRS, REWARD))
 
 
+def _ours(name: str, *how: str) -> Case:
+    command = ("{python}", "{here}/ours.py", "--seed", "{repetition}", "--out", "{out}", *how)
+    return Case(name, command, requires=("transformers",), cores=2)
+
+
+def _theirs(name: str, *how: str) -> Case:
+    seeded = ("{python}", "{here}/trl_grpo.py", "--seed", "{repetition}", "--threads", "2")
+    return Case(name, (*seeded, *how), peer=TRL, cores=2, threads=2)
+
+
 BENCH = Bench(
     name="grpo",
     summary="GRPO on a 5 M-parameter language model against TRL's GRPOTrainer",
     cases=(
-        Case(
-            OURS,
-            ("{python}", "{here}/ours.py", "--seed", "{repetition}", "--out", "{out}"),
-            requires=("transformers",),
-            cores=2,
-        ),
-        Case(
-            EVALUATED,
-            (
-                "{python}",
-                "{here}/ours.py",
-                "--seed",
-                "{repetition}",
-                "--out",
-                "{out}",
-                "--evaluated",
-            ),
-            requires=("transformers",),
-            cores=2,
-        ),
-        Case(
-            THEIRS,
-            ("{python}", "{here}/trl_grpo.py", "--seed", "{repetition}", "--threads", "2"),
-            peer=TRL,
-            cores=2,
-            threads=2,
-        ),
+        _ours(OURS),
+        _ours(EVALUATED, "--evaluated"),
+        _ours(OURS_LORA, "--lora"),
+        _theirs(THEIRS),
+        _theirs(THEIRS_LORA, "--lora"),
     ),
     bars=(
         ratio("samples/s / TRL's", metric=SPEED, ours=OURS, theirs=THEIRS, at_least=1.3),
@@ -67,6 +59,13 @@ BENCH = Bench(
             ours=EVALUATED,
             theirs=OURS,
             at_least=0.95,
+        ),
+        ratio(
+            "LoRA: samples/s / TRL's",
+            metric=SPEED,
+            ours=OURS_LORA,
+            theirs=THEIRS_LORA,
+            at_least=2.0,
         ),
         Bar(
             name="median reward of the last 4 steps / lowest of theirs over the seeds",
@@ -79,6 +78,7 @@ BENCH = Bench(
     notes=(
         "two cores each; seeds 0, 1, 2; on-policy, one optimizer step for 128 samples; float32",
         "evaluated: 16 greedy answers beside every 4th step, 3 % of what is generated",
+        "LoRA: an adapter of rank 8 on all linear layers, on both sides",
         "reward: of the samples of the last 4 of 12 steps, by the same prompts on both sides",
     ),
 )

@@ -1,6 +1,6 @@
 """Our GRPO on the bench's task, by the public job: prints its speed and reward as one line of JSON.
 
-    python ours.py [--seed 0] [--size full|small] [--steps 16] [--out FOLDER]
+    python ours.py [--seed 0] [--size full|small] [--steps 16] [--out FOLDER] [--lora]
 
 Settings are those of ``grpo.toml``. Each worker has a process of its own; the actor has two
 threads, the engine one.
@@ -42,6 +42,15 @@ def evaluated(size: task.Size, out: Path) -> dict[str, object]:
     }
 
 
+def adapter() -> dict[str, object]:
+    """Settings that train an adapter of all linear layers; the engine is given merged weights."""
+    return {
+        "actor.lora.rank": task.LORA_RANK,
+        "actor.lora.alpha": task.LORA_ALPHA,
+        "actor.optimizer.lr": task.LORA_LR,
+    }
+
+
 def train(size: task.Size, seed: int, out: Path, more: dict[str, object]) -> Path:
     """Train as a user would; the run's folder."""
     prompts, run = out / "prompts.jsonl", out / "run"
@@ -77,11 +86,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--steps", type=int, help="optimizer steps; the size's own when left out")
     parser.add_argument("--evaluated", action="store_true", help="with evaluations beside")
+    parser.add_argument("--lora", action="store_true", help="train an adapter alone")
     given = parser.parse_args()
     size = task.SIZES[given.size]
     size = size._replace(steps=given.steps or size.steps)
     given.out.mkdir(exist_ok=True)
     more = evaluated(size, given.out) if given.evaluated else {}
+    more |= adapter() if given.lora else {}
     run = train(size, given.seed, given.out, more)
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     with (run / "metrics.csv").open(newline="", encoding="utf-8") as file:

@@ -18,6 +18,7 @@ GROUP = 8
 LR = 1e-4
 CLIP = 0.2
 MAX_GRAD_NORM = 1.0
+LORA_RANK, LORA_ALPHA, LORA_LR = 8, 16, 1e-3
 LAST = 4
 """steps over which the reward at the end is averaged"""
 

@@ -1,6 +1,6 @@
 """TRL's `GRPOTrainer` on the bench's task: prints its speed and reward as one line of JSON.
 
-    python trl_grpo.py [--seed 0] [--size full|small] [--steps 16] [--threads 2] [--micro-batch 128]
+    python trl_grpo.py [--seed 0] [--size full|small] [--steps 16] [--threads 2] [--lora]
 
 Runs in the peer's virtualenv. Seconds are those between the first step's beginning and the last
 step's end.
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset  # type: ignore[import-untyped,unused-ignore]
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]  # pyright: ignore[reportMissingImports]
 
@@ -50,8 +51,9 @@ def rewards(completions: list[str], number: list[int], **_: Any) -> list[float]:
     return [task.reward(one, wanted) for one, wanted in zip(completions, number, strict=True)]
 
 
-def arguments(size: task.Size, micro_batch: int, seed: int, out: str) -> Any:
+def arguments(size: task.Size, given: argparse.Namespace, out: str) -> Any:
     """The same algorithm as ours: on-policy, one optimizer step for each batch of samples."""
+    micro_batch = given.micro_batch or size.samples
     return GRPOConfig(
         output_dir=out,
         max_steps=size.steps,
@@ -59,7 +61,7 @@ def arguments(size: task.Size, micro_batch: int, seed: int, out: str) -> Any:
         gradient_accumulation_steps=size.samples // micro_batch,
         num_generations=task.GROUP,
         max_completion_length=task.MAX_TOKENS,
-        learning_rate=task.LR,
+        learning_rate=task.LORA_LR if given.lora else task.LR,
         lr_scheduler_type="constant",
         warmup_steps=0,
         weight_decay=0.0,
@@ -78,7 +80,17 @@ def arguments(size: task.Size, micro_batch: int, seed: int, out: str) -> Any:
         report_to="none",
         logging_steps=1,
         disable_tqdm=True,
-        seed=seed,
+        seed=given.seed,
+    )
+
+
+def adapter() -> Any:
+    """An adapter of all linear layers."""
+    return LoraConfig(
+        r=task.LORA_RANK,
+        lora_alpha=task.LORA_ALPHA,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
     )
 
 
@@ -89,6 +101,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--micro-batch", type=int, default=0, help="samples; 0: all of a step")
     parser.add_argument("--steps", type=int, help="optimizer steps; the size's own when left out")
+    parser.add_argument("--lora", action="store_true", help="train an adapter alone")
     given = parser.parse_args()
     size = task.SIZES[given.size]
     size = size._replace(steps=given.steps or size.steps)
@@ -100,12 +113,13 @@ def main() -> None:
         GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
             reward_funcs=rewards,
-            args=arguments(size, given.micro_batch or size.samples, given.seed, out),
+            args=arguments(size, given, out),
             train_dataset=Dataset.from_list(
                 [{"prompt": task.prompt(one), "number": one} for one in asked]
             ),
             processing_class=AutoTokenizer.from_pretrained(folder),
             callbacks=[clock],
+            peft_config=adapter() if given.lora else None,
         ).train()
     seconds = clock.end - clock.start
     last = clock.rewards[-task.LAST :]

@@ -41,12 +41,15 @@ def test_what_a_peers_interpreter_runs_needs_nothing_of_ours(script: str) -> Non
 
 def test_bars_are_held_against_trl_and_evaluations_against_none() -> None:
     bench = bench_named("grpo")
-    of_trl = ("ours", "trl, 2 threads")
-    assert [bar.cases for bar in bench.bars] == [of_trl, ("ours, evaluated", "ours"), of_trl]
+    of_trl, of_lora = ("ours", "trl, 2 threads"), ("ours, LoRA", "trl, LoRA")
+    evaluated = ("ours, evaluated", "ours")
+    assert [bar.cases for bar in bench.bars] == [of_trl, evaluated, of_lora, of_trl]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [(), ("--evaluated", "--steps", "5")], ids=["alone", "evaluated"])
+@pytest.mark.parametrize(
+    "how", [("--lora",), ("--evaluated", "--steps", "5")], ids=lambda how: how[0]
+)
 def test_our_side_trains_in_its_small_mode(tmp_path: pathlib.Path, how: tuple[str, ...]) -> None:
     pytest.importorskip("transformers")
     ours = (sys.executable, str(HERE / "ours.py"), "--size", "small", "--out", str(tmp_path))
@@ -57,4 +60,4 @@ def test_our_side_trains_in_its_small_mode(tmp_path: pathlib.Path, how: tuple[st
     assert measured["samples_per_second"] > 0.0
     assert 0.0 <= measured["reward"] <= 1.0
     rows = (tmp_path / "run" / "metrics.csv").read_text()
-    assert ("eval_wait_seconds" in rows) == bool(how)
+    assert ("eval_wait_seconds" in rows) == ("--evaluated" in how)
