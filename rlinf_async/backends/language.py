@@ -418,6 +418,8 @@ class Family(NamedTuple):
     """whether vLLM on a CPU computes the trainer's log-probs; only ``no`` is refused"""
     note: str = ""
     """why vLLM cannot serve it"""
+    routes: bool = False
+    """whether the experts of its tokens can be told and replayed"""
 
 
 FAMILIES: Final[Mapping[str, Family]] = {
@@ -442,18 +444,18 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "helium": Family("untried"),
     "llama": Family(),
     "mistral": Family(),
-    "mixtral": Family(),
+    "mixtral": Family(routes=True),
     "olmo": Family(),
     "olmo2": Family(),
     "olmo3": Family(),
-    "olmoe": Family(),
+    "olmoe": Family(routes=True),
     "opt": Family(),
     "phi": Family("untried"),
     "phi3": Family(),
     "qwen2": Family(),
-    "qwen2_moe": Family(),
+    "qwen2_moe": Family(routes=True),
     "qwen3": Family(),
-    "qwen3_moe": Family(),
+    "qwen3_moe": Family(routes=True),
     "seed_oss": Family("untried"),
     "smollm3": Family(),
     "starcoder2": Family("untried"),

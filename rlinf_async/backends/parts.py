@@ -198,6 +198,7 @@ class Learner(msgspec.Struct, frozen=True, kw_only=True):
     value_clip: float | None = None
     reference: bool = False
     engine_tolerance: float | None = None
+    routing_replay: bool = False
     publish_precision: Literal["float32", "bfloat16", "float16"] = "float32"
     lora: PublishedAdapterConfig = PublishedAdapterConfig()
     export_precision: PRECISIONS = "float32"
@@ -215,6 +216,7 @@ class Learner(msgspec.Struct, frozen=True, kw_only=True):
         names = (
             *("advantage", "loss", "value_clip", "reference", "publish_precision", "seed"),
             *("engine_tolerance", "lora", "export_precision", "export_shard_bytes"),
+            "routing_replay",
         )
         return {name: getattr(self, name) for name in names}
 

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from typing import Self
 
+import msgspec
 import numpy as np
 
-from rlinf_async.messages.language import Generated, Kept, Tokens
+from rlinf_async.messages.language import Generated, Kept, Routes, Tokens
 
 
 class Conversation:
@@ -76,7 +77,7 @@ class Conversation:
         parts = self._parts[: self._answers_end()]
         if len(parts) == 1:
             return parts[0]
-        return joined(parts)
+        return msgspec.structs.replace(joined(parts), routes=_routes(parts))
 
     def spans(self) -> list[tuple[int, int]]:
         """Return where each answer lies in the response: its first position, and that after its
@@ -112,7 +113,35 @@ def joined(parts: list[Generated]) -> Generated:
         finish=parts[-1].finish,
         kept=_kept(parts),
         drawn=None if drawn.all() else drawn,
+        routes=_one_after_the_other([part.routes for part in parts]),
     )
+
+
+def _one_after_the_other(parts: list[Routes | None]) -> Routes | None:
+    """Return the routes of sequences; None where those of one are not told."""
+    told = [one for one in parts if one is not None]
+    return np.concatenate(told) if len(told) == len(parts) else None
+
+
+def _routes(parts: list[Generated]) -> Routes | None:
+    """Return the routes of a conversation.
+
+    Each answer tells of all tokens before it, which its engine has read again: those of the first
+    reading count, unless newer weights have read them since.
+    """
+    found: Routes | None = None
+    newest = -1
+    for part in parts:
+        if not part.drawn_tokens:
+            continue
+        if part.routes is None:
+            return None
+        version = int(part.version.max())
+        if found is None or version > newest:
+            found, newest = part.routes, version
+        else:
+            found = np.concatenate([found, part.routes[len(found) :]])
+    return found
 
 
 def _kept(parts: list[Generated]) -> Kept | None:

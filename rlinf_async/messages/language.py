@@ -13,8 +13,9 @@
 
 Shapes are written with ``P`` prompt tokens and ``R`` response tokens. Log-probs are of the
 distribution that was sampled from: after biases, temperature, min-p, top-k and top-p. What these
-kept of the vocabulary travels with the tokens (`Kept`), and so do temperature and biases, so that
-trainers compute the same distribution.
+kept of the vocabulary travels with the tokens (`Kept`), and so do temperature and biases, and, of a
+mixture of experts, the experts that were chosen (`Routes`), so that trainers compute the same
+distribution.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ Tokens = NDArray[np.int32]
 Versions = NDArray[np.int32]
 Mask = NDArray[np.bool_]
 Unsigned = NDArray[np.uint8 | np.uint16 | np.uint32]
+Routes = Unsigned
+"""Experts that tokens went through, ``[tokens, layers, k]``: numbers of the ``k`` that the router
+of each layer with experts has chosen, in the smallest dtype that fits"""
 
 LEAST_TEMPERATURE = 0.01
 """lowest temperature besides 0: below it, rounding of the logits decides what is drawn, and vLLM
@@ -75,6 +79,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """tokens that end a response, beside those of the model's own"""
     include_stop: bool = False
     """whether the text of a response has the stop text, or the stop token, that ended it"""
+    routing_replay: bool = False
+    """whether the experts that each token went through travel with it (`Generated.routes`), and the
+    policy's forward passes go through the same ones"""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -143,12 +150,14 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             "min_p": self.min_p > 0.0,
             "logit_bias": any(bias for _, bias in self.logit_bias),
             "repetition_penalty": self.repetition_penalty != 1.0,
+            "routing_replay": self.routing_replay,
         }
         return [name for name, is_given in given.items() if is_given]
 
     def greedily(self) -> Sampling:
-        """Return the same, but that the most likely token is taken."""
-        return msgspec.structs.replace(self, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+        """Return the same, but that the most likely token is taken, which is not trained."""
+        greedy = msgspec.structs.replace(self, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+        return msgspec.structs.replace(greedy, routing_replay=False)
 
 
 class Kept(msgspec.Struct, frozen=True):
@@ -226,6 +235,10 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True):
     cached: int | None = None
     """tokens of what was read before the first one that the engine had in its prefix cache; None:
     it does not say"""
+    routes: Routes | None = None
+    """``[P + R - 1, layers, k]``, where the sampling has ``routing_replay``: of all tokens but the
+    last one, which went through none. Those of a token that was computed several times are of the
+    first time under the newest weights. None: they are not told"""
 
     @property
     def drawn_mask(self) -> Mask:
@@ -239,7 +252,15 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True):
 
     def tells_of(self, sampling: Sampling) -> bool:
         """Whether it is known what the tokens were drawn from with this sampling."""
-        return self.kept is not None or not sampling.truncates or not len(self.token_ids)
+        return not (self.untold(sampling) and len(self.token_ids))
+
+    def untold(self, sampling: Sampling) -> str:
+        """Return what would have to be known for that, in words, and is not; empty: nothing."""
+        if self.kept is None and sampling.truncates:
+            return "which tokens top_k, top_p and min_p kept (`Generated.kept`)"
+        if self.routes is None and sampling.routing_replay:
+            return "which experts the tokens went through (`Generated.routes`)"
+        return ""
 
 
 def _mask(drawn: Mask | None, size: int) -> Mask:
@@ -498,6 +519,9 @@ class TrainingSample(msgspec.Struct, kw_only=True):
     these; None: over the whole vocabulary"""
     logit_bias: Biases = ()
     """token ids, and the number that is added to the logit of each before the temperature"""
+    routes: Routes | None = None
+    """``[tokens, layers, k]``: experts that tokens of prompt and response but the last one go
+    through, those of each sequence after those of the one before; None: which the routers choose"""
     advantage: Floats | None = None
     """``[R]``; filled in by `compute_advantages_and_returns` where it is None"""
     returns: Floats | None = None

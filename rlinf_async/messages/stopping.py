@@ -85,12 +85,16 @@ def _first_tokens(drawn: Generated, count: int) -> Generated:
     kept = drawn.kept
     if kept is not None:
         kept = Kept(kept.counts[:count], kept.token_ids[: int(kept.counts[:count].sum())])
+    routes = drawn.routes
+    if routes is not None:
+        routes = routes[: len(routes) - (len(drawn.token_ids) - count)]
     return msgspec.structs.replace(
         drawn,
         token_ids=drawn.token_ids[:count],
         log_prob=drawn.log_prob[:count],
         version=drawn.version[:count],
         kept=kept,
+        routes=routes,
         finish="stop",
     )
 

@@ -578,9 +578,9 @@ class LanguageRolloutWorker(Worker):
         require_finite(generated.log_prob, generated.token_ids, whose, name, if_nan=hint)
         if not (request.evaluation or generated.tells_of(request.sampling)):
             raise ModelOutputError(
-                f"{name}: {engine} does not tell which tokens top_k, top_p and min_p kept "
-                "(`Generated.kept`), so a trainer would compute another distribution: use an "
-                "engine or settings that tell, or ask with evaluation = True"
+                f"{name}: {engine} does not tell {generated.untold(request.sampling)}, so a "
+                "trainer would compute another distribution: use an engine or settings that tell, "
+                "or ask with evaluation = True"
             )
 
     def _sample(self, request: Request, generated: Generated) -> Sample:

@@ -78,6 +78,9 @@ class LanguageTrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     skip_silent: bool = True
     """spare samples whose gradient is exactly 0 (all advantages 0, no KL, no entropy bonus) the
     forward pass; metrics are then means over the others"""
+    routing_replay: bool = False
+    """go through the experts that samples bring along (``routes``), in all forward passes but those
+    of the reference"""
     engine_tolerance: float | None = None
     """largest mean absolute difference between the engine's log-probs of the trained version and
     those of the first forward pass of an iteration; a larger one is an error. None: any"""

@@ -23,7 +23,8 @@ only one. Tokens that the model was given between its turns are in the row, and 
 
 A token that was drawn under top-k, top-p or min-p has the log-prob of the distribution over the
 tokens that were kept (`KeptTokens`), and logits have the biases with which it was drawn
-(`LogitBias`). Both are constants: no gradient goes through which ones these are.
+(`LogitBias`). Both are constants: no gradient goes through which ones these are. So are the experts
+that tokens go through, where samples have those of their engine (``routes``).
 """
 
 from __future__ import annotations
@@ -54,6 +55,9 @@ ENGINE_DIFFERENCE: Final = "engine_actor_difference"
 """mean absolute difference between the engine's log-probs and the actor's, over the tokens that the
 engine has generated under the weights of the actor's forward pass"""
 Number = TypeVar("Number", bound=np.generic)
+ROUTING_CHANGED: Final = "routing_changed"
+"""name of the metric: share of the layers with experts, in the mean over trained tokens, in which
+the router would have chosen others than it was given"""
 ENGINE_TOKENS: Final = "engine_actor_tokens"
 """name of the metric: number of tokens whose log-probs are compared with the engine's"""
 
@@ -375,6 +379,9 @@ class PackedTokens(NamedTuple):
     """other tokens whose log-probs are asked for"""
     bias: LogitBias | None = None
     """biases with which the targets were drawn"""
+    routes: Tensor | None = None
+    """``[T, layers, k]``, int32: experts that the tokens go through; below 0, and None: those that
+    the routers choose"""
 
 
 def pack_samples(
@@ -425,7 +432,37 @@ def pack_samples(
         inverse_temperature,
         pack_kept(samples, predicted, device),
         bias=pack_bias(samples, [len(one) for one in predicted], inverse_temperature),
+        routes=pack_routes(samples, device),
     )
+
+
+def pack_routes(samples: Sequence[TrainingSample], device: torch.device) -> Tensor | None:
+    """Return the experts of all tokens in the row; None where no sample has any.
+
+    Raises `ValueError`, naming the sample, where they are not of its tokens.
+    """
+    shapes = {one.routes.shape[1:] for one in samples if one.routes is not None}
+    if not shapes:
+        return None
+    if len(shapes) > 1:
+        raise ValueError(f"samples have experts of {len(shapes)} different models: {shapes}")
+    rows: list[NDArray[np.int32]] = []
+    for sample in samples:
+        given, start = sample.routes, 0
+        for prompt_ids, part in sample.sequences:
+            known = len(prompt_ids) + part.stop - part.start - 1
+            row = np.full((max(known, 1), *next(iter(shapes))), -1, np.int32)
+            if given is not None:
+                own = given[start : start + known]
+                row[: len(own)] = own
+            rows.append(row)
+            start += known
+        if given is not None and len(given) != start:
+            raise ValueError(
+                f"sample {sample.group}/{sample.index} has experts of {len(given)} tokens, but "
+                f"{start} go through the model"
+            )
+    return torch.from_numpy(np.concatenate(rows)).to(device)
 
 
 def single_token(device: torch.device) -> PackedTokens:
@@ -485,6 +522,9 @@ class TokenStatistics(NamedTuple):
     """``[N, k]``: which tokens these are, where the most likely ones were asked for"""
     vocabulary: int = 0
     """number of tokens of the vocabulary, where any were asked for"""
+    rerouted: Tensor | None = None
+    """``[N]``: share of the layers in which the routers would have chosen other experts than they
+    were given; None from a model that replays none"""
 
 
 SUPERVISED = LanguageLossConfig(name="supervised")
@@ -631,6 +671,8 @@ class PolicyObjective(Objective):
         metrics = {name: numbers.sum() for name, numbers in losses.metrics.items()}
         if forward.version is not None:
             metrics |= engine_difference(forward, found)
+        if found.rerouted is not None:
+            metrics[ROUTING_CHANGED] = found.rerouted.sum()
         averaged = {name: (one * weights).sum() for name, one in losses.averaged.items()}
         total = (losses.loss * weights).sum()
         return MicroBatchSums(total, forward.units, len(forward.packed.rows), metrics, averaged)

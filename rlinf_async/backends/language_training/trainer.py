@@ -387,8 +387,10 @@ class LanguagePolicyTrainer(LanguageModelTrainer[C, M]):
                 "reference log-probs were asked for, but no reference weights are kept: set "
                 "reference = true in the trainer's configuration"
             )
+        # Which experts the policy's engine has chosen is no property of the reference.
+        own = [msgspec.structs.replace(one, routes=None) for one in samples]
         with self.kept_weights.swapped_in():
-            return self._answers(samples, _log_probs)
+            return self._answers(own, _log_probs)
 
     def values(self, samples: Sequence[TrainingSample]) -> list[Floats]:
         """Raise `refusal`: a policy has no values."""

@@ -27,10 +27,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rlinf_async.backends.language import LAYER_KINDS
+from rlinf_async.backends.transformers.routing import RecordedRoutes
 from rlinf_async.backends.transformers.sampling import NOTHING, Rules, draw, kept_sets, uniforms
 from rlinf_async.backends.transformers.tensors import ModelTensors, check_kind, load_weights
 from rlinf_async.messages.embodied import Floats
-from rlinf_async.messages.language import Generated, Kept, Request, Tokens
+from rlinf_async.messages.language import Generated, Kept, Request, Routes, Tokens
 from rlinf_async.messages.stopping import StopTexts
 from rlinf_async.messages.weights import WeightUpdate, refuse_older
 
@@ -153,6 +154,8 @@ class DecodedRow:
         "_log_probs",
         "_prompt",
         "_random",
+        "_routed_by",
+        "_routes",
         "_stop_texts",
         "_versions",
         "finish",
@@ -172,6 +175,8 @@ class DecodedRow:
         self._log_probs: list[float] = []
         self._versions: list[int] = []
         self._kept: list[NDArray[Any]] = []
+        self._routes: list[Routes] = []
+        self._routed_by = -1
         self.finish: Finish | None = None
         if partial is not None:
             self.tokens += partial.token_ids.tolist()
@@ -179,6 +184,9 @@ class DecodedRow:
             self._versions += partial.version.tolist()
             if partial.kept is not None:
                 self._kept += partial.kept.sets()
+            if partial.routes is not None:
+                self._routes.append(partial.routes)
+                self._routed_by = int(partial.version.max(initial=-1))
             if partial.finish == "stop":
                 self.finish = "stop"
             elif len(self._versions) >= self.sampling.max_tokens:
@@ -211,6 +219,22 @@ class DecodedRow:
             self.finish = "length"
         return self.finish is not None
 
+    def add_routes(self, routes: Routes | None, version: int) -> None:
+        """Take the routes of the row's first tokens, as weights of this version have computed them:
+        of those that are not known, and of all where the others are of older weights."""
+        if routes is None or not self.sampling.routing_replay:
+            return
+        if version > self._routed_by:
+            self._routes = []
+        known = sum(map(len, self._routes))
+        self._routes.append(routes[known:])
+        self._routed_by = max(version, self._routed_by)
+
+    def add_route(self, route: Routes | None) -> None:
+        """Take the route of the row's last token ``[1, layers, k]``."""
+        if route is not None and self.sampling.routing_replay:
+            self._routes.append(route)
+
     def _is_stopped(self) -> bool:
         """Whether the newest token ends the response by the request's own settings."""
         if self.tokens[-1] in self.sampling.stop_token_ids:
@@ -221,12 +245,14 @@ class DecodedRow:
     def generated(self) -> Generated:
         """Return the response so far; its ``finish`` is ``abort`` unless it is finished."""
         told = self.sampling.truncates and len(self._kept) == len(self._versions)
+        routed = self._routes and sum(map(len, self._routes)) == len(self.tokens) - 1
         return Generated(
             token_ids=np.array(self.tokens[self._prompt :], np.int32),
             log_prob=np.array(self._log_probs, np.float32),
             version=np.array(self._versions, np.int32),
             finish=self.finish or "abort",
             kept=Kept.of(self._kept) if told else None,
+            routes=np.concatenate(self._routes) if routed else None,
         )
 
 
@@ -312,6 +338,7 @@ class BatchDecoder:
         self._stops = stop_token_ids
         self._prefill_tokens = prefill_tokens
         self._cache = RowCache()
+        self._routes = RecordedRoutes(model)
         self.rows: list[DecodedRow] = []
         self._rules: Rules | None = None
         self._read_device()
@@ -367,7 +394,11 @@ class BatchDecoder:
         )
         width = _spanned(max(len(row.tokens) for row in self.rows))
         self._cache.step(at, width)
+        self._routes.wanted = any(row.sampling.routing_replay for row in self.rows)
         logits = self._forward(last[:, None], at[:, None], width, 1)[:count, -1]
+        routes = self._routes.take()
+        for number, row in enumerate(self.rows):
+            row.add_route(None if routes is None else routes[number : number + 1])
         numbers = [row.random for row in self.rows]
         random = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         drawn = draw(logits, self._rules, random, self._seen(logits))
@@ -434,7 +465,12 @@ class BatchDecoder:
             # Its positions stay below those that the model knows.
             at = torch.arange(width, device=self.device).clamp_(max=longest - 1)[None]
             self._cache.join(len(self.rows), torch.tensor(source, device=self.device), width)
+            self._routes.wanted = any(row.sampling.routing_replay for row in rows)
             self._forward(ids, at, width, 1)
+            routes = self._routes.take()
+            for number, row in zip(source, rows, strict=True):
+                first = slice(number * width, number * width + len(row.tokens) - 1)
+                row.add_routes(None if routes is None else routes[first], self.version)
         self.rows += rows
 
     def _forward(

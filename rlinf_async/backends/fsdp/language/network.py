@@ -33,6 +33,7 @@ from rlinf_async.backends.language_training.objective import (
     PackedTokens,
     TokenStatistics,
 )
+from rlinf_async.backends.transformers.routing import ReplayedRoutes
 from rlinf_async.backends.transformers.tensors import ModelTensors
 
 FLOAT_BYTES = 4
@@ -227,8 +228,16 @@ class LanguageNetwork(nn.Module):
 class PolicyNetwork(LanguageNetwork):
     """Computes log-probs and entropies."""
 
-    def __init__(self, language: nn.Module, *, packs: bool, logit_chunk_bytes: int) -> None:
+    def __init__(
+        self,
+        language: nn.Module,
+        *,
+        packs: bool,
+        logit_chunk_bytes: int,
+        routing_replay: bool = False,
+    ) -> None:
         super().__init__(language, packs=packs)
+        self._replay = ReplayedRoutes(language) if routing_replay else None
         self.published = ModelTensors(language).published()
         """tensors of its checkpoints, by name: where each lies in ``language``"""
         self._chunk_bytes = logit_chunk_bytes
@@ -241,7 +250,9 @@ class PolicyNetwork(LanguageNetwork):
     def forward(self, packed: PackedTokens) -> TokenStatistics:
         """Return log-probs and entropies ``[N]`` of the targets."""
         head = cast(Any, self.language).get_output_embeddings()
-        return token_statistics(
+        if self._replay is not None:
+            self._replay.use(packed.routes)
+        found = token_statistics(
             self.hidden_states(packed),
             head.weight,
             head.bias,
@@ -253,6 +264,9 @@ class PolicyNetwork(LanguageNetwork):
             softcap=self._softcap,
             chunk_bytes=self._chunk_bytes,
         )
+        if self._replay is None:
+            return found
+        return found._replace(rerouted=self._replay.changed(packed.rows))
 
 
 class ValueNetwork(LanguageNetwork):

@@ -22,7 +22,7 @@ class FSDP(LanguageTrainerPart):
     critic = "rlinf_async.workers.critic:FSDPCritic"
     critic_trainer = "fsdp_critic"
     tells_distributions = True
-    honours = frozenset({"logit_bias"})
+    honours = frozenset({"logit_bias", "routing_replay"})
 
     def config(self, learner: Learner) -> LanguageTrainerConfig:
         """Return the trainer's configuration."""

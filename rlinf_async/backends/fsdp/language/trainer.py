@@ -290,7 +290,12 @@ def build_network(config: LanguageTrainerConfig, *, critic: bool) -> nn.Module:
     """Return the network, on the CPU; random weights come from the trainer's seed."""
     with building(config.seed):
         language, packs = build_language_model(config.fsdp.model)
-    policy = PolicyNetwork(language, packs=packs, logit_chunk_bytes=config.logit_chunk_bytes)
+    policy = PolicyNetwork(
+        language,
+        packs=packs,
+        logit_chunk_bytes=config.logit_chunk_bytes,
+        routing_replay=config.routing_replay,
+    )
     check_same_as_transformers(policy)
     if config.lora.rank and critic:
         raise ValueError("lora is for the actor: a critic trains all its weights")

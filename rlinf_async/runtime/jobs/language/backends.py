@@ -370,6 +370,7 @@ def _policy(config: LanguageConfig, model: Path, device: str) -> Learner:
         loss=actor.loss,
         reference=config.needs_reference,
         engine_tolerance=config.weights_tolerance,
+        routing_replay=config.rollout.sampling.routing_replay,
         publish_precision=actor.publish_precision,
         lora=actor.lora,
         export_precision=config.training.export_precision,

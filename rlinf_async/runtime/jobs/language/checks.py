@@ -32,7 +32,7 @@ from rlinf_async.algorithms.config import (
     LanguageAdvantageConfig,
     LanguageLossConfig,
 )
-from rlinf_async.backends.language import UnsupportedModel, check_family
+from rlinf_async.backends.language import FAMILIES, UnsupportedModel, check_family
 from rlinf_async.backends.parts import EngineRun, TrainerRun, engines, language_trainers
 from rlinf_async.config import ConfigError, MissingExtra, UsageError
 from rlinf_async.data import (
@@ -114,6 +114,7 @@ def check_families(config: LanguageConfig) -> None:
     asked = EngineRun(rollout.engine, rollout.where, rollout.sampling, described, where)
     with _at(where):
         rollout.part.check(asked)
+    _check_routes(config, described)
     actor = config.actor
     if not actor.part.has_weights:
         return
@@ -126,6 +127,20 @@ def check_families(config: LanguageConfig) -> None:
             check_family(described)
     parts, options = config.critic_parts, config.critic_trainer
     config.critic_part.check(TrainerRun("critic", described, where, parts, options))
+
+
+def _check_routes(config: LanguageConfig, described: dict[str, Any]) -> None:
+    """Refuse to replay the routing of a model of which nobody can tell it."""
+    kind = described.get("model_type")
+    if not (config.rollout.sampling.routing_replay and kind):
+        return
+    able = [name for name, one in FAMILIES.items() if one.routes]
+    if kind not in able:
+        raise ConfigError(
+            f"the experts that tokens go through are told and replayed of models of the families "
+            f"{', '.join(able)}, and this one is of the family {kind!r}: leave it out",
+            path=("rollout", "sampling", "routing_replay"),
+        )
 
 
 @contextlib.contextmanager
@@ -252,10 +267,15 @@ def _check_trained_sampling(config: LanguageConfig) -> None:
     sampling, actor = config.rollout.sampling, config.actor
     for name in sampling.further:
         if name != "min_p" and name not in actor.part.honours:  # what min-p kept travels along
+            parts = {one: language_trainers.load(one) for one in language_trainers.paths}
+            able = [one for one, part in parts.items() if part.actor and name in part.honours]
+            instead = "set it in a set of evaluation.sets, for evaluations alone"
+            if able:
+                instead = f"set actor.backend to one that does ({', '.join(able)})"
             raise ConfigError(
                 f"{name} changes what a token is drawn from, which the trainer {actor.backend!r} "
                 "does not compute: it would train another distribution than was sampled. Leave it "
-                "out, or set it in a set of evaluation.sets, for evaluations alone",
+                f"out, or {instead}",
                 path=("rollout", "sampling", name),
             )
     if sampling.include_stop and config.has_episodes:

@@ -512,6 +512,7 @@ class EvaluationSetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             top_p=self.top_p,
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
+            routing_replay=False,
         )
 
 

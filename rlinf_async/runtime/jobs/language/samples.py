@@ -471,6 +471,7 @@ def _training_sample(scored: ScoredSample) -> TrainingSample:
         value=sample.value,
         kept=generated.kept,
         logit_bias=request.sampling.logit_bias,
+        routes=generated.routes,
         branches=sample.branches,
         turns=sample.turns,
         drawn=generated.drawn,
