@@ -339,7 +339,8 @@ def ranks(rank: int, world_size: int, folder: Path, path: str) -> None:
                 batch = trained_on(answered, 1.0)
                 steps.append(dict(trainer.training_step(micro_batches(batch, 2))))
             trainer.rescale(Strategy(dp=2), timeout=60.0, bucket_bytes=1 << 13)
-        log_probs = [one.prev_log_prob for one in answered]
+        told = [one.prev_log_prob for one in answered]
+        log_probs = [one.tolist() for one in told if one is not None]
         found[strategy] = {"steps": steps, "log_probs": log_probs}
     save_result(folder, rank, found)
 

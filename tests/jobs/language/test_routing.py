@@ -93,7 +93,7 @@ def test_a_run_trains_the_experts_of_its_engine_and_is_resumed_with_those_under_
     """With inference workers, a reference, two global batches, two epochs and an evaluation."""
     settings = (
         *REPLAY,
-        *("--training.iterations", 4, "--actor.pipelined", "false", "--actor.global_batches", 2),
+        *("--training.iterations", 3, "--actor.pipelined", "false", "--actor.global_batches", 2),
         *("--actor.epochs", 2, "--actor.loss.kl_coefficient", 0.01, "--evaluation.every", 2),
         *("--cluster.inference_workers", 1, "--training.check_weights_tolerance", 100),
         *("--data.verifier", "tests.jobs.language.verifiers:letters"),
@@ -102,7 +102,7 @@ def test_a_run_trains_the_experts_of_its_engine_and_is_resumed_with_those_under_
     whole.succeed(*settings)
     exact(whole)
     with pytest.MonkeyPatch.context() as patch:
-        die_after(patch, 3)
+        die_after(patch, 2)
         with pytest.raises(Killed):
             killed.train(*settings)
     changed = killed.train(*settings[2:], "--resume")
