@@ -209,7 +209,7 @@ def gradients_by_hand(model: Any, batch: Sequence[TrainingSample]) -> dict[str, 
             picked = (logits / one.temperature).log_softmax(-1)
             picked = picked.gather(1, ids[len(prompt) :, None])[:, 0]
             total, count = total - picked[drawn].sum(), count + int(drawn.sum())
-    (total / count).backward()
+    (total / count).backward()  # type: ignore[no-untyped-call]
     return {name: one.grad.clone() for name, one in model.named_parameters()}
 
 
