@@ -84,8 +84,8 @@ def disturb(model: nn.Module, tie: float = 0.4) -> None:
 
 
 async def started(path: str, *, disturbed: bool = True, **fields: Any) -> TransformersEngine:
-    config = TransformersEngineConfig(model=path, **{"weights": "folder"} | fields)
-    engine = TransformersEngine(config)
+    given: dict[str, Any] = {"weights": "folder"} | fields
+    engine = TransformersEngine(TransformersEngineConfig(model=path, **given))
     await engine.start()
     assert engine._decoder is not None
     if disturbed:
