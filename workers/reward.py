@@ -7,6 +7,7 @@
               +-------> a free process ---verifier, time limit-------+
               |                                                      |
               +-------> a process with room for an asynchronous one -+
+    with `Sample.others`: all of a prompt, of which a group verifier gets those without an outcome
 
                 waits for                              unblocked by
     run         a sample; room for one more            rollout or inference; a sample that is done
@@ -19,7 +20,8 @@ just before the crash may come a second time: its name (``sample.request.name``)
 A sample that takes long holds up no other while a process is free. So that several workers share
 the samples evenly, a worker takes no more than it has processes, and as many again for those that
 wait. Those of asynchronous verifiers, which wait for somebody else, it takes beside these, as many
-as its processes may have open.
+as its processes may have open. The samples of a prompt that are judged at once count as one; they
+come as one item, and go on as one, so that a crash parts none of them from the others.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from rlinf_async.messages.language import (
     JudgeUse,
     Outcome,
     Rejected,
+    Request,
     Sample,
     Scored,
     ScoredSample,
@@ -107,7 +110,8 @@ class RewardReport(msgspec.Struct, kw_only=True):
     rejected: int = 0
     failed: int = 0
     seconds: float = 0.0
-    """time in verifiers, including waits for a process, as a sum over samples"""
+    """time in verifiers, including waits for a process, as a sum over samples; those that are
+    judged at once count as one"""
     longest: float = 0.0
     """longest time of a sample, in seconds"""
     judges: JudgeUse = msgspec.field(default_factory=JudgeUse)
@@ -144,10 +148,10 @@ class RewardWorker(Worker):
         """samples of asynchronous verifiers that do, as there was no room beside"""
 
     async def setup(self) -> None:
-        """Import the verifiers of ``preload``.
+        """Import the verifiers of ``preload``, and the one that was swapped in.
 
         Raises:
-            ConfigError: a verifier of ``preload`` cannot be loaded.
+            ConfigError: one of them cannot be loaded.
         """
         self._pool = ScoringPool(
             processes=self.config.processes,
@@ -157,7 +161,8 @@ class RewardWorker(Worker):
             calls=self.config.calls,
         )
         self._judges = Judges(self._pool, retries=self.config.retries, cache=self.config.cache)
-        preload = [name for name in self.config.preload if name not in INLINE]
+        names = (*self.config.preload, self._verifier)
+        preload = [name for name in dict.fromkeys(names) if name and name not in INLINE]
         if preload:
             try:
                 await self._pool.load(preload)
@@ -251,24 +256,61 @@ class RewardWorker(Worker):
         return False
 
     async def _scored(self, sample: Sample, report: RewardReport) -> ScoredSample:
-        """One sample with its outcome, which is counted."""
+        """One sample, or all samples of a prompt, with their outcomes, which are counted."""
         clock = asyncio.get_running_loop().time
         started = clock()
-        outcome = sample.outcome  # of an episode that scores itself, or failed
-        verifier = "" if outcome else self._swapped(sample)
+        samples = sample.apart()
+        outcomes = [one.outcome for one in samples]  # of episodes that score themselves, or failed
         try:
-            if not isinstance(outcome, Failed):
-                with self.span(SCORE, **_labels(sample)):
-                    outcome = outcome or await self.score(sample)
+            if not all(isinstance(one, Failed) for one in outcomes):
+                with contextlib.ExitStack() as spans:
+                    for one in samples:
+                        spans.enter_context(self.span(SCORE, **_labels(one)))
+                    outcomes = await self._outcomes(samples)
         finally:  # one that is cancelled is counted anew when it comes again
             use = self._uses.pop(sample.request.name, None)
         seconds = clock() - started
-        _count(report, outcome, seconds, use)
-        if use is not None and not self._tells(use, self._verifier_of(sample)):
-            use = None
-        return ScoredSample(
-            sample=sample, outcome=outcome, seconds=seconds, verifier=verifier, judge=use
-        )
+        scored = [
+            ScoredSample(
+                sample=one,
+                outcome=outcome,
+                seconds=seconds,
+                verifier="" if one.outcome else self._swapped(one),
+            )
+            for one, outcome in zip(samples, outcomes, strict=True)
+            if outcome is not None
+        ]
+        _count(report, scored, seconds, use)
+        if use is not None and self._tells(use, self._verifier_of(sample)):
+            scored[0].judge = use
+        scored[0].others = tuple(scored[1:])
+        return scored[0]
+
+    async def _outcomes(self, samples: list[Sample]) -> list[Outcome | None]:
+        """The outcomes of the samples of one prompt, or of a single one."""
+        left = [one for one in samples if one.outcome is None]
+        if not left:
+            return [one.outcome for one in samples]
+        if self._verifier_of(left[0]) in self._pool.of_groups:
+            found = iter(await self._judged_at_once(left, whole=len(samples)))
+        else:
+            found = iter([await self.score(one) for one in left])
+        return [one.outcome or next(found) for one in samples]
+
+    async def _judged_at_once(self, samples: list[Sample], whole: int) -> list[Outcome]:
+        """The outcomes of samples, of ``whole`` of their prompt, that a group verifier judges."""
+        request, name = samples[0].request, self._verifier_of(samples[0])
+        if whole < request.group_size:
+            error = (
+                f"verifier {name!r} judges all answers to a prompt at once, and was given {whole} "
+                f"of {request.group_size}: they were collected for one that judges each by itself"
+            )
+            return [Failed(error=error)] * len(samples)
+        use = self._uses.setdefault(request.name, JudgeUse())
+        self.meter.serves(SCORE, self._capacity(name) * whole)
+        answers = [Answer.of(one) for one in samples]
+        outcomes = await self._judges.judge_group(name, answers, use)
+        return [_of_prompt(request, one) for one in outcomes]
 
     def _tells(self, use: JudgeUse, verifier: str) -> bool:
         """Whether how often the verifier was called is more than that it was called once."""
@@ -289,15 +331,25 @@ def _labels(sample: Sample) -> dict[str, str | int]:
     }
 
 
-def _count(report: RewardReport, outcome: Outcome, seconds: float, use: JudgeUse | None) -> None:
-    match outcome:
-        case Scored():
-            report.scored += 1
-        case Rejected():
-            report.rejected += 1
-        case Failed():
-            report.failed += 1
-            report.last_failure = outcome.error
+def _of_prompt(request: Request, outcome: Outcome) -> Outcome:
+    """An outcome of a group verifier; of a failure, with the prompt that it is about."""
+    if not isinstance(outcome, Failed):
+        return outcome
+    return Failed(error=f"prompt {request.prompt.index} (group {request.group}): {outcome.error}")
+
+
+def _count(
+    report: RewardReport, scored: list[ScoredSample], seconds: float, use: JudgeUse | None
+) -> None:
+    for one in scored:
+        match one.outcome:
+            case Scored():
+                report.scored += 1
+            case Rejected():
+                report.rejected += 1
+            case Failed():
+                report.failed += 1
+                report.last_failure = one.outcome.error
     report.seconds += seconds
     report.longest = max(report.longest, seconds)
     if use is not None:

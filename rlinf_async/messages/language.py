@@ -6,6 +6,8 @@
     Sample        rollout   -> inference   finished; each goes on at once, in the order they finish
                   inference -> reward      with previous, reference and teacher's log-probs, where
                                            asked for
+                  gatherer  -> reward      with the others of its prompt, where a verifier judges
+                                           all of them at once
     ScoredSample  reward    -> collector   with its outcome: scored, rejected or failed
     SampleGroup   collector -> actor       every sample of one prompt, by key of the DP rank
     WeightsTaken  rollout   -> actor       an engine serves the weights of a version, checked
@@ -453,6 +455,12 @@ class Sample(msgspec.Struct, kw_only=True):
     idle_seconds: float = 0.0
     """of a turn: seconds of these in which its rollout worker had no request, until one came that
     was not the first of its episode: it waited for an agent or its tools"""
+    others: tuple[Sample, ...] = ()
+    """the other samples of its prompt, where a verifier judges all of them at once"""
+
+    def apart(self) -> list[Sample]:
+        """Return it and the other samples of its prompt, each by itself."""
+        return [msgspec.structs.replace(self, others=()), *self.others] if self.others else [self]
 
     @property
     def tokens(self) -> int:
@@ -482,7 +490,14 @@ class ScoredSample(msgspec.Struct, kw_only=True):
     """name of the verifier that has scored it, where that was not its prompt's: of a reward worker
     that was swapped in for another verifier"""
     judge: JudgeUse | None = None
-    """calls of its verifier, where that is asynchronous, was called again, or may be remembered"""
+    """calls of its verifier, where that is asynchronous, was called again, or may be remembered; of
+    samples that were judged at once, with the first one"""
+    others: tuple[ScoredSample, ...] = ()
+    """the other samples of its prompt, which were judged with it"""
+
+    def apart(self) -> list[ScoredSample]:
+        """Return it and the other samples of its prompt, each by itself."""
+        return [msgspec.structs.replace(self, others=()), *self.others] if self.others else [self]
 
 
 class TrainingSample(msgspec.Struct, kw_only=True):

@@ -440,20 +440,20 @@ class _Rescored:
             return item
         replace = msgspec.structs.replace
         prompt = replace(item.request.prompt, verifier=self._verifier)
-        return replace(item, request=replace(item.request, prompt=prompt))
+        others = tuple(self.sample(one) for one in item.others)
+        return replace(item, request=replace(item.request, prompt=prompt), others=others)
 
     def add(self, play: Play) -> None:
         """Take the scores of a life."""
         before: dict[str, ScoredSample] = {}
         for output in play.life.outputs:
-            scored = output.body.value()
-            if isinstance(scored, ScoredSample):
+            for scored in _scored_of(output.body.value()):
                 before[scored.sample.request.name] = scored
         for done in (one for put in play.script.put.values() for one in put):
-            if isinstance(done.item, ScoredSample):
-                known = before.get(done.item.sample.request.name)
+            for scored in _scored_of(done.item):
+                known = before.get(scored.sample.request.name)
                 if known is not None:
-                    self._pairs.append((known, done.item))
+                    self._pairs.append((known, scored))
 
     def scores(self) -> Scores:
         """Both distributions."""
@@ -468,6 +468,10 @@ class _Rescored:
             changed=sum(pair[0] != pair[1] for pair in both),
             last_failure=why[-1] if why else "",
         )
+
+
+def _scored_of(item: Any) -> list[ScoredSample]:
+    return item.apart() if isinstance(item, ScoredSample) else []
 
 
 def _reward(scored: ScoredSample) -> float | None:

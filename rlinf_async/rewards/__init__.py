@@ -18,6 +18,8 @@ A verifier of your own is a function of one `Answer`, sync or async, named by it
         if not answer.text:
             raise Reject("nothing was answered")
         return 1.0 / len(answer.text)
+
+A `group_verifier` is a function of all answers to a prompt, and returns a verdict for each.
 """
 
 from rlinf_async.messages.language import Scored
@@ -27,6 +29,7 @@ from rlinf_async.rewards.judging import (
     Retry,
     UnknownVerifier,
     Verifier,
+    group_verifier,
     load_verifier,
     register_verifier,
 )
@@ -40,6 +43,7 @@ __all__ = [
     "ScoringPool",
     "UnknownVerifier",
     "Verifier",
+    "group_verifier",
     "load_verifier",
     "register_verifier",
 ]

@@ -7,6 +7,11 @@
     raises Retry, or a lost connection   -> Failed, but another call may do better
     anything else                        -> Failed, with what was wrong; never a silent 0
 
+A group verifier judges all answers to a prompt at once, and returns one of these for each::
+
+    returns as many verdicts             -> an outcome of each, in their order
+    returns another number of them       -> Failed, all of them; so with anything that it raises
+
 A name with a colon in it is the import path of a user's function.
 """
 
@@ -17,9 +22,9 @@ import math
 import numbers
 import os
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, Self
+from typing import Any, Final, Literal, NamedTuple, Self, TypeVar
 
 import msgspec
 
@@ -81,16 +86,54 @@ class Attempt(NamedTuple):
     """What one call of a verifier came to."""
 
     outcome: Outcome
+    """of the first answer; of all of them where ``others`` is empty"""
     retry_after: float | None = None
     """seconds to wait before another call, which may do better; None: it would not"""
+    others: tuple[Outcome, ...] = ()
+    """of the other answers to a prompt, which were judged with the first one"""
+
+    def of_each(self, count: int) -> list[Outcome]:
+        """Return the outcome of each of ``count`` answers that were judged at once."""
+        return [self.outcome, *(self.others or [self.outcome] * (count - 1))]
 
 
 Verdict = float | Scored
 """A reward, or one with its parts."""
+Verdicts = Sequence[Verdict | Reject]
+"""One for each answer to a prompt, in their order; `Reject` of one that cannot be judged."""
 
-Verifier = Callable[[Answer], Verdict] | Callable[[Answer], Awaitable[Verdict]]
-"""Judges one answer. It runs in a process of its own: one answer at a time if it is a function, and
-many if it is a coroutine function (`is_asynchronous`)."""
+Verifier = (
+    Callable[[Answer], Verdict]
+    | Callable[[Answer], Awaitable[Verdict]]
+    | Callable[[Sequence[Answer]], Verdicts]
+    | Callable[[Sequence[Answer]], Awaitable[Verdicts]]
+)
+"""Judges one answer, or, where it is marked as a `group_verifier`, all answers to a prompt. It runs
+in a process of its own: one call at a time if it is a function, and many if it is a coroutine
+function (`is_asynchronous`)."""
+
+V = TypeVar("V")
+_MARK: Final = "judges_groups"
+
+
+def group_verifier(verifier: V) -> V:
+    """Mark a function, an object or a class of objects as a verifier that is called with all
+    answers to a prompt, and returns a verdict for each."""
+    setattr(verifier, _MARK, True)
+    return verifier
+
+
+def judges_groups(verifier: object) -> bool:
+    """Whether a verifier judges all answers to a prompt at once: see `group_verifier`."""
+    return getattr(verifier, _MARK, False) is True
+
+
+def group_verifiers(names: Iterable[str]) -> frozenset[str]:
+    """Return those of the verifiers of these names that judge all answers to a prompt at once.
+
+    Raises as `load_verifier`.
+    """
+    return frozenset(one for one in set(names) - INLINE if judges_groups(load_verifier(one)))
 
 
 Finish = Callable[[Awaitable[Any]], Any]
@@ -112,40 +155,84 @@ def is_asynchronous(verifier: Verifier) -> bool:
 
 def judge(name: str, verifier: Verifier, answer: Answer, finish: Finish | None = None) -> Outcome:
     """Return the outcome; raises nothing but KeyboardInterrupt."""
-    return attempt(name, verifier, answer, finish).outcome
+    return attempt(name, verifier, [answer], finish).outcome
 
 
-def attempt(name: str, verifier: Verifier, answer: Answer, finish: Finish | None = None) -> Attempt:
-    """Call a verifier once; raises nothing but KeyboardInterrupt."""
+def attempt(
+    name: str, verifier: Verifier, answers: Sequence[Answer], finish: Finish | None = None
+) -> Attempt:
+    """Call a verifier once, with all answers to a prompt or a single one; raises nothing but
+    KeyboardInterrupt."""
     try:
-        verdict: Any = verifier(answer)
+        verdict = _called(verifier, answers)
         if inspect.isawaitable(verdict):
             if finish is None:
                 error = f"verifier {name!r} is asynchronous and was called inline"
                 return Attempt(Failed(error=error))
             verdict = finish(verdict)
-        return Attempt(outcome_of(name, verdict))
+        return _attempt_of(name, verifier, verdict, len(answers))
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit too: a verifier that exits has judged nothing
         return _failed_attempt(name, error)
 
 
-async def attempt_beside(name: str, verifier: Verifier, answer: Answer) -> Attempt:
+async def attempt_beside(name: str, verifier: Verifier, answers: Sequence[Answer]) -> Attempt:
     """Call an asynchronous verifier once, beside other calls. Cancelled, it has failed."""
     try:
-        verdict: Any = verifier(answer)
-        return Attempt(outcome_of(name, await verdict))
+        return _attempt_of(name, verifier, await _called(verifier, answers), len(answers))
     except KeyboardInterrupt:
         raise
     except BaseException as error:
         return _failed_attempt(name, error)
 
 
+def _called(verifier: Any, answers: Sequence[Answer]) -> Any:
+    """What a verifier returns: a verdict, one for each answer, or something to await."""
+    return verifier(list(answers) if judges_groups(verifier) else answers[0])
+
+
+def _attempt_of(name: str, verifier: Verifier, verdict: Any, count: int) -> Attempt:
+    if not judges_groups(verifier):
+        return Attempt(outcome_of(name, verdict))
+    first, *others = outcomes_of(name, verdict, count)
+    return Attempt(first, others=tuple(others))
+
+
+def outcomes_of(name: str, verdicts: Any, count: int) -> list[Outcome]:
+    """The return value of a group verifier as outcomes of ``count`` answers, in their order.
+
+    A list, an array, a tensor, or whatever else can be gone through and has an order.
+    """
+    if hasattr(verdicts, "tolist"):
+        verdicts = verdicts.tolist()
+    wrong = isinstance(verdicts, (str, bytes, Mapping, set, frozenset, Scored))
+    found = [] if wrong or not isinstance(verdicts, Iterable) else list(verdicts)
+    if wrong or not isinstance(verdicts, Iterable):
+        returned = f"{cut_text(repr(verdicts), 80)} (a {type(verdicts).__name__})"
+    elif len(found) != count:
+        returned = "1 score" if len(found) == 1 else f"{len(found)} scores"
+    else:
+        return [_outcome_of_one(name, one) for one in found]
+    answers = f"{count} answers" if count > 1 else "1 answer"
+    error = f"verifier {name!r} returned {returned} for {answers}: return a list of {count}"
+    return [Failed(error=error)] * count
+
+
+def _outcome_of_one(name: str, verdict: Any) -> Outcome:
+    if isinstance(verdict, Reject):
+        return _rejected(verdict)
+    return outcome_of(name, verdict)
+
+
+def _rejected(error: Reject) -> Rejected:
+    return Rejected(reason=cut_text(str(error)) or "no reason was given")
+
+
 def _failed_attempt(name: str, error: BaseException) -> Attempt:
     """What an error that a verifier raised means."""
     if isinstance(error, Reject):
-        return Attempt(Rejected(reason=cut_text(str(error)) or "no reason was given"))
+        return Attempt(_rejected(error))
     if isinstance(error, MemoryError):
         return Attempt(
             Failed(
@@ -241,7 +328,7 @@ def load_verifier(name: str, path: tuple[str, ...] = ("verifier",)) -> Verifier:
 
     Raises:
         UnknownVerifier: no such name; the message lists what there is.
-        ConfigError: an import path that leads to no function of one argument, an `Answer`.
+        ConfigError: an import path that leads to no function of one argument.
         MissingExtra: a library that it needs is not installed.
     """
     return verifiers.load(name, path)

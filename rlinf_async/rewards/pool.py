@@ -91,6 +91,8 @@ class ScoringPool:
         self._all: set[Scorer] = set()
         self.asynchronous = set[str]()
         """verifiers of which many calls may be open in a process: known once they are loaded"""
+        self.of_groups = set[str]()
+        """verifiers that judge all answers to a prompt at once: known once they were preloaded"""
         self._closed = False
 
     async def __aenter__(self) -> Self:
@@ -114,15 +116,20 @@ class ScoringPool:
     async def judge(self, verifier: str, answer: Answer) -> Outcome:
         """Judge one answer, once a process has room for it. Cancelling it ends the call; that of a
         verifier that is not asynchronous, with its process."""
-        return (await self.attempt(verifier, answer)).outcome
+        return (await self.attempt(verifier, [answer])).outcome
 
-    async def attempt(self, verifier: str, answer: Answer) -> Attempt:
-        """Judge one answer, and say whether another call may do better."""
+    async def judge_group(self, verifier: str, answers: Sequence[Answer]) -> list[Outcome]:
+        """Judge all answers to a prompt in one call of a group verifier, as `judge` does one."""
+        return (await self.attempt(verifier, answers)).of_each(len(answers))
+
+    async def attempt(self, verifier: str, answers: Sequence[Answer]) -> Attempt:
+        """Judge one answer, or all answers to a prompt at once, and say whether another call may do
+        better."""
         how = ""
         for company in self._companies:
             try:
                 async with self._scorer(verifier, company) as (scorer, call):
-                    return await scorer.judge(call, answer, self._time_limit)
+                    return await scorer.judge(call, answers, self._time_limit)
             except ScorerGone as gone:
                 how = str(gone)
         return Attempt(
@@ -161,6 +168,7 @@ class ScoringPool:
             yield scorer, call
         finally:
             self.asynchronous |= scorer.asynchronous
+            self.of_groups |= scorer.of_groups
             if self._closed or not scorer.alive:
                 await self._drop(scorer)
 

@@ -1,4 +1,5 @@
-"""The main program of a scoring process: it judges one answer at a time, or many that wait.
+"""The main program of a scoring process: it judges one answer at a time, or many that wait; of a
+group verifier, all answers to a prompt take the place of one.
 
 ::
 
@@ -39,6 +40,7 @@ from rlinf_async.rewards.judging import (
     attempt,
     attempt_beside,
     is_asynchronous,
+    judges_groups,
     load_verifier,
 )
 from rlinf_async.rewards.scorer import (
@@ -111,8 +113,10 @@ class Serving:
                 _configure(start)
             case Load(number=number, verifiers=names):
                 error = self._load_all(names)
-                waits = [] if error else [one for one in names if self._waits(one)]
-                self._say(Loaded(number, error, waits))
+                names = [] if error else names
+                waits = [one for one in names if self._waits(one)]
+                of_groups = [one for one in names if judges_groups(self._verifiers[one])]
+                self._say(Loaded(number, error, waits, of_groups))
             case Judge() as asked:
                 self._judge(asked)
             case Cancel():  # its call has ended meanwhile
@@ -129,7 +133,7 @@ class Serving:
             self._run(self._judge_open(asked))
             return
         self._say(Begun(asked.number))
-        judged = attempt(asked.verifier, verifier, asked.answer, self._finish)
+        judged = attempt(asked.verifier, verifier, asked.answers, self._finish)
         self._say(Judged(asked.number, *judged))
 
     def _load_all(self, names: list[str]) -> str:
@@ -199,7 +203,7 @@ class Serving:
     def _begin(self, asked: Judge) -> None:
         self._say(Begun(asked.number, asynchronous=True))
         verifier = self._verifiers[asked.verifier]
-        judging = attempt_beside(asked.verifier, verifier, asked.answer)
+        judging = attempt_beside(asked.verifier, verifier, asked.answers)
         task = asyncio.get_running_loop().create_task(judging)
         self._calls[asked.number] = task
         task.add_done_callback(partial(self._end, asked.number))

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import OrderedDict
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Final
 
@@ -52,43 +53,53 @@ class Judges:
         self._pool = pool
         self._retries = retries
         self._size = cache
-        self._known = OrderedDict[bytes, Outcome]()
+        self._known = OrderedDict[bytes, list[Outcome]]()
         self._judging: dict[bytes, asyncio.Future[None]] = {}
 
     async def judge(self, verifier: str, answer: Answer, use: JudgeUse) -> Outcome:
         """Judge one answer; ``use`` counts what it took."""
+        [outcome] = await self.judge_group(verifier, [answer], use)
+        return outcome
+
+    async def judge_group(
+        self, verifier: str, answers: Sequence[Answer], use: JudgeUse
+    ) -> list[Outcome]:
+        """Judge all answers to a prompt in one call; ``use`` counts what it took."""
         if not self._size:
-            return await self._judge(verifier, answer, use)
-        key = blake2b(_encoder.encode((verifier, answer)), digest_size=16).digest()
+            return await self._judge(verifier, answers, use)
+        key = blake2b(_encoder.encode((verifier, answers)), digest_size=16).digest()
         while (judging := self._judging.get(key)) is not None:
             await asyncio.shield(judging)
         if (known := self._known.get(key)) is not None:
             self._known.move_to_end(key)
-            use.cache_hits += 1
-            return free(known)
+            use.cache_hits += len(answers)
+            return [free(one) for one in known]
         self._judging[key] = asyncio.get_running_loop().create_future()
         try:
-            outcome = await self._judge(verifier, answer, use)
+            outcomes = await self._judge(verifier, answers, use)
         finally:
             self._judging.pop(key).set_result(None)
-        if not isinstance(outcome, Failed):
-            self._known[key] = outcome
+        if not any(isinstance(one, Failed) for one in outcomes):
+            self._known[key] = outcomes
             if len(self._known) > self._size:
                 self._known.popitem(last=False)
-        return outcome
+        return outcomes
 
-    async def _judge(self, verifier: str, answer: Answer, use: JudgeUse) -> Outcome:
+    async def _judge(
+        self, verifier: str, answers: Sequence[Answer], use: JudgeUse
+    ) -> list[Outcome]:
         while True:
             use.calls += 1
-            outcome, after = await self._pool.attempt(verifier, answer)
-            if after is None or not self._retries:
-                return outcome
+            attempt = await self._pool.attempt(verifier, answers)
+            if attempt.retry_after is None or not self._retries:
+                return attempt.of_each(len(answers))
             if use.retries == self._retries:
                 break
-            await asyncio.sleep(pause(use.retries, after))
+            await asyncio.sleep(pause(use.retries, attempt.retry_after))
             use.retries += 1
-        assert isinstance(outcome, Failed)
-        return Failed(error=f"{outcome.error}, and so did the last of {use.calls} calls")
+        assert isinstance(attempt.outcome, Failed)
+        error = f"{attempt.outcome.error}, and so did the last of {use.calls} calls"
+        return [Failed(error=error)] * len(answers)
 
 
 def pause(retry: int, after: float) -> float:

@@ -23,7 +23,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NoReturn, TypeVar
 
 import msgspec
@@ -52,11 +52,11 @@ class Load(msgspec.Struct, frozen=True, tag=True):
 
 
 class Judge(msgspec.Struct, frozen=True, tag=True):
-    """Judge one answer."""
+    """Judge one answer, or all answers to a prompt at once."""
 
     number: int
     verifier: str
-    answer: Answer
+    answers: tuple[Answer, ...]
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -72,6 +72,8 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
     error: str = ""
     asynchronous: list[str] = []
     """verifiers of which many calls may be open at a time"""
+    of_groups: list[str] = []
+    """verifiers that judge all answers to a prompt at once"""
 
 
 class Begun(msgspec.Struct, frozen=True, tag=True):
@@ -89,6 +91,13 @@ class Judged(msgspec.Struct, frozen=True, tag=True):
     outcome: Outcome
     retry_after: float | None = None
     """seconds to wait before another call, which may do better; None: it would not"""
+    others: tuple[Outcome, ...] = ()
+    """of the other answers to a prompt; see `Attempt`"""
+
+    @property
+    def attempt(self) -> Attempt:
+        """The same without the number of the call."""
+        return Attempt(self.outcome, self.retry_after, self.others)
 
 
 ToProcess = Start | Load | Judge | Cancel
@@ -163,6 +172,8 @@ class Scorer:
         self._ending: asyncio.Task[None] | None = None
         self.asynchronous = set[str]()
         """verifiers that are loaded and of which many calls may be open"""
+        self.of_groups = set[str]()
+        """verifiers that are loaded and judge all answers to a prompt at once"""
 
     @classmethod
     async def start(
@@ -246,15 +257,16 @@ class Scorer:
             self._kill_now()
             raise
         self.asynchronous |= set(loaded.asynchronous)
+        self.of_groups |= set(loaded.of_groups)
         return loaded.error
 
-    async def judge(self, call: OpenCall, answer: Answer, time_limit: float) -> Attempt:
-        """Judge one answer in at most ``time_limit`` seconds.
+    async def judge(self, call: OpenCall, answers: Sequence[Answer], time_limit: float) -> Attempt:
+        """Judge one answer, or all answers to a prompt, in at most ``time_limit`` seconds.
 
         Raises:
             ScorerGone: another process may judge it.
         """
-        asked = Judge(call.number, call.verifier, answer)
+        asked = Judge(call.number, call.verifier, tuple(answers))
         try:
             try:
                 async with deadlines.timeout(START_SECONDS):
@@ -265,7 +277,7 @@ class Scorer:
                     raise ScorerGone("it was killed, as it began with nothing any more") from None
                 return _failure(call.verifier, f"was not loaded within {START_SECONDS:g} s")
             if isinstance(begun, Judged):
-                return Attempt(begun.outcome, begun.retry_after)
+                return begun.attempt
             if begun.asynchronous:
                 self.asynchronous.add(call.verifier)
                 self._tell()
@@ -296,7 +308,7 @@ class Scorer:
             await self.kill()
             return _failure(call.verifier, _too_long(time_limit, "its process was killed"))
         if isinstance(heard, Judged):
-            return Attempt(heard.outcome, heard.retry_after)
+            return heard.attempt
         if waits:
             raise _as_gone(heard)
         return _failure(call.verifier, f"ended its process: {heard}")

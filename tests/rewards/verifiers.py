@@ -10,10 +10,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlinf_async.rewards import Answer, Reject, Retry, Scored
+import numpy as np
+
+from rlinf_async.rewards import Answer, Reject, Retry, Scored, group_verifier
 
 calls = 0
 
@@ -337,3 +340,53 @@ async def costly(answer: Answer) -> Scored:
 
 def returns_a_cost_below_0(answer: Answer) -> Any:
     return Scored(reward=1.0, cost=-1.0)
+
+
+@group_verifier
+def longest(answers: Sequence[Answer]) -> list[float]:
+    """Right is the longest answer."""
+    most = max(len(one.text) for one in answers)
+    return [float(len(one.text) == most) for one in answers]
+
+
+@group_verifier
+class Longest:
+    """The same as an object, which waits for somebody."""
+
+    async def __call__(self, answers: Sequence[Answer]) -> np.ndarray[Any, Any]:
+        await asyncio.sleep(0)
+        return np.array(longest(answers), np.float32)
+
+
+longest_later = Longest()
+
+
+@group_verifier
+def one_by_one(answers: Sequence[Answer]) -> Iterator[float]:
+    yield from longest(answers)
+
+
+@group_verifier
+async def busy_at_first(answers: Sequence[Answer]) -> list[Scored]:
+    """Its server is busy when it is asked for the first time; then each answer costs a quarter."""
+    global calls
+    calls += 1
+    if calls == 1:
+        raise Retry("busy")
+    return [Scored(reward=len(one.text), cost=0.25) for one in answers]
+
+
+@group_verifier
+def gives(answers: Sequence[Answer]) -> Any:
+    """What the reference says, as Python."""
+    return eval(answers[0].reference, {"Reject": Reject, "Scored": Scored, "nan": float("nan")})
+
+
+@group_verifier
+def rejects_all(answers: Sequence[Answer]) -> list[float]:
+    raise Reject("nothing to compare")
+
+
+@group_verifier
+def ends_its_process(answers: Sequence[Answer]) -> list[float]:
+    os._exit(3)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Sequence
 
-from rlinf_async.rewards import Answer, Reject, Scored
+from rlinf_async.rewards import Answer, Reject, Scored, group_verifier
 
 
 def letters(answer: Answer) -> float:
@@ -69,3 +70,33 @@ async def judge(answer: Answer) -> Scored:
     """Letters, as somebody else counts them, who wants half a cent for it."""
     await asyncio.sleep(0)
     return Scored(reward=letters(answer), cost=0.5)
+
+
+def places(texts: Sequence[str]) -> list[float]:
+    """How many of the others each text comes after, in alphabetical order."""
+    return [float(sum(other < one for other in texts)) for one in texts]
+
+
+@group_verifier
+async def rank(answers: Sequence[Answer]) -> list[Scored]:
+    """The place of each answer among those to its prompt, for which a judge wants a cent in all."""
+    assert len({one.prompt for one in answers}) == 1
+    await asyncio.sleep(0)
+    share = 1.0 / len(answers)
+    return [
+        Scored(reward=place, parts={"answers": len(answers)}, cost=share)
+        for place in places([one.text for one in answers])
+    ]
+
+
+@group_verifier
+def best(answers: Sequence[Answer]) -> list[float]:
+    """Right is the last answer in alphabetical order, and every one that is equal to it."""
+    last = max(one.text for one in answers)
+    return [float(one.text == last) for one in answers]
+
+
+@group_verifier
+def too_few(answers: Sequence[Answer]) -> list[float]:
+    """Forgets the last one, where there are several."""
+    return [1.0] * max(1, len(answers) - 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,11 @@ def only_hanging_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who does not hang may still be slow, on a busy machine."""
     judge = Scorer.judge
 
-    async def patient(scorer: Scorer, call: OpenCall, answer: Answer, limit: float) -> Attempt:
+    async def patient(
+        scorer: Scorer, call: OpenCall, answers: Sequence[Answer], limit: float
+    ) -> Attempt:
         hangs = call.verifier.endswith(":hangs")
-        return await judge(scorer, call, answer, limit if hangs else 60.0)
+        return await judge(scorer, call, answers, limit if hangs else 60.0)
 
     monkeypatch.setattr(Scorer, "judge", patient)
 

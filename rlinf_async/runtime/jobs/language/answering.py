@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from rlinf_async.config import UsageError
 from rlinf_async.data import load_tokenizer
 from rlinf_async.episodes.template import load_template
 from rlinf_async.observe.evaluations import Evaluated
+from rlinf_async.rewards.judging import group_verifiers
 from rlinf_async.runtime.jobs import OnAnswer
 from rlinf_async.runtime.jobs.checkpoints import in_background
 from rlinf_async.runtime.jobs.language.backends import placed, plan_roles
@@ -47,7 +49,12 @@ from rlinf_async.runtime.jobs.language.model import (
     make_model_folder,
 )
 from rlinf_async.runtime.jobs.language.roles import LanguageChannels, Roles
-from rlinf_async.runtime.jobs.language.samples import Collector, Ledger
+from rlinf_async.runtime.jobs.language.samples import (
+    Collector,
+    Ledger,
+    gathering,
+    judged_at_once,
+)
 from rlinf_async.runtime.recording import RecordingConfig
 from rlinf_async.runtime.signals import run
 from rlinf_async.scheduling import SchedulingConfig
@@ -150,16 +157,24 @@ async def _answered(
     on_answer: OnAnswer,
 ) -> Sequence[Evaluated]:
     async with config.cluster.make_cluster(None) as cluster:
-        channels = LanguageChannels(cluster, config)
+        of_groups = group_verifiers(verifiers)
+        channels = LanguageChannels(cluster, config, gathers=bool(of_groups))
         roles = Roles(cluster, config, channels, model, verifiers, learners=False)
         nothing = Ledger(
             prompts=1, group_size=1, max_staleness=0, sampling=config.rollout.sampling, seed=0
         )
         scored, groups = channels.scored.receiver, channels.groups.sender
         collector = Collector(nothing, scored, groups, ranks=1, version=0)
+        gatherer = gathering(channels, collector, nothing, judged_at_once(of_groups))
         await roles.launch_answering()
         await roles.connect()
-        with channels.held_open(), in_background(cluster, collector.run(), "collector"):
+        with (
+            channels.held_open(),
+            in_background(cluster, collector.run(), "collector"),
+            nullcontext()
+            if gatherer is None
+            else in_background(cluster, gatherer.run(), "gatherer"),
+        ):
             found = await evaluate(
                 sets,
                 version=0,

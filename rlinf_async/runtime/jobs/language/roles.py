@@ -13,6 +13,7 @@
          +--------------------------ScoredSample----------------------------+
     with episodes: this process --Request--> episode --Sample--> [inference] --Sample--> reward
                    episode --Request, a turn--> rollout --Sample, by key--> episode
+    where a verifier judges groups: [inference] --Sample--> this process --all of a prompt--> reward
     this process --SampleGroup, by key of the DP rank--> [critic] --SampleGroup--> actor
     where the actors' number changes: critic --SampleGroup--> this process --SampleGroup--> actor
     actor --WeightUpdate, `Latest`--> rollout --WeightsTaken--> this process
@@ -56,6 +57,7 @@ from rlinf_async.messages.language import (
     WeightsTaken,
 )
 from rlinf_async.messages.weights import WeightUpdate
+from rlinf_async.rewards.judging import group_verifiers
 from rlinf_async.runtime.calls import GroupCall, WorkerGroup
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.checkpoints import max_deliveries, sibling
@@ -97,7 +99,8 @@ class LanguageChannels:
     not hold up a rollout worker.
     """
 
-    def __init__(self, cluster: Cluster, config: LanguageConfig) -> None:
+    def __init__(self, cluster: Cluster, config: LanguageConfig, *, gathers: bool = False) -> None:
+        """``gathers``: whether a verifier judges all samples of a prompt at once."""
         training, counts = config.training, config.cluster
         ahead = training.max_staleness + 1
         groups = training.prompts * ahead
@@ -147,6 +150,16 @@ class LanguageChannels:
                 capacity=samples,
                 max_deliveries=restarted(counts.reward_workers),
             )
+        self.gathered: Channel[Sample] = self.inferred
+        """samples to be scored, those of a prompt as one item where they are judged at once;
+        ``inferred`` where none are"""
+        if gathers:
+            self.gathered = cluster.channel(
+                Sample,
+                name="gathered",
+                capacity=samples,
+                max_deliveries=restarted(counts.reward_workers),
+            )
         self.scored: Channel[ScoredSample] = cluster.channel(
             ScoredSample, name="scored", capacity=samples
         )
@@ -177,6 +190,8 @@ class LanguageChannels:
             for channel in (self.valued, self.to_train):  # the same where there is no critic
                 ends.enter_context(channel.receiver)
                 ends.enter_context(channel.sender)
+            if self.gathered is not self.inferred:
+                ends.enter_context(self.gathered.sender)
             with self.tasks.sender:
                 yield
 
@@ -394,6 +409,7 @@ class Roles:
         of_sets: names of those that evaluation sets need.
         swapped: whether samples may be under way whose records name another verifier than the
             configuration.
+        of_groups: those of the verifiers that judge all samples of a prompt at once.
         learners: whether there are any.
     """
 
@@ -407,6 +423,7 @@ class Roles:
         *,
         of_sets: Sequence[str] = (),
         swapped: bool = False,
+        of_groups: frozenset[str] = frozenset(),
         learners: bool = True,
     ) -> None:
         self._plan = plan_roles(config, cluster.devices, learners=learners)
@@ -417,6 +434,7 @@ class Roles:
         self._model = model
         self._verifiers, self._of_sets = verifiers, of_sets
         self._swapped = swapped
+        self._of_groups = of_groups
         self.connected = False
         """whether the workers that stream do so"""
         self._shared = takes_turns(self._plan)
@@ -501,7 +519,7 @@ class Roles:
         self._watching_versions = asyncio.create_task(self._watch_versions(), name="weights taken")
         self._watching_versions.add_done_callback(_retrieve)
         self._scoring: GroupCall[list[RewardReport]] = self._rewards.call(
-            RewardWorker.run, channels.inferred.receiver, channels.scored.sender
+            RewardWorker.run, channels.gathered.receiver, channels.scored.sender
         )
         if self.scheduling is not None:
             await self.scheduling.launch()
@@ -689,6 +707,7 @@ class Roles:
         """
         self._check_swap(role)
         if role == "reward":
+            self._check_judges(config)
             group: WorkerGroup[Any] = self._rewards
             before = self._swapped
             self._swapped = before or config.data.verifier != self._config.data.verifier
@@ -715,6 +734,23 @@ class Roles:
             )
         self._config = config
         return f"{len(group)} worker{'s' if len(group) > 1 else ''} replaced"
+
+    def _check_judges(self, config: LanguageConfig) -> None:
+        """Raise `BuildError` where samples reach the reward workers otherwise than the verifiers of
+        this configuration judge them: each by itself, or all of a prompt at once."""
+        swapped_in = config.data.verifier
+        pairs = [(one, swapped_in or one) for one in self._verifiers]
+        pairs += [(one, one) for one in self._of_sets]
+        of_groups = group_verifiers(new for _, new in pairs)
+        ways = "each answer by itself", "all answers to a prompt at once"
+        for name, new in pairs:
+            before, now = name in self._of_groups, new in of_groups
+            if before != now:
+                raise BuildError(
+                    f"data.verifier: {new!r} judges {ways[now]}, and the samples of this run are "
+                    f"collected for {name!r}, which judges {ways[before]}: stop the run "
+                    "(rlinf-async stop), and go on with --resume"
+                )
 
     def _check_swap(self, role: str) -> None:
         """Raise `BuildError` for a role that this run does not have, or cannot do without."""

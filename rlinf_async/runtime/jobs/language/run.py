@@ -25,7 +25,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from rlinf_async.config import UsageError
 from rlinf_async.data import DataState, Prompts
 from rlinf_async.messages.language import Prompt, ScoredSample
 from rlinf_async.observe.evaluations import HELD_OUT, Evaluated
@@ -41,6 +42,7 @@ from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.samples import SampleWriter
 from rlinf_async.observe.summary import LanguageSummary
 from rlinf_async.observe.waits import Facts
+from rlinf_async.rewards.judging import UnknownVerifier, group_verifiers
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.checkpoints import Checkpointer, Stopped, clean, in_background
 from rlinf_async.runtime.jobs.config import HostConfig
@@ -73,6 +75,7 @@ from rlinf_async.runtime.jobs.language.roles import LanguageChannels, Roles, Tra
 from rlinf_async.runtime.jobs.language.samples import (
     Collector,
     Dispatcher,
+    Gatherer,
     InFlight,
     LanguageProgress,
     Ledger,
@@ -80,7 +83,9 @@ from rlinf_async.runtime.jobs.language.samples import (
     Unfinished,
     check_resumed_critic,
     drop_turns,
+    gathering,
     in_flight,
+    judged_at_once,
     load_language_progress,
     load_unfinished,
     next_prompts,
@@ -108,6 +113,7 @@ class Flow(NamedTuple):
     roles: Roles
     source: Source
     collector: Collector
+    gatherer: Gatherer | None
     checkpointer: Checkpointer
     metrics: MetricsWriter
     view: LiveView
@@ -180,13 +186,17 @@ class LanguageRun:
         if unfinished:
             self._in_flight = unfinished.waiting
             self._in_flight.enter(self._ledger)
+        swaps = read_swaps(folder.path)
+        self._swapped = any("data.verifier" in one.settings for one in swaps)
+        self._of_groups = group_verifiers(self.verifiers) | self._earlier_of_groups()
+        swapped = config.data.verifier if self._swapped else ""
+        self._at_once = judged_at_once(self._of_groups, swapped)
+        self._in_flight.inferred += self._ledger.take_back(self._at_once)
 
     async def main(self, cluster: Cluster, view: LiveView) -> None:
         """The flow, from the first prompt to the evaluation."""
         view.note = "starting workers"
-        channels = LanguageChannels(cluster, self.config)
-        swaps = read_swaps(self.folder.path)
-        swapped = any("data.verifier" in one.settings for one in swaps)
+        channels = LanguageChannels(cluster, self.config, gathers=bool(self._of_groups))
         roles = Roles(
             cluster,
             self.config,
@@ -194,7 +204,8 @@ class LanguageRun:
             self.model,
             self._prompts.verifiers,
             of_sets=verifiers_of(self._sets),
-            swapped=swapped,
+            swapped=self._swapped,
+            of_groups=self._of_groups,
         )
         self._roles = roles
         accept = self._acceptance()
@@ -213,6 +224,7 @@ class LanguageRun:
             accept=accept,
             replace=partial(_replace, source, news),
         )
+        gatherer = gathering(channels, collector, self._ledger, self._at_once)
         kept = self.config.training.keep_checkpoints
         checkpointer = Checkpointer(cluster, roles.learners, self.folder.checkpoints, kept)
         await roles.launch(self._resume_path())
@@ -222,6 +234,9 @@ class LanguageRun:
             channels.held_open(),
             view.metrics(self._kept_step) as metrics,
             in_background(cluster, collector.run(), "collector"),
+            in_background(cluster, gatherer.run(), "gatherer")
+            if gatherer is not None
+            else nullcontext(),
             nullcontext()
             if dispatcher is None
             else in_background(cluster, dispatcher.run(), "dispatcher"),
@@ -233,7 +248,9 @@ class LanguageRun:
             if valued and dispatcher is not None
             else nullcontext(),
         ):
-            flow = Flow(channels, roles, source, collector, checkpointer, metrics, view, keeper)
+            flow = Flow(
+                channels, roles, source, collector, gatherer, checkpointer, metrics, view, keeper
+            )
             await roles.publish()
             await self._compare_weights(flow)
             if not self.progress.version:
@@ -359,6 +376,15 @@ class LanguageRun:
         """Names of the verifiers of its records, and of those of its evaluation sets."""
         return tuple(sorted({*self._prompts.verifiers, *verifiers_of(self._sets)}))
 
+    def _earlier_of_groups(self) -> frozenset[str]:
+        """Group verifiers of samples that a resumed run has under way, as far as they are there."""
+        state, found = self._ledger.state(), frozenset[str]()
+        requests = (*state.running, *(one.sample.request for one in state.finished))
+        for name in {one.prompt.verifier for one in requests} - set(self.verifiers):
+            with suppress(UsageError, UnknownVerifier):
+                found |= group_verifiers([name])
+        return found
+
     # ---- swaps
 
     @property
@@ -402,10 +428,11 @@ class LanguageRun:
         if self._samples is not None:
             await asyncio.to_thread(self._samples.flushed, FLUSH_SECONDS)
         partial_requests = await flow.roles.partial_requests()
+        held = [] if flow.gatherer is None else flow.gatherer.held
         unfinished = Unfinished(  # nothing else runs in this process meanwhile
             ledger=self._ledger.state(),
             data=msgspec.json.encode(self._prompts.state()),
-            waiting=in_flight(flow.channels, partial_requests, self._ledger.running),
+            waiting=in_flight(flow.channels, partial_requests, self._ledger.running, held),
         )
         await flow.checkpointer.begin(self.progress, unfinished.files())
 

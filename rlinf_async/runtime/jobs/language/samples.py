@@ -5,9 +5,12 @@
     Source     prompts of the next iteration --admit--> Ledger --Request--> rollout workers
     Collector  reward workers --ScoredSample--> Ledger --SampleGroup--> actors, critics
 
+    Gatherer   samples of a prompt that a verifier judges at once --whole--> reward workers
+
               waits for                                  unblocked by
     Source    version ``iteration - max_staleness``;     the run; rollout workers
               room for a request
+    Gatherer  a sample; room for all of a prompt         rollout or inference, reward workers
     Collector a scored sample; room for a group          reward workers; the actor of that rank
 
 Invariant, **exactly once**: every sample that was admitted is either running or finished until its
@@ -221,6 +224,92 @@ def _parts(samples: list[TrainingSample], ranks: int) -> list[list[TrainingSampl
 NextPrompts = Callable[[int], Sequence[Prompt]]
 """The next prompts of the data, as many as are asked for."""
 
+JudgedAtOnce = Callable[[Request], bool]
+"""Whether the sample of a request is judged at once with the other samples of its prompt."""
+
+
+def judged_at_once(of_groups: Container[str], swapped: str = "") -> JudgedAtOnce:
+    """Return which samples these group verifiers judge.
+
+    Args:
+        of_groups: their names.
+        swapped: name of the verifier of all samples but those of evaluation sets, whatever their
+            records say; empty: that of the record.
+    """
+
+    def at_once(request: Request) -> bool:
+        own = "" if request.evaluation_set else swapped
+        return (own or request.prompt.verifier) in of_groups
+
+    return at_once
+
+
+class Gatherer:
+    """Holds samples until all of their prompt are here, where a verifier judges them at once.
+
+    A whole group goes on as one item, so that a reward worker has all of it or nothing; other
+    samples go on as they come. What is held here is part of a checkpoint, as what waits in the
+    channels is.
+
+    Args:
+        samples: channel from the rollout or inference workers.
+        gathered: channel to the reward workers.
+        at_once: which samples are judged at once.
+        waited_for: whether a sample has not come back yet.
+        leave_out: is called for one that came a second time.
+    """
+
+    def __init__(
+        self,
+        samples: Receiver[Sample],
+        gathered: Sender[Sample],
+        *,
+        at_once: JudgedAtOnce,
+        waited_for: Callable[[Request], bool],
+        leave_out: Callable[[], None],
+    ) -> None:
+        self._samples, self._gathered = samples, gathered
+        self._at_once, self._waited_for, self._leave_out = at_once, waited_for, leave_out
+        self._held: dict[tuple[int, int], dict[int, Sample]] = {}
+        """by group and iteration, and by index"""
+        self._sent: dict[tuple[int, int], Request] = {}
+        """groups that are being judged, with a request of each"""
+
+    @property
+    def held(self) -> list[Sample]:
+        """The samples that wait for others."""
+        return [one for group in self._held.values() for one in group.values()]
+
+    async def run(self) -> None:
+        """Gather until no more samples come."""
+        async for sample in self._samples:
+            if not self._at_once(sample.request):
+                await self._gathered.put(sample)
+            elif (group := self._add(sample)) is not None:
+                first, *others = (group[index] for index in sorted(group))
+                await self._gathered.put(msgspec.structs.replace(first, others=tuple(others)))
+                self._sent_on(first.request)
+
+    def _add(self, sample: Sample) -> dict[int, Sample] | None:
+        """Hold a sample; its group once that is whole."""
+        request = sample.request
+        key = request.group, request.iteration
+        group = self._held.setdefault(key, {})
+        second = key in self._sent or request.index in group
+        if second or not self._waited_for(request):
+            self._leave_out()
+            if not group:
+                del self._held[key]
+            return None
+        group[request.index] = sample
+        return group if len(group) == request.group_size else None
+
+    def _sent_on(self, request: Request) -> None:
+        self._sent = {key: one for key, one in self._sent.items() if self._waited_for(one)}
+        key = request.group, request.iteration
+        self._sent[key] = request
+        del self._held[key]
+
 
 class Replaced(msgspec.Struct):
     """The groups of an iteration that were refused, and replaced."""
@@ -300,6 +389,27 @@ class Ledger:
         """Requests that were admitted and have not come back, oldest first: after a resume, to be
         put again."""
         return [self._running[name] for name in sorted(self._running)]
+
+    def waits_for(self, request: Request) -> bool:
+        """Whether this sample was admitted and has not come back."""
+        return (request.group, request.index) in self._running
+
+    def leave_out(self) -> None:
+        """Count a sample that came a second time."""
+        self._duplicates += 1
+
+    def take_back(self, at_once: JudgedAtOnce) -> list[Sample]:
+        """Return the finished samples of groups that are not whole and are judged at once: they are
+        running again, to be judged with the others. Of a resumed run whose verifier was changed."""
+        found: list[Sample] = []
+        for group, samples in list(self._finished.items()):
+            if len(samples) < self.group_size and all(
+                at_once(one.sample.request) for one in samples.values()
+            ):
+                del self._finished[group]
+                found += [one.sample for one in self._in_order(samples)]
+        self._running.update(((one.request.group, one.request.index), one.request) for one in found)
+        return found
 
     def continue_from(self, partial: Request) -> None:
         """Replace this request by one with the tokens generated so far, if it is still running."""
@@ -625,21 +735,26 @@ class Collector:
         """Collect until the reward workers have ended."""
         for whole in self._ledger.complete():  # of a resumed run
             await self._take(whole)
-        async for scored in self._scored:
-            request = scored.sample.request
-            if request.evaluation:
-                self._answer(request, scored)
-                continue
-            if self._finished is not None:
-                self._finished(scored.sample)
-            if (group := self._ledger.take(scored)) is not None:
-                await self._take(group)
+        async for item in self._scored:
+            for scored in item.apart():  # no other task runs before all of them are in the ledger
+                request = scored.sample.request
+                if request.evaluation:
+                    self._answer(request, scored)
+                    continue
+                if self._finished is not None:
+                    self._finished(scored.sample)
+                if (group := self._ledger.take(scored)) is not None:
+                    await self._take(group)
 
     async def whole(self, iteration: int) -> None:
         """Wait until every group of ``iteration``, and of those before, is complete."""
         while self._sending <= iteration:
             self._complete.clear()
             await self._complete.wait()
+
+    def waits_for(self, request: Request) -> bool:
+        """Whether a sample, or an answer of an evaluation, has not come back yet."""
+        return request.name in self._expected or self._ledger.waits_for(request)
 
     def expect(self, requests: Sequence[Request]) -> list[asyncio.Future[ScoredSample]]:
         """Futures of the outcomes of an evaluation's requests, which are about to be put."""
@@ -729,7 +844,7 @@ class InFlight(msgspec.Struct, kw_only=True):
     """requests with tokens to continue after"""
     generated: list[Sample] = msgspec.field(default_factory=list)
     inferred: list[Sample] = msgspec.field(default_factory=list)
-    """samples with log-probs of the actor's forward"""
+    """samples with log-probs of the actor's forward, and those that are judged at once"""
     scored: list[ScoredSample] = msgspec.field(default_factory=list)
     turns: list[Sample] = msgspec.field(default_factory=list)
     """answers of episodes that are not finished, which they take up again"""
@@ -767,7 +882,10 @@ class InFlight(msgspec.Struct, kw_only=True):
 
 
 def in_flight(
-    channels: LanguageChannels, partial: Iterable[Request], running: Iterable[Request]
+    channels: LanguageChannels,
+    partial: Iterable[Request],
+    running: Iterable[Request],
+    held: Iterable[Sample] = (),
 ) -> InFlight:
     """Everything that is in flight, in the farthest place that each sample has come to.
 
@@ -775,6 +893,7 @@ def in_flight(
         channels: the run's channels, as they are now.
         partial: requests that the rollout workers hold.
         running: requests that the ledger waits for; nothing else is taken up.
+        held: samples that wait for others of their prompt, beside those in channels.
     """
     left = {one.name for one in running}
 
@@ -783,10 +902,15 @@ def in_flight(
         left.discard(name)
         return known
 
-    scored = [one for one in _items(channels.scored) if new(one.sample.request.name)]
-    inferred: list[Sample] = []
+    every = [one for item in _items(channels.scored) for one in item.apart()]
+    scored = [one for one in every if new(one.sample.request.name)]
+    late: list[Sample] = []
+    if channels.gathered is not channels.inferred:
+        late += [one for item in _items(channels.gathered) for one in item.apart()]
+    late += held
     if channels.inferred is not channels.generated:
-        inferred = [one for one in _items(channels.inferred) if new(one.request.name)]
+        late += _items(channels.inferred)
+    inferred = [one for one in late if new(one.request.name)]
     return InFlight(
         scored=scored,
         inferred=inferred,
@@ -841,6 +965,21 @@ def _items(channel: Channel[T]) -> list[T]:
         queue.value(copy_of(item)) for item in queue.contents() if remote_payload_of(item) is None
     ]
     return found
+
+
+def gathering(
+    channels: LanguageChannels, collector: Collector, ledger: Ledger, at_once: JudgedAtOnce
+) -> Gatherer | None:
+    """Return who gathers the samples of a prompt; None where no verifier judges them at once."""
+    if channels.gathered is channels.inferred:
+        return None
+    return Gatherer(
+        channels.inferred.receiver,
+        channels.gathered.sender,
+        at_once=at_once,
+        waited_for=collector.waits_for,
+        leave_out=ledger.leave_out,
+    )
 
 
 class Unfinished(msgspec.Struct, kw_only=True):
