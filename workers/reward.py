@@ -7,6 +7,7 @@
               +-------> a free process ---verifier, time limit-------+
               |                                                      |
               +-------> a process with room for an asynchronous one -+
+    with ``reward.model``: what was scored --conversation--> its batch --weight x score, added-->
     with `Sample.others`: all of a prompt, of which a group verifier gets those without an outcome
 
                 waits for                              unblocked by
@@ -28,13 +29,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
-from typing import Final
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
 from rlinf_async.channels import EndOfChannel, Receiver, Sender
 from rlinf_async.channels.wire.session.tls import FILE_VARIABLE, VARIABLE
+from rlinf_async.config import ConfigError
 from rlinf_async.config.counts import MOST_WORKERS, check_bounds
 from rlinf_async.messages.language import (
     Failed,
@@ -46,10 +49,20 @@ from rlinf_async.messages.language import (
     Scored,
     ScoredSample,
 )
-from rlinf_async.rewards.judging import INLINE, Answer, Verifier, judge, load_verifier
+from rlinf_async.rewards.judging import (
+    INLINE,
+    Answer,
+    Verifier,
+    judge,
+    load_verifier,
+    outcome_of,
+)
 from rlinf_async.rewards.pool import CALLS, ScoringPool
 from rlinf_async.rewards.repeating import Judges, longest_pauses
 from rlinf_async.workers.base import Worker, task_group
+
+if TYPE_CHECKING:
+    from rlinf_async.backends.transformers.reward_model import BatchedModel
 
 SCORE: Final = "score"
 """name of the spans, and of the sums, of scoring"""
@@ -58,6 +71,8 @@ SCORE: Final = "score"
 MOST_CALLS: Final = 10_000
 """largest setting of calls in a process"""
 MOST_RETRIES: Final = 20
+OF_MODEL: Final = ("model_weight", "model_tokens", "model_precision")
+"""settings of the reward model"""
 
 
 class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -66,7 +81,8 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     processes: int = 2
     """processes, each of which scores a sample at a time; ``exact`` and ``numeric`` need none"""
     calls: int = CALLS
-    """calls of asynchronous verifiers that are open in each process at a time"""
+    """calls of asynchronous verifiers that are open in each process at a time; with a reward model,
+    samples that wait for it, for each process"""
     time_limit: float = 10.0
     """longest time of one call of a verifier, in seconds"""
     retries: int = 2
@@ -79,6 +95,15 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     environment: tuple[str, ...] = ()
     """names of environment variables that verifiers get beside a minimal set, such as the key of a
     server that they ask"""
+    model: str = ""
+    """folder of a reward model, a Hugging Face classifier with one label, whose score of prompt and
+    answer is added to the verifier's; empty: there is none"""
+    model_weight: float = 1.0
+    """factor of the model's score"""
+    model_tokens: int = 16_384
+    """tokens of a forward pass of the model, padding included"""
+    model_precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    """dtype of the model's weights"""
     preload: tuple[str, ...] = ()
     """verifiers imported before the first sample, so that a wrong name is an error at the start"""
 
@@ -87,6 +112,19 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         check_bounds(self, "calls", least=1, most=MOST_CALLS)
         check_bounds(self, "retries", least=0, most=MOST_RETRIES)
         check_bounds(self, "cache", "memory_limit_mib", least=0)
+        check_bounds(self, "model_tokens", least=1)
+        if not math.isfinite(self.model_weight) or self.model_weight == 0.0:
+            raise ConfigError(
+                f"{self.model_weight} is no factor of a score: give a finite number other than 0",
+                path=("model_weight",),
+            )
+        for one in msgspec.structs.fields(self):
+            if not self.model and one.name in OF_MODEL and getattr(self, one.name) != one.default:
+                raise ConfigError(
+                    f"it is {getattr(self, one.name)!r}, but there is no reward model: set model, "
+                    "or leave it out",
+                    path=(one.name,),
+                )
         if secret := sorted({VARIABLE, FILE_VARIABLE} & set(self.environment)):
             raise ValueError(
                 f"environment has {secret[0]}: with the cluster's secret a verifier could be a "
@@ -131,14 +169,19 @@ class RewardWorker(Worker):
         config: how this worker scores.
         verifier: name of the verifier of every sample, whatever its record says: of one that was
             swapped while the run went on. Empty: that of the record. Answers to the prompts of an
-            evaluation set are scored by the set's own.
+            evaluation set are scored by the set's own, and by no reward model.
+        device: device of the reward model, as torch names it.
     """
 
     stateless = True
 
-    def __init__(self, config: RewardConfig | None = None, verifier: str = "") -> None:
+    def __init__(
+        self, config: RewardConfig | None = None, verifier: str = "", device: str = "cpu"
+    ) -> None:
         self.config = config or RewardConfig()
         self._verifier = verifier
+        self._device = device
+        self._model: BatchedModel | None = None
         self._inline: dict[str, Verifier] = {}
         self._uses: dict[str, JudgeUse] = {}
         """calls for samples that are being scored, by their names"""
@@ -147,12 +190,19 @@ class RewardWorker(Worker):
         self._instead = 0
         """samples of asynchronous verifiers that do, as there was no room beside"""
 
+    @classmethod
+    def slow_imports(cls, arguments: Mapping[str, Any]) -> Sequence[str]:
+        config = arguments.get("config")
+        return ("torch", "transformers") if config is not None and config.model else ()
+
     async def setup(self) -> None:
-        """Import the verifiers of ``preload``, and the one that was swapped in.
+        """Load the reward model, the verifiers of ``preload`` and the one that was swapped in.
 
         Raises:
             ConfigError: one of them cannot be loaded.
         """
+        if self.config.model:
+            self._model = await self.compute(self._load_model)
         self._pool = ScoringPool(
             processes=self.config.processes,
             time_limit=self.config.time_limit,
@@ -170,8 +220,17 @@ class RewardWorker(Worker):
                 await self._pool.close()
                 raise
 
+    def _load_model(self) -> BatchedModel:
+        from rlinf_async.backends.transformers.reward_model import BatchedModel, RewardModel
+
+        config = self.config
+        model = RewardModel(config.model, self._device, config.model_precision, config.model_tokens)
+        return BatchedModel(model, self.compute)
+
     async def teardown(self) -> None:
-        """Kill all processes."""
+        """Kill all processes, and ask the model no more."""
+        if self._model is not None:
+            self._model.close()
         await self._pool.close()
 
     async def run(self, samples: Receiver[Sample], scored: Sender[ScoredSample]) -> RewardReport:
@@ -213,9 +272,13 @@ class RewardWorker(Worker):
         """The verifier that took the place of the sample's; that of a set stays its own."""
         return "" if sample.request.evaluation_set else self._verifier
 
+    def _waits(self, verifier: str) -> bool:
+        """Whether samples of this verifier wait for somebody else, or for a batch of the model."""
+        return verifier in self._pool.asynchronous or self._model is not None
+
     def _capacity(self, verifier: str) -> int:
         """The number of samples that this verifier can judge at a time."""
-        waits = verifier in self._pool.asynchronous
+        waits = self._waits(verifier)
         return self.config.processes * (self.config.calls if waits else 1)
 
     async def _score_each(
@@ -231,7 +294,7 @@ class RewardWorker(Worker):
         with contextlib.suppress(EndOfChannel):
             while True:
                 async with samples.lease() as [sample]:
-                    waits = self._verifier_of(sample) in self._pool.asynchronous
+                    waits = self._waits(self._verifier_of(sample))
                     if waits:
                         self._set_beside(sample, take_another)
                     await scored.put(await self._scored(sample, report))
@@ -295,7 +358,33 @@ class RewardWorker(Worker):
             found = iter(await self._judged_at_once(left, whole=len(samples)))
         else:
             found = iter([await self.score(one) for one in left])
-        return [one.outcome or next(found) for one in samples]
+        outcomes = [one.outcome or next(found) for one in samples]
+        if self._model is None or samples[0].request.evaluation_set:
+            return list(outcomes)
+        scored = zip(samples, outcomes, strict=True)
+        return await asyncio.gather(*(self._with_model(one, outcome) for one, outcome in scored))
+
+    async def _with_model(self, sample: Sample, outcome: Outcome) -> Outcome:
+        """An outcome with the score of the reward model added to it."""
+        if self._model is None or sample.outcome is not None or not isinstance(outcome, Scored):
+            return outcome
+        name, prompt = self.config.model, sample.request.prompt
+        if not prompt.messages:
+            return Failed(
+                error=f"prompt {prompt.index} was admitted before there was a reward model: its "
+                "messages were not kept"
+            )
+        score = await self._model.score(prompt.messages, sample.text)
+        if isinstance(score, str):
+            return Failed(error=f"prompt {prompt.index}: reward model {name!r}: {score}")
+        judged = outcome_of(name, score, "reward model")
+        if not isinstance(judged, Scored):
+            return judged
+        total = outcome.reward + self.config.model_weight * score
+        parts = {**outcome.parts, "verifier": outcome.reward, "model": score}
+        return outcome_of(
+            name, Scored(reward=total, parts=parts, cost=outcome.cost), "reward model"
+        )
 
     async def _judged_at_once(self, samples: list[Sample], whole: int) -> list[Outcome]:
         """The outcomes of samples, of ``whole`` of their prompt, that a group verifier judges."""

@@ -487,13 +487,14 @@ def _check_unjudged(config: LanguageConfig) -> None:
             f"{NO_VERIFIER!r}: name a verifier there, or set this to 0",
             path=("warm_start", "steps"),
         )
-    if config.data.verifier != NO_VERIFIER or config.has_episodes:
+    judged = config.data.verifier != NO_VERIFIER or config.reward.model
+    if judged or config.has_episodes:
         return
     if loss.name in WITHOUT_TEACHER:
         raise ConfigError(
             f"{NO_VERIFIER!r} gives every answer a reward of 0, and {loss.name!r} learns from "
-            "rewards: name a verifier, or learn from a teacher alone (actor.loss.name = "
-            f"{DISTIL!r})",
+            "rewards: name a verifier, set reward.model, or learn from a teacher alone "
+            f"(actor.loss.name = {DISTIL!r})",
             path=("data", "verifier"),
         )
     if config.evaluation.samples:
@@ -609,6 +610,27 @@ def check_teacher(config: LanguageConfig, model: Path) -> None:
     """
     if config.needs_teacher:
         check_teacher_folder(config.teacher.path, model)
+
+
+def check_reward(config: LanguageConfig) -> None:
+    """Refuse a folder that holds no reward model, and samples that are none for one.
+
+    Raises:
+        ConfigError: with the folder, and what is wrong with it.
+        MissingExtra: transformers is not installed.
+    """
+    if not config.reward.model:
+        return
+    where = ("reward", "model")
+    if config.has_episodes:
+        raise ConfigError(
+            "it reads a prompt and its answer, and samples are episodes of several turns: leave it "
+            "out, and ask a reward model in episode.run",
+            path=where,
+        )
+    from rlinf_async.backends.transformers.reward_model import check_reward_model
+
+    check_reward_model(config.reward.model)
 
 
 def check_teacher_folder(path: str, model: Path) -> None:
@@ -887,7 +909,8 @@ def _opened(
     if most is not None and narrowed:
         data = msgspec.structs.replace(data, max_prompt_tokens=most)
     try:
-        prompts = Prompts(data, tokenizer, messages=config.has_episodes)
+        messages = config.has_episodes or bool(config.reward.model)
+        prompts = Prompts(data, tokenizer, messages=messages)
     except DataError as error:
         blamed = narrowed and isinstance(error, PromptsTooLong)
         hint = f" ({why})" if blamed else ""
@@ -1010,7 +1033,7 @@ def check_judges(config: LanguageConfig, *, inline: bool, asynchronous: bool) ->
         ConfigError: such a setting.
     """
     reward, default = config.reward, RewardConfig()
-    if not asynchronous and reward.calls != default.calls:
+    if not asynchronous and not reward.model and reward.calls != default.calls:
         raise ConfigError(
             f"calls is {reward.calls}, but no verifier of this run is asynchronous: each process "
             "judges one answer at a time. Write it as `async def`, set reward.processes instead, "

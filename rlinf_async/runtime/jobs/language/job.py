@@ -30,6 +30,7 @@ from rlinf_async.runtime.jobs.language.checks import (
     check_endpoint,
     check_engine,
     check_families,
+    check_reward,
     check_scoring,
     check_sizes,
     check_teacher,
@@ -192,6 +193,7 @@ class LanguageRL:
         if role == "reward":
             verifier = config.data.verifier
             check_scoring(config, (verifier,) if verifier else ())
+            check_reward(config)
 
     def _training(self, config: LanguageConfig, folder: RunFolder) -> LanguageRun:
         inputs = _inputs(config, folder.path / "model")
@@ -206,6 +208,7 @@ def _reads(run: LanguageRun) -> Reads:
         "model.path": config.model.path,
         "critic.path": config.critic.path if config.has_critic else "",
         "teacher.path": config.teacher.path,
+        "reward.model": config.reward.model,
     }
     if config.model.tokenizer != "arithmetic":
         folders["model.tokenizer"] = config.model.tokenizer
@@ -256,6 +259,7 @@ def _inputs(config: LanguageConfig, into: Path) -> _Inputs:
             check_weights(Path(config.model.path).expanduser(), ("model", "path"))
         check_critic(config, model)
         check_teacher(config, model)
+        check_reward(config)
         warm = config.warm_start.steps and not has_weights(model)
         return _Inputs(model, prompts, sets, examples(config, tokenizer) if warm else [])
     except DataError as error:

@@ -696,7 +696,8 @@ class Roles:
         verifier = config.data.verifier if self._swapped else ""
         names = (verifier,) if verifier else self._verifiers
         preload = tuple(dict.fromkeys((*config.reward.preload, *names, *self._of_sets)))
-        return msgspec.structs.replace(config.reward, preload=preload), verifier
+        device = self._plan.device("reward", own_process=config.cluster.processes)
+        return msgspec.structs.replace(config.reward, preload=preload), verifier, device
 
     async def swap(self, role: str, config: LanguageConfig) -> str:
         """Replace the workers of a role by some under this configuration; says how many.
@@ -738,6 +739,11 @@ class Roles:
     def _check_judges(self, config: LanguageConfig) -> None:
         """Raise `BuildError` where samples reach the reward workers otherwise than the verifiers of
         this configuration judge them: each by itself, or all of a prompt at once."""
+        if bool(config.reward.model) != bool(self._config.reward.model):
+            raise BuildError(
+                "reward.model: a run that was started without a reward model gets none, and one "
+                "with one keeps one: stop the run (rlinf-async stop), and go on with --resume"
+            )
         swapped_in = config.data.verifier
         pairs = [(one, swapped_in or one) for one in self._verifiers]
         pairs += [(one, one) for one in self._of_sets]
