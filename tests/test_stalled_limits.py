@@ -133,7 +133,7 @@ def judging(blame: Blame) -> Heard:
         return 1
 
     async def judged() -> object:
-        outcome, _ = await owner._end_of(call, 4.0)
+        outcome = (await owner._end_of(call, 4.0)).outcome
         return outcome if isinstance(outcome, Failed) else None
 
     answers = asyncio.StreamReader()
