@@ -12,9 +12,10 @@ import pytest
 import rlinf_async as ra
 from rlinf_async.data import DataConfig
 from rlinf_async.observe.samples import read_samples
+from rlinf_async.runtime.jobs.language.backends import plan_roles
 from rlinf_async.runtime.jobs.language.config import LanguageConfig, ModelConfig, TrainingConfig
 from rlinf_async.runtime.jobs.language.roles import LanguageChannels, Roles
-from rlinf_async.workers.base import BuildError
+from rlinf_async.workers.base import BuildError, Device
 from rlinf_async.workers.reward import RewardConfig
 from tests.backends.classifiers import OneByOne, save_classifier
 from tests.jobs.language.kit import Job
@@ -124,6 +125,36 @@ def test_what_cannot_be_scored_is_refused(
     ended = job.command("check", job.file, *(named.get(str(one), one) for one in settings))
     assert ended.code == 2
     assert said in ended.err
+
+
+@pytest.mark.parametrize(
+    ("placement", "processes", "device"),
+    [
+        ({"reward": "2-3"}, True, "cuda:0"),
+        ({"reward": "3", "rollout": "0", "actor": "1"}, False, "cuda:3"),
+        ({"reward": "shared with rollout", "rollout": "0", "actor": "1"}, True, "cuda:0"),
+        ({}, True, "cpu"),
+    ],
+)
+def test_the_model_is_on_the_devices_of_the_role(
+    placement: dict[str, str], processes: bool, device: str
+) -> None:
+    """In a process of its own a worker sees its device as the first one."""
+    said = {
+        "data": {"path": "sums.jsonl", "verifier": "none"},
+        "model": {"path": "model"},
+        "training": {"iterations": 1, "prompts": 8, "group_size": 2},
+        "actor": {"micro_batch_size": 2},
+        "reward": {"model": "rm"},
+        "cluster": {
+            "backend": "process" if processes else "local",
+            "reward_workers": 2 if placement.get("reward") == "2-3" else 1,
+            "placement": placement,
+        },
+    }
+    config = msgspec.convert(said, LanguageConfig)
+    plan = plan_roles(config, [Device("cuda", at) for at in range(4)])
+    assert plan.device("reward", own_process=processes) == device
 
 
 async def test_a_run_without_a_reward_model_swaps_none_in() -> None:
