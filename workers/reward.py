@@ -193,7 +193,7 @@ class RewardWorker(Worker):
     @classmethod
     def slow_imports(cls, arguments: Mapping[str, Any]) -> Sequence[str]:
         config = arguments.get("config")
-        return ("torch", "transformers") if config is not None and config.model else ()
+        return ("torch",) if config is not None and config.model else ()
 
     async def setup(self) -> None:
         """Load the reward model, the verifiers of ``preload`` and the one that was swapped in.
