@@ -40,6 +40,7 @@ from rlinf_async.messages.language import (
     Biases,
     Branch,
     Example,
+    Images,
     Kept,
     Mask,
     Routes,
@@ -166,6 +167,7 @@ def as_bare(sample: Sample) -> TrainingSample:
         routes=sample.generated.routes,
         drawn=sample.generated.drawn,
         branches=sample.branches,
+        images=request.prompt.images,
         group=request.group,
         index=request.index,
     )
@@ -181,6 +183,7 @@ def bare_sample(
     routes: Routes | None = None,
     drawn: Mask | None = None,
     branches: tuple[Branch, ...] = (),
+    images: Images = (),
     group: int = 0,
     index: int = 0,
 ) -> TrainingSample:
@@ -202,6 +205,7 @@ def bare_sample(
         scored=False,
         drawn=drawn,
         branches=branches,
+        images=images,
     )
 
 

@@ -420,6 +420,8 @@ class Family(NamedTuple):
     """why vLLM cannot serve it"""
     routes: bool = False
     """whether the experts of its tokens can be told and replayed"""
+    sees: bool = False
+    """whether its prompts may have images"""
 
 
 FAMILIES: Final[Mapping[str, Family]] = {
@@ -442,6 +444,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "granite": Family(),
     "granitemoe": Family(),
     "helium": Family("untried"),
+    "idefics3": Family("no", "prompts with images were not tried with it", sees=True),
     "llama": Family(),
     "mistral": Family(),
     "mixtral": Family(routes=True),
@@ -461,6 +464,9 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "starcoder2": Family("untried"),
 }
 """families of models that were tried, by ``model_type``"""
+
+SEEING: Final = tuple(name for name, one in FAMILIES.items() if one.sees)
+"""families whose prompts may have images"""
 
 REFUSED: Final[Mapping[str, str]] = {
     "gpt_oss": "its attention has sinks, which packed attention does not compute",
@@ -496,6 +502,20 @@ def check_family(config: Mapping[str, Any], engine: str | None = None) -> None:
         )
 
 
+def sees_images(config: Mapping[str, Any]) -> bool:
+    """Whether prompts of a model, by the content of its ``config.json``, may have images."""
+    return config.get("model_type") in SEEING
+
+
+def model_factory(kind: str) -> Any:
+    """Return the class of transformers by which models of a ``model_type`` are built."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return (
+        AutoModelForImageTextToText if sees_images({"model_type": kind}) else AutoModelForCausalLM
+    )
+
+
 def supported_families(engine: str | None = None) -> str:
     """Return a sentence with the families that were tried: with the engine, or with the trainer."""
     names = [name for name, one in FAMILIES.items() if engine != "vllm" or one.vllm != "no"]
@@ -506,10 +526,18 @@ def _structural_fault(config: Mapping[str, Any]) -> str | None:
     """Return why a family cannot be trained; None if nothing speaks against it, or if transformers
     does not know it, which is reported where the model is built."""
     from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    )
 
     try:
         described: Any = AutoConfig.for_model(**config)
+        if (
+            type(described) not in MODEL_FOR_CAUSAL_LM_MAPPING
+            and type(described) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        ):
+            return f"of vision-language models only {', '.join(SEEING)} can be trained"
         model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(described)]
     except (KeyError, ValueError, TypeError):
         return None

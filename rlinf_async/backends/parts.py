@@ -84,6 +84,8 @@ class EnginePart(Part):
     compared with no trainer"""
     one_device: ClassVar[bool] = False
     """whether each worker takes at most one device"""
+    sees_images: ClassVar[bool] = False
+    """whether it reads the images of prompts (`Prompt.images`)"""
     exact: ClassVar[bool] = False
     """whether its log-probs in float32 are the trainer's, up to the last bits"""
     honours: ClassVar[frozenset[str]] = frozenset()
@@ -254,6 +256,8 @@ class LanguageTrainerPart(Part):
     """name of its trainer of critics; empty: it has none"""
     inference: ClassVar[str] = ""
     """name of the trainer by which one device computes log-probs; empty: this one"""
+    sees_images: ClassVar[bool] = False
+    """whether it reads the images of samples (`TrainingSample.images`)"""
     tells_distributions: ClassVar[bool] = False
     """whether it trains on log-probs of tokens that were not drawn (``PackedTokens.asked``), and,
     where inference workers compute by it, tells them as `TellsDistributions` does"""

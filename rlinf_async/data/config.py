@@ -40,6 +40,8 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     instead of ``path``"""
     prompt_column: str = "prompt"
     """column with text or a list of chat messages; a dot leads into a nested column"""
+    image_column: str = ""
+    """column with an image, or a list of images, of a prompt for a vision-language model"""
     reference_column: str = "answer"
     """column that the verifier compares with; values other than text are passed on as JSON"""
     verifier: str = ""
@@ -89,6 +91,10 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if self.environment_tasks and (self.verifier or self.verifier_column):
             raise ValueError(
                 "an environment scores its own tasks: leave verifier and verifier_column out"
+            )
+        if self.image_column and not self.path:
+            raise ValueError(
+                f"image_column is {self.image_column!r}, but tasks have no images: leave it out"
             )
         if strange := sorted(set(self.task_options) - set(self.tasks)):
             raise ValueError(

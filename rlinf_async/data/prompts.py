@@ -13,6 +13,7 @@ restored run gets the prompts that it would have got without the interruption.
                    messages -----> [system message,] messages -------+--chat template--> text
                    text, chat = false ---------------------------------------------------> text
     text --tokenizer--> token ids     special tokens are the template's, or else the tokenizer's
+    text, images --processor--> token ids     of a vision-language model: `rlinf_async.data.images`
 
 The tokenizer is that of a checkpoint folder, or one of single characters for models that are
 trained from scratch: every printable ASCII character is a token, each digit included, and so are
@@ -39,6 +40,7 @@ from numpy.typing import NDArray
 
 from rlinf_async.config import MissingExtra, needed
 from rlinf_async.data.config import NO_VERIFIER, DataChanged, DataConfig, DataError, PromptsTooLong
+from rlinf_async.data.images import ImageProcessor, identity, read_images
 from rlinf_async.data.records import (
     REFERENCE_COLUMN,
     WHOLE,
@@ -51,7 +53,7 @@ from rlinf_async.data.records import (
     column,
     open_file,
 )
-from rlinf_async.messages.language import Prompt, Tokens
+from rlinf_async.messages.language import Images, Prompt, Tokens
 
 FILES: Final = (
     "tokenizer.json",
@@ -167,12 +169,29 @@ _AT_ENDS: Final = 16
 class Renderer:
     """Makes prompts from records, with one configuration and tokenizer."""
 
-    def __init__(self, config: DataConfig, tokenizer: Tokenizer, *, messages: bool = False) -> None:
-        """``messages``: whether prompts carry their messages, too.
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: Tokenizer,
+        *,
+        messages: bool = False,
+        processor: ImageProcessor | None = None,
+    ) -> None:
+        """``messages``: whether prompts carry their messages, too. ``processor``: of a model that
+        sees images.
 
-        Raises `DataError` if a chat template is needed and there is none.
+        Raises `DataError` if a chat template is needed and there is none, and for images that
+        nobody can see.
         """
+        if config.image_column and processor is None:
+            raise DataError(
+                f"image_column is {config.image_column!r}, but the model takes no images: leave it "
+                "out, or give a vision-language model"
+            )
         self._config = config
+        self._processor = processor
+        place = Path(config.path).expanduser()
+        self._base = place if place.is_dir() else place.parent
         self._with_messages = messages
         self._tokenizer = tokenizer
         self._template = template_of(config.chat_template, tokenizer) if config.chat else None
@@ -190,9 +209,8 @@ class Renderer:
         Raises:
             DataError: a column is missing or of the wrong kind, or the template refuses it.
         """
-        text = self.text(record, where)
-        ids = self._tokenizer(text, add_special_tokens=not self._config.chat, verbose=False)
-        token_ids = np.asarray(ids["input_ids"], np.int32)
+        text, images = self.text(record, where), self.images(record, where)
+        token_ids = self.tokens(text, images, where)
         if not len(token_ids):
             raise DataError(f"{where}: the prompt is empty")
         return Prompt(
@@ -202,7 +220,33 @@ class Renderer:
             verifier=self.verifier(record, where),
             reference=self.reference(record, where),
             messages=tuple(self._messages(record, where)) if self._with_messages else (),
+            images=images,
         )
+
+    @property
+    def sees(self) -> bool:
+        """Whether records have images."""
+        return bool(self._config.image_column)
+
+    def images(self, record: Record, where: str) -> Images:
+        """Return the encoded images of a record; raises `DataError` where one cannot be read."""
+        return read_images(self._given_images(record, where), self._base, where)
+
+    def _given_images(self, record: Record, where: str) -> list[Any]:
+        """Return what a record has in the place of images; a null is none."""
+        name = self._config.image_column
+        if not name or (name in record and record[name] is None):
+            return []
+        given = column(record, name, where)
+        return given if isinstance(given, list) else [given]
+
+    def tokens(self, text: str, images: Images, where: str) -> Tokens:
+        """Return the tokens ``[P]`` of a text, and of its images; raises `DataError`."""
+        special = not self._config.chat
+        if self._processor is not None and self.sees:
+            return self._processor.tokens(text, images, where, special=special)
+        ids = self._tokenizer(text, add_special_tokens=special, verbose=False)
+        return np.asarray(ids["input_ids"], np.int32)
 
     def verifier(self, record: Record, where: str) -> str:
         """The name of the verifier that scores responses to this record."""
@@ -272,11 +316,42 @@ class Renderer:
 
     def _messages(self, record: Record, where: str) -> list[dict[str, Any]]:
         name, system = self._config.prompt_column, self._config.system_prompt
-        return messages_of(column(record, name, where), name, where, system=system)
+        given = column(record, name, where)
+        messages = messages_of(given, name, where, system=system, parts=self.sees)
+        if not self.sees:
+            return messages
+        return _with_placeholders(messages, len(self._given_images(record, where)))
+
+
+def _with_placeholders(messages: Sequence[dict[str, Any]], images: int) -> list[dict[str, Any]]:
+    """Return messages whose contents are lists of parts. Where none of these is an image, all
+    images stand before the text of the user's first message."""
+    found = []
+    given = any(
+        part["type"] == "image"
+        for one in messages
+        if not isinstance(one["content"], str)
+        for part in one["content"]
+    )
+    left = 0 if given else images
+    for one in messages:
+        content = one["content"]
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if left and one["role"] == "user":
+            parts = [*({"type": "image"} for _ in range(left)), *parts]
+            left = 0
+        found.append({**one, "content": parts})
+    return found
 
 
 def messages_of(
-    given: object, name: str, where: str, *, role: str = "user", system: str = ""
+    given: object,
+    name: str,
+    where: str,
+    *,
+    role: str = "user",
+    system: str = "",
+    parts: bool = False,
 ) -> list[dict[str, Any]]:
     """The messages of a column; text is one message.
 
@@ -286,6 +361,7 @@ def messages_of(
         where: place of the record, for errors.
         role: who says what is given as text.
         system: system message where there is none; empty: none.
+        parts: whether a content may be a list of texts and images, instead of text.
 
     Raises:
         DataError: it is neither text nor a list of messages.
@@ -296,18 +372,43 @@ def messages_of(
         if isinstance(given, str)
         else _listed(given, name, where)
     ):
-        if not (
-            isinstance(one, Mapping)
-            and isinstance(one.get("role"), str)
-            and isinstance(one.get("content"), str)
-        ):
+        if not (isinstance(one, Mapping) and isinstance(one.get("role"), str)):
             raise DataError(
                 f"{where}: a message must have the texts role and content, not {one!r:.200}"
             )
-        messages.append(dict(one))
+        content = one.get("content")
+        if parts and isinstance(content, list):
+            content = [_part(part, where) for part in content]
+        elif not isinstance(content, str):
+            hint = (
+                "; a list of texts and images needs an image_column, which the data of a "
+                "language_rl job may have"
+            ) * _is_parts(content)
+            raise DataError(
+                f"{where}: a message must have the texts role and content, not {one!r:.200}{hint}"
+            )
+        messages.append({**one, "content": content})
     if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     return messages
+
+
+def _is_parts(content: object) -> bool:
+    return isinstance(content, list) and all(isinstance(one, Mapping) for one in content)
+
+
+def _part(given: object, where: str) -> dict[str, str]:
+    """Return a part of a message's content: a text, or the placeholder of an image."""
+    if isinstance(given, Mapping):
+        if given.get("type") == "text" and isinstance(given.get("text"), str):
+            return {"type": "text", "text": given["text"]}
+        others = {name for name, value in given.items() if value is not None} - {"type"}
+        if given.get("type") == "image" and not others:
+            return {"type": "image"}
+    raise DataError(
+        f"{where}: a part of a message must be a text, as {{'type': 'text', 'text': '...'}}, or "
+        f"the place of the next image of image_column, {{'type': 'image'}}, not {given!r:.200}"
+    )
 
 
 def _listed(given: object, name: str, where: str) -> list[Any]:
@@ -342,8 +443,8 @@ def template_of(file: str, tokenizer: Tokenizer) -> str | None:
 BATCH: Final = 256
 """records that are checked together when the data are opened"""
 TASK_SECONDS: Final = 10.0
-"""seconds for which entries of tasks are checked in advance, as they are made one by one; the
-others are checked when they occur"""
+"""seconds for which entries of tasks, and prompts with images, are checked in advance, as they are
+made one by one; the others are checked when they occur"""
 
 _SHOWN: Final = 3
 """records that an error names"""
@@ -366,7 +467,7 @@ def open_records(config: DataConfig) -> Records:
     if config.environment_tasks:
         return NumberRecords(config.environment_tasks, config)
     reference = "" if config.verifier == NO_VERIFIER else config.reference_column
-    columns = (config.prompt_column, reference, config.verifier_column)
+    columns = (config.prompt_column, config.image_column, reference, config.verifier_column)
     return open_file(config.path, config.split, columns)
 
 
@@ -403,13 +504,21 @@ class DataState(msgspec.Struct, frozen=True, kw_only=True):
 class Prompts(Iterator[Prompt]):
     """The prompts of a run."""
 
-    def __init__(self, config: DataConfig, tokenizer: Tokenizer, *, messages: bool = False) -> None:
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: Tokenizer,
+        *,
+        messages: bool = False,
+        processor: ImageProcessor | None = None,
+    ) -> None:
         """Open the data and check them.
 
         Args:
             config: which data.
             tokenizer: of the model.
             messages: whether prompts carry their messages, for episodes.
+            processor: of a model that sees images; None: it does not.
 
         Raises:
             DataError: a record, the template or the split cannot be used; names file and line.
@@ -418,13 +527,13 @@ class Prompts(Iterator[Prompt]):
         """
         self.config = config
         self._records: Records = open_records(config)
-        self._renderer = Renderer(config, tokenizer, messages=messages)
+        self._renderer = Renderer(config, tokenizer, messages=messages, processor=processor)
         self._training, self._kept = self._split()
         self._verifiers: set[str] = set()
         self._long: dict[int, int] = {}
         """tokens of the prompts that are too long, of the records that were checked"""
         self._hashes = array("q")
-        """hashes of the texts of the prompts that were checked"""
+        """hashes of the prompts that were checked"""
         self.position = 0
         """index of the next prompt"""
         self.too_long = 0
@@ -435,7 +544,7 @@ class Prompts(Iterator[Prompt]):
         self._check()
         self.held_out: list[Prompt] = self._held_out()
         """prompts for evaluation, in the order of the data, without those that are too long"""
-        self._held_out_texts = {prompt.text for prompt in self.held_out}
+        self._held_out_prompts = {identity(one.text, one.images) for one in self.held_out}
 
     @property
     def left_out(self) -> dict[str, int]:
@@ -455,7 +564,7 @@ class Prompts(Iterator[Prompt]):
     def usable(self) -> int:
         """The number of records in an epoch, at most, without those that are too long, or have the
         prompt of a held-out one."""
-        held_out = list(map(hash, self._held_out_texts))
+        held_out = list(map(hash, self._held_out_prompts))
         repeated = np.flatnonzero(np.isin(np.asarray(self._hashes), held_out))
         return len(self) - int(np.isin(self._training, [*self._long, *repeated.tolist()]).sum())
 
@@ -464,11 +573,11 @@ class Prompts(Iterator[Prompt]):
         """Names of the verifiers of the records that were checked."""
         return tuple(sorted(self._verifiers))
 
-    def known(self, texts: Iterable[str]) -> int:
-        """Return how many of these texts, of prompts, are among those of the records that were
-        checked, held-out ones included."""
+    def known(self, prompts: Iterable[Prompt]) -> int:
+        """Return how many of these prompts are among those of the records that were checked,
+        held-out ones included."""
         hashes = set(self._hashes)
-        return sum(hash(text) in hashes for text in texts)
+        return sum(hash(identity(one.text, one.images)) in hashes for one in prompts)
 
     def references(self, verifier: str) -> Iterator[str]:
         """The references of the records that this verifier scores."""
@@ -505,7 +614,7 @@ class Prompts(Iterator[Prompt]):
             self.position += 1
             if prompt is None:
                 self.too_long += 1
-            elif prompt.text in self._held_out_texts:
+            elif identity(prompt.text, prompt.images) in self._held_out_prompts:
                 self.like_held_out += 1
             else:
                 return prompt
@@ -593,7 +702,7 @@ class Prompts(Iterator[Prompt]):
 
     def _check(self) -> None:
         """Find what would stop the run hours later: missing columns, prompts that are too long."""
-        on_demand = self._records.made_on_demand
+        on_demand = self._records.made_on_demand or self._renderer.sees
         until = time.monotonic() + TASK_SECONDS if on_demand else math.inf
         for start in range(0, len(self._records), BATCH):
             if time.monotonic() > until:
@@ -613,13 +722,28 @@ class Prompts(Iterator[Prompt]):
             record, where = self._records[at], self._records.where(at)
             self._verifiers.add(self._renderer.verifier(record, where))
             self._renderer.reference(record, where)
-            texts.append(self._renderer.text(record, where))
+            text = self._renderer.text(record, where)
+            if self._renderer.sees:
+                self._check_seen(record, text, at)
+            else:
+                texts.append(text)
         self._hashes.extend(map(hash, texts))
         limit = self.config.max_prompt_tokens
         for at, tokens in self._renderer.not_between(1, limit, texts):
             if not tokens:
                 raise DataError(f"{self._records.where(batch[at])}: the prompt is empty")
             self._long[batch[at]] = tokens
+
+    def _check_seen(self, record: Record, text: str, at: int) -> None:
+        """Check a record that may have images, of which the processor makes tokens."""
+        where = self._records.where(at)
+        images = self._renderer.images(record, where)
+        self._hashes.append(hash(identity(text, images)))
+        tokens = len(self._renderer.tokens(text, images, where))
+        if not tokens:
+            raise DataError(f"{where}: the prompt is empty")
+        if tokens > self.config.max_prompt_tokens:
+            self._long[at] = tokens
 
 
 def _too_long(places: list[str], count: int, limit: int) -> str:

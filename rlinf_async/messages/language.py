@@ -40,6 +40,9 @@ Routes = Unsigned
 """Experts that tokens went through, ``[tokens, layers, k]``: numbers of the ``k`` that the router
 of each layer with experts has chosen, in the smallest dtype that fits"""
 
+Images = tuple[bytes, ...]
+"""encoded images (PNG, JPEG, ...), in the order of their placeholders"""
+
 LEAST_TEMPERATURE = 0.01
 """lowest temperature besides 0: below it, rounding of the logits decides what is drawn, and vLLM
 would silently use this one"""
@@ -214,6 +217,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """right answer, or JSON of the verifier's own"""
     messages: tuple[dict[str, Any], ...] = ()
     """``text`` before the chat template, for an episode, which renders it itself; else none"""
+    images: Images = ()
+    """images of the placeholders in ``text``, which ``token_ids`` has expanded"""
 
 
 class Generated(msgspec.Struct, frozen=True, kw_only=True):
@@ -547,6 +552,8 @@ class TrainingSample(msgspec.Struct, kw_only=True):
     """turns of an episode"""
     drawn: Mask | None = None
     """``[R]``: tokens that the model drew; None: all"""
+    images: Images = ()
+    """images of the prompt"""
 
     @property
     def tokens(self) -> int:
@@ -583,6 +590,8 @@ class Example(msgspec.Struct, frozen=True):
     learnt: Mask | None = None
     """``[R]``: tokens of the answer; the others are given, as what is said between several answers.
     None: all"""
+    images: Images = ()
+    """images of the prompt"""
 
     @property
     def tokens(self) -> int:
@@ -618,6 +627,7 @@ class Example(msgspec.Struct, frozen=True):
             teacher=teacher,
             advantage=nothing,
             drawn=self.learnt,
+            images=self.images,
         )
 
 

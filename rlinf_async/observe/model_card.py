@@ -82,6 +82,25 @@ prompt = tokenizer.apply_chat_template(
     return_tensors="pt",
     return_dict=True,
 )"""
+SEEING: Final = """\
+```python
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+place = "."  # this folder, or the name of the model on the Hub
+processor = AutoProcessor.from_pretrained(place)
+model = AutoModelForImageTextToText.from_pretrained(place, dtype="auto")
+content = [{"type": "image"}, {"type": "text", "text": "..."}]
+text = processor.apply_chat_template(
+    [{"role": "user", "content": content}], add_generation_prompt=True
+)
+prompt = processor(
+    text=text, images=[Image.open("...")], add_special_tokens=False, return_tensors="pt"
+)
+answer = model.generate(**prompt, max_new_tokens={tokens})
+print(processor.decode(answer[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
+```
+"""
 PLAIN: Final = 'prompt = tokenizer("...", return_tensors="pt")'
 
 
@@ -110,7 +129,7 @@ def model_card(run: Path, model: Path, *, version: int | None = None) -> str:
     results = list(_results(summary) if whole else _results_of_version(run, version))
     name, base = str(config.get("name", run.name)), _base(config)
     parts = [
-        _front_matter(config, name, base, results),
+        _front_matter(config, name, base, results, sees=_sees(model)),
         f"# {name}\n",
         _origin(config, base, version if not whole else None),
         _held_out(config, summary, results),
@@ -171,18 +190,20 @@ def _base(config: Mapping[str, Any]) -> str:
     return str(named) if known else ""
 
 
-def _front_matter(config: Mapping[str, Any], name: str, base: str, results: list[Result]) -> str:
+def _front_matter(
+    config: Mapping[str, Any], name: str, base: str, results: list[Result], *, sees: bool
+) -> str:
     """YAML, whose texts are written as JSON has them."""
-    text = json.dumps
+    text, kind = json.dumps, "image-text-to-text" if sees else "text-generation"
     tags = ["rlinf-async", str(config.get("job", "")).replace("_", "-")]
     tags += [str(one) for one in [_setting(config, "actor.advantage.name")] if one]
-    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
+    lines = ["---", "library_name: transformers", f"pipeline_tag: {kind}"]
     lines += [f"base_model: {text(base)}"] if base else []
     lines += ["tags:", *(f"- {text(one)}" for one in tags if one)]
     data = Path(str(_setting(config, "data.path") or "")).name
     if results and data:
         lines += ["model-index:", f"- name: {text(name)}", "  results:"]
-        lines += ["  - task:", "      type: text-generation"]
+        lines += ["  - task:", f"      type: {kind}"]
         lines += ["    dataset:", f"      name: {text(data)}", f"      type: {text(data)}"]
         lines += ["    metrics:"]
         for one in results:
@@ -266,7 +287,14 @@ def _use(config: Mapping[str, Any], model: Path) -> str:
     described = _json(model / "tokenizer_config.json")
     chat = (model / "chat_template.jinja").is_file() or bool(described.get("chat_template"))
     tokens = _setting(config, "rollout.sampling.max_tokens") or 128
+    if _sees(model):
+        return SEEING.replace("{tokens}", str(tokens))
     return USE.replace("{prompt}", CHAT if chat else PLAIN).replace("{tokens}", str(tokens))
+
+
+def _sees(model: Path) -> bool:
+    """Whether prompts of a model may have images."""
+    return any(model.glob("*processor_config.json"))
 
 
 def _versions(run: Path) -> Iterator[tuple[str, str]]:

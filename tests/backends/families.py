@@ -29,6 +29,7 @@ from rlinf_async.messages.language import Tokens
 from tests.backends.language.kit import sample, trainer_config
 from tests.backends.models import VOCABULARY, save_tokenizer
 from tests.backends.requests import request
+from tests.backends.seeing import IDEFICS3
 
 TOLERANCE = 1e-3
 """of a log-prob: the default of ``check_weights_tolerance``"""
@@ -64,7 +65,7 @@ DEEPSEEK = {
     "head_dim": 32,
 }
 TIED = {"tie_word_embeddings": True}
-KEPT = ("gpt2", "opt")
+KEPT = ("gpt2", "opt", "idefics3")
 """families that do not know all fields of `COMMON`"""
 
 TINY: dict[str, dict[str, Any]] = {
@@ -100,6 +101,12 @@ TINY: dict[str, dict[str, Any]] = {
     "granite": {"logits_scaling": 2.0, "residual_multiplier": 0.5},
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "helium": {},
+    "idefics3": IDEFICS3
+    | {
+        "text_config": IDEFICS3["text_config"] | COMMON | TIED | {"pad_token_id": 1},
+        "image_token_id": 2,
+        "pad_token_id": 1,
+    },
     "llama": {},
     "mistral": {"sliding_window": 8},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},

@@ -81,10 +81,8 @@ class SupervisedWorker(Worker):
         if self.world_size > 1:
             await self.join_collective()
 
-    async def fit(
-        self, examples: list[tuple[Tokens, Tokens]], folder: str, losses: Sender[float]
-    ) -> None:
-        """Train on ``(prompt [P], response [R])`` and write the model.
+    async def fit(self, examples: list[Example], folder: str, losses: Sender[float]) -> None:
+        """Train on examples and write the model.
 
         Args:
             examples: examples, the same on every rank.
@@ -98,13 +96,13 @@ class SupervisedWorker(Worker):
                     await losses.put(loss)
             await self.compute(trainer.save_pretrained, Path(folder))
 
-    def _begin(self, examples: list[tuple[Tokens, Tokens]]) -> tuple[Any, Iterator[float]]:
+    def _begin(self, examples: list[Example]) -> tuple[Any, Iterator[float]]:
         """The trainer, and its steps, which are taken one by one."""
-        from rlinf_async.backends.language_training.supervised import Example, supervised_steps
+        from rlinf_async.backends.language_training.supervised import supervised_steps
 
         part = language_trainers.load(self._backend_name)
         trainer: Any = part.make(self._config, self.world_size, self.rank)
-        return trainer, supervised_steps(trainer, [Example(*one) for one in examples], self._phase)
+        return trainer, supervised_steps(trainer, examples, self._phase)
 
 
 DEFAULT_MICRO_BATCH_TOKENS = 16_384

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from rlinf_async.backends.language import check_family
+from rlinf_async.backends.language import check_family, model_factory, sees_images
 from rlinf_async.backends.language_training.config import SHARD_BYTES, LanguageModelConfig
+from rlinf_async.backends.transformers.tensors import attention_of
+from rlinf_async.data.images import PROCESSOR_FILES, ImageProcessor, has_processor
 from rlinf_async.data.prompts import FILES as TOKENIZER_FILES
 
 NAME = "rlinf_async_packed"
@@ -111,16 +113,26 @@ def build_language_model(config: LanguageModelConfig) -> tuple[nn.Module, bool]:
     check_family(described.to_dict())
     text = described.get_text_config()
     # No dropout: the ratio of two forward passes over the same weights must be 1.
-    for name in vars(text):
-        if name.endswith(("dropout", "pdrop")) and isinstance(getattr(text, name), float):
-            setattr(text, name, 0.0)
+    for part in (text, getattr(described, "vision_config", None)):
+        for name in vars(part) if part is not None else ():
+            if name.endswith(("dropout", "pdrop")) and isinstance(getattr(part, name), float):
+                setattr(part, name, 0.0)
     packs = getattr(text, "attn_logit_softcapping", None) is None
-    implementation = NAME if packs else "eager"
-    model = _instantiate(transformers, config, described, implementation)
+    implementation = attention_of(described, NAME if packs else "eager")
+    model = _instantiate(config, described, implementation)
     _check_head(model)
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train(), packs
+
+
+def processor_of(config: LanguageModelConfig) -> ImageProcessor | None:
+    """Return the processor of a model that sees images; None: it does not, or has no folder."""
+    if config.path is None:
+        return None
+    folder = Path(config.path)
+    described = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    return ImageProcessor(folder) if sees_images(described) and has_processor(folder) else None
 
 
 @contextmanager
@@ -167,9 +179,9 @@ def _described(transformers: Any, config: LanguageModelConfig) -> Any:
 
 
 def _instantiate(
-    transformers: Any, config: LanguageModelConfig, described: Any, implementation: str
+    config: LanguageModelConfig, described: Any, implementation: str | dict[str, str]
 ) -> Any:
-    automatic = transformers.AutoModelForCausalLM
+    automatic = model_factory(described.model_type)
     try:
         if config.path is None or config.random:
             return automatic.from_config(
@@ -228,6 +240,7 @@ OPTIONAL_FILES = (
     "chat_template.jinja",
     "chat_template.json",
     "merges.txt",
+    *PROCESSOR_FILES,
 )
 """files that some models have"""
 

@@ -48,6 +48,8 @@ from rlinf_async.algorithms.language.losses import (
 from rlinf_async.backends.base import TrainingDiverged
 from rlinf_async.backends.language import EngineDisagrees
 from rlinf_async.backends.language_training.config import LanguageTrainingConfig
+from rlinf_async.backends.transformers.images import ImageInputs, SeeingPrompt, image_inputs
+from rlinf_async.data.images import ImageProcessor
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Biases, Kept, TrainingSample
 
@@ -382,14 +384,20 @@ class PackedTokens(NamedTuple):
     routes: Tensor | None = None
     """``[T, layers, k]``, int32: experts that the tokens go through; below 0, and None: those that
     the routers choose"""
+    images: ImageInputs | None = None
+    """images of the prompts; None: there are none"""
 
 
 def pack_samples(
-    samples: Sequence[TrainingSample], masks: Sequence[NDArray[np.bool_]], device: torch.device
+    samples: Sequence[TrainingSample],
+    masks: Sequence[NDArray[np.bool_]],
+    device: torch.device,
+    processor: ImageProcessor | None = None,
 ) -> PackedTokens:
     """Pack samples; of each response, the tokens in its mask ``[R]`` are predicted.
 
-    Raises `ValueError`, naming the sample, for a prompt without tokens.
+    ``processor``: of a model that sees images. Raises `ValueError`, naming the sample, for a prompt
+    without tokens, and for images that the model does not see.
     """
     ids: list[NDArray[np.int64]] = []
     positions: list[NDArray[np.int64]] = []
@@ -398,8 +406,10 @@ def pack_samples(
     inverse: list[NDArray[np.float32]] = []
     predicted: list[NDArray[np.int64]] = []
     lengths: list[int] = []
+    prompts: list[SeeingPrompt] = []
     start = 0
     for sample, mask in zip(samples, masks, strict=True):
+        prompts.append(SeeingPrompt(start, sample.prompt_ids, sample.images))
         for prompt_ids, part in sample.sequences:
             if len(prompt_ids) == 0:
                 raise ValueError(
@@ -433,6 +443,7 @@ def pack_samples(
         pack_kept(samples, predicted, device),
         bias=pack_bias(samples, [len(one) for one in predicted], inverse_temperature),
         routes=pack_routes(samples, device),
+        images=image_inputs(prompts, processor, device),
     )
 
 
@@ -471,9 +482,13 @@ def single_token(device: torch.device) -> PackedTokens:
     return PackedTokens(token[None], token[None], [1], token, token, torch.ones(1, device=device))
 
 
-def pack_responses(samples: Sequence[TrainingSample], device: torch.device) -> PackedTokens:
+def pack_responses(
+    samples: Sequence[TrainingSample],
+    device: torch.device,
+    processor: ImageProcessor | None = None,
+) -> PackedTokens:
     """Pack samples; every token that the model drew is predicted."""
-    return pack_samples(samples, [one.drawn_mask for one in samples], device)
+    return pack_samples(samples, [one.drawn_mask for one in samples], device, processor)
 
 
 def by_sample(
@@ -577,8 +592,12 @@ class Forward(NamedTuple):
 class Objective(ABC):
     """Losses of micro-batches."""
 
-    def __init__(self, config: LanguageTrainingConfig) -> None:
+    def __init__(
+        self, config: LanguageTrainingConfig, processor: ImageProcessor | None = None
+    ) -> None:
         self.config = config
+        self.processor = processor
+        """of a model that sees images; None: it does not"""
 
     def prepare(
         self,
@@ -610,7 +629,7 @@ class Objective(ABC):
                 return NothingToDo(units)
             forwarded = [samples[0]]
         masks = [trained_tokens(sample) for sample in forwarded]
-        packed = pack_samples(forwarded, masks, device)
+        packed = pack_samples(forwarded, masks, device, self.processor)
         if self.asks(loss):
             packed = packed._replace(asked=pack_asked(forwarded, masks, device))
         return Forward(packed, units, self, forwarded, masks, loss, counts, version)

@@ -57,6 +57,7 @@ from rlinf_async.backends.language_training.weights import (
     OwnParts,
     publish_in_place,
 )
+from rlinf_async.data.images import ImageProcessor
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import TrainingSample
 from rlinf_async.messages.weights import Allocate, WeightUpdate
@@ -119,7 +120,8 @@ class LanguageModelTrainer(VersionCounter, Generic[C, M]):
     def __init__(self, config: C, world_size: int, rank: int) -> None:
         super().__init__()
         self.config = config
-        self.objective = (ValueObjective if self.critic else PolicyObjective)(config)
+        objective = ValueObjective if self.critic else PolicyObjective
+        self.objective = objective(config, self._processor())
         self.manager = self._build(world_size, rank)
         self.kept_weights = KeptWeights(self.manager)
         """copies of weights on the CPU, the reference's among them"""
@@ -285,6 +287,10 @@ class LanguageModelTrainer(VersionCounter, Generic[C, M]):
         return [one["extra"] for one in contents]
 
     # ---- what differs between libraries
+
+    def _processor(self) -> ImageProcessor | None:
+        """Return the processor of a model that sees images; None: it does not."""
+        return None
 
     @property
     @abstractmethod

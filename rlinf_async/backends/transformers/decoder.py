@@ -18,7 +18,7 @@ another order of summation only for fewer than `ROWS` rows, and for keys beyond 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -27,11 +27,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rlinf_async.backends.language import LAYER_KINDS
+from rlinf_async.backends.transformers.images import SeeingPrompt, image_inputs, image_vectors
 from rlinf_async.backends.transformers.routing import RecordedRoutes
 from rlinf_async.backends.transformers.sampling import NOTHING, Rules, draw, kept_sets, uniforms
 from rlinf_async.backends.transformers.tensors import ModelTensors, check_kind, load_weights
+from rlinf_async.data.images import ImageProcessor
 from rlinf_async.messages.embodied import Floats
-from rlinf_async.messages.language import Generated, Kept, Request, Routes, Tokens
+from rlinf_async.messages.language import Generated, Images, Kept, Request, Routes, Tokens
 from rlinf_async.messages.stopping import StopTexts
 from rlinf_async.messages.weights import WeightUpdate, refuse_older
 
@@ -159,6 +161,7 @@ class DecodedRow:
         "_stop_texts",
         "_versions",
         "finish",
+        "images",
         "name",
         "sampling",
         "tokens",
@@ -169,6 +172,8 @@ class DecodedRow:
         self._stop_texts = stop_texts
         self.name = request.name
         self.sampling = request.sampling
+        self.images = request.prompt.images
+        """images of the prompt"""
         self.tokens: list[int] = request.prompt.token_ids.tolist()
         """tokens of the prompt and the response"""
         self._prompt = len(self.tokens)
@@ -192,6 +197,11 @@ class DecodedRow:
             elif len(self._versions) >= self.sampling.max_tokens:
                 self.finish = "length"
         self._random: list[float] = uniforms(request.seed, self.sampling.max_tokens).tolist()
+
+    @property
+    def prompt(self) -> list[int]:
+        """Tokens of the prompt."""
+        return self.tokens[: self._prompt]
 
     @property
     def random(self) -> float:
@@ -323,12 +333,18 @@ class BatchDecoder:
         model: a Hugging Face causal language model.
         stop_token_ids: tokens that end a response.
         prefill_tokens: most tokens of prompts in one forward pass, padding included.
+        processor: of a model that sees images; None: it does not.
     """
 
     def __init__(
-        self, model: nn.Module, stop_token_ids: frozenset[int], prefill_tokens: int
+        self,
+        model: nn.Module,
+        stop_token_ids: frozenset[int],
+        prefill_tokens: int,
+        processor: ImageProcessor | None = None,
     ) -> None:
         self.model = model
+        self._processor = processor
         self.tensors = ModelTensors(model)
         self.version = -1
         self.takes_adapter = False
@@ -452,13 +468,15 @@ class BatchDecoder:
 
     def _prefill(self, rows: Sequence[DecodedRow]) -> None:
         # Samples of one prompt share their tokens: each different one is computed once.
-        numbers: dict[tuple[int, ...], int] = {}
-        source = [numbers.setdefault(tuple(row.tokens[:-1]), len(numbers)) for row in rows]
-        longest = max(len(tokens) for tokens in numbers)
+        numbers: dict[tuple[tuple[int, ...], Images], int] = {}
+        source = [
+            numbers.setdefault((tuple(row.tokens[:-1]), row.images), len(numbers)) for row in rows
+        ]
+        longest = max(len(tokens) for tokens, _ in numbers)
         if longest:
             width = _spanned(longest)
             padded = np.zeros((len(numbers), width), np.int64)
-            for tokens, number in numbers.items():
+            for (tokens, _), number in numbers.items():
                 padded[number, : len(tokens)] = tokens
             ids = torch.from_numpy(padded).to(self.device)
             # Padding is on the right: no token looks at it, and later ones overwrite it.
@@ -466,20 +484,46 @@ class BatchDecoder:
             at = torch.arange(width, device=self.device).clamp_(max=longest - 1)[None]
             self._cache.join(len(self.rows), torch.tensor(source, device=self.device), width)
             self._routes.wanted = any(row.sampling.routing_replay for row in rows)
-            self._forward(ids, at, width, 1)
+            seen = {number: row for number, row in zip(source, rows, strict=True) if row.images}
+            self._forward(ids, at, width, 1, embedded=self._embedded(ids, seen))
             routes = self._routes.take()
             for number, row in zip(source, rows, strict=True):
                 first = slice(number * width, number * width + len(row.tokens) - 1)
                 row.add_routes(None if routes is None else routes[first], self.version)
         self.rows += rows
 
+    def _embedded(self, ids: Tensor, seen: Mapping[int, DecodedRow]) -> Tensor | None:
+        """Return the embeddings ``[rows, T, hidden]`` of rows of which some, by their number, have
+        images; None where none has."""
+        if not seen:
+            return None
+        embedded: Tensor = self.model.get_input_embeddings()(ids)  # type: ignore[operator]
+        known: dict[Images, Tensor] = {}
+        for number, row in seen.items():
+            prompt = SeeingPrompt(0, np.array(row.prompt), row.images)
+            inputs = image_inputs([prompt], self._processor, self.device)
+            assert inputs is not None  # the row has images
+            # Each prompt's by themselves: others beside them would change their last bits.
+            if row.images not in known:
+                known[row.images] = image_vectors(self.model, inputs).to(embedded.dtype)
+            embedded[number, inputs.places] = known[row.images]
+        return embedded
+
     def _forward(
-        self, ids: Tensor, at: Tensor, width: int, keep: int, *, cached: bool = True
+        self,
+        ids: Tensor,
+        at: Tensor,
+        width: int,
+        keep: int,
+        *,
+        cached: bool = True,
+        embedded: Tensor | None = None,
     ) -> Tensor:
-        """Run the model; logits ``[rows, keep or all, vocabulary]``."""
+        """Run the model; logits ``[rows, keep or all, vocabulary]``. ``embedded``: what it reads in
+        place of ``ids``."""
         masks = make_masks(self._config, self._kinds, at, width, self._dtype)
         output = self.model(
-            input_ids=ids,
+            **({"input_ids": ids} if embedded is None else {"inputs_embeds": embedded}),
             attention_mask=masks,
             position_ids=at.expand_as(ids),
             past_key_values=self._cache if cached else None,

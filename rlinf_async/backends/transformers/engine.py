@@ -20,6 +20,7 @@ import asyncio
 import heapq
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Final, TypeVar
 
 import torch
@@ -31,6 +32,7 @@ from rlinf_async.backends.transformers.config import TransformersEngineConfig
 from rlinf_async.backends.transformers.decoder import BatchDecoder, DecodedRow
 from rlinf_async.backends.transformers.folder import ModelFolder, open_folder
 from rlinf_async.backends.transformers.tensors import build_model
+from rlinf_async.data.images import ImageProcessor, has_processor
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Generated, Request, Tokens
 from rlinf_async.messages.weights import WeightsError, WeightUpdate
@@ -97,7 +99,11 @@ class TransformersEngine:
         )
         with building(self._seed):
             model = build_model(self._folder, config, self._device)
-        self._decoder = BatchDecoder(model, self._folder.stop_token_ids, config.prefill_tokens)
+        sees = self._folder.sees and has_processor(Path(config.model))
+        processor = ImageProcessor(config.model) if sees else None
+        self._decoder = BatchDecoder(
+            model, self._folder.stop_token_ids, config.prefill_tokens, processor
+        )
         self._decoder.takes_adapter = config.weights == "adapter"
         if config.weights == "folder":
             self._decoder.version = 0

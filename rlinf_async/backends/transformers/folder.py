@@ -6,7 +6,7 @@ import importlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlinf_async.backends.language import PromptTooLong
+from rlinf_async.backends.language import PromptTooLong, sees_images
 from rlinf_async.data import DataError
 from rlinf_async.data.prompts import end_tokens
 from rlinf_async.messages.language import Request, Sampling, Tokens
@@ -34,6 +34,19 @@ class ModelFolder(NamedTuple):
     """tokens of a prompt and its response"""
     known_stops: dict[tuple[str, ...], StopTexts]
     """those that were asked for, by their texts"""
+    whole: Any
+    """``PretrainedConfig`` of all parts"""
+
+    @property
+    def described(self) -> Any:
+        """The configuration of the model that is built: of its text alone, unless it sees images
+        here."""
+        return self.whole if self.sees else self.config
+
+    @property
+    def sees(self) -> bool:
+        """Whether prompts may have images."""
+        return sees_images({"model_type": self.whole.model_type})
 
     def stop_texts(self, sampling: Sampling) -> StopTexts | None:
         """Return what tells that a response has a stop text; None where there is none."""
@@ -108,9 +121,9 @@ def open_folder(
             "folder that has them, or set weights = 'update' to get the actor's"
         )
     transformers = _import()
-    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    whole = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
-    config = config.get_text_config(decoder=True)
+    config = whole.get_text_config(decoder=True)
     own = int(getattr(config, "max_position_embeddings", 0) or 0)
     if context is not None and own and context > own:
         raise ModelFolderError(
@@ -121,7 +134,7 @@ def open_folder(
         stops = end_tokens(folder, tokenizer, config)
     except DataError as error:
         raise ModelFolderError(str(error)) from error
-    return ModelFolder(path, config, tokenizer, stops, context or own or 2**31, {})
+    return ModelFolder(path, config, tokenizer, stops, context or own or 2**31, {}, whole)
 
 
 def _import() -> Any:

@@ -22,6 +22,7 @@ class Transformers(EnginePart):
     honours = frozenset({"min_p", "logit_bias", "repetition_penalty", "routing_replay"})
     one_device = True
     exact = True
+    sees_images = True
 
     def with_adapter(self, settings: TransformersEngineConfig, rank: int) -> Any:
         """Return the settings with the weights of the folder under an adapter."""

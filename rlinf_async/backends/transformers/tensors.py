@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from rlinf_async.backends.building import building
+from rlinf_async.backends.language import model_factory, sees_images
 from rlinf_async.backends.language_training.lora import is_of_adapter, take_adapter
 from rlinf_async.backends.transformers import sampling as attention
 from rlinf_async.backends.transformers.config import TransformersEngineConfig
@@ -98,12 +99,12 @@ def model_without_memory(config: Any) -> nn.Module:
     Args:
         config: a configuration of transformers, or the content of a ``config.json``.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     described: Any = config
     if isinstance(config, Mapping):
         described = AutoConfig.for_model(**config)
-    factory: Any = AutoModelForCausalLM
+    factory = model_factory(described.model_type)
     with building(0), torch.device("meta"):
         model: nn.Module = factory.from_config(described)
     return model
@@ -159,27 +160,39 @@ def _reverted(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor
     return found
 
 
+def attention_of(config: Any, text: str) -> str | dict[str, str]:
+    """Return the attention of a model's parts, of which only its text is to attend by ``text``.
+
+    Args:
+        config: its configuration, of all parts.
+        text: name of an attention of transformers.
+    """
+    if not sees_images({"model_type": config.model_type}):
+        return text
+    return {"text_config": text, "vision_config": "sdpa"}
+
+
 def build_model(folder: ModelFolder, config: TransformersEngineConfig, device: str) -> nn.Module:
     """Build the causal language model: with the folder's weights, or with none yet.
 
     Then its memory is not filled: drawing random numbers that the first update replaces would take
     half a minute for each billion of them.
     """
-    from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    factory: Any = AutoModelForCausalLM
+    factory = model_factory(folder.described.model_type)
     capped = getattr(folder.config, "attn_logit_softcapping", None) is not None
+    # other implementations ignore the soft cap that some models were trained with
+    chosen = "eager" if capped else attention.register()
     options = {
         "dtype": getattr(torch, config.dtype),
-        # other implementations ignore the soft cap that some models were trained with
-        "attn_implementation": "eager" if capped else attention.register(),
+        "attn_implementation": attention_of(folder.described, chosen),
     }
     if config.weights != "update":
         model: nn.Module = factory.from_pretrained(folder.path, local_files_only=True, **options)
     else:
         with no_init_weights():
-            model = factory.from_config(folder.config, **options)
+            model = factory.from_config(folder.described, **options)
         tied: Any = model
         tied.tie_weights()  # what is not filled is not tied either
     return model.to(device).eval().requires_grad_(False)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from rlinf_async.backends.language import UnsupportedModel, supported_families
+from rlinf_async.backends.language import UnsupportedModel, sees_images, supported_families
 from rlinf_async.backends.language_training.objective import (
     AskedTokens,
     KeptTokens,
@@ -33,6 +33,7 @@ from rlinf_async.backends.language_training.objective import (
     PackedTokens,
     TokenStatistics,
 )
+from rlinf_async.backends.transformers.images import image_vectors
 from rlinf_async.backends.transformers.routing import ReplayedRoutes
 from rlinf_async.backends.transformers.tensors import ModelTensors
 
@@ -210,19 +211,36 @@ class LanguageNetwork(nn.Module):
         super().__init__()
         self.language = language
         self._packs = packs
+        self._sees = sees_images({"model_type": cast(Any, language).config.model_type})
 
     def hidden_states(self, packed: PackedTokens) -> Tensor:
         """Return ``[N, D]``: the last hidden states at ``packed.rows``."""
         lengths: dict[str, Any] = {"sample_lengths": packed.lengths} if self._packs else {}
         decoder = cast(Any, self.language).get_decoder()
+        read = {"inputs_embeds": self._seen(packed)} if self._sees else {}
         output = decoder(
-            input_ids=packed.input_ids,
+            **(read or {"input_ids": packed.input_ids}),
             position_ids=packed.position_ids,
             use_cache=False,
             **lengths,
         )
         hidden: Tensor = output.last_hidden_state
         return hidden[0].index_select(0, packed.rows)
+
+    def _seen(self, packed: PackedTokens) -> Tensor:
+        """Return the embeddings ``[1, T, hidden]`` of tokens and images.
+
+        Without any image the vision tower sees a white one in vain, as all ranks of a sharded model
+        have to gather its parameters, and reduce its gradients, at the same time.
+        """
+        language = cast(Any, self.language)
+        embedded: Tensor = language.get_input_embeddings()(packed.input_ids)
+        if packed.images is None:
+            side = language.config.vision_config.image_size
+            white = embedded.new_ones(1, 1, 3, side, side, dtype=torch.float32)
+            return embedded + 0.0 * language.get_image_features(white).pooler_output.sum()
+        vectors = image_vectors(language, packed.images).to(embedded.dtype)
+        return embedded.index_copy(1, packed.images.places, vectors[None])
 
 
 class PolicyNetwork(LanguageNetwork):

@@ -21,6 +21,7 @@ class FSDP(LanguageTrainerPart):
     actor = "rlinf_async.workers.actor:FSDPActor"
     critic = "rlinf_async.workers.critic:FSDPCritic"
     critic_trainer = "fsdp_critic"
+    sees_images = True
     tells_distributions = True
     honours = frozenset({"logit_bias", "routing_replay"})
 

@@ -44,11 +44,16 @@ from rlinf_async.backends.language_training.lora import (
     adapter_config,
     add_adapters,
 )
-from rlinf_async.backends.language_training.model import build_language_model, describing_files
+from rlinf_async.backends.language_training.model import (
+    build_language_model,
+    describing_files,
+    processor_of,
+)
 from rlinf_async.backends.language_training.objective import (
     AskedTokens,
     MicroBatchSums,
     NothingToDo,
+    PackedTokens,
     TokenStatistics,
     Totals,
     by_sample,
@@ -63,6 +68,7 @@ from rlinf_async.backends.language_training.trainer import (
     LanguagePolicyTrainer,
 )
 from rlinf_async.backends.language_training.weights import OwnParts
+from rlinf_async.data.images import ImageProcessor
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import TeacherLogProbs, TrainingSample
 from rlinf_async.messages.weights import WeightUpdate
@@ -88,6 +94,9 @@ class FSDPLanguageTrainer(LanguageModelTrainer[LanguageTrainerConfig, FSDPModelM
             files[ADAPTER_CONFIG] = adapter_config(language, lora, folder)
         manager.model_files = files
         return manager
+
+    def _processor(self) -> ImageProcessor | None:
+        return processor_of(self.config.fsdp.model)
 
     @property
     def language(self) -> nn.Module:
@@ -163,6 +172,9 @@ class FSDPLanguageTrainer(LanguageModelTrainer[LanguageTrainerConfig, FSDPModelM
 
     # ---- forward passes without gradients
 
+    def _packed(self, samples: Sequence[TrainingSample]) -> PackedTokens:
+        return pack_responses(samples, self.manager.device, self.objective.processor)
+
     def _answers(
         self, samples: Sequence[TrainingSample], read: Callable[[Any], Tensor]
     ) -> list[Floats]:
@@ -174,7 +186,7 @@ class FSDPLanguageTrainer(LanguageModelTrainer[LanguageTrainerConfig, FSDPModelM
         answers = []
         with torch.no_grad(), manager.autocast():
             for part in parts:
-                packed = pack_responses([samples[at] for at in part], manager.device)
+                packed = self._packed([samples[at] for at in part])
                 answers.append(read(manager.model(packed)).float().cpu().numpy())
             for _ in range(idle):
                 manager.model(single_token(manager.device))
@@ -259,7 +271,7 @@ class PolicyTrainer(
         drawn, likely, ids = [], [], []
         with torch.no_grad(), manager.autocast():
             for part in parts:
-                packed = pack_responses([samples[at] for at in part], manager.device)
+                packed = self._packed([samples[at] for at in part])
                 found: TokenStatistics = manager.model(packed._replace(asked=asked))
                 assert found.asked is not None  # it was asked for
                 drawn.append(found.log_prob.float().cpu().numpy())

@@ -32,7 +32,13 @@ from rlinf_async.algorithms.config import (
     LanguageAdvantageConfig,
     LanguageLossConfig,
 )
-from rlinf_async.backends.language import FAMILIES, UnsupportedModel, check_family
+from rlinf_async.backends.language import (
+    FAMILIES,
+    SEEING,
+    UnsupportedModel,
+    check_family,
+    sees_images,
+)
 from rlinf_async.backends.parts import EngineRun, TrainerRun, engines, language_trainers
 from rlinf_async.config import ConfigError, MissingExtra, UsageError
 from rlinf_async.data import (
@@ -60,7 +66,7 @@ from rlinf_async.runtime.jobs.language.acceptance import acceptance_rules
 from rlinf_async.runtime.jobs.language.backends import has_weights, inference_backend
 from rlinf_async.runtime.jobs.language.config import ActorConfig, LanguageConfig, LearnerConfig
 from rlinf_async.runtime.jobs.language.evaluation import EvaluationSet
-from rlinf_async.runtime.jobs.language.model import check_weights
+from rlinf_async.runtime.jobs.language.model import check_weights, processor_of
 from rlinf_async.runtime.jobs.placement import PlacementPlan
 from rlinf_async.runtime.signals import run
 from rlinf_async.workers.actor.language import DEFAULT_MICRO_BATCH_TOKENS
@@ -111,6 +117,7 @@ def check_families(config: LanguageConfig) -> None:
     path, rollout = config.model.path, config.rollout
     described = _read(path) if path else config.model.config
     where = ("model", "path") if path else ("model", "config", "model_type")
+    _check_images(config, described, where)
     asked = EngineRun(rollout.engine, rollout.where, rollout.sampling, described, where)
     with _at(where):
         rollout.part.check(asked)
@@ -125,6 +132,7 @@ def check_families(config: LanguageConfig) -> None:
         described, where = read, ("critic", "path")
         with _at(where):
             check_family(described)
+        _check_reads_text(described, where, "critic")
     parts, options = config.critic_parts, config.critic_trainer
     config.critic_part.check(TrainerRun("critic", described, where, parts, options))
 
@@ -140,6 +148,63 @@ def _check_routes(config: LanguageConfig, described: dict[str, Any]) -> None:
             f"the experts that tokens go through are told and replayed of models of the families "
             f"{', '.join(able)}, and this one is of the family {kind!r}: leave it out",
             path=("rollout", "sampling", "routing_replay"),
+        )
+
+
+def _check_images(config: LanguageConfig, model: dict[str, Any], where: Setting) -> None:
+    """Refuse images where a part of the run would not see them, and what was not made for models
+    that see."""
+    sections = data_sections(config)
+    if config.warm_start.data is not None:
+        sections.append((config.warm_start.data, ("warm_start", "data")))
+    shown = [(*place, "image_column") for data, place in sections if data.image_column]
+    sees = sees_images(model) and config.rollout.part.has_weights
+    if shown and not sees:
+        kind = model.get("model_type") if config.rollout.part.has_weights else "toy"
+        raise ConfigError(
+            f"prompts have images, but a model of the family {kind!r} takes none: leave it out, or "
+            f"give a model of one of the families {', '.join(SEEING)}",
+            path=shown[0],
+        )
+    if not sees:
+        return
+    actor, name = config.actor, f"models that see images, such as {model['model_type']!r}"
+    if not config.rollout.part.sees_images:
+        raise ConfigError(
+            f"{config.rollout.backend!r} does not serve {name}: set it to 'transformers'",
+            path=("rollout", "backend"),
+        )
+    for role, backend, part in (
+        ("actor", actor.backend, actor.part),
+        *([("critic", config.critic_backend, config.critic_part)] if config.has_critic else []),
+    ):
+        if not part.sees_images:
+            raise ConfigError(
+                f"{backend!r} does not train {name}: set it to 'fsdp'", path=(role, "backend")
+            )
+    for setting, given, instead in (
+        (("actor", "lora", "rank"), actor.lora.rank, "0: all weights are trained"),
+        (
+            ("episode", "run"),
+            config.has_episodes,
+            "'', as conversations of episodes have no images",
+        ),
+        (("reward", "model"), config.reward.model, "'', and name a verifier"),
+        (("teacher", "path"), config.teacher.path, "'', and train by a verifier"),
+        (("critic", "path"), config.has_critic and config.critic.path, "'': the actor's own model"),
+        (("scheduler", "policy"), config.scheduled, "'static'"),
+    ):
+        if given:
+            raise ConfigError(f"this was not made for {name}: set it to {instead}", path=setting)
+
+
+def _check_reads_text(model: dict[str, Any], where: Setting, role: str) -> None:
+    """Refuse a model that sees images in a role that was not made for one."""
+    if sees_images(model):
+        raise ConfigError(
+            f"it holds a {model['model_type']} model, which sees images: a {role} in a folder of "
+            "its own has to be a model of text",
+            path=where,
         )
 
 
@@ -662,6 +727,7 @@ def check_teacher_folder(path: str, model: Path) -> None:
         )
     with _at(where):
         check_family(_described(folder))
+    _check_reads_text(_read(path), where, "teacher")
     check_weights(folder, where)
 
 
@@ -837,7 +903,7 @@ def open_prompts(config: LanguageConfig, model: Path, tokenizer: Tokenizer) -> P
     """
     _check_tokens(config, model)
     room = _room(config, model, config.rollout.sampling, OF_TRAINING)
-    prompts = _opened(config, config.data, ("data",), tokenizer, room)
+    prompts = _opened(config, config.data, ("data",), model, tokenizer, room)
     _check_count(config, prompts)
     if config.evaluation.samples and not prompts.held_out:
         raise ConfigError(
@@ -879,12 +945,12 @@ def open_sets(
         limit = OF_TRAINING if one.max_tokens is None else (*where, "max_tokens")
         room = _room(config, model, sampling, limit)
         data = msgspec.structs.replace(one.data, epochs=1)
-        prompts = _opened(config, data, (*where, "data"), tokenizer, room)
+        prompts = _opened(config, data, (*where, "data"), model, tokenizer, room)
         try:
             asked = list(itertools.islice(prompts, one.prompts or None))
         except DataError as error:  # all are too long
             raise ConfigError(str(error), path=(*where, "data")) from error
-        known = 0 if training is None else training.known(one.text for one in asked)
+        known = 0 if training is None else training.known(asked)
         if known:
             print(
                 f"{config.name}: {known} of the {len(asked)} prompts of evaluation.sets.{name} are "
@@ -900,6 +966,7 @@ def _opened(
     config: LanguageConfig,
     data: DataConfig,
     where: Setting,
+    model: Path,
     tokenizer: Tokenizer,
     room: tuple[int | None, str],
 ) -> Prompts:
@@ -910,7 +977,7 @@ def _opened(
         data = msgspec.structs.replace(data, max_prompt_tokens=most)
     try:
         messages = config.has_episodes or bool(config.reward.model)
-        prompts = Prompts(data, tokenizer, messages=messages)
+        prompts = Prompts(data, tokenizer, messages=messages, processor=processor_of(model))
     except DataError as error:
         blamed = narrowed and isinstance(error, PromptsTooLong)
         hint = f" ({why})" if blamed else ""

@@ -50,6 +50,7 @@ from rlinf_async.runtime.jobs.language.model import (
     checkpoint_folder,
     examples,
     make_model_folder,
+    processor_of,
     warm_start,
 )
 from rlinf_async.runtime.jobs.language.run import LanguageRun
@@ -261,7 +262,8 @@ def _inputs(config: LanguageConfig, into: Path) -> _Inputs:
         check_teacher(config, model)
         check_reward(config)
         warm = config.warm_start.steps and not has_weights(model)
-        return _Inputs(model, prompts, sets, examples(config, tokenizer) if warm else [])
+        learned = examples(config, tokenizer, processor_of(model)) if warm else []
+        return _Inputs(model, prompts, sets, learned)
     except DataError as error:
         raise ConfigError(str(error), path=("data",)) from error
 

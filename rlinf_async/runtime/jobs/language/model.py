@@ -10,6 +10,7 @@ folder only when all of them are written: a run that is killed before starts war
 from __future__ import annotations
 
 import difflib
+import io
 import math
 import shutil
 from collections.abc import Awaitable, Callable, Mapping
@@ -20,13 +21,15 @@ import msgspec
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from rlinf_async.backends.language import model_factory, sees_images
 from rlinf_async.backends.language_training.config import AdapterConfig, SupervisedConfig
 from rlinf_async.config import ConfigError, needed
 from rlinf_async.config.registry import raised
 from rlinf_async.data import DataError, Prompts, Tokenizer
+from rlinf_async.data.images import PROCESSOR_FILES, ImageProcessor
 from rlinf_async.data.prompts import FILES as TOKENIZER_FILES
 from rlinf_async.data.prompts import save_arithmetic_tokenizer
-from rlinf_async.messages.language import Tokens
+from rlinf_async.messages.language import Example
 from rlinf_async.observe.files import atomic_write, explaining
 from rlinf_async.observe.progress import ProgressState, ProgressView
 from rlinf_async.runtime.jobs.language.backends import plan_roles, supervised_config
@@ -35,15 +38,21 @@ from rlinf_async.workers.actor.language import SupervisedWorker
 
 T = TypeVar("T")
 Shape = tuple[int, ...]
-Examples = list[tuple[Tokens, Tokens]]
+Examples = list[Example]
 """prompts and answers"""
 
 ARITHMETIC = "arithmetic"
 SMALL_MODEL = 100_000_000
 """parameters up to which a model with random weights is made to look at it"""
 CHAT_TEMPLATE = "chat_template.jinja"
-BESIDE = ("special_tokens_map.json", "added_tokens.json", CHAT_TEMPLATE, "merges.txt")
-"""files that belong to some tokenizers"""
+BESIDE = (
+    "special_tokens_map.json",
+    "added_tokens.json",
+    CHAT_TEMPLATE,
+    "merges.txt",
+    *PROCESSOR_FILES,
+)
+"""files that belong to some tokenizers, and those of processors of images"""
 
 
 class _Index(msgspec.Struct):
@@ -180,13 +189,19 @@ def _config_json(model: ModelConfig, folder: Path) -> bytes:
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.bos_token_id,
     }
-    if given.get("vocab_size", len(tokenizer)) < len(tokenizer):
+    sees = sees_images(model.config)
+    text, where = (given.get("text_config", {}), ("text_config",)) if sees else (given, ())
+    if text.get("vocab_size", len(tokenizer)) < len(tokenizer):
         raise ConfigError(
-            f"vocab_size is {given['vocab_size']}, but the tokenizer has {len(tokenizer)} tokens: "
+            f"vocab_size is {text['vocab_size']}, but the tokenizer has {len(tokenizer)} tokens: "
             "leave it out",
-            path=("model", "config", "vocab_size"),
+            path=("model", "config", *where, "vocab_size"),
         )
     _check_kind(kind)
+    if sees:
+        image = {"image_token_id": _processor(folder).image_token_id}
+        ids = image | {"pad_token_id": tokenizer.pad_token_id, "text_config": ids | text}
+        given.pop("text_config", None)
     try:
         made = library.AutoConfig.for_model(kind, **(ids | given))
     except Exception as error:  # a configuration's own checks raise errors of many types
@@ -199,11 +214,30 @@ def _config_json(model: ModelConfig, folder: Path) -> bytes:
     return text
 
 
+def processor_of(folder: Path) -> ImageProcessor | None:
+    """Return the processor of a model's folder; None: it takes no images.
+
+    Raises:
+        ConfigError: the model takes images, and the folder has no processor, or a damaged one.
+    """
+    described = folder / "config.json"
+    if not described.is_file() or not sees_images(_read_json(described, dict[str, Any])):
+        return None
+    return _processor(folder)
+
+
+def _processor(folder: Path) -> ImageProcessor:
+    try:
+        return ImageProcessor(folder)
+    except DataError as error:
+        raise ConfigError(str(error), path=("model",)) from error
+
+
 def _check_kind(kind: str) -> None:
     """Refuse an unknown architecture. The error of transformers lists all of its names."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
 
-    if kind in KNOWN:
+    if kind in KNOWN or sees_images({"model_type": kind}):
         return
     near = difflib.get_close_matches(str(kind), list(KNOWN), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -218,7 +252,7 @@ def _check_spelling(kind: str, given: Mapping[str, Any]) -> None:
     and leaves those that it does not know unused."""
     from transformers import AutoConfig
 
-    default: Any = AutoConfig.for_model(kind)
+    default: Any = AutoConfig.for_model(kind, **_padding(kind))
     known = {*default.to_dict(), *default.attribute_map}
     for name in given:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
@@ -229,10 +263,18 @@ def _check_spelling(kind: str, given: Mapping[str, Any]) -> None:
             )
 
 
-def _architecture(config: Any) -> str | None:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+def _padding(kind: str) -> dict[str, int]:
+    """Return a padding token that a default vocabulary has, of which transformers would warn."""
+    return {"pad_token_id": 0} if sees_images({"model_type": kind}) else {}
 
-    name: str | None = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+
+def _architecture(config: Any) -> str | None:
+    from transformers.models.auto import modeling_auto
+
+    known = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if sees_images({"model_type": config.model_type}):
+        known = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    name: str | None = known.get(config.model_type)
     return name
 
 
@@ -340,14 +382,14 @@ def _described_shapes(folder: Path) -> dict[str, Shape]:
     """The shapes of the model in config.json; none where transformers cannot build it, or stores
     its weights in another form."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     described = msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, Any])
     if "quantization_config" in described:
         return {}
-    factory: Any = AutoModelForCausalLM
     try:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        factory = model_factory(config.model_type)
         with torch.device("meta"):
             model = factory.from_config(config)
     except (ValueError, TypeError, KeyError, OSError, ImportError):
@@ -363,15 +405,15 @@ def check_forward(folder: Path, where: tuple[str, ...]) -> None:
         ConfigError: with what transformers, torch or the trainer says of it.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     from rlinf_async.backends.fsdp.language.network import PolicyNetwork, check_same_as_transformers
     from rlinf_async.backends.language_training.config import LanguageModelConfig
     from rlinf_async.backends.language_training.model import build_language_model
 
-    factory: Any = AutoModelForCausalLM
     try:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        factory = model_factory(config.model_type)
         with torch.device("meta"):
             size = sum(one.numel() for one in factory.from_config(config).parameters())
         if size > SMALL_MODEL:
@@ -381,8 +423,28 @@ def check_forward(folder: Path, where: tuple[str, ...]) -> None:
             made, packs = build_language_model(LanguageModelConfig(path=str(folder), random=True))
         network = PolicyNetwork(made, packs=packs, logit_chunk_bytes=2**28)
         check_same_as_transformers(network)
+        if processor := processor_of(folder):
+            check_vision(network, processor)
     except Exception as error:  # a configuration's own checks raise errors of many types
         raise ConfigError(f"no model can be made of it: {raised(error)}", path=where) from error
+
+
+def check_vision(network: Any, processor: ImageProcessor) -> None:
+    """Raise `ValueError` unless the vision tower makes as many vectors of an image as the processor
+    makes tokens."""
+    import torch
+    from PIL import Image
+
+    from rlinf_async.backends.transformers.images import SeeingPrompt, image_inputs, image_vectors
+
+    drawn = io.BytesIO()
+    Image.new("RGB", (64, 64), "white").save(drawn, "PNG")
+    images = (drawn.getvalue(),)
+    tokens = processor.tokens(f"{processor.image_token}a", images, "an image")
+    inputs = image_inputs([SeeingPrompt(0, tokens, images)], processor, torch.device("cpu"))
+    assert inputs is not None  # there is an image
+    with torch.no_grad():
+        image_vectors(network.language, inputs)
 
 
 def check_adapter(folder: Path, config: AdapterConfig) -> None:
@@ -407,7 +469,9 @@ def check_adapter(folder: Path, config: AdapterConfig) -> None:
         raise ConfigError(str(error), path=("actor", "lora", "targets")) from error
 
 
-def examples(config: LanguageConfig, tokenizer: Tokenizer) -> Examples:
+def examples(
+    config: LanguageConfig, tokenizer: Tokenizer, processor: ImageProcessor | None = None
+) -> Examples:
     """Every training prompt of the warm start, with its answer and the end-of-sequence token.
 
     Raises:
@@ -420,7 +484,8 @@ def examples(config: LanguageConfig, tokenizer: Tokenizer) -> Examples:
             path=("model", "tokenizer"),
         )
     try:
-        prompts = Prompts(config.warm_start.data or config.data, tokenizer)
+        data = config.warm_start.data or config.data
+        prompts = Prompts(data, tokenizer, processor=processor)
     except DataError as error:
         section = ("warm_start", "data") if config.warm_start.data else ("data",)
         raise ConfigError(str(error), path=section) from error
@@ -428,7 +493,8 @@ def examples(config: LanguageConfig, tokenizer: Tokenizer) -> Examples:
     while prompts.epoch == 0:
         prompt = next(prompts)
         ids = tokenizer(prompt.reference, add_special_tokens=False)["input_ids"]
-        found.append((prompt.token_ids, np.asarray([*ids, tokenizer.eos_token_id], np.int32)))
+        answer = np.asarray([*ids, tokenizer.eos_token_id], np.int32)
+        found.append(Example(prompt.token_ids, answer, images=prompt.images))
     if len(found) < config.warm_start.batch_size:
         raise ConfigError(
             f"there are {len(found)} examples, fewer than a batch of "

@@ -585,6 +585,7 @@ def _training_sample(scored: ScoredSample) -> TrainingSample:
         branches=sample.branches,
         turns=sample.turns,
         drawn=generated.drawn,
+        images=request.prompt.images,
     )
 
 

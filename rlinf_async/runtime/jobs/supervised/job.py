@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
+from rlinf_async.backends.language import sees_images
 from rlinf_async.backends.parts import TrainerRun, language_trainers
 from rlinf_async.config import ConfigError, MissingExtra
 from rlinf_async.data import DataError, load_tokenizer
@@ -78,6 +79,13 @@ class Supervised:
         folder = checkpoint_folder(config.model)
         where = ("model", "path") if folder else ("model", "config", "model_type")
         described = _described(folder) if folder else config.model.config
+        if sees_images(described):
+            raise ConfigError(
+                f"{self.name} trains models of text, and not a {described['model_type']} model, "
+                "which sees images: set job to 'language_rl', whose [warm_start] imitates answers "
+                "about images, or give another model",
+                path=where,
+            )
         actor.part.check(TrainerRun("actor", described, where, config.parts, actor.trainer))
         config.cluster.check_interpreters(config.cluster.placement)
         try:

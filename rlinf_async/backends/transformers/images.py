@@ -1,0 +1,93 @@
+"""Images of prompts on their way into a vision-language model.
+
+::
+
+    encoded images --ImageProcessor--> pixels --vision tower--> vectors --> in the places that the
+                                                                            image tokens keep
+
+An image that several prompts have goes through the vision tower once. Only tokens of prompts are
+places: a model may draw an image token itself, which is then read as any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlinf_async.data.images import ImageProcessor
+from rlinf_async.messages.language import Images, Tokens
+
+
+class ImageInputs(NamedTuple):
+    """Images of prompts that go through a model together."""
+
+    pixels: Mapping[str, Tensor]
+    """what the vision tower reads, ``[parts, ...]`` of all images"""
+    vectors: int
+    """number of vectors that it has to make of them"""
+    places: Tensor
+    """``[M]``: positions of image tokens in the row of all prompts"""
+    source: Tensor
+    """``[M]``: the vector that is in each place"""
+
+
+class SeeingPrompt(NamedTuple):
+    """A prompt in a row of tokens."""
+
+    start: int
+    """position of its first token"""
+    token_ids: Tokens
+    """``[P]``"""
+    images: Images
+
+
+def image_inputs(
+    prompts: Sequence[SeeingPrompt], processor: ImageProcessor | None, device: torch.device
+) -> ImageInputs | None:
+    """Return the images of prompts; None where there are none.
+
+    Raises:
+        ValueError: there are images, and no processor.
+    """
+    seeing = [one for one in prompts if one.images]
+    if not seeing:
+        return None
+    if processor is None:
+        raise ValueError("a prompt has images, but the model takes none")
+    first: dict[Images, int] = {}
+    places, source, vectors = [], [], 0
+    for start, token_ids, images in seeing:
+        own = np.flatnonzero(token_ids == processor.image_token_id)
+        if images not in first:
+            first[images] = vectors
+            vectors += len(own)
+        places.append(start + own)
+        source.append(first[images] + np.arange(len(own)))
+    found = [processor.pixels(image) for images in first for image in images]
+    pixels = {name: np.concatenate([one[name] for one in found]) for name in found[0]}
+    return ImageInputs(
+        {name: torch.from_numpy(one).to(device) for name, one in pixels.items()},
+        vectors,
+        torch.from_numpy(np.concatenate(places)).to(device),
+        torch.from_numpy(np.concatenate(source)).to(device),
+    )
+
+
+def image_vectors(model: Any, images: ImageInputs) -> Tensor:
+    """Return the vectors ``[M, hidden]`` for the places of image tokens.
+
+    Raises:
+        ValueError: images have another number of vectors than tokens.
+    """
+    inputs = {name: one[None] for name, one in images.pixels.items()}
+    vectors: Tensor = model.get_image_features(**inputs).pooler_output.flatten(0, -2)
+    if len(vectors) != images.vectors:
+        raise ValueError(
+            f"the vision tower makes {len(vectors)} vectors of images that have {images.vectors} "
+            "tokens: the sizes in the processor's files are not those of config.json"
+        )
+    return vectors.index_select(0, images.source)
