@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 
 from rlinf_async.backends.fsdp.language.trainer import CriticTrainer, PolicyTrainer
-from rlinf_async.backends.language import MicroBatch, model_factory
+from rlinf_async.backends.language import (
+    MicroBatch,
+    UnsupportedModel,
+    check_family,
+    model_factory,
+)
 from rlinf_async.backends.language_training.objective import pack_responses
 from rlinf_async.backends.transformers.config import TransformersEngineConfig
 from rlinf_async.backends.transformers.engine import TransformersEngine
@@ -191,6 +196,12 @@ def test_images_without_a_processor_are_an_error(case: Drawn) -> None:
     bare = as_bare(case.samples[0])
     with pytest.raises(ValueError, match="the model takes none"):
         pack_responses([bare], torch.device("cpu"))
+
+
+def test_other_vision_language_families_are_refused_by_name() -> None:
+    for kind in ("qwen2_vl", "qwen2_5_vl", "smolvlm", "llava"):
+        with pytest.raises(UnsupportedModel, match=f"'{kind}' cannot be trained: of vision-lang"):
+            check_family({"model_type": kind})
 
 
 def ready(case_samples: list[Sample]) -> list[TrainingSample]:

@@ -70,7 +70,7 @@ def test_a_run_learns_from_images_goes_on_and_is_evaluated_again(seeing: SeeingJ
     ended = seeing.command("evaluate", seeing.out, "--checkpoint", "trained", "--json")
     assert ended.code == 0, ended.err
     found = msgspec.json.decode(ended.out)["sets"]["held_out"]
-    assert found["accuracy"] == summary.evaluations["held_out"].accuracy
+    assert found["accuracy"] == msgspec.to_builtins(summary.evaluations["held_out"].accuracy)
     trained = seeing.out / "trained"
     assert (trained / "processor_config.json").is_file()
 
@@ -99,7 +99,7 @@ def test_a_run_learns_from_images_goes_on_and_is_evaluated_again(seeing: SeeingJ
             ("--model.config.scale_factor", 4),
             "the vision tower makes 1 vectors of images that have",
         ),
-        (("--model.config.model_type", "qwen2_vl"), "of vision-language models only idefics3 can"),
+        (("--model.config.model_type", "qwen2_vl"), "a model of the family 'qwen2_vl' takes none"),
     ],
 )
 def test_what_was_not_made_for_images_is_refused(
