@@ -41,7 +41,7 @@ IDEFICS3: dict[str, Any] = {
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
+        "max_position_embeddings": 512,
         "tie_word_embeddings": True,
         "initializer_range": 0.1,
     },
@@ -60,8 +60,14 @@ def example() -> Any:
 
 
 def seeing_folder(folder: Path) -> Path:
-    """Write configuration, tokenizer and processor of a model without weights."""
-    example().processor().save_pretrained(folder / "processor")
+    """Write configuration, tokenizer and processor of a model without weights.
+
+    The processor cuts each image into four parts, beside one of the whole.
+    """
+    processor = example().processor()
+    processor.image_processor.do_image_splitting = True
+    processor.image_processor.size = {"longest_edge": 64}
+    processor.save_pretrained(folder / "processor")
     described = ModelConfig(config=IDEFICS3, tokenizer=str(folder / "processor"))
     return make_model_folder(described, folder / "model")
 

@@ -130,7 +130,7 @@ def plain_log_prob(model: Any, processor: ImageProcessor, prompt: Prompt, ids: A
 def test_processor_and_placeholders(case: Drawn) -> None:
     two, first, second, none = case.prompts
     token = ImageProcessor(case.model).image_token_id
-    assert [int((one.token_ids == token).sum()) for one in case.prompts] == [8, 4, 4, 0]
+    assert [int((one.token_ids == token).sum()) for one in case.prompts] == [40, 20, 20, 0]
     assert first.text == second.text == "<user><image>How many?<assistant>"
     assert two.text == "<user><image>Which?<image>!<assistant>"
     assert (len(two.images), first.images != second.images, none.images) == (2, True, ())
@@ -179,7 +179,8 @@ def test_gradients_of_text_and_vision_are_those_of_the_plain_model(case: Drawn) 
     language: Any = case.trainer.language
     packed = pack_responses(bare, torch.device("cpu"), processor)
     assert packed.images is not None
-    assert len(packed.images.pixels["pixel_values"]) == 4  # each image once, not for each sample
+    # Four images of five parts each, once and not for each sample.
+    assert len(packed.images.pixels["pixel_values"]) == 4 * 5
     case.trainer.manager.model(packed).log_prob.sum().backward()
     expected = dict(plain.named_parameters())
     seen = 0
