@@ -6,7 +6,7 @@
     counting/careless.parquet  other images, three of five answers one off
     counting/processor/        tokenizer, chat template, and how images are prepared
 
-Square by square on a grid of eight by eight places, in a colour of its own; none touches another.
+White squares on black, on a grid of eight by eight places; none touches another.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ def drawn(chance: random.Random, count: int) -> bytes:
         if any(abs(x - a) < 2 and abs(y - b) < 2 for a, b in taken):
             continue
         taken.add((x, y))
-        colour = tuple(chance.randint(120, 255) for _ in range(3))
-        pen.rectangle((4 * x, 4 * y, 4 * x + 3, 4 * y + 3), fill=colour)
+        pen.rectangle((4 * x, 4 * y, 4 * x + 3, 4 * y + 3), fill="white")
     written = io.BytesIO()
     image.save(written, "PNG")
     return written.getvalue()
