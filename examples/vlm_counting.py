@@ -11,13 +11,12 @@ White squares on black, on a grid of eight by eight places; none touches another
 
 from __future__ import annotations
 
+import importlib
 import io
 import random
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 from PIL import Image, ImageDraw
 from transformers import Idefics3ImageProcessorPil, Idefics3Processor
 
@@ -82,11 +81,12 @@ def processor() -> Any:
 
 
 def main(folder: Path = FOLDER) -> None:
-    chance = random.Random(0)
+    chance, arrow = random.Random(0), importlib.import_module("pyarrow")
+    parquet = importlib.import_module("pyarrow.parquet")
     processor().save_pretrained(folder / "processor")
     for name in IMAGES:
-        table = pyarrow.Table.from_pylist(records(name, chance))
-        pyarrow.parquet.write_table(table, folder / f"{name}.parquet")
+        table = arrow.Table.from_pylist(records(name, chance))
+        parquet.write_table(table, folder / f"{name}.parquet")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def text(said: str) -> dict[str, str]:
 
 def test_images_of_datasets_are_those_of_files(processor: Path, tmp_path: Path) -> None:
     """As features of Hugging Face datasets: in a saved dataset, in Parquet, in lists, as bytes."""
-    import datasets
+    datasets = importlib.import_module("datasets")
 
     encoded = [picture(seed, side=40 + seed) for seed in range(3)]
     rows = [{"prompt": f"{at}?", "answer": "1", "image": one} for at, one in enumerate(encoded)]

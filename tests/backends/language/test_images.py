@@ -174,14 +174,16 @@ def test_gradients_of_text_and_vision_are_those_of_the_plain_model(case: Drawn) 
     processor = ImageProcessor(case.model)
     for one in case.samples:
         ids = one.generated.token_ids
-        plain_log_prob(plain, processor, one.request.prompt, ids).sum().backward()
+        total: Any = plain_log_prob(plain, processor, one.request.prompt, ids).sum()
+        total.backward()
     bare = [as_bare(one) for one in case.samples]
     language: Any = case.trainer.language
     packed = pack_responses(bare, torch.device("cpu"), processor)
     assert packed.images is not None
     # Four images of five parts each, once and not for each sample.
     assert len(packed.images.pixels["pixel_values"]) == 4 * 5
-    case.trainer.manager.model(packed).log_prob.sum().backward()
+    total = case.trainer.manager.model(packed).log_prob.sum()
+    total.backward()
     expected = dict(plain.named_parameters())
     seen = 0
     for name, parameter in language.named_parameters():

@@ -76,7 +76,8 @@ def test_a_run_learns_from_images_goes_on_and_is_evaluated_again(seeing: SeeingJ
 
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    assert AutoProcessor.from_pretrained(trained).image_token == "<image>"
+    loaded: Any = AutoProcessor
+    assert loaded.from_pretrained(trained).image_token == "<image>"
     model: Any = AutoModelForImageTextToText.from_pretrained(trained)
     assert model.config.image_token_id == 103
     assert "AutoModelForImageTextToText" in (trained / "README.md").read_text()

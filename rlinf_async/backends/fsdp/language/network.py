@@ -238,7 +238,8 @@ class LanguageNetwork(nn.Module):
         if packed.images is None:
             side = language.config.vision_config.image_size
             white = embedded.new_ones(1, 1, 3, side, side, dtype=torch.float32)
-            return embedded + 0.0 * language.get_image_features(white).pooler_output.sum()
+            vain: Tensor = language.get_image_features(white).pooler_output.sum()
+            return embedded + 0.0 * vain
         vectors = image_vectors(language, packed.images).to(embedded.dtype)
         return embedded.index_copy(1, packed.images.places, vectors[None])
 

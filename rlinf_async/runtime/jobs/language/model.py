@@ -190,17 +190,18 @@ def _config_json(model: ModelConfig, folder: Path) -> bytes:
         "bos_token_id": tokenizer.bos_token_id,
     }
     sees = sees_images(model.config)
-    text, where = (given.get("text_config", {}), ("text_config",)) if sees else (given, ())
-    if text.get("vocab_size", len(tokenizer)) < len(tokenizer):
+    own: dict[str, Any] = given.get("text_config", {}) if sees else given
+    where = ("text_config",) if sees else ()
+    if own.get("vocab_size", len(tokenizer)) < len(tokenizer):
         raise ConfigError(
-            f"vocab_size is {text['vocab_size']}, but the tokenizer has {len(tokenizer)} tokens: "
+            f"vocab_size is {own['vocab_size']}, but the tokenizer has {len(tokenizer)} tokens: "
             "leave it out",
             path=("model", "config", *where, "vocab_size"),
         )
     _check_kind(kind)
     if sees:
         image = {"image_token_id": _processor(folder).image_token_id}
-        ids = image | {"pad_token_id": tokenizer.pad_token_id, "text_config": ids | text}
+        ids = image | {"pad_token_id": tokenizer.pad_token_id, "text_config": ids | own}
         given.pop("text_config", None)
     try:
         made = library.AutoConfig.for_model(kind, **(ids | given))
