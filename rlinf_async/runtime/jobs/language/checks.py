@@ -160,9 +160,11 @@ def _check_images(config: LanguageConfig, model: dict[str, Any], where: Setting)
     shown = [(*place, "image_column") for data, place in sections if data.image_column]
     sees = sees_images(model) and config.rollout.part.has_weights
     if shown and not sees:
-        kind = model.get("model_type") if config.rollout.part.has_weights else "toy"
+        kind = f"a model of the family {model.get('model_type')!r} takes none"
+        if not config.rollout.part.has_weights:
+            kind = f"the engine {config.rollout.backend!r} sees none"
         raise ConfigError(
-            f"prompts have images, but a model of the family {kind!r} takes none: leave it out, or "
+            f"prompts have images, but {kind}: leave it out, or "
             f"give a model of one of the families {', '.join(SEEING)}",
             path=shown[0],
         )
@@ -171,7 +173,8 @@ def _check_images(config: LanguageConfig, model: dict[str, Any], where: Setting)
     actor, name = config.actor, f"models that see images, such as {model['model_type']!r}"
     if not config.rollout.part.sees_images:
         raise ConfigError(
-            f"{config.rollout.backend!r} does not serve {name}: set it to 'transformers'",
+            f"{config.rollout.backend!r} does not serve {name}: set it to one that does "
+            f"({_seeing(engines)})",
             path=("rollout", "backend"),
         )
     for role, backend, part in (
@@ -180,7 +183,9 @@ def _check_images(config: LanguageConfig, model: dict[str, Any], where: Setting)
     ):
         if not part.sees_images:
             raise ConfigError(
-                f"{backend!r} does not train {name}: set it to 'fsdp'", path=(role, "backend")
+                f"{backend!r} does not train {name}: set it to one that does "
+                f"({_seeing(language_trainers)})",
+                path=(role, "backend"),
             )
     for setting, given, instead in (
         (("actor", "lora", "rank"), actor.lora.rank, "0: all weights are trained"),
@@ -196,6 +201,11 @@ def _check_images(config: LanguageConfig, model: dict[str, Any], where: Setting)
     ):
         if given:
             raise ConfigError(f"this was not made for {name}: set it to {instead}", path=setting)
+
+
+def _seeing(parts: Any) -> str:
+    """Names of the engines or trainers that read images."""
+    return ", ".join(one for one in parts.paths if parts.load(one).sees_images)
 
 
 def _check_reads_text(model: dict[str, Any], where: Setting, role: str) -> None:
