@@ -71,6 +71,8 @@ SCORE: Final = "score"
 MOST_CALLS: Final = 10_000
 """largest setting of calls in a process"""
 MOST_RETRIES: Final = 20
+BY_MODEL: Final = "model"
+"""name of the part of a reward that is the reward model's score (`Scored.parts`)"""
 OF_MODEL: Final = ("model_weight", "model_tokens", "model_precision")
 """settings of the reward model"""
 
@@ -381,7 +383,7 @@ class RewardWorker(Worker):
         if not isinstance(judged, Scored):
             return judged
         total = outcome.reward + self.config.model_weight * score
-        parts = {**outcome.parts, "verifier": outcome.reward, "model": score}
+        parts = {**outcome.parts, "verifier": outcome.reward, BY_MODEL: score}
         return outcome_of(
             name, Scored(reward=total, parts=parts, cost=outcome.cost), "reward model"
         )

@@ -625,6 +625,12 @@ class Prompts(Iterator[Prompt]):
             "held-out record"
         )
 
+    def at(self, index: int) -> Prompt:
+        """Return a prompt that was given before, by its index; raises `DataError`."""
+        epoch, at = divmod(index, len(self))
+        record = int(self._order_of(epoch)[at])
+        return self._renderer.prompt(self._records[record], index, self._records.where(record))
+
     def state(self) -> DataState:
         """The present position."""
         return DataState(

@@ -27,7 +27,7 @@ import platform
 import re
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
@@ -336,6 +336,8 @@ class Reads(NamedTuple):
     """by setting: the folder or file that it names, and the files there that are read"""
     code: Iterable[str] = ()
     """further code, ``"file.py:name"``, which data name"""
+    may_differ: Collection[str] = ()
+    """settings of which a resumed run may read other files: it says so"""
 
 
 def check_inputs(folder: RunFolder, config: msgspec.Struct, reads: Reads) -> list[str]:
@@ -357,7 +359,8 @@ def check_inputs(folder: RunFolder, config: msgspec.Struct, reads: Reads) -> lis
     now = Inputs(files=_digests(reads.files), code=code, packages=packages())
     notes: list[str] = []
     if recorded.is_file():
-        notes = _compared(msgspec.json.decode(recorded.read_bytes(), type=Inputs), now)
+        before = msgspec.json.decode(recorded.read_bytes(), type=Inputs)
+        notes = _compared(before, now, reads.may_differ)
     elif folder.resumed and any((folder.path / "checkpoints").iterdir()):
         unknown = "whether model, demonstrations, your own code and packages are those that the run"
         notes = [f"{folder.path} has no {FILE}: {unknown} began with is not known"]
@@ -376,13 +379,14 @@ def note_code(folder: RunFolder, config: msgspec.Struct, names: Iterable[str]) -
     return code
 
 
-def _compared(before: Inputs, now: Inputs) -> list[str]:
-    """What differs of code and packages; raises `UsageError` for files."""
-    changed = [
-        f"{setting}: {text}"
-        for setting in sorted(before.files.keys() | now.files.keys())
-        for text in _differing(before.files.get(setting, {}), now.files.get(setting, {}))
-    ]
+def _compared(before: Inputs, now: Inputs, may_differ: Collection[str] = ()) -> list[str]:
+    """What differs of code, packages, and the files of settings that may differ; raises
+    `UsageError` for other files."""
+    changed: list[str] = []
+    others: list[str] = []
+    for setting in sorted(before.files.keys() | now.files.keys()):
+        found = _differing(before.files.get(setting, {}), now.files.get(setting, {}))
+        (others if setting in may_differ else changed).extend(f"{setting}: {one}" for one in found)
     if changed:
         shown, more = changed[:5], len(changed) - 5
         raise UsageError(
@@ -397,6 +401,8 @@ def _compared(before: Inputs, now: Inputs) -> list[str]:
         if before.packages.get(name) != now.packages.get(name)
     ]
     notes = [f"the run goes on with other code than before: {'; '.join(code)}"] if code else []
+    if others:
+        notes.append(f"the run goes on with other files than before: {'; '.join(others)}")
     if packages:
         notes.append(f"the run goes on with other packages than before: {', '.join(packages)}")
     return notes

@@ -20,6 +20,7 @@ from rlinf_async.workers.reward import RewardConfig
 from tests.backends.classifiers import OneByOne, save_classifier
 from tests.jobs.language.kit import Job
 from tests.jobs.language.test_evaluation import FOUR, with_set
+from tests.jobs.language.test_resumed import Killed, die_after
 from tests.jobs.language.verifiers import places
 
 HERE = "tests.jobs.language.verifiers"
@@ -94,6 +95,44 @@ def test_sets_have_their_own_verifier_and_a_resumed_run_may_have_another_model(
     job.succeed(*settings, *more, "--resume")
     [*_, last] = read_samples(job.out, kind="training")
     assert last["reward"] == pytest.approx(2.0 * last["reward_parts"]["model"])
+
+
+@pytest.mark.parametrize("change", ["is new", "is gone", "differs"])
+def test_a_killed_run_goes_on_with_another_model_and_judges_all_of_a_group_alike(
+    job: Job, model: pathlib.Path, change: str
+) -> None:
+    """What was admitted before there was a reward model has the messages that it reads."""
+    other = save_classifier(model.parent / "other", initializer_range=0.1)
+    before = () if change == "is new" else ("--reward.model", model)
+    after = ("--reward.model", other, "--reward.model_weight", 3.0)
+    settings = (
+        *("--data.verifier", f"{HERE}:letters", "--training.max_staleness", 2),
+        *("--training.iterations", 7, "--training.group_size", 4, "--rollout.toy.slots", 5),
+        *("--evaluation.samples", 0, "--data.system_prompt", "be brief"),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        die_after(patch, 5)
+        with pytest.raises(Killed):
+            job.train(*settings, *before)
+    ended = job.train(*settings, *(() if change == "is gone" else after), "--resume")
+    assert ended.code == 0, ended.err
+    assert "the run goes on with other files than before: reward.model: " in ended.err
+    assert f"reward.model: model.safetensors {change}" in ended.err
+    assert job.summary.samples == job.summary.outcomes["scored"] == 7 * 16
+    groups: dict[str, set[float | None]] = {}
+    for one in read_samples(job.out, kind="training"):
+        groups.setdefault(one["name"].partition("/")[0], set()).add(weight_of(one))
+    assert all(len(weights) == 1 for weights in groups.values()), groups
+    wanted = {"is new": {None, 3.0}, "is gone": {None, 1.0}, "differs": {1.0, 3.0}}
+    assert set[float | None]().union(*groups.values()) == wanted[change]
+
+
+def weight_of(sample: dict[str, Any]) -> float | None:
+    """The weight that a sample's score of the reward model had; None: it has none."""
+    parts = sample["reward_parts"]
+    if not parts:
+        return None
+    return float(round((sample["reward"] - parts["verifier"]) / parts["model"], 3))
 
 
 @pytest.mark.parametrize(

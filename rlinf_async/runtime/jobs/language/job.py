@@ -218,7 +218,7 @@ def _reads(run: LanguageRun) -> Reads:
     if config.data.chat_template:
         template = Path(config.data.chat_template).expanduser()
         files["data.chat_template"] = template, [template]
-    return Reads(files, run.verifiers)
+    return Reads(files, run.verifiers, may_differ=("reward.model",))
 
 
 class _Inputs(NamedTuple):

@@ -35,7 +35,7 @@ import msgspec
 
 from rlinf_async.config import UsageError
 from rlinf_async.data import DataState, Prompts
-from rlinf_async.messages.language import Prompt, ScoredSample
+from rlinf_async.messages.language import Prompt, Scored, ScoredSample
 from rlinf_async.observe.evaluations import HELD_OUT, Evaluated
 from rlinf_async.observe.metrics import MetricsWriter
 from rlinf_async.observe.run_folder import RunFolder
@@ -89,12 +89,14 @@ from rlinf_async.runtime.jobs.language.samples import (
     load_language_progress,
     load_unfinished,
     next_prompts,
+    with_messages,
 )
 from rlinf_async.runtime.jobs.run import Draw, TrainingClock
 from rlinf_async.runtime.jobs.swapping import changed, read_swaps
 from rlinf_async.runtime.jobs.view import Headline, LiveView
 from rlinf_async.runtime.signals import run_signals
 from rlinf_async.workers.base import BuildError
+from rlinf_async.workers.reward import BY_MODEL
 
 if TYPE_CHECKING:  # a run without a scheduler does not load it
     from rlinf_async.runtime.jobs.language.scheduling import SampleNews
@@ -175,6 +177,8 @@ class LanguageRun:
             if note:
                 print(note, file=sys.stderr)
             check_resumed_critic(config, folder.checkpoints / self.progress.checkpoint)
+            if config.reward.model:
+                unfinished = with_messages(unfinished, prompts.at)
         self._ledger = Ledger(
             prompts=training.prompts,
             group_size=training.group_size,
@@ -191,7 +195,7 @@ class LanguageRun:
         self._of_groups = group_verifiers(self.verifiers) | self._earlier_of_groups()
         swapped = config.data.verifier if self._swapped else ""
         self._at_once = judged_at_once(self._of_groups, swapped)
-        self._in_flight.inferred += self._ledger.take_back(self._at_once)
+        self._in_flight.inferred += self._ledger.take_back(self._judged_anew)
 
     async def main(self, cluster: Cluster, view: LiveView) -> None:
         """The flow, from the first prompt to the evaluation."""
@@ -375,6 +379,14 @@ class LanguageRun:
     def verifiers(self) -> tuple[str, ...]:
         """Names of the verifiers of its records, and of those of its evaluation sets."""
         return tuple(sorted({*self._prompts.verifiers, *verifiers_of(self._sets)}))
+
+    def _judged_anew(self, scored: ScoredSample) -> bool:
+        """Whether a resumed run judges a finished sample of a group that is not whole once more: at
+        once with the others, or by a reward model that may be another one now, or none."""
+        outcome = scored.outcome
+        had_model = isinstance(outcome, Scored) and BY_MODEL in outcome.parts
+        has_model = bool(self.config.reward.model)
+        return has_model or had_model or self._at_once(scored.sample.request)
 
     def _earlier_of_groups(self) -> frozenset[str]:
         """Group verifiers of samples that a resumed run has under way, as far as they are there."""

@@ -398,14 +398,13 @@ class Ledger:
         """Count a sample that came a second time."""
         self._duplicates += 1
 
-    def take_back(self, at_once: JudgedAtOnce) -> list[Sample]:
-        """Return the finished samples of groups that are not whole and are judged at once: they are
-        running again, to be judged with the others. Of a resumed run whose verifier was changed."""
+    def take_back(self, anew: Callable[[ScoredSample], bool]) -> list[Sample]:
+        """Return the finished samples of groups that are not whole and have one that is to be
+        judged anew: they are running again, so that all of a group are judged alike. Of a resumed
+        run whose way of judging was changed."""
         found: list[Sample] = []
         for group, samples in list(self._finished.items()):
-            if len(samples) < self.group_size and all(
-                at_once(one.sample.request) for one in samples.values()
-            ):
+            if len(samples) < self.group_size and any(anew(one) for one in samples.values()):
                 del self._finished[group]
                 found += [one.sample for one in self._in_order(samples)]
         self._running.update(((one.request.group, one.request.index), one.request) for one in found)
@@ -1056,6 +1055,48 @@ def _without_unknown_tokens(unfinished: Unfinished) -> Unfinished:
             inferred=[one for one in waiting.inferred if told(one)],
             scored=[one for one in waiting.scored if told(one.sample)],
             turns=[one for one in waiting.turns if told(one)],
+        ),
+    )
+
+
+def with_messages(unfinished: Unfinished, prompt_at: Callable[[int], Prompt]) -> Unfinished:
+    """Return a state whose prompts have their messages, which a reward model reads: those that were
+    admitted before there was one have none.
+
+    ``prompt_at``: makes the prompt of an index in the data. Raises what it raises.
+    """
+    replace = msgspec.structs.replace
+    known: dict[int, Prompt] = {}
+
+    def told(request: Request) -> Request:
+        prompt = request.prompt
+        if prompt.messages:
+            return request
+        if prompt.index not in known:
+            known[prompt.index] = prompt_at(prompt.index)
+        messages = known[prompt.index].messages
+        return replace(request, prompt=replace(prompt, messages=messages))
+
+    def sample(one: Sample) -> Sample:
+        return replace(one, request=told(one.request))
+
+    def scored(one: ScoredSample) -> ScoredSample:
+        return replace(one, sample=sample(one.sample))
+
+    ledger, waiting = unfinished.ledger, unfinished.waiting
+    return Unfinished(
+        ledger=replace(
+            ledger,
+            running=[told(one) for one in ledger.running],
+            finished=[scored(one) for one in ledger.finished],
+        ),
+        data=unfinished.data,
+        waiting=replace(
+            waiting,
+            partial=[told(one) for one in waiting.partial],
+            generated=[sample(one) for one in waiting.generated],
+            inferred=[sample(one) for one in waiting.inferred],
+            scored=[scored(one) for one in waiting.scored],
         ),
     )
 
