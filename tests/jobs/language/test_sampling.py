@@ -40,6 +40,16 @@ def test_answers_end_at_the_stops_of_a_run_whatever_its_engine(job: Job) -> None
     assert all(len(one["completion"]) == one["size"] - 1 for one in cut)
 
 
+def test_a_stop_text_that_no_answer_can_have_is_refused(job: Job) -> None:
+    """The engines' text has no special tokens: it would never be found."""
+    ended = job.command("check", job.file, "--rollout.sampling.stop", '["7", "7<user>"]')
+    assert ended.code == 2
+    assert (
+        "rollout.sampling.stop: '7<user>' would end no response: '<user>' is a special token"
+    ) in ended.err
+    assert "set rollout.sampling.stop_token_ids to [4] instead" in ended.err
+
+
 @pytest.mark.parametrize("inference", [0, 1])
 def test_a_run_trains_what_every_setting_samples(tiny: Job, inference: int) -> None:
     tiny.succeed(

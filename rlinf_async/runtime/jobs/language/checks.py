@@ -981,6 +981,7 @@ def _opened(
     room: tuple[int | None, str],
 ) -> Prompts:
     """The prompts of a section, checked; ``room``: see `_room`."""
+    _check_stops(config, tokenizer)
     most, why = room
     narrowed = most is not None and most < data.max_prompt_tokens
     if most is not None and narrowed:
@@ -1196,6 +1197,20 @@ def _check_tokens(config: LanguageConfig, model: Path) -> None:
                 f"there is no token {max(tokens)}: the model has tokens 0 .. {size - 1}",
                 path=("rollout", "sampling", name),
             )
+
+
+def _check_stops(config: LanguageConfig, tokenizer: Tokenizer) -> None:
+    """Refuse a stop text with a special token, which the text of no response has."""
+    added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {number: str(one) for number, one in added.items() if one.special}
+    for stop in config.rollout.sampling.stop:
+        for number, token in special.items():
+            if token in stop:
+                raise ConfigError(
+                    f"{stop!r} would end no response: {token!r} is a special token, which is in no "
+                    f"text; set rollout.sampling.stop_token_ids to [{number}] instead",
+                    path=("rollout", "sampling", "stop"),
+                )
 
 
 def _room(
