@@ -176,7 +176,7 @@ class BatchedModel:
         compute: runs blocking work, and returns what it does.
     """
 
-    def __init__(self, model: RewardModel, compute: Callable[..., Awaitable[list[float]]]) -> None:
+    def __init__(self, model: RewardModel, compute: Callable[..., Awaitable[Any]]) -> None:
         self._model, self._compute = model, compute
         self._waiting: list[Asked] = []
         self._asking: asyncio.Task[None] | None = None
@@ -199,7 +199,9 @@ class BatchedModel:
         while waiting := [one for one in self._waiting if not one.score.done()]:
             self._waiting = []
             try:
-                scores = await self._compute(self._model.scores, [one.token_ids for one in waiting])
+                scores: list[float] = await self._compute(
+                    self._model.scores, [one.token_ids for one in waiting]
+                )
             except BaseException as error:
                 for one in waiting:
                     if not one.score.done():
