@@ -52,6 +52,14 @@ settings.register_profile(
 settings.load_profile("tests")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--longest",
+        metavar="K/N",
+        help="of the files that take longest (tests/together.py) run each N-th, from the K-th on",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """What is imported while tests are collected stays: the collector need not look at it."""
     gc.disable()
@@ -63,7 +71,14 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """In a process of xdist: those that take longest come first."""
+    """In a process of xdist: those that take longest come first, or one part of them."""
+    if given := config.getoption("--longest"):
+        from tests.together import Part
+
+        part = Part.read(given)
+        left_out = [item for item in items if not part.has(item.nodeid)]
+        items[:] = [item for item in items if part.has(item.nodeid)]
+        config.hook.pytest_deselected(items=left_out)
     if hasattr(config, "workerinput"):
         from tests.together import turn
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from xdist.scheduler import LoadScopeScheduling
 
@@ -46,7 +46,28 @@ LONGEST = (
     "net/test_two_hosts",
 )
 """What begins first, because it takes from ten seconds to minutes: what begins last is short, and
-no process is left to work alone."""
+no process is left to work alone. In the order of what they take, so that parts of them take as long
+as one another."""
+
+
+class Part(NamedTuple):
+    """A part of the `LONGEST`: each ``of``-th, from ``number`` on."""
+
+    number: int
+    of: int
+
+    @classmethod
+    def read(cls, text: str) -> Part:
+        """Read ``2/3``. Raises `ValueError`."""
+        number, of = (int(one) for one in text.split("/"))
+        if not 0 <= number < of:
+            raise ValueError(f"{text}: the parts are 0/{of} to {of - 1}/{of}")
+        return cls(number, of)
+
+    def has(self, nodeid: str) -> bool:
+        """Whether a test is run with this part: those that are not long always are."""
+        group = group_of(nodeid)
+        return group not in LONGEST or LONGEST.index(group) % self.of == self.number
 
 
 class FilesTogether(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types

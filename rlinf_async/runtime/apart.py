@@ -171,6 +171,6 @@ def _run(main: Callable[[], Any]) -> FunctionEnd:
 async def _called(
     arguments: tuple[Any, ...], process: dict[str, Any], log: Path | None
 ) -> FunctionEnd:
-    async with Cluster.process(deadlock_after=None, grace=1.0, log=log) as cluster:
+    async with Cluster.process(deadlock_after=None, log=log) as cluster:
         one = await cluster.launch(Apart, *arguments, **process)
         return (await one.call(Apart.run))[0]
