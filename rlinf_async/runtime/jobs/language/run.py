@@ -238,12 +238,8 @@ class LanguageRun:
             channels.held_open(),
             view.metrics(self._kept_step) as metrics,
             in_background(cluster, collector.run(), "collector"),
-            in_background(cluster, gatherer.run(), "gatherer")
-            if gatherer is not None
-            else nullcontext(),
-            nullcontext()
-            if dispatcher is None
-            else in_background(cluster, dispatcher.run(), "dispatcher"),
+            in_background(cluster, gatherer.run(), "gatherer") if gatherer else nullcontext(),
+            in_background(cluster, dispatcher.run(), "dispatcher") if dispatcher else nullcontext(),
             in_background(
                 cluster,
                 dispatcher.receive(channels.valued.receiver, self.config.data_ranks),
