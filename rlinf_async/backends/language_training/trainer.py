@@ -120,9 +120,9 @@ class LanguageModelTrainer(VersionCounter, Generic[C, M]):
     def __init__(self, config: C, world_size: int, rank: int) -> None:
         super().__init__()
         self.config = config
+        self.manager = self._build(world_size, rank)  # first: it says what is wrong with a folder
         objective = ValueObjective if self.critic else PolicyObjective
         self.objective = objective(config, self._processor())
-        self.manager = self._build(world_size, rank)
         self.kept_weights = KeptWeights(self.manager)
         """copies of weights on the CPU, the reference's among them"""
         self._stepped = False
