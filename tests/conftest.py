@@ -56,7 +56,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--longest",
         metavar="K/N",
-        help="of the files that take longest (tests/together.py) run each N-th, from the K-th on",
+        help="of the files that take longest (tests/together.py) run a part: 0/3, 1/3 or 2/3",
     )
 
 
@@ -73,11 +73,11 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """In a process of xdist: those that take longest come first, or one part of them."""
     if given := config.getoption("--longest"):
-        from tests.together import Part
+        from tests.together import Part, group_of
 
-        part = Part.read(given)
-        left_out = [item for item in items if not part.has(item.nodeid)]
-        items[:] = [item for item in items if part.has(item.nodeid)]
+        others = Part.read(given).left_out()
+        left_out = [item for item in items if group_of(item.nodeid) in others]
+        items[:] = [item for item in items if group_of(item.nodeid) not in others]
         config.hook.pytest_deselected(items=left_out)
     if hasattr(config, "workerinput"):
         from tests.together import turn
