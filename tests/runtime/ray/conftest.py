@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import signal
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +19,15 @@ def own_sigterm() -> Iterator[None]:
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_garbage() -> Iterator[None]:
+    """What Ray has left open is not for the tests of another module to be told of."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 @pytest.fixture(scope="module")
