@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from rlinf_async.backends.language import check_family, model_factory, sees_images
+from rlinf_async.backends.language import check_family, model_factory
 from rlinf_async.backends.language_training.config import SHARD_BYTES, LanguageModelConfig
 from rlinf_async.backends.transformers.tensors import attention_of
-from rlinf_async.data.images import PROCESSOR_FILES, ImageProcessor, has_processor
+from rlinf_async.data.images import PROCESSOR_FILES
 from rlinf_async.data.prompts import FILES as TOKENIZER_FILES
 
 NAME = "rlinf_async_packed"
@@ -124,15 +124,6 @@ def build_language_model(config: LanguageModelConfig) -> tuple[nn.Module, bool]:
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train(), packs
-
-
-def processor_of(config: LanguageModelConfig) -> ImageProcessor | None:
-    """Return the processor of a model that sees images; None: it does not, or has no folder."""
-    if config.path is None:
-        return None
-    folder = Path(config.path)
-    described = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    return ImageProcessor(folder) if sees_images(described) and has_processor(folder) else None
 
 
 @contextmanager

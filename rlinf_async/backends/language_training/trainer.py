@@ -394,7 +394,10 @@ class LanguagePolicyTrainer(LanguageModelTrainer[C, M]):
                 "reference = true in the trainer's configuration"
             )
         # Which experts the policy's engine has chosen is no property of the reference.
-        own = [msgspec.structs.replace(one, routes=None) for one in samples]
+        own = [
+            one if one.routes is None else msgspec.structs.replace(one, routes=None)
+            for one in samples
+        ]
         with self.kept_weights.swapped_in():
             return self._answers(own, _log_probs)
 

@@ -229,10 +229,10 @@ class DecodedRow:
             self.finish = "length"
         return self.finish is not None
 
-    def add_routes(self, routes: Routes | None, version: int) -> None:
+    def read_routes(self, routes: Routes, version: int) -> None:
         """Take the routes of the row's first tokens, as weights of this version have computed them:
         of those that are not known, and of all where the others are of older weights."""
-        if routes is None or not self.sampling.routing_replay:
+        if not self.sampling.routing_replay:
             return
         if version > self._routed_by:
             self._routes = []
@@ -240,10 +240,10 @@ class DecodedRow:
         self._routes.append(routes[known:])
         self._routed_by = max(version, self._routed_by)
 
-    def add_route(self, route: Routes | None) -> None:
-        """Take the route of the row's last token ``[1, layers, k]``."""
-        if route is not None and self.sampling.routing_replay:
-            self._routes.append(route)
+    def add_routes(self, routes: Routes) -> None:
+        """Take the routes of the row's last token ``[1, layers, k]``."""
+        if self.sampling.routing_replay:
+            self._routes.append(routes)
 
     def _is_stopped(self) -> bool:
         """Whether the newest token ends the response by the request's own settings."""
@@ -410,11 +410,11 @@ class BatchDecoder:
         )
         width = _spanned(max(len(row.tokens) for row in self.rows))
         self._cache.step(at, width)
-        self._routes.wanted = any(row.sampling.routing_replay for row in self.rows)
+        self._routes.want(self.rows)
         logits = self._forward(last[:, None], at[:, None], width, 1)[:count, -1]
-        routes = self._routes.take()
-        for number, row in enumerate(self.rows):
-            row.add_route(None if routes is None else routes[number : number + 1])
+        if (routes := self._routes.take()) is not None:
+            for number, row in enumerate(self.rows):
+                row.add_routes(routes[number : number + 1])
         numbers = [row.random for row in self.rows]
         random = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         drawn = draw(logits, self._rules, random, self._seen(logits))
@@ -483,13 +483,13 @@ class BatchDecoder:
             # Its positions stay below those that the model knows.
             at = torch.arange(width, device=self.device).clamp_(max=longest - 1)[None]
             self._cache.join(len(self.rows), torch.tensor(source, device=self.device), width)
-            self._routes.wanted = any(row.sampling.routing_replay for row in rows)
+            self._routes.want(rows)
             seen = {number: row for number, row in zip(source, rows, strict=True) if row.images}
             self._forward(ids, at, width, 1, embedded=self._embedded(ids, seen))
-            routes = self._routes.take()
-            for number, row in zip(source, rows, strict=True):
-                first = slice(number * width, number * width + len(row.tokens) - 1)
-                row.add_routes(None if routes is None else routes[first], self.version)
+            if (routes := self._routes.take()) is not None:
+                for number, row in zip(source, rows, strict=True):
+                    first = slice(number * width, number * width + len(row.tokens) - 1)
+                    row.read_routes(routes[first], self.version)
         self.rows += rows
 
     def _embedded(self, ids: Tensor, seen: Mapping[int, DecodedRow]) -> Tensor | None:

@@ -31,8 +31,8 @@ from rlinf_async.backends.language import EngineDied
 from rlinf_async.backends.transformers.config import TransformersEngineConfig
 from rlinf_async.backends.transformers.decoder import BatchDecoder, DecodedRow
 from rlinf_async.backends.transformers.folder import ModelFolder, open_folder
+from rlinf_async.backends.transformers.images import processor_in
 from rlinf_async.backends.transformers.tensors import build_model
-from rlinf_async.data.images import ImageProcessor, has_processor
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Generated, Request, Tokens
 from rlinf_async.messages.weights import WeightsError, WeightUpdate
@@ -99,8 +99,7 @@ class TransformersEngine:
         )
         with building(self._seed):
             model = build_model(self._folder, config, self._device)
-        sees = self._folder.sees and has_processor(Path(config.model))
-        processor = ImageProcessor(config.model) if sees else None
+        processor = processor_in(Path(self._folder.path))
         self._decoder = BatchDecoder(
             model, self._folder.stop_token_ids, config.prefill_tokens, processor
         )

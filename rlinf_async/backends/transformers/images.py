@@ -11,15 +11,25 @@ places: a model may draw an image token itself, which is then read as any other.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rlinf_async.data.images import ImageProcessor
+from rlinf_async.backends.language import sees_images
+from rlinf_async.data.images import ImageProcessor, has_processor
 from rlinf_async.messages.language import Images, Tokens
+
+
+def processor_in(folder: Path) -> ImageProcessor | None:
+    """Return the processor in a model's folder; None: the model takes no images, or the folder does
+    not say how they are prepared."""
+    described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return ImageProcessor(folder) if sees_images(described) and has_processor(folder) else None
 
 
 class ImageInputs(NamedTuple):

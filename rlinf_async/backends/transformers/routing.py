@@ -16,14 +16,15 @@ weights are those of its own router, which learns by them as by those of its own
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rlinf_async.messages.language import Routes
+from rlinf_async.messages.language import Routes, Sampling
 
 ROUTERS: Final = frozenset(
     {"MixtralTopKRouter", "OlmoeTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter"}
@@ -37,26 +38,36 @@ def routers_of(model: nn.Module) -> list[nn.Module]:
     return [one for one in model.modules() if type(one).__name__ in ROUTERS]
 
 
+class Routed(Protocol):
+    """A row of a batch."""
+
+    sampling: Sampling
+
+
 class RecordedRoutes:
-    """The choices of a model's routers in its next forward pass, where they are `wanted`."""
+    """The choices of a model's routers in its next forward pass, where somebody wants them."""
 
     def __init__(self, model: nn.Module) -> None:
         routers = routers_of(model)
-        self.wanted = False
+        self._wanted = False
         self._found: list[Tensor] = [torch.empty(0)] * len(routers)
         self._dtype = np.min_scalar_type(max([_experts(one) for one in routers], default=1) - 1)
         for number, router in enumerate(routers):
             router.register_forward_hook(partial(self._record, number))
 
+    def want(self, rows: Iterable[Routed]) -> None:
+        """Record the next pass if one of its rows asks for it, and there are routers."""
+        self._wanted = bool(self._found) and any(row.sampling.routing_replay for row in rows)
+
     def _record(self, number: int, router: nn.Module, given: Any, output: Any) -> None:
-        if self.wanted:
+        if self._wanted:
             self._found[number] = output[2]
 
     def take(self) -> Routes | None:
-        """Return ``[tokens, layers, k]``, tokens in the order of the pass; None from a model
-        without such routers, and where they were not `wanted`. They are not wanted again."""
-        wanted, self.wanted = self.wanted, False
-        if not (self._found and wanted):
+        """Return ``[tokens, layers, k]``, tokens in the order of the pass; None where nobody wanted
+        them. They are not wanted again."""
+        wanted, self._wanted = self._wanted, False
+        if not wanted:
             return None
         found: Routes = torch.stack(self._found, 1).cpu().numpy().astype(self._dtype)
         return found

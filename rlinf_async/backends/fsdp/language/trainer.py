@@ -44,11 +44,7 @@ from rlinf_async.backends.language_training.lora import (
     adapter_config,
     add_adapters,
 )
-from rlinf_async.backends.language_training.model import (
-    build_language_model,
-    describing_files,
-    processor_of,
-)
+from rlinf_async.backends.language_training.model import build_language_model, describing_files
 from rlinf_async.backends.language_training.objective import (
     AskedTokens,
     MicroBatchSums,
@@ -68,6 +64,7 @@ from rlinf_async.backends.language_training.trainer import (
     LanguagePolicyTrainer,
 )
 from rlinf_async.backends.language_training.weights import OwnParts
+from rlinf_async.backends.transformers.images import processor_in
 from rlinf_async.data.images import ImageProcessor
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import TeacherLogProbs, TrainingSample
@@ -96,7 +93,8 @@ class FSDPLanguageTrainer(LanguageModelTrainer[LanguageTrainerConfig, FSDPModelM
         return manager
 
     def _processor(self) -> ImageProcessor | None:
-        return processor_of(self.config.fsdp.model)
+        path = self.config.fsdp.model.path
+        return None if path is None else processor_in(Path(path))
 
     @property
     def language(self) -> nn.Module:

@@ -173,9 +173,7 @@ async def _answered(
         with (
             channels.held_open(),
             in_background(cluster, collector.run(), "collector"),
-            nullcontext()
-            if gatherer is None
-            else in_background(cluster, gatherer.run(), "gatherer"),
+            in_background(cluster, gatherer.run(), "gatherer") if gatherer else nullcontext(),
         ):
             found = await evaluate(
                 sets,

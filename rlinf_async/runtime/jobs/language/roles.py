@@ -109,6 +109,10 @@ class LanguageChannels:
         def restarted(workers: int) -> int:
             return max_deliveries(workers, counts.max_restarts)
 
+        def to_reward(name: str) -> Channel[Sample]:
+            deliveries = restarted(counts.reward_workers)
+            return cluster.channel(Sample, name=name, capacity=samples, max_deliveries=deliveries)
+
         self.requests: Channel[Request] = cluster.channel(
             Request,
             name="requests",
@@ -144,22 +148,12 @@ class LanguageChannels:
         """samples with log-probs of the actor's forward pass; ``generated`` where none are asked
         for"""
         if config.needs_inference:
-            self.inferred = cluster.channel(
-                Sample,
-                name="inferred",
-                capacity=samples,
-                max_deliveries=restarted(counts.reward_workers),
-            )
+            self.inferred = to_reward("inferred")
         self.gathered: Channel[Sample] = self.inferred
         """samples to be scored, those of a prompt as one item where they are judged at once;
         ``inferred`` where none are"""
         if gathers:
-            self.gathered = cluster.channel(
-                Sample,
-                name="gathered",
-                capacity=samples,
-                max_deliveries=restarted(counts.reward_workers),
-            )
+            self.gathered = to_reward("gathered")
         self.scored: Channel[ScoredSample] = cluster.channel(
             ScoredSample, name="scored", capacity=samples
         )
