@@ -80,3 +80,35 @@ def test_every_built_in_part_stands_in_a_folder_of_its_name(kind: object) -> Non
         module, _, _ = where.partition(":")
         assert module.endswith(".part")
         assert own_folder(name, module.replace(".", "/"))
+
+
+def unlocked(tree: ast.AST) -> Iterator[int]:
+    """Lines where transformers makes a model, without the lock of `building` around them."""
+    spared: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.With) and any(
+            isinstance(one, ast.Name) and one.id in ("one_at_a_time", "building")
+            for item in node.items
+            for one in ast.walk(item.context_expr)
+        ):
+            spared |= {id(one) for one in ast.walk(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner = getattr(node.func.value, "attr", getattr(node.func.value, "id", ""))
+            makes = node.func.attr in ("from_pretrained", "from_config")
+            if makes and not owner.endswith(NO_MODEL) and id(node) not in spared:
+                yield node.lineno
+
+
+NO_MODEL = ("Config", "Tokenizer", "Processor", "DecoderSizes")
+"""ends of the names of classes that are no models"""
+
+
+def test_models_of_transformers_are_made_one_at_a_time() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in sources()
+        for line in unlocked(ast.parse(path.read_text()))
+    ]
+    assert found == [], "two threads that load at once change what is global to a process"
+    assert list(unlocked(ast.parse("AutoModelForCausalLM.from_pretrained(folder)"))) == [1]

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from rlinf_async.backends.base import IdleRank, NotSetUp, OffloadedError, lr_factor, made_by
+from rlinf_async.backends.building import one_at_a_time
 from rlinf_async.backends.checkpoint import collectives
 from rlinf_async.backends.checkpoint.collectives import Counters
 from rlinf_async.backends.checkpoint.writing import CheckpointWriter, ModelFiles
@@ -226,7 +227,8 @@ def load_pretrained(folder: str) -> nn.Module:
             f"pretrained is {folder!r}, but the package 'transformers' is not installed: "
             "pip install transformers"
         ) from error
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with one_at_a_time:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     if not isinstance(model, nn.Module):
         raise ValueError(f"transformers made a {type(model).__name__} of {folder!r}, not a module")
     return model

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from rlinf_async.backends.building import one_at_a_time
 from rlinf_async.backends.language import check_family, model_factory
 from rlinf_async.backends.language_training.config import SHARD_BYTES, LanguageModelConfig
 from rlinf_async.backends.transformers.tensors import attention_of
@@ -175,16 +176,17 @@ def _instantiate(
     automatic = model_factory(described.model_type)
     try:
         if config.path is None or config.random:
-            return automatic.from_config(
-                described, dtype=torch.float32, attn_implementation=implementation
-            )
+            with one_at_a_time:
+                return automatic.from_config(
+                    described, dtype=torch.float32, attn_implementation=implementation
+                )
         folder = Path(config.path)
         if not any(found for pattern in WEIGHT_FILES for found in folder.glob(pattern)):
             raise ValueError(
                 f"model.path is {config.path!r}: there are no weights in it (*.safetensors or "
                 "*.bin); set model.random = true to begin with new ones"
             )
-        with without_progress_bars():
+        with one_at_a_time, without_progress_bars():
             model, report = automatic.from_pretrained(
                 folder,
                 config=described,

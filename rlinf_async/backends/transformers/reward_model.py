@@ -86,16 +86,19 @@ class RewardModel:
     def __init__(self, path: str, device: str, precision: Precision, most_tokens: int) -> None:
         check_reward_model(path)
         self._torch = needed("torch", extra="llm", needed_for="reward.model")
+        from rlinf_async.backends.building import one_at_a_time
+
         library = needed("transformers", extra="llm", needed_for="reward.model")
         folder = str(Path(path).expanduser())
         self._tokenizer: Any = load_tokenizer(folder)
         try:
-            self._model, found = library.AutoModelForSequenceClassification.from_pretrained(
-                folder,
-                dtype=getattr(self._torch, precision),
-                local_files_only=True,
-                output_loading_info=True,
-            )
+            with one_at_a_time:
+                self._model, found = library.AutoModelForSequenceClassification.from_pretrained(
+                    folder,
+                    dtype=getattr(self._torch, precision),
+                    local_files_only=True,
+                    output_loading_info=True,
+                )
         except Exception as error:  # transformers raises errors of many types
             raise ConfigError(f"{folder} cannot be loaded: {raised(error)}", path=PATH) from error
         if missing := sorted(found["missing_keys"]):

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rlinf_async.backends.building import building
+from rlinf_async.backends.building import building, one_at_a_time
 from rlinf_async.backends.language import model_factory, sees_images
 from rlinf_async.backends.language_training.lora import is_of_adapter, take_adapter
 from rlinf_async.backends.transformers import sampling as attention
@@ -189,9 +189,12 @@ def build_model(folder: ModelFolder, config: TransformersEngineConfig, device: s
         "attn_implementation": attention_of(folder.described, chosen),
     }
     if config.weights != "update":
-        model: nn.Module = factory.from_pretrained(folder.path, local_files_only=True, **options)
+        with one_at_a_time:
+            model: nn.Module = factory.from_pretrained(
+                folder.path, local_files_only=True, **options
+            )
     else:
-        with no_init_weights():
+        with one_at_a_time, no_init_weights():
             model = factory.from_config(folder.described, **options)
         tied: Any = model
         tied.tie_weights()  # what is not filled is not tied either

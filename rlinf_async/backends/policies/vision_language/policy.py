@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rlinf_async.backends.base import LoraConfig
+from rlinf_async.backends.building import one_at_a_time
 from rlinf_async.backends.policies.base import Evaluation, Policy, Step, register_policy
 from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.backends.policies.vision_language.config import VisionLanguageConfig
@@ -138,9 +139,10 @@ class _Tokenizer:
 def _loaded(config: VisionLanguageConfig) -> Any:
     import transformers
 
-    return transformers.AutoModelForImageTextToText.from_pretrained(
-        config.folder, dtype=torch.float32
-    )
+    with one_at_a_time:
+        return transformers.AutoModelForImageTextToText.from_pretrained(
+            config.folder, dtype=torch.float32
+        )
 
 
 def _new(config: VisionLanguageConfig, image_size: int) -> Any:

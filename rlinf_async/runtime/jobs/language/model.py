@@ -385,13 +385,15 @@ def _described_shapes(folder: Path) -> dict[str, Shape]:
     import torch
     from transformers import AutoConfig
 
+    from rlinf_async.backends.building import one_at_a_time
+
     described = msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, Any])
     if "quantization_config" in described:
         return {}
     try:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
         factory = model_factory(config.model_type)
-        with torch.device("meta"):
+        with one_at_a_time, torch.device("meta"):
             model = factory.from_config(config)
     except (ValueError, TypeError, KeyError, OSError, ImportError):
         return {}  # engine and trainer report it
@@ -408,6 +410,7 @@ def check_forward(folder: Path, where: tuple[str, ...]) -> None:
     import torch
     from transformers import AutoConfig
 
+    from rlinf_async.backends.building import one_at_a_time
     from rlinf_async.backends.fsdp.language.network import PolicyNetwork, check_same_as_transformers
     from rlinf_async.backends.language_training.config import LanguageModelConfig
     from rlinf_async.backends.language_training.model import build_language_model
@@ -415,7 +418,7 @@ def check_forward(folder: Path, where: tuple[str, ...]) -> None:
     try:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
         factory = model_factory(config.model_type)
-        with torch.device("meta"):
+        with one_at_a_time, torch.device("meta"):
             size = sum(one.numel() for one in factory.from_config(config).parameters())
         if size > SMALL_MODEL:
             return

@@ -705,11 +705,11 @@ def check_megatron(args: TrainArgs) -> None:
 
 def hugging_face_config(args: TrainArgs) -> Any:
     """Return the Hugging Face configuration of the model."""
-    automatic = importlib.import_module("transformers").AutoConfig
+    library = importlib.import_module("transformers")
     if args.hf_checkpoint is not None:
-        return automatic.from_pretrained(args.hf_checkpoint, local_files_only=True)
+        return library.AutoConfig.from_pretrained(args.hf_checkpoint, local_files_only=True)
     fields = {name: one for name, one in args.model_config.items() if name != "model_type"}
-    return automatic.for_model(args.model_config["model_type"], **fields)
+    return library.AutoConfig.for_model(args.model_config["model_type"], **fields)
 
 
 def advantage_config(args: TrainArgs) -> LanguageAdvantageConfig:
