@@ -1,5 +1,6 @@
 """`InferenceWorker`: adds log-probs to samples on their way to the reward workers: by the actor,
-by the reference, which are the actor's first weights, and by a teacher, which is another model.
+by the reference, which are the actor's first weights, and by a teacher, which is another model, or
+an earlier version of the actor's.
 
 ::
 
@@ -17,7 +18,8 @@ Each rank has the whole models and takes samples when it is free, which balances
 is leased until it was sent on: if this worker dies before, another one gets it.
 
 A worker that computes nothing of the actor's has no model of the actor, and waits for no weights:
-the teacher's never change.
+those of a teacher are in a folder. One that is an earlier version of the actor's is chosen by the
+sample alone (`EarlierVersions`), so whichever rank is asked, and when, the answer is the same.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -32,7 +35,7 @@ import numpy as np
 
 from rlinf_async.backends.base import made_by
 from rlinf_async.backends.language import TellsDistributions, require_finite
-from rlinf_async.backends.parts import DEFAULT_LANGUAGE_TRAINER, language_trainers
+from rlinf_async.backends.parts import DEFAULT_LANGUAGE_TRAINER, Learner, language_trainers
 from rlinf_async.channels import EndOfChannel, LatestReceiver, Receiver, Sender
 from rlinf_async.config.counts import check_bounds
 from rlinf_async.messages.embodied import Floats
@@ -95,6 +98,39 @@ class TeacherQuestions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             check_bounds(self, "top_k", least=0)
 
 
+class EarlierVersions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Versions of the policy that are its teachers: every so many-th, each in a folder of its own.
+
+    A sample is compared with the newest of them that is not newer than its newest token. So its
+    teacher depends on the sample alone, and is there before the sample is: a version is written
+    before it is published.
+    """
+
+    folder: str
+    """folder of the versions"""
+    every: int
+    """versions from one teacher to the next"""
+    max_staleness: int = 0
+    """versions that a sample's newest token may be older than the newest of another sample's"""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "every", least=1)
+        check_bounds(self, "max_staleness", least=0)
+
+    def teacher_of(self, version: int) -> int:
+        """Return the version that teaches samples whose newest token is of this one."""
+        return max(0, version) // self.every * self.every
+
+    def oldest_needed(self, version: int) -> int:
+        """Return the oldest version that may still teach a sample, once there are samples of this
+        one."""
+        return self.teacher_of(version - self.max_staleness)
+
+    def path(self, version: int) -> Path:
+        """Return the folder of a teacher."""
+        return Path(self.folder) / f"version-{version:06d}"
+
+
 def ask_teacher(
     teacher: LanguageTrainer, bare: Sequence[TrainingSample], asked: TeacherQuestions
 ) -> list[TeacherLogProbs]:
@@ -124,11 +160,20 @@ def _of_drawn(log_prob: Floats) -> TeacherLogProbs:
 
 
 def with_teacher(
-    teacher: LanguageTrainer, samples: list[Sample], asked: TeacherQuestions
+    teacher: LanguageTrainer,
+    samples: list[Sample],
+    asked: TeacherQuestions,
+    version: int | None = None,
 ) -> list[Sample]:
-    """The samples with what a teacher holds of them; those of evaluations as they are."""
+    """The samples with what a teacher holds of them; those of evaluations as they are.
+
+    ``version``: version of the policy that the teacher is; None: it is another model.
+    """
     learnt = [one for one in samples if not one.request.evaluation]
-    found = iter(ask_teacher(teacher, [as_bare(one) for one in learnt], asked) if learnt else ())
+    told = ask_teacher(teacher, [as_bare(one) for one in learnt], asked) if learnt else []
+    if version is not None:
+        told = [msgspec.structs.replace(one, version=version) for one in told]
+    found = iter(told)
     return [
         one if one.request.evaluation else msgspec.structs.replace(one, teacher=next(found))
         for one in samples
@@ -223,9 +268,13 @@ class InferenceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     true``)"""
     teacher: TeacherQuestions | None = None
     """what to ask a teacher; None: there is none"""
+    earlier: EarlierVersions | None = None
+    """versions of the policy that are the teacher; None: it is another model"""
 
     def __post_init__(self) -> None:
         check_bounds(self, "max_samples", least=1)
+        if self.earlier and not self.teacher:
+            raise ValueError("there are versions to be the teacher, and no questions: set teacher")
         if not (self.of_actor or self.teacher):
             raise ValueError(
                 "previous and reference are both off, and there is no teacher: there is nothing to "
@@ -256,7 +305,8 @@ class InferenceWorker(Worker):
     Args:
         trainer: configuration of the actor's trainer backend, as its own Struct.
         config: how this worker computes.
-        teacher: the same of a teacher, where the configuration has questions for one.
+        teacher: the same of a teacher, where the configuration has questions for one; of
+            ``earlier`` versions the `Learner` that it is made of, but for its folder.
         backend: the trainer's registered name.
     """
 
@@ -287,8 +337,9 @@ class InferenceWorker(Worker):
         """Build the models; the actor's weights come with the first update."""
         if self.config.of_actor:
             self._trainer = await self.compute(self.make_trainer)
-        if self.config.teacher is not None:
+        if self.config.teacher is not None and self.config.earlier is None:
             self._teacher = await self.compute(self.make_teacher)
+        self._earlier: dict[int, LanguageTrainer] = {}
         self._version = -1
         self._weights = FollowedWeights(lambda: self._version, askers="inference workers")
 
@@ -299,6 +350,13 @@ class InferenceWorker(Worker):
     def make_teacher(self) -> LanguageTrainer:
         """Build the teacher. Runs in the compute thread; override it to bring your own."""
         return language_trainers.load(self._backend_name).make(self._teacher_config, 1, 0)
+
+    def make_earlier(self, folder: Path) -> LanguageTrainer:
+        """Build the teacher that is the version in this folder. Runs in the compute thread."""
+        learner: Learner = self._teacher_config
+        model = msgspec.structs.replace(learner.model, path=str(folder))
+        part = language_trainers.load(self._backend_name)
+        return part.make(part.config(msgspec.structs.replace(learner, model=model)), 1, 0)
 
     async def run(
         self,
@@ -355,9 +413,56 @@ class InferenceWorker(Worker):
             done = with_log_probs(
                 self._trainer, done, reference=config.reference, previous=config.previous
             )
-        if config.teacher is not None:
-            done = with_teacher(self._teacher, done, config.teacher)
-        return done
+        if config.teacher is None:
+            return done
+        if config.earlier is None:
+            return with_teacher(self._teacher, done, config.teacher)
+        return self._with_earlier(done, config.teacher, config.earlier)
+
+    def _with_earlier(
+        self, samples: list[Sample], asked: TeacherQuestions, earlier: EarlierVersions
+    ) -> list[Sample]:
+        """Ask about each sample the version that teaches it.
+
+        A sample whose teacher is gone stays as it is: it was trained, and has come a second time.
+        """
+        teachers = [earlier.teacher_of(_newest([one])) for one in samples]
+        found = list(samples)
+        for version in sorted(set(teachers)):
+            at = [number for number, one in enumerate(teachers) if one == version]
+            its = [samples[number] for number in at]
+            if all(one.request.evaluation for one in its):
+                continue
+            self._drop_earlier(earlier.oldest_needed(max(_newest(its), *self._earlier, 0)))
+            teacher = self._earlier.get(version) or self._load_earlier(earlier, version)
+            if teacher is not None:
+                told = with_teacher(teacher, its, asked, version)
+                for number, one in zip(at, told, strict=True):
+                    found[number] = one
+        return found
+
+    def _load_earlier(self, earlier: EarlierVersions, version: int) -> LanguageTrainer | None:
+        """Return a version of the policy; None where it was removed, as later ones are in use.
+
+        Raises:
+            FileNotFoundError: there is none at all.
+        """
+        folder = earlier.path(version)
+        if not folder.is_dir():
+            if any(one.name > folder.name for one in folder.parent.glob("version-*")):
+                return None
+            raise FileNotFoundError(
+                f"version {version} of the policy, which is its teacher, is not in {folder}: are "
+                "all hosts on a disk that has the run's folder?"
+            )
+        with self.span("load teacher", version=version):
+            self._earlier[version] = self.make_earlier(folder)
+        return self._earlier[version]
+
+    def _drop_earlier(self, oldest: int) -> None:
+        """Free the versions before this one."""
+        for version in [one for one in self._earlier if one < oldest]:
+            del self._earlier[version]
 
     async def ask_about(self, examples: list[Example]) -> list[TeacherLogProbs]:
         """Return what the teacher holds of this rank's share of the answers, at temperature 1:

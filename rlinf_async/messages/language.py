@@ -284,6 +284,8 @@ class TeacherLogProbs(msgspec.Struct, frozen=True):
     about those that were drawn"""
     token_ids: Unsigned
     """``[R, k]``: which ones these are; ``[R, 0]``: tokens 0 to ``k - 1`` of the vocabulary"""
+    version: int = -1
+    """version of the policy that the teacher is; -1: it is another model"""
 
     @property
     def count(self) -> int:
@@ -445,7 +447,7 @@ class Sample(msgspec.Struct, kw_only=True):
     ref_log_prob: Floats | None = None
     """``[R]``, by the actor's forward under the reference weights"""
     teacher: TeacherLogProbs | None = None
-    """by a teacher, which is another model"""
+    """by a teacher, which is another model, or an earlier version of the policy"""
     value: Floats | None = None
     """``[R]``, by the critic: of the state before each response token"""
     outcome: Outcome | None = None

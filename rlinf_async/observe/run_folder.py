@@ -11,6 +11,7 @@
       tensorboard/        the same for TensorBoard
       checkpoints/        what --resume goes on from
       trained/            the trained model, of a run that came to its end
+      teacher/            earlier versions of the policy, where they are its teachers
       recording/          what passed its channels, for each start: see `rlinf_async.recording`
       samples/            what the model said, and what it got for it; see `observe.samples`
       workers.log         what the workers printed, each line with its time and worker

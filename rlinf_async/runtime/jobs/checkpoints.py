@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -364,6 +365,13 @@ class Checkpointer:
 def folder_of(version: int) -> str:
     """Return the name of a version's checkpoint; names sort as versions do."""
     return f"version-{version:06d}"
+
+
+def versions_in(folder: Path) -> dict[Path, int]:
+    """Return what is named after a version (`folder_of`), with it: checkpoints, those that are
+    being written, and those that are being removed, too."""
+    named = {path: re.search(r"version-(\d+)", path.name) for path in folder.glob("*")}
+    return {path: int(found[1]) for path, found in named.items() if found}
 
 
 def clean(checkpoints: Path) -> None:

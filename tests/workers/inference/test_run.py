@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -14,6 +15,7 @@ from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Sample
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.workers.inference import (
+    EarlierVersions,
     InferenceConfig,
     InferenceReport,
     InferenceWorker,
@@ -206,3 +208,32 @@ async def test_a_cancelled_worker_gives_back_what_it_had_not_sent_on(loop_kind: 
         assert len(names) + left == len(sent)
         rest = [(await channels.samples.receiver.get()).request.name for _ in range(left)]
         assert sorted(names + rest) == sorted(one.request.name for one in sent)
+
+
+@pytest.mark.parametrize("kept", [4, None])
+async def test_a_sample_whose_teacher_was_removed_passes_and_one_without_any_is_an_error(
+    loop_kind: str, kept: int | None, tmp_path: Path
+) -> None:
+    """Where later versions are there, it was trained: it is a second delivery."""
+    earlier = EarlierVersions(folder=str(tmp_path), every=2)
+    if kept is not None:
+        earlier.path(kept).mkdir()
+    asked = TeacherQuestions(top_k=3, vocabulary=VOCABULARY)
+    config = InferenceConfig(previous=False, teacher=asked, earlier=earlier)
+    async with ra.Cluster.local() as cluster:
+        channels = Channels(cluster)
+        workers = await cluster.launch(InferenceWorker, None, config, None)
+        running = workers.call(
+            InferenceWorker.run,
+            channels.samples.receiver,
+            channels.done.sender,
+            channels.weights.receiver,
+        )
+        await channels.samples.sender.put(sample_of(0, 0, version=3))
+        channels.samples.sender.close()
+        if kept is None:
+            with pytest.raises(ra.WorkerError, match="version 2 of the policy, which is its"):
+                await running
+            return
+        await running
+        assert [one.teacher async for one in channels.done.receiver] == [None]

@@ -43,12 +43,11 @@ from rlinf_async.runtime.jobs.language.config import (
     GenerationSettings,
     LanguageConfig,
     LearnerConfig,
-    TeacherConfig,
 )
 from rlinf_async.runtime.jobs.placement import LaunchOptions, PlacementPlan, Role, make_plan
 from rlinf_async.runtime.launching import VISIBLE, Ranks
 from rlinf_async.workers.base import Device
-from rlinf_async.workers.inference import TeacherQuestions
+from rlinf_async.workers.inference import EarlierVersions, TeacherQuestions
 
 HYBRID = (("actor", "critic", "inference"), ("rollout",))
 """rollout workers have devices of their own; the others share"""
@@ -282,8 +281,26 @@ def inference_config(config: LanguageConfig, model: Path, device: str) -> Any:
 
 
 def teacher_config(config: LanguageConfig, device: str) -> Any:
-    """The trainer's own configuration of the teacher, in inference workers; None: there is none."""
-    return teacher_of(config.actor, config.teacher, device) if config.needs_teacher else None
+    """The trainer's own configuration of the teacher, in inference workers, or what it is made of
+    where the teacher is an earlier version of the policy (`InferenceWorker`); None: there is none.
+    """
+    if config.teacher.every:
+        return _teaching(config.actor, "", device)
+    return teacher_of(config.actor, config.teacher.path, device) if config.needs_teacher else None
+
+
+def earlier_versions(config: LanguageConfig, run: Path) -> EarlierVersions | None:
+    """The versions of the policy that are its teachers; None: it has another one, or none.
+
+    ``run``: the run's folder.
+    """
+    if not config.teacher.every:
+        return None
+    return EarlierVersions(
+        folder=str((run / "teacher").absolute()),
+        every=config.teacher.every,
+        max_staleness=config.training.max_staleness,
+    )
 
 
 def teacher_questions(config: LanguageConfig, model: Path) -> TeacherQuestions | None:
@@ -299,16 +316,20 @@ def vocabulary_of(folder: Path) -> int:
     return int((described.get("text_config") or described)["vocab_size"])
 
 
-def teacher_of(actor: LearnerConfig, teacher: TeacherConfig, device: str) -> Any:
-    """The trainer's own configuration of a teacher of the actors: a model on one device, which is
-    never trained."""
-    learner = Learner(
-        model=LanguageModelConfig(path=str(Path(teacher.path).expanduser())),
+def teacher_of(actor: LearnerConfig, path: str, device: str) -> Any:
+    """The trainer's own configuration of a teacher of the actors: the model in this folder on one
+    device, which is never trained."""
+    learner = _teaching(actor, str(Path(path).expanduser()), device)
+    return language_trainers.load(inference_backend(actor)).config(learner)
+
+
+def _teaching(actor: LearnerConfig, folder: str, device: str) -> Learner:
+    return Learner(
+        model=LanguageModelConfig(path=folder),
         device=device,
         precision=actor.precision,
         options=actor.trainer,
     )
-    return language_trainers.load(inference_backend(actor)).config(learner)
 
 
 def critic_config(config: LanguageConfig, model: Path, device: str) -> Any:

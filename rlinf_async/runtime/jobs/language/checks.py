@@ -612,18 +612,20 @@ def _check_teacher(config: LanguageConfig) -> None:
         raise ConfigError(
             f"nothing is learnt from it by actor.loss.name = {loss.name!r}: set that to "
             f"{DISTIL!r}, or actor.loss.teacher_coefficient, or leave it out",
-            path=("teacher", "path"),
+            path=("teacher", teacher.named_by),
         )
     if not config.actor.part.has_weights:
         raise ConfigError(
             f"actor.backend is {config.actor.backend!r}, which has no weights: nothing would be "
             "learnt from a teacher; leave it out",
-            path=("teacher", "path"),
+            path=("teacher", teacher.named_by),
         )
     if not config.cluster.inference_workers:
         raise ConfigError(
             "nobody asks the teacher: set it to at least 1", path=("cluster", "inference_workers")
         )
+    if teacher.every:
+        _check_own_teacher(config)
     check_comparison(config.actor, loss, teacher.top_k, where=("actor", "loss"))
     if config.distils and teacher.top_k and loss.off_policy != "none":
         raise ConfigError(
@@ -637,6 +639,25 @@ def _check_teacher(config: LanguageConfig) -> None:
             f"{DISTIL!r} learns from the teacher alone, and uses no advantages: leave it out, or "
             "name another loss and set actor.loss.teacher_coefficient",
             path=("actor", "advantage"),
+        )
+
+
+def _check_own_teacher(config: LanguageConfig) -> None:
+    """Refuse an earlier version of the policy that it would not differ from."""
+    actor, where = config.actor, ("teacher", "every")
+    if config.distils:
+        raise ConfigError(
+            f"with actor.loss.name = {DISTIL!r} the policy would learn from its own earlier "
+            "version alone, which it begins as: nothing would change. Name another loss and set "
+            "actor.loss.teacher_coefficient, or name another teacher (teacher.path)",
+            path=where,
+        )
+    steps = actor.global_batches * actor.epochs
+    if config.teacher.every == 1 and steps == 1 and config.training.max_staleness == 0:
+        raise ConfigError(
+            "it is 1, and an iteration is one optimizer step on samples of the present version: "
+            "the teacher would always be the policy itself; set it to at least 2",
+            path=where,
         )
 
 
@@ -683,7 +704,7 @@ def check_teacher(config: LanguageConfig, model: Path) -> None:
     Raises:
         ConfigError: with the folder, and what is wrong with it.
     """
-    if config.needs_teacher:
+    if config.teacher.path:
         check_teacher_folder(config.teacher.path, model)
 
 

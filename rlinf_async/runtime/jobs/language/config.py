@@ -340,20 +340,35 @@ class TeacherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """A model that samples are compared with, token by token; inference workers hold it."""
 
     path: str = ""
-    """folder of its Hugging Face checkpoint, whose tokenizer is the model's; empty: there is none
-    """
+    """folder of its Hugging Face checkpoint, whose tokenizer is the model's; empty: there is none,
+    or the policy is its own (``every``)"""
+    every: int = 0
+    """the teacher is the policy as it was at the newest version that is a multiple of this and not
+    newer than the sample; 0: it is the model in ``path``"""
     top_k: int | Literal["all"] = 0
     """number of the teacher's most likely tokens of which it tells the log-probs at each token of a
     sample, or all; 0: only that of the token that was drawn"""
 
     def __post_init__(self) -> None:
+        check_bounds(self, "every", least=0)
         if self.top_k != "all":
             check_bounds(self, "top_k", least=0)
-        if self.top_k and not self.path:
+        if self.every and self.path:
+            raise ConfigError(
+                f"every is {self.every}: the teacher is an earlier version of the policy, but path "
+                f"names another one ({self.path!r}): leave one of them out",
+                path=("every",),
+            )
+        if self.top_k and not (self.path or self.every):
             raise ConfigError(
                 f"top_k is {self.top_k!r}, but there is no teacher: set path, or leave it out",
                 path=("top_k",),
             )
+
+    @property
+    def named_by(self) -> str:
+        """The setting that says who the teacher is."""
+        return "every" if self.every else "path"
 
 
 class WarmStartConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -757,7 +772,7 @@ class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def needs_teacher(self) -> bool:
         """Whether samples are compared with a teacher."""
-        return bool(self.teacher.path)
+        return bool(self.teacher.path) or self.teacher.every > 0
 
     @property
     def needs_inference(self) -> bool:

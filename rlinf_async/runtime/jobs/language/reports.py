@@ -92,7 +92,11 @@ def summed_up(iteration: int, groups: Groups) -> TrainedOn:
         lag_mean=sum(float(lag.sum()) for lag in lags) / made,
         lag_max=max((int(lag.max()) for lag in lags if lag.size), default=0),
         outcomes=Counter(type(one.outcome).__name__.lower() for one in every),
-        metrics=metrics | _of_judges(every) | _of_caches(samples) | _of_episodes(samples),
+        metrics=metrics
+        | _of_judges(every)
+        | _of_caches(samples)
+        | _of_teachers(samples)
+        | _of_episodes(samples),
     )
 
 
@@ -117,6 +121,12 @@ def _of_caches(samples: Sequence[Sample]) -> dict[str, float]:
     uses = [answers, *(one.episode.engines for one in samples if one.episode is not None)]
     read = sum(one.read_tokens for one in uses)
     return {"prefix_cache_hits": sum(one.cached_tokens for one in uses) / read} if read else {}
+
+
+def _of_teachers(samples: Sequence[Sample]) -> dict[str, float]:
+    """The column of the versions that are teachers: none where the teacher is another model."""
+    found = [one.teacher.version for one in samples if one.teacher and one.teacher.version >= 0]
+    return {"teacher_version": sum(found) / len(found)} if found else {}
 
 
 def _of_episodes(samples: Sequence[Sample]) -> dict[str, float]:

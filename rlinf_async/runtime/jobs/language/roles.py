@@ -82,7 +82,12 @@ from rlinf_async.workers.actor import LanguageActor, LanguageBatches
 from rlinf_async.workers.base import BuildError
 from rlinf_async.workers.critic import LanguageCritic
 from rlinf_async.workers.episode import EpisodeReport, EpisodeWorker
-from rlinf_async.workers.inference import InferenceConfig, InferenceReport, InferenceWorker
+from rlinf_async.workers.inference import (
+    EarlierVersions,
+    InferenceConfig,
+    InferenceReport,
+    InferenceWorker,
+)
 from rlinf_async.workers.reward import RewardReport, RewardWorker
 from rlinf_async.workers.rollout.language import LanguageRolloutReport, LanguageRolloutWorker
 
@@ -404,6 +409,7 @@ class Roles:
         swapped: whether samples may be under way whose records name another verifier than the
             configuration.
         of_groups: those of the verifiers that judge all samples of a prompt at once.
+        earlier: versions of the policy that are its teachers.
         learners: whether there are any.
     """
 
@@ -418,8 +424,10 @@ class Roles:
         of_sets: Sequence[str] = (),
         swapped: bool = False,
         of_groups: frozenset[str] = frozenset(),
+        earlier: EarlierVersions | None = None,
         learners: bool = True,
     ) -> None:
+        self._earlier = earlier
         self._plan = plan_roles(config, cluster.devices, learners=learners)
         self.learners = Learners(cluster, config, channels, model, self._plan)
         self._cluster = cluster
@@ -682,6 +690,7 @@ class Roles:
             previous=config.needs_previous,
             reference=config.needs_reference,
             teacher=teacher_questions(config, self._model),
+            earlier=self._earlier,
         )
         teacher = teacher_config(config, device)
         return inference_config(config, self._model, device), asked, teacher

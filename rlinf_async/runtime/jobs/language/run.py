@@ -23,6 +23,7 @@ The whole flow is `LanguageRun.main`; its loop over iterations is `LanguageRun._
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -44,9 +45,16 @@ from rlinf_async.observe.summary import LanguageSummary
 from rlinf_async.observe.waits import Facts
 from rlinf_async.rewards.judging import UnknownVerifier, group_verifiers
 from rlinf_async.runtime.cluster import Cluster
-from rlinf_async.runtime.jobs.checkpoints import Checkpointer, Stopped, clean, in_background
+from rlinf_async.runtime.jobs.checkpoints import (
+    Checkpointer,
+    Stopped,
+    clean,
+    in_background,
+    versions_in,
+)
 from rlinf_async.runtime.jobs.config import HostConfig
 from rlinf_async.runtime.jobs.language.acceptance import Acceptance
+from rlinf_async.runtime.jobs.language.backends import earlier_versions
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.evaluation import (
     Beside,
@@ -169,6 +177,7 @@ class LanguageRun:
         """warned that ``off_policy`` changes nothing"""
         self._compared = prompts.held_out[:COMPARED_PROMPTS] or _first_of(prompts)
         self._facts = LanguageFacts(config)
+        self._earlier = earlier_versions(config, folder.path)
         self._in_flight = InFlight()
         unfinished = None
         if self.progress.version:
@@ -210,6 +219,7 @@ class LanguageRun:
             of_sets=verifiers_of(self._sets),
             swapped=self._swapped,
             of_groups=self._of_groups,
+            earlier=self._earlier,
         )
         self._roles = roles
         accept = self._acceptance()
@@ -251,6 +261,8 @@ class LanguageRun:
             flow = Flow(
                 channels, roles, source, collector, gatherer, checkpointer, metrics, view, keeper
             )
+            if not self.progress.version:
+                await self._keep_teacher(roles, 0)
             await roles.publish()
             await self._compare_weights(flow)
             if not self.progress.version:
@@ -317,6 +329,7 @@ class LanguageRun:
                 trained = await flow.roles.train(iteration, collected)
                 version = iteration + 1
                 evaluated = await self._end_evaluation(flow, beside)
+                await self._keep_teacher(flow.roles, version)
                 await flow.roles.publish()
                 flow.source.trained(version)
                 row = self._account(flow, iteration, trained, clock())
@@ -448,6 +461,20 @@ class LanguageRun:
         if not self.progress.version:
             return None
         return self.folder.checkpoints / self.progress.checkpoint
+
+    async def _keep_teacher(self, roles: Roles, version: int) -> None:
+        """Write a version that is to be a teacher, before it is published; its turn is that of the
+        learners. Of the earlier ones those go that no checkpoint needs."""
+        earlier = self._earlier
+        if earlier is None or earlier.teacher_of(version) != version:
+            return
+        folder = earlier.path(version)
+        folder.parent.mkdir(exist_ok=True)
+        await export(roles.learners.export, self.model, folder)
+        oldest = min([*versions_in(self.folder.checkpoints).values(), version])
+        for path, one in versions_in(folder.parent).items():
+            if one < earlier.oldest_needed(oldest):
+                await asyncio.to_thread(shutil.rmtree, path)
 
     # ---- evaluation, comparison of weights, export
 

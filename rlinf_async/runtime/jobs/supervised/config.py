@@ -28,7 +28,6 @@ from rlinf_async.runtime.jobs.language.config import (
     LanguageOptimizerConfig,
     LearnerConfig,
     ModelConfig,
-    TeacherConfig,
     check_export,
     check_trainer_options,
 )
@@ -220,7 +219,7 @@ class SupervisedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         return None
 
     @property
-    def taught_by(self) -> TeacherConfig | None:
+    def taught_by(self) -> ExamplesTeacherConfig | None:
         """Teacher that examples are compared with; None: there is none."""
         return None
 
@@ -386,10 +385,10 @@ class DpoConfig(SupervisedConfig, frozen=True, kw_only=True, forbid_unknown_fiel
         )
 
 
-class ExamplesTeacherConfig(TeacherConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ExamplesTeacherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A model that examples are compared with, token by token; inference workers hold it."""
 
-    path: str  # pyright: ignore[reportGeneralTypeIssues]  (required here)
+    path: str
     """folder of its Hugging Face checkpoint, whose tokenizer is the model's"""
     top_k: int | Literal["all"] = 64
     """number of the teacher's most likely tokens of which it tells the log-probs at each token of
@@ -398,7 +397,8 @@ class ExamplesTeacherConfig(TeacherConfig, frozen=True, kw_only=True, forbid_unk
     def __post_init__(self) -> None:
         if not self.path:
             raise ValueError("path is empty: name the folder of a teacher")
-        super().__post_init__()
+        if self.top_k != "all":
+            check_bounds(self, "top_k", least=0)
         if self.top_k == 0:
             raise ConfigError(
                 "it is 0, but nothing can be estimated on answers that the model has not drawn: "
@@ -481,7 +481,7 @@ class DistillConfig(SupervisedConfig, frozen=True, kw_only=True, forbid_unknown_
         return self.actor.max_tokens
 
     @property
-    def taught_by(self) -> TeacherConfig:
+    def taught_by(self) -> ExamplesTeacherConfig:
         """Teacher that examples are compared with."""
         return self.teacher
 

@@ -254,7 +254,7 @@ class SupervisedRun:
             InferenceWorker,
             None,
             InferenceConfig(previous=False, teacher=asked),
-            teacher_of(config.actor, teacher, device),
+            teacher_of(config.actor, teacher.path, device),
             backend=inference_backend(config.actor),
             count=config.inference_workers,
             name="Inference",
