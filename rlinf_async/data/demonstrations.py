@@ -3,12 +3,15 @@
 ::
 
     demonstrations.json       what is shown and done: the parts of an observation, the action's size
-    episode_000000.npz        an array for each part, ``[T, ...]``, and ``action [T, A]``
+    episode_000000.npz        an array for each part, ``[T, ...]``, and ``action [T, A]``;
+                              what a transition has besides: ``next.reward [T]``, ``last.PART
+                              [1, ...]`` (each part after the last step), and ``next.terminated``,
+                              False where the episode was only cut
     episode_000001.npz        ...
 
-Images are uint8 and texts UTF-8 bytes, as in `rlinf_async.messages.spaces`; actions are those of
-the policy: with ``env.actions = "rescale"`` bounds are -1 and 1. Those outside of the bounds are
-refused.
+The last three are in folders that say ``transitions``; cloning needs none of them. Images are uint8
+and texts UTF-8 bytes, as in `rlinf_async.messages.spaces`; actions are those of the policy: with
+``env.actions = "rescale"`` bounds are -1 and 1. Those outside of the bounds are refused.
 
 A folder of LeRobot's format (version 2) is read too, where its pictures are not in videos::
 
@@ -148,6 +151,10 @@ Bounds = Sequence[tuple[float, float]]
 
 FILE: Final = "demonstrations.json"
 ACTION: Final = "action"
+REWARD: Final = "next.reward"
+TERMINATED: Final = "next.terminated"
+LAST: Final = "last."
+"""names in an episode's file; `LAST` stands before the name of a part"""
 
 
 class DemonstrationsInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,6 +172,20 @@ class DemonstrationsInfo(msgspec.Struct, frozen=True, kw_only=True):
     bounds: tuple[tuple[float, float], ...] = ()
     """lowest and highest value of each number of an action, as in `EnvSpec.bounds`; none in folders
     of earlier versions, or from elsewhere"""
+    transitions: bool = False
+    """whether episodes have rewards, terminations and last observations; not in folders of earlier
+    versions, or of LeRobot"""
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What followed the actions of an episode of ``T`` steps."""
+
+    reward: NDArray[np.float32]
+    """``[T]``"""
+    last_observation: ObservationArray
+    """``[1, D]``, or structured ``[1]``: after the last step"""
+    terminated: bool
+    """whether the episode ended for good; False: it was cut, and would have gone on"""
 
 
 class DemonstratedEpisode(msgspec.Struct, frozen=True):
@@ -174,6 +195,8 @@ class DemonstratedEpisode(msgspec.Struct, frozen=True):
     """``[T, D]``, or structured ``[T]``"""
     action: NDArray[Any]
     """float32 ``[T, A]``, or int64 ``[T]``"""
+    outcome: Outcome | None = None
+    """None in folders without ``transitions``"""
 
 
 class Chunks(msgspec.Struct, frozen=True):
@@ -189,13 +212,20 @@ class Chunks(msgspec.Struct, frozen=True):
 
 def write_episode(folder: Path, number: int, episode: DemonstratedEpisode) -> None:
     """Write one episode's file."""
-    names = episode.observation.dtype.names
-    arrays: dict[str, Any] = {ACTION: episode.action}
-    if names is None:
-        arrays[STATE] = episode.observation
-    else:
-        arrays |= {name: episode.observation[name] for name in names}
+    arrays: dict[str, Any] = {ACTION: episode.action, **_fields(episode.observation)}
+    if (outcome := episode.outcome) is not None:
+        last = _fields(outcome.last_observation)
+        arrays |= {f"{LAST}{name}": array for name, array in last.items()}
+        arrays |= {REWARD: outcome.reward, TERMINATED: np.bool_(outcome.terminated)}
     np.savez_compressed(_file(folder, number), **arrays)
+
+
+def _fields(observation: ObservationArray) -> dict[str, Any]:
+    """Parts of observations, by name."""
+    names = observation.dtype.names
+    if names is None:
+        return {STATE: observation}
+    return {name: observation[name] for name in names}
 
 
 def write_info(folder: Path, info: DemonstrationsInfo) -> None:
@@ -248,11 +278,13 @@ def check_demonstrations(
     *,
     discrete: bool,
     bounds: Bounds = (),
+    transitions: bool = False,
 ) -> DemonstrationsInfo:
     """Return what the folder holds; raises `DataError` unless it fits these spaces.
 
-    Reads all actions and the numbers of what is shown: they are finite, and actions lie within
-    ``bounds``, the lowest and highest of each number, where they are given.
+    Reads all actions, rewards and the numbers of what is shown: they are finite, and actions lie
+    within ``bounds``, the lowest and highest of each number, where they are given. With
+    ``transitions`` a folder without rewards, terminations and last observations is refused.
     """
     info = read_info(folder, observation)
     if info.observation != observation:
@@ -268,6 +300,12 @@ def check_demonstrations(
         )
     if not info.episodes:
         raise DataError(f"{str(folder)!r} holds no episodes")
+    if transitions and not info.transitions:
+        raise DataError(
+            f"the demonstrations in {str(folder)!r} have no rewards, no terminations and no "
+            "observations after the last step, which learning from transitions needs: record them "
+            "again with `rlinf-async demonstrations`"
+        )
     if bounds and info.bounds not in ((), tuple(bounds)):
         raise DataError(
             f"the demonstrations in {str(folder)!r} have actions within {_ranges(info.bounds)}, "
@@ -279,7 +317,7 @@ def check_demonstrations(
         for path, arrays in lerobot_arrays(folder, numbers):
             with _explained(path):
                 _check_action(arrays[ACTION], info, bounds)
-                _check_numbers(arrays)
+                _check_numbers(arrays, STATE)
         return info
     for number in range(info.episodes):
         _check_file(_file(folder, number), info, bounds)
@@ -327,16 +365,16 @@ def outside(actions: NDArray[Any], bounds: Bounds) -> NDArray[np.bool_]:
     return beyond
 
 
-def _check_numbers(arrays: Mapping[str, Any]) -> None:
-    """Raise `ValueError` where a number that is shown is NaN or infinite."""
-    if STATE not in arrays:
+def _check_numbers(arrays: Mapping[str, Any], name: str) -> None:
+    """Raise `ValueError` where a number that is shown under this name is NaN or infinite."""
+    if name not in arrays:
         return
     with np.errstate(over="ignore"):
-        shown = np.asarray(arrays[STATE], np.float32)
+        shown = np.asarray(arrays[name], np.float32)
     finite = np.isfinite(shown.reshape(len(shown), -1)).all(-1)
     if not finite.all():
         step = np.flatnonzero(~finite)[0]
-        raise ValueError(f"{STATE!r} has NaN or infinity as float32, at step {step}")
+        raise ValueError(f"{name!r} has NaN or infinity as float32, at step {step}")
 
 
 def _ranges(bounds: Bounds) -> str:
@@ -354,16 +392,42 @@ def _check_file(path: Path, info: DemonstrationsInfo, bounds: Bounds) -> None:
     with _explained(path), np.load(path, allow_pickle=False) as arrays:
         action = arrays[ACTION]
         _check_action(action, info, bounds)
-        for part in info.observation.parts:
-            with arrays.zip.open(f"{part.name}.npy") as file:
-                shape, dtype = _header(file)
-            wanted = (len(action), *part.shape)
-            if shape != wanted or not np.can_cast(dtype, part.dtype, "same_kind"):
-                raise ValueError(
-                    f"{part.name!r} is {dtype} {list(shape)}, not {np.dtype(part.dtype)} "
-                    f"{list(wanted)}"
-                )
-        _check_numbers(arrays)
+        _check_parts(arrays, info, "", len(action))
+        _check_numbers(arrays, STATE)
+        if info.transitions:
+            _check_parts(arrays, info, LAST, 1)
+            _check_numbers(arrays, f"{LAST}{STATE}")
+            _check_outcome(arrays[REWARD], arrays[TERMINATED], len(action))
+
+
+def _check_parts(arrays: Any, info: DemonstrationsInfo, prefix: str, steps: int) -> None:
+    """Raise `ValueError` unless the file has every part, by its name after the prefix."""
+    for part in info.observation.parts:
+        name = f"{prefix}{part.name}"
+        with arrays.zip.open(f"{name}.npy") as file:
+            shape, dtype = _header(file)
+        wanted = (steps, *part.shape)
+        if shape != wanted or not np.can_cast(dtype, part.dtype, "same_kind"):
+            raise ValueError(
+                f"{name!r} is {dtype} {list(shape)}, not {np.dtype(part.dtype)} {list(wanted)}"
+            )
+
+
+def _check_outcome(reward: NDArray[Any], terminated: NDArray[Any], steps: int) -> None:
+    """Raise `ValueError` unless these are an episode's rewards, and whether it ended for good."""
+    if reward.shape != (steps,) or reward.dtype.kind not in "fiu":
+        raise ValueError(
+            f"{REWARD!r} is {reward.dtype} {list(reward.shape)}, not float32 [{steps}]"
+        )
+    with np.errstate(over="ignore"):
+        finite = np.isfinite(reward.astype(np.float32))
+    if not finite.all():
+        step = np.flatnonzero(~finite)[0]
+        raise ValueError(f"{REWARD!r} has NaN or infinity as float32, at step {step}")
+    if terminated.shape or terminated.dtype != np.bool_:
+        raise ValueError(
+            f"{TERMINATED!r} is {terminated.dtype} {list(terminated.shape)}, not one truth value"
+        )
 
 
 def _header(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
@@ -406,14 +470,26 @@ def _windows(action: NDArray[Any], length: int) -> tuple[NDArray[Any], NDArray[n
 
 def _episode(arrays: Any, info: DemonstrationsInfo) -> DemonstratedEpisode:
     action = arrays[ACTION].astype(np.int64 if info.discrete else np.float32)
-    spec = info.observation
-    seen = spec.empty(len(action))
+    seen = _shown(arrays, info.observation, "", len(action))
+    if not info.transitions:
+        return DemonstratedEpisode(seen, action)
+    outcome = Outcome(
+        arrays[REWARD].astype(np.float32),
+        _shown(arrays, info.observation, LAST, 1),
+        bool(arrays[TERMINATED]),
+    )
+    return DemonstratedEpisode(seen, action, outcome)
+
+
+def _shown(arrays: Any, spec: ObservationSpec, prefix: str, steps: int) -> ObservationArray:
+    """Observations, from the parts by their names after the prefix."""
+    seen = spec.empty(steps)
     if spec.flat:
-        seen[:] = arrays[STATE]
+        seen[:] = arrays[f"{prefix}{STATE}"]
     else:
         for part in spec.parts:
-            seen[part.name] = arrays[part.name]
-    return DemonstratedEpisode(seen, action)
+            seen[part.name] = arrays[f"{prefix}{part.name}"]
+    return seen
 
 
 def _file(folder: Path, number: int) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from rlinf_async.data.config import DataError
 from rlinf_async.data.demonstrations import (
     DemonstratedEpisode,
     DemonstrationsInfo,
+    Outcome,
     check_demonstrations,
     read_episodes,
     write_episode,
@@ -40,8 +42,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def check(folder: Path) -> DemonstrationsInfo:
-    return check_demonstrations(folder, SPEC, 3, discrete=False, bounds=[(-1.0, 1.0)] * 3)
+def check(folder: Path, *, transitions: bool = False) -> DemonstrationsInfo:
+    bounds = [(-1.0, 1.0)] * 3
+    return check_demonstrations(
+        folder, SPEC, 3, discrete=False, bounds=bounds, transitions=transitions
+    )
 
 
 def test_what_was_written_is_right(folder: Path) -> None:
@@ -131,3 +136,62 @@ def test_a_bound_that_is_no_float32_holds_its_float32(folder: Path) -> None:
     write_episode(folder, 0, DemonstratedEpisode(seen, np.full((STEPS, 3), beyond, np.float32)))
     with pytest.raises(DataError, match="lies outside"):
         check_demonstrations(folder, SPEC, 3, discrete=False, bounds=[(-0.1, 0.1)] * 3)
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Path:
+    """One episode with all that a transition has."""
+    seen, last = SPEC.empty(STEPS), SPEC.empty(1)
+    seen["camera"], seen["state"] = 1, 0.5
+    last["camera"], last["state"] = 2, 0.75
+    outcome = Outcome(np.arange(STEPS, dtype=np.float32), last, terminated=True)
+    write_episode(tmp_path, 0, DemonstratedEpisode(seen, np.zeros((STEPS, 3), np.float32), outcome))
+    info = DemonstrationsInfo(
+        env="table", observation=SPEC, action_size=3, episodes=1, transitions=True
+    )
+    write_info(tmp_path, info)
+    return tmp_path
+
+
+def test_what_followed_the_actions_is_kept(whole: Path) -> None:
+    assert check(whole, transitions=True).transitions
+    [episode] = read_episodes(whole)
+    assert episode.outcome is not None
+    assert episode.outcome.reward.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert episode.outcome.last_observation["camera"].shape == (1, 4, 4, 3)
+    assert episode.outcome.last_observation["state"].tolist() == [[0.75, 0.75]]
+    assert episode.outcome.terminated is True
+
+
+def test_a_folder_of_an_earlier_version_is_cloned_from_and_has_no_transitions(folder: Path) -> None:
+    path = folder / "demonstrations.json"
+    info = json.loads(path.read_bytes())
+    del info["transitions"]
+    path.write_text(json.dumps(info))
+    assert check(folder).episodes == 2
+    assert [one.outcome for one in read_episodes(folder)] == [None, None]
+    with pytest.raises(DataError, match=r"have no rewards, .*: record them again"):
+        check(folder, transitions=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"next.reward": None}, "next.reward"),
+        ({"next.reward": np.zeros(4, np.float32)}, r"is float32 \[4\], not float32 \[5\]"),
+        ({"next.reward": np.array([0, 0, np.nan, 0, 0])}, "NaN or infinity as float32, at step 2"),
+        ({"next.terminated": np.zeros(STEPS, np.bool_)}, r"bool \[5\], not one truth value"),
+        ({"next.terminated": np.float32(0.0)}, r"float32 \[\], not one truth value"),
+        ({"last.state": np.zeros((2, 2), np.float32)}, r"'last.state' is float32 \[2, 2\], not"),
+        ({"last.state": np.full((1, 2), np.inf)}, "'last.state' has NaN or infinity"),
+        ({"last.camera": None}, "last.camera"),
+    ],
+)
+def test_an_outcome_of_another_form_is_named(
+    whole: Path, change: dict[str, Any], said: str
+) -> None:
+    path = whole / "episode_000000.npz"
+    arrays = dict(np.load(path)) | change
+    np.savez(path, **{name: array for name, array in arrays.items() if array is not None})
+    with pytest.raises(DataError, match=rf"episode_000000\.npz' is no episode.*{said}"):
+        check(whole)

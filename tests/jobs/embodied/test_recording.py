@@ -34,8 +34,8 @@ class Executed(gymnasium.Env[Any, Any]):
 
     observation_space = spaces.Box(-np.inf, np.inf, (2,))
 
-    def __init__(self, taken: str) -> None:
-        self.action_space = TAKEN[taken]
+    def __init__(self, taken: str, cut: bool = False) -> None:
+        self.action_space, self.cut = TAKEN[taken], cut
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -47,7 +47,8 @@ class Executed(gymnasium.Env[Any, Any]):
         assert self.action_space.contains(action)
         self.at += 1
         shown = np.full(2, action, np.float32)
-        return shown, 0.0, self.at == 3, False, {"is_success": True}
+        ended, cut = self.at == 3, self.at == 3 and self.cut
+        return shown, float(self.at), ended and not cut, cut, {"is_success": True}
 
 
 class Script:
@@ -61,11 +62,14 @@ def script(env: Any, seed: int) -> Any:
     return lambda observation: Script.action
 
 
-def record(out: pathlib.Path, taken: str, mode: Bounds, action: Any) -> list[Any]:
+def record(
+    out: pathlib.Path, taken: str, mode: Bounds, action: Any, *, cut: bool = False
+) -> list[Any]:
     """The recorded episodes."""
     Script.action = action
+    kwargs = {"taken": taken, "cut": cut}
     config = EmbodiedConfig(
-        env=EnvConfig(entry_point=f"{__name__}:Executed", kwargs={"taken": taken}, actions=mode),
+        env=EnvConfig(entry_point=f"{__name__}:Executed", kwargs=kwargs, actions=mode),
         training=EmbodiedTrainingConfig(total_steps=1, steps_per_iteration=1),
     )
     wanted = DemonstrationsConfig(policy=f"{__name__}:script", episodes=2, seed=7)
@@ -123,6 +127,14 @@ def test_what_is_recorded_is_what_was_executed(
     said = capsys.readouterr().err
     assert said.count("lies outside of") == clipped
     assert not clipped or "in the episode with seed 7, at step 0: the action" in said
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["ended", "cut"])
+def test_what_follows_an_action_is_recorded(tmp_path: pathlib.Path, cut: bool) -> None:
+    first, _ = record(tmp_path / "out", "box", "clip", np.array([0.05, 0.1]), cut=cut)
+    assert first.outcome.reward.tolist() == [1.0, 2.0, 3.0]
+    assert first.outcome.terminated is not cut
+    np.testing.assert_allclose(first.outcome.last_observation, [[0.05, 0.1]], rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from rlinf_async.config.registry import check_arguments, load_entry_point, raise
 from rlinf_async.data.demonstrations import (
     DemonstratedEpisode,
     DemonstrationsInfo,
+    Outcome,
     outside,
     write_episode,
     write_info,
@@ -171,6 +172,7 @@ def record_demonstrations(
         episodes=wanted.episodes,
         successes=successes,
         bounds=reader.bounds,
+        transitions=True,
     )
     write_info(out, info)
     return info
@@ -303,16 +305,26 @@ def _record_episode(
     observation, info = env.reset(seed=seed)
     seen: list[Any] = []
     actions: list[Any] = []
+    rewards: list[float] = []
+    terminated = False
     for step in range(MOST_STEPS):
-        row = writer.spec.empty(1)
-        writer.write(observation, row[0])
+        seen.append(_row(writer, observation))
         action, answer = script.act(observation, seed, step)
-        seen.append(row)
         actions.append(answer)
-        observation, _, terminated, truncated, info = env.step(action)
+        observation, reward, terminated, truncated, info = env.step(action)
+        rewards.append(float(reward))
         if terminated or truncated:
             break
-    return DemonstratedEpisode(np.concatenate(seen), np.array(actions)), success_of(info)
+    outcome = Outcome(np.array(rewards, np.float32), _row(writer, observation), bool(terminated))
+    episode = DemonstratedEpisode(np.concatenate(seen), np.array(actions), outcome)
+    return episode, success_of(info)
+
+
+def _row(writer: ObservationWriter, observation: Any) -> ObservationArray:
+    """An observation as an array ``[1, ...]``."""
+    row = writer.spec.empty(1)
+    writer.write(observation, row[0])
+    return row
 
 
 T = TypeVar("T")
