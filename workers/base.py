@@ -46,6 +46,7 @@ import msgspec
 from rlinf_async.channels.errors import fit_bytes, text_of
 from rlinf_async.channels.statistics import ComputeThread, computations, current_thread
 from rlinf_async.observe.trace import Meter
+from rlinf_async.workers.foreign_calls import FailedEpisode
 
 MAX_MESSAGE_BYTES: Final = 20_000
 MAX_TRACEBACK_BYTES: Final = 60_000
@@ -77,6 +78,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     traceback adds nothing"""
     waited: float = 0.0
     """seconds for which it was waited until the process was found to hang, where it was killed"""
+    failed: FailedEpisode | None = None
+    """the episode of an environment that ended with the process, if one did"""
 
 
 def is_secondary(error: BaseException) -> bool:
@@ -181,6 +184,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """name of the worker's host, where a cluster has several; empty: the hostname says it"""
     incarnation: int = 0
     """how often this rank was restarted"""
+    fatal_seeds: tuple[int, ...] = ()
+    """seeds of the episodes in which environments have ended earlier lives of this rank"""
     collective: str | None = None
     """torch.distributed backend of the group (``"gloo"``, ``"nccl"``), where it has one"""
     rendezvous: str = ""

@@ -3,10 +3,10 @@
 An environment may hang, exit or crash, and then its process cannot say anything any more. So before
 each call it notes, in memory that it shares with a file, what it calls, of which environment, with
 which seed and at which step. Whoever sees the process end reads there what it was in; and `Watch`
-sees a call that does not return::
+sees a call that does not return, and a process that takes too much memory::
 
-    process  --begin, end-->  the file  <--`Watch`: too long? the process is killed, with a reason
-                                  ^
+    process  --begin, end-->  the file  <--`Watch`: too long? too large? the process is killed,
+                                  ^         with a reason
                                   +-- whoever sees the process end: `last_words`
 
 Noting a call takes half a microsecond.
@@ -58,9 +58,12 @@ _NAMES: Final = [
 ]
 _OF_STEPS: Final = frozenset({STEP, STEP_AND_RESET, RECV, RECV_AND_RESET, SEND, RENDER})
 _OF_RESETS: Final = frozenset({RESET, ASYNC_RESET, STEP_AND_RESET, RECV_AND_RESET, CLOSE})
+_OF_EPISODES: Final = (_OF_STEPS | _OF_RESETS) - {RENDER, CLOSE}
 
-_HEADER: Final = struct.Struct("<qdq")
-"""number of places; seconds that were waited for the call that did not return; process"""
+_HEADER: Final = struct.Struct("<qdqqQ")
+"""number of places; seconds that were waited for the call that did not return; process; which kind
+of episode ended with it (`_NONE`, ...), where it was killed; its seed"""
+_NONE, _SEEDED, _ANY = range(3)
 _REASON: Final = slice(_HEADER.size, 4096)
 _CALL: Final = struct.Struct("<B7xqdQqq")
 """kind of call; number of the call; limit in seconds; seed; steps of the environment's life; steps
@@ -78,6 +81,15 @@ NO_LENGTH: Final = -1
 
 LOOKS: Final = 8
 """looks of a `Watch` within the shortest limit"""
+_PAGE_MB: Final = os.sysconf("SC_PAGE_SIZE") / 1e6
+"""megabytes of a page of memory"""
+
+
+class FailedEpisode(msgspec.Struct, frozen=True):
+    """An episode that ended with the process of its environment."""
+
+    seed: int | None = None
+    """seed of the call that ended the process; None where that is not known, or is not to blame"""
 
 
 class UnderWay(msgspec.Struct, frozen=True):
@@ -92,11 +104,25 @@ class UnderWay(msgspec.Struct, frozen=True):
     """name of the setting that holds the limit"""
     where: str
     """the environment, its seed, the call and the step"""
+    seed: int
+    """its lowest 64 bits"""
+    of_episode: bool
+    """whether an episode ends where this call ends its process"""
 
     @property
-    def reason(self) -> str:
-        """Text that says why the process is killed, once the call has taken too long."""
-        return f"{self.where}, has not returned for {self.setting} = {self.limit:g}"
+    def verdict(self) -> Verdict:
+        """Why the process is killed, once the call has taken too long."""
+        reason = f"{self.where}, has not returned for {self.setting} = {self.limit:g}"
+        return Verdict(reason, self.limit, FailedEpisode(self.seed) if self.of_episode else None)
+
+
+class Verdict(NamedTuple):
+    """Why a process is killed."""
+
+    reason: str
+    waited: float = 0.0
+    """seconds for which it was waited until that was seen"""
+    failed: FailedEpisode | None = None
 
 
 class LastWords(msgspec.Struct, frozen=True):
@@ -108,6 +134,8 @@ class LastWords(msgspec.Struct, frozen=True):
     """seconds that were waited for that call"""
     where: tuple[str, ...] = ()
     """calls that had not returned"""
+    failed: FailedEpisode | None = None
+    """the episode that ended with the process, if one did"""
 
     @property
     def during(self) -> str:
@@ -116,11 +144,14 @@ class LastWords(msgspec.Struct, frozen=True):
 
 
 class Limits(NamedTuple):
-    """Seconds that a call of an environment may take; 0: no limit."""
+    """What a call of an environment, and its process, may take; 0: no limit."""
 
     make: float = 0.0
+    """seconds, as those below"""
     reset: float = 0.0
     step: float = 0.0
+    memory: float = 0.0
+    """megabytes (10^6 bytes) that are resident"""
 
     def of(self, what: int) -> float:
         """The limit of this call; it has none where a part of it has none."""
@@ -203,14 +234,14 @@ class ForeignCalls:
     def add(self, label: str, limits: Limits) -> Call:
         """A place for the calls of one environment, or of one simulator."""
         with self._lock:
-            count, waited, _ = _HEADER.unpack_from(self._map)
+            count, waited, _, kind, seed = _HEADER.unpack_from(self._map)
             if count == self._most:
                 return NOT_NOTED
             at = _FIRST + count * _SIZE
             room = _SIZE - _CALL.size
             name = label.encode()[:room]
             self._map[at + _CALL.size : at + _SIZE] = name.ljust(room, b"\0")
-            _HEADER.pack_into(self._map, 0, count + 1, waited, os.getpid())
+            _HEADER.pack_into(self._map, 0, count + 1, waited, os.getpid(), kind, seed)
         return _Noted(self._map, at, limits)
 
     @property
@@ -227,23 +258,55 @@ class ForeignCalls:
             if not self._map[at]:
                 continue
             what, number, limit, seed, steps, length = _CALL.unpack_from(self._map, at)
-            label = self._map[at + _CALL.size : at + _SIZE].rstrip(b"\0").decode(errors="replace")
             if MAKE <= what <= CLOSE:
-                where = in_words(label, what, seed, steps, length)
-                yield UnderWay(place, number, limit, NO_LIMITS.settings(what), where)
+                where = in_words(self._label(place), what, seed, steps, length)
+                setting, of_episode = NO_LIMITS.settings(what), what in _OF_EPISODES
+                yield UnderWay(place, number, limit, setting, where, seed, of_episode)
 
-    def killed(self, reason: str, waited: float) -> None:
+    def too_large(self, limit: float) -> Verdict | None:
+        """Return why the process has to end that has more than ``limit`` MB in memory, if so."""
+        count, _, process, *_ = _HEADER.unpack_from(self._map)
+        used = resident_mb(process) if process else 0.0
+        if used <= limit:
+            return None
+        others = f" and {count - 1} others" if count > 1 else ""
+        where = next((one.where for one in self.under_way()), self._label(0) + others)
+        said = f"its process has {used:.0f} MB in memory, more than env.max_memory_mb = {limit:g}"
+        return Verdict(f"{where}: {said}", 0.0, FailedEpisode())
+
+    def _label(self, place: int) -> str:
+        at = _FIRST + place * _SIZE
+        return self._map[at + _CALL.size : at + _SIZE].rstrip(b"\0").decode(errors="replace")
+
+    def killed(self, verdict: Verdict) -> None:
         """Note why the process is killed."""
         room = _REASON.stop - _REASON.start
-        self._map[_REASON] = reason.encode()[:room].ljust(room, b"\0")
-        count, _, process = _HEADER.unpack_from(self._map)
-        _HEADER.pack_into(self._map, 0, count, waited, process)
+        self._map[_REASON] = verdict.reason.encode()[:room].ljust(room, b"\0")
+        count, _, process, *_ = _HEADER.unpack_from(self._map)
+        seed = None if verdict.failed is None else verdict.failed.seed
+        kind = _NONE if verdict.failed is None else _ANY if seed is None else _SEEDED
+        _HEADER.pack_into(self._map, 0, count, verdict.waited, process, kind, (seed or 0) & _SEED)
 
     def last_words(self) -> LastWords:
         """Return the calls that the process was in when it ended."""
-        _, waited, _ = _HEADER.unpack_from(self._map)
+        _, waited, _, kind, seed = _HEADER.unpack_from(self._map)
         reason = self._map[_REASON].rstrip(b"\0").decode(errors="replace")
-        return LastWords(reason, waited, tuple(one.where for one in self.under_way()))
+        calls = [*self.under_way()]
+        failed = None
+        if reason:
+            failed = {_SEEDED: FailedEpisode(seed), _ANY: FailedEpisode()}.get(kind)
+        elif seeds := [one.seed for one in calls if one.of_episode]:
+            failed = FailedEpisode(seeds[0] if len(seeds) == 1 else None)
+        return LastWords(reason, waited, tuple(one.where for one in calls), failed)
+
+
+def resident_mb(process: int) -> float:
+    """Megabytes that a process has in memory; 0 where it has ended, or nobody can say."""
+    try:
+        pages = Path(f"/proc/{process}/statm").read_text(encoding="ascii").split()[1]
+    except (OSError, IndexError):
+        return 0.0
+    return int(pages) * _PAGE_MB
 
 
 def in_words(label: str, what: int, seed: int, steps: int, length: int) -> str:
@@ -255,24 +318,25 @@ def in_words(label: str, what: int, seed: int, steps: int, length: int) -> str:
 
 
 class Watch:
-    """A thread that sees calls which do not return.
+    """A thread that sees calls which do not return, and processes that take too much memory.
 
     Its clock stands still while this process does, so that a Ctrl-Z runs out no limit. It cannot
     run while a call here keeps the interpreter's lock; heartbeats are not answered then, either.
     """
 
     def __init__(self) -> None:
-        self._watched: dict[ForeignCalls, Callable[[UnderWay], None]] = {}
+        self._watched: dict[ForeignCalls, tuple[float, Callable[[Verdict], None]]] = {}
+        """limit of memory of each, and what ends it"""
         self._every = 1.0
         self._thread: threading.Thread | None = None
 
-    def add(self, calls: ForeignCalls, limits: Limits, on_hang: Callable[[UnderWay], None]) -> None:
+    def add(self, calls: ForeignCalls, limits: Limits, end: Callable[[Verdict], None]) -> None:
         """Watch the calls in this file, which have such limits.
 
-        ``on_hang`` is called in the thread, once for each call.
+        ``end`` is called in the thread, once for each call, and once for the memory.
         """
-        self._watched[calls] = on_hang
-        found = [limit / LOOKS for limit in limits if limit]
+        self._watched[calls] = limits.memory, end
+        found = [limit / LOOKS for limit in (limits.make, limits.reset, limits.step) if limit]
         self._every = min([self._every, *found])
         if self._thread is None or not self._thread.is_alive():  # as in a process that was forked
             self._thread = threading.Thread(target=self._run, name="foreign calls", daemon=True)
@@ -291,7 +355,7 @@ class Watch:
             clock += min(now - before, 2 * self._every)
             before = now
             present: dict[tuple[ForeignCalls, int], tuple[int, float]] = {}
-            for calls, on_hang in tuple(self._watched.items()):
+            for calls, (memory, end) in tuple(self._watched.items()):
                 for call in calls.under_way():
                     key = calls, call.place
                     number, since = seen.get(key, (0, 0.0))
@@ -299,8 +363,11 @@ class Watch:
                         since = clock
                     if call.limit and clock - since >= call.limit:
                         since = float("inf")
-                        on_hang(call)
+                        end(call.verdict)
                     present[key] = call.number, since
+                if memory and (verdict := calls.too_large(memory)) is not None:
+                    self._watched[calls] = 0.0, end
+                    end(verdict)
             seen = present
 
 
@@ -356,7 +423,7 @@ def place_for(label: str, limits: Limits) -> Call:
     if calls is None:
         return NOT_NOTED
     if _watched_here and any(limits):
-        watch.add(calls, limits, lambda call: end_this_process(call.reason, call.limit))
+        watch.add(calls, limits, end_this_process)
     return calls.add(label, limits)
 
 
@@ -370,21 +437,18 @@ def making(call: Call) -> Iterator[None]:
         call.end()
 
 
-def end_this_process(reason: str, waited: float = 0.0) -> NoReturn:
-    """Kill this process and what it has started, so that who sees its end is told this reason.
-
-    ``waited``: seconds for which it was waited until that was seen.
-    """
+def end_this_process(verdict: Verdict) -> NoReturn:
+    """Kill this process and what it has started, so that who sees its end is told the reason."""
     calls = of_this_process()
     if calls is not None:
-        calls.killed(reason, waited)
+        calls.killed(verdict)
     with contextlib.suppress(OSError, ValueError, RuntimeError):  # there may be no stderr
-        os.write(2, f"{reason}\n".encode())
+        os.write(2, f"{verdict.reason}\n".encode())
         faulthandler.dump_traceback()
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
-    raise SystemExit(reason)
+    raise SystemExit(verdict.reason)
 
 
 def last_words(path: Path) -> LastWords:

@@ -70,6 +70,11 @@ class EmbodiedSummary(Summary, kw_only=True):
     return_: float | None = None
     """Mean episode return of the evaluation at the end."""
     evaluation_episodes: int | None = None
+    evaluation_failed: int = 0
+    """Episodes of that evaluation that ended with the process of their environment: they have not
+    succeeded, and are not in the mean return."""
+    failed_episodes: int = 0
+    """Episodes of the whole run that ended with the process of their environment."""
 
     def figures(self) -> list[str]:
         parts = []
@@ -81,6 +86,8 @@ class EmbodiedSummary(Summary, kw_only=True):
         if self.return_ is not None and math.isfinite(self.return_):
             parts.append(f"return {self.return_:.2f}")
         parts += [*Summary.figures(self), f"{self.env_steps:,} steps"]
+        if self.failed_episodes:
+            parts.append(f"{self.failed_episodes:,} episodes failed")
         if self.steps_per_second is not None:
             parts.append(f"{self.steps_per_second:,.0f} steps/s")
         return parts

@@ -77,7 +77,7 @@ from rlinf_async.workers.base import (
     WorkerError,
     WorkerUnresponsive,
 )
-from rlinf_async.workers.foreign_calls import last_words
+from rlinf_async.workers.foreign_calls import FailedEpisode, last_words
 from rlinf_async.workers.host import OnEnd
 from rlinf_async.workers.methods import Method
 
@@ -538,8 +538,20 @@ class RemoteWorker(WorkerHandle):
             message=message,
             traceback="",
             waited=waited,
+            failed=_failed(last.failed, reason, ended.how),
         )
         return kind(failure)
+
+
+def _failed(episode: FailedEpisode | None, reason: str | None, how: str) -> FailedEpisode | None:
+    """The episode that ended with a process; of a process that was killed from outside, or with its
+    host, none is to blame."""
+    by_itself = reason or how.startswith("exit code") or how.endswith(CRASHES)
+    return episode if episode is None or by_itself else FailedEpisode()
+
+
+CRASHES: Final = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGTRAP", "SIGSYS")
+"""signals by which a process ends itself"""
 
 
 class RemoteBackend(Backend):

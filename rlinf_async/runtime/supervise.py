@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -393,6 +394,11 @@ class Supervisor:
         """lives that were begun: the next has this incarnation"""
         self.restarts = 0
         """restarts after deaths"""
+        self.failed_episodes = 0
+        """episodes that ended with the process of their environment"""
+        self.last_failure, self.failed_at = "", -math.inf
+        """how the last of them ended, and when, by the loop's clock"""
+        self._fatal_seeds: tuple[int, ...] = ()
         self.replaced = 0
         """number of times that it was replaced by another, as was asked for"""
         self.starting_successor = False
@@ -504,6 +510,11 @@ class Supervisor:
 
     def _may_restart(self, death: WorkerDied) -> bool:
         """Whether the policy allows another life; then what is started is the next one."""
+        if (failed := death.failure.failed) is not None:
+            self.failed_episodes += 1
+            self.last_failure = death.failure.message
+            self.failed_at = asyncio.get_running_loop().time()
+            self._fatal_seeds += () if failed.seed is None else (failed.seed,)
         if isinstance(self._policy, Never):
             return False
         now = asyncio.get_running_loop().time() - self._waited
@@ -523,7 +534,9 @@ class Supervisor:
 
     def _next_life(self, spec: WorkerSpec) -> WorkerSpec:
         incarnation, self._lives = self._lives, self._lives + 1
-        info = msgspec.structs.replace(spec.info, incarnation=incarnation)
+        info = msgspec.structs.replace(
+            spec.info, incarnation=incarnation, fatal_seeds=self._fatal_seeds
+        )
         return msgspec.structs.replace(spec, info=info)
 
     # ---- replacement

@@ -31,6 +31,8 @@ Autoreset = Literal["same_step", "next_step", "disabled"]
 
 MOST_ENVS: Final = 65_536
 """environments of one worker: more than any simulator steps at once"""
+MOST_FAILURES: Final = 100
+"""default of ``max_failures``"""
 
 
 environments: Registry[Callable[..., Any]] = Registry(
@@ -74,6 +76,11 @@ class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """limit on a reset, and on closing"""
     step_seconds: float | None = 60.0
     """limit on a step, and on a picture"""
+    max_memory_mb: float | None = None
+    """megabytes that an environment's process may have in memory, after which it is killed: with
+    ``pool`` its own, else that of the env worker; None: no limit"""
+    max_failures: int = MOST_FAILURES
+    """episodes of a run that may end with their environment's process, after which the run ends"""
     actions: Literal["clip", "rescale"] = "clip"
     """continuous actions are clipped to the bounds, or [-1, 1] is rescaled to the bounds"""
 
@@ -145,14 +152,24 @@ class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 f"{self.simulator!r} are reset one by one when their episodes end: leave autoreset "
                 "out, or use simulator = 'vector', 'envpool' or 'async', which step many in a call"
             )
+        self._check_limits()
+        self._check_ready()
+        self._check_steps()
+
+    def _check_limits(self) -> None:
         for setting in ("make_seconds", "reset_seconds", "step_seconds"):
             limit = getattr(self, setting)
             if limit is not None and not 0.0 < limit < math.inf:
                 raise ValueError(
                     f"{setting} is {limit}; it must be seconds above 0, or 'none' for no limit"
                 )
-        self._check_ready()
-        self._check_steps()
+        memory = self.max_memory_mb
+        if memory is not None and not 0.0 < memory < math.inf:
+            raise ValueError(
+                f"max_memory_mb is {memory}; it must be megabytes above 0, or 'none' for no limit"
+            )
+        if self.max_failures < 0:
+            raise ValueError(f"max_failures is {self.max_failures}; it must be at least 0")
 
     def _check_steps(self) -> None:
         """Vector environments take this argument of Gymnasium unseen: their steps would fail."""
@@ -188,8 +205,9 @@ class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def limits(self) -> Limits:
-        """Limits of the calls of the environments, in seconds."""
-        return Limits(self.make_seconds or 0.0, self.reset_seconds or 0.0, self.step_seconds or 0.0)
+        """Limits of the calls of the environments, and of their processes."""
+        seconds = self.make_seconds or 0.0, self.reset_seconds or 0.0, self.step_seconds or 0.0
+        return Limits(*seconds, self.max_memory_mb or 0.0)
 
     @property
     def envs_per_stage(self) -> int:

@@ -63,6 +63,19 @@ class EvaluatedEpisode(msgspec.Struct, frozen=True, kw_only=True):
     """whether the task was solved; None where the environment does not report it"""
     version: int
     """version of the oldest weights that acted in it"""
+    failed: bool = False
+    """whether its environment's process ended in it: it has not succeeded, and counts for no return
+    """
+
+
+def failed_episodes(episodes: Sequence[int], version: int) -> list[EvaluatedEpisode]:
+    """The episodes in which an environment ended its process, which are not tried again."""
+    return [
+        EvaluatedEpisode(
+            episode=one, episode_return=0.0, length=0, success=None, version=version, failed=True
+        )
+        for one in episodes
+    ]
 
 
 class SerialEvaluation:

@@ -29,6 +29,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
@@ -45,7 +46,7 @@ from rlinf_async.workers import foreign_calls
 from rlinf_async.workers.env.config import EnvConfig, EnvFailed
 from rlinf_async.workers.env.many import Ready
 from rlinf_async.workers.env.stage import Episode
-from rlinf_async.workers.foreign_calls import ForeignCalls, UnderWay
+from rlinf_async.workers.foreign_calls import FailedEpisode, ForeignCalls, Verdict
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
@@ -99,6 +100,8 @@ FromEnv = Made | Shown | Broken
 MODULE: Final = "rlinf_async.workers.env.pool_process"
 LIMIT: Final = 10.0
 """seconds for the pool process to end, or to say how an env process has ended"""
+LAST_SECONDS: Final = 2.0
+"""seconds in which an env process that hangs may say where"""
 
 
 class PoolStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,7 +131,7 @@ class EnvPool:
             ConfigError: the configuration has values that do not travel to another process.
         """
         _check_plain(config)
-        self._spec, self._labels = spec, labels
+        self._spec, self._labels, self._made = spec, labels, False
         self._row = spec.empty(1).dtype
         self._decoder = msgspec.msgpack.Decoder(FromEnv)
         pairs = [socket.socketpair() for _ in labels]
@@ -213,6 +216,7 @@ class EnvPool:
         for env, label in enumerate(self._labels):
             if not isinstance(self._receive_message(env), Made):
                 raise EnvError(f"env {label}: its process did not say that it is made")
+        self._made = True
 
     def _ready(self, env: int, said: FromEnv) -> Ready:
         if not isinstance(said, Shown):
@@ -260,8 +264,11 @@ class EnvPool:
         how = "" if status is None else f": {how_it_ended(status)}"
         where = last.where[0] if last.where else f"env {self._labels[env]}"
         said = last.reason or f"{where}, its process has ended{how}"
+        # Between two calls it is in an episode, too.
+        between = FailedEpisode() if self._made and not (last.where or last.reason) else None
         if foreign_calls.of_this_process() is not None:
-            foreign_calls.end_this_process(f"{said}, in its pool", last.waited)
+            verdict = Verdict(f"{said}, in its pool", last.waited, last.failed or between)
+            foreign_calls.end_this_process(verdict)
         return EnvFailed(f"{said}, in its pool")
 
     def _status(self, env: int) -> int | None:
@@ -275,11 +282,23 @@ class EnvPool:
         return None
 
 
-def _end(calls: ForeignCalls, call: UnderWay) -> None:
-    """End the process that hangs in this call; on its way it prints where it is."""
-    calls.killed(call.reason, call.limit)
+def _end(calls: ForeignCalls, verdict: Verdict) -> None:
+    """End the process of these calls; on its way it prints where it is. One that lets the signal
+    for that pass is killed some seconds later."""
+    calls.killed(verdict)
     with contextlib.suppress(ProcessLookupError):
+        process = os.pidfd_open(calls.process)
         os.kill(calls.process, signal.SIGABRT)
+        timer = threading.Timer(LAST_SECONDS, _kill, (process,))
+        timer.daemon = True
+        timer.start()
+
+
+def _kill(process: int) -> None:
+    """Kill the process of this descriptor, if it still runs."""
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(process, signal.SIGKILL)
+    os.close(process)
 
 
 def _main_module() -> dict[str, Any]:

@@ -29,7 +29,7 @@ cancelled leaves one to a question that is not open any more: both are dropped, 
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
@@ -59,6 +59,7 @@ from rlinf_async.workers.env.evaluation import (
     EvaluatedEpisode,
     Readiness,
     SerialEvaluation,
+    failed_episodes,
 )
 from rlinf_async.workers.env.many import AsyncEnvs, AsyncStage, BatchedStage, SimulatorEnvs
 from rlinf_async.workers.env.record import Record
@@ -118,7 +119,9 @@ class Environments:
             group_size=config.group_size,
         )
 
-    def evaluation(self, episodes: range, seed: int) -> SerialEvaluation | BatchedEvaluation:
+    def evaluation(
+        self, episodes: Sequence[int], seed: int
+    ) -> SerialEvaluation | BatchedEvaluation:
         """Make the environments of an evaluation, or take those of the last one."""
         if self.config.many_in_a_call:
             count = min(len(episodes), self.config.envs_per_stage)
@@ -398,14 +401,21 @@ class EnvWorker(Worker):
 
         In environments of their own, so that those of `collect` are left as they are; both may run
         at the same time. Returns the episodes in the order of their numbers; ``evaluated`` gets
-        each when it ends.
+        each when it ends. One in which an environment has ended an earlier life of this worker has
+        failed, and is not tried again.
 
         Raises: as `collect`.
         """
         mine = range(self.rank, plan.episodes, self.world_size)
-        if not mine:
-            return []
-        run = await self._pace.run("make envs", self._envs.evaluation, mine, plan.seed)
+        failed = self._failed(mine, plan.seed)
+        done = failed_episodes(failed, plan.min_version)
+        if evaluated is not None:
+            for episode in done:
+                await evaluated.put(episode)
+        left = [one for one in mine if one not in failed]
+        if not left:
+            return done
+        run = await self._pace.run("make envs", self._envs.evaluation, left, plan.seed)
         ask = partial(self._evaluating.ask, observations, actions)
         while await self._pace.run("reset", run.begin):
             answer = await ask(
@@ -421,7 +431,13 @@ class EnvWorker(Worker):
                 for episode in run.done[before:]:
                     await evaluated.put(episode)
         await self._pace.run("close envs", run.close)
-        return sorted(run.done, key=lambda one: one.episode)
+        return sorted([*done, *run.done], key=lambda one: one.episode)
+
+    def _failed(self, episodes: Sequence[int], seed: int) -> list[int]:
+        """Those of these episodes in which an environment has ended an earlier life of this
+        worker; a simulator of many environments does not say which it was."""
+        fatal = () if self.config.many_in_a_call else self._context.info.fatal_seeds
+        return [one for one in episodes if episode_seed(seed, one) in fatal]
 
     # ---- collecting
 

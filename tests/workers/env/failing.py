@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -15,16 +16,35 @@ from gymnasium.vector import AutoresetMode
 
 EPISODE = 8
 PLACES = ("make", "reset", "step", "close")
+BLOCK_MB = 50
 
 
 def fail(fault: str) -> None:
-    """Do what this fault is called."""
+    """Do what this fault is called; ``"invalid"`` and ``"misshapen"`` are of what is shown."""
     match fault:
         case "raises":
             raise ArithmeticError("the simulator exploded")
         case "hangs":
             while True:
                 time.sleep(0.05)
+        case "blocks":
+            ctypes.PyDLL(None).sleep(10_000)  # keeps the interpreter's lock
+        case "deaf":
+            libc = ctypes.CDLL(None)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGABRT):
+                libc.signal(int(number), 1)  # SIG_IGN, also in other threads than the main one
+            while True:
+                time.sleep(0.05)
+        case "leaks":
+            blocks = []
+            while True:
+                blocks.append(b"x" * (BLOCK_MB * 1_000_000))
+                time.sleep(0.05)
+        case "is slow":
+            time.sleep(0.2)
+        case "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+            signal.pause()
         case "exits":
             os._exit(7)
         case "crashes":
@@ -47,6 +67,7 @@ class Failing(gymnasium.Env[Any, Any]):
         at: the step of its life at which it fails.
         once: a file; it fails only if that is not there yet, and makes it.
         log: a file to which it writes what is called.
+        seed: it fails only in an episode that begins with this seed.
     """
 
     observation_space = gymnasium.spaces.Box(-1.0, 1.0, (2,), np.float32)
@@ -60,39 +81,47 @@ class Failing(gymnasium.Env[Any, Any]):
         at: int = 3,
         once: str = "",
         log: str = "",
+        seed: int | None = None,
         render_mode: str | None = None,
     ) -> None:
+        self.seed, self.seeded = seed, seed is None
         self.where, self.fault, self.at, self.once, self.log = where, fault, at, once, log
         self.render_mode = render_mode
         self.life = self.steps = 0
         self._called("make")
 
-    def _called(self, place: str) -> None:
+    def _called(self, place: str) -> Any:
+        """What is shown, unless it fails."""
+        shown = np.zeros(2, np.float32)
         if self.log:
             with Path(self.log).open("a") as file:
                 file.write(f"{place} {os.getpid()}\n")
-        if place != self.where or (place == "step" and self.life != self.at):
-            return
+        in_life = place == "step" and self.seed is None
+        if place != self.where or not self.seeded or (in_life and self.life != self.at):
+            return shown
         if self.once:
             if Path(self.once).exists():
-                return
+                return shown
             Path(self.once).touch()
         fail(self.fault)
+        if self.fault == "invalid":
+            shown[1] = np.nan
+        return np.zeros(3, np.float32) if self.fault == "misshapen" else shown
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self.steps = 0
-        self._called("reset")
-        return np.zeros(2, np.float32), {}
+        self.seeded = self.seed is None or self.seed == seed
+        return self._called("reset"), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self.steps += 1
         self.life += 1
-        self._called("step")
+        shown = self._called("step")
         ended = self.steps == EPISODE
-        return np.zeros(2, np.float32), 1.0, ended, False, {"is_success": ended}
+        return shown, 1.0, ended, False, {"is_success": ended}
 
     def render(self) -> Any:
         self._called("render")

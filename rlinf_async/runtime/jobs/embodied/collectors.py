@@ -19,20 +19,25 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Final
 
 from rlinf_async.channels import Channel, Latest
 from rlinf_async.messages.embodied import Actions, Collect, Observations, Trajectory
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.runtime.calls import GroupCall, WorkerGroup
 from rlinf_async.runtime.cluster import Cluster
-from rlinf_async.runtime.jobs.checkpoints import max_deliveries
+from rlinf_async.runtime.jobs.checkpoints import PERIOD, max_deliveries
 from rlinf_async.runtime.jobs.embodied.settings import EnvironmentSettings
 from rlinf_async.runtime.jobs.placement import PlacementPlan
-from rlinf_async.runtime.supervise import Restart
+from rlinf_async.runtime.supervise import Restart, Supervisor
 from rlinf_async.workers.collocated import CollocatedEnvWorker
-from rlinf_async.workers.env import EnvReport, EnvWorker, EvaluatedEpisode, EvaluationPlan
+from rlinf_async.workers.env import EnvError, EnvReport, EnvWorker, EvaluatedEpisode, EvaluationPlan
 from rlinf_async.workers.rollout.policy import RolloutReport, RolloutWorker
+
+ENVS: Final = "Env"
+"""name of the env workers"""
 
 
 class EmbodiedChannels:
@@ -102,6 +107,39 @@ class Collectors(ABC):
     async def evaluate(self, plan: EvaluationPlan) -> list[EvaluatedEpisode]:
         """Run the plan's episodes. Each also goes into the channel ``evaluated`` when it ends."""
 
+    @property
+    def failed_episodes(self) -> int:
+        """Episodes that have ended with the process of their environment since the run was
+        started."""
+        return sum(one.failed_episodes for one in self._supervisors)
+
+    async def limit_failures(self, before: int) -> None:
+        """Go on until more episodes have failed than the run may have, ``before`` of them in
+        earlier starts.
+
+        Raises:
+            EnvError: they have; it names the last.
+        """
+        while True:
+            self._check_failures(before + self.failed_episodes)
+            await asyncio.sleep(PERIOD)
+
+    def _check_failures(self, failed: int) -> None:
+        most = self._config.env.max_failures
+        if failed <= most:
+            return
+        last = max(self._supervisors, key=lambda one: one.failed_at).last_failure
+        raise EnvError(
+            f"{failed} episodes have ended with the process of their environment, more than "
+            f"env.max_failures = {most}; the last: {last}. Mend the environment, or raise the "
+            "limit, and go on with --resume"
+        )
+
+    @property
+    def _supervisors(self) -> Sequence[Supervisor]:
+        group = self._cluster.groups.get(ENVS)
+        return () if group is None else group.supervisors
+
     async def finish(self) -> None:  # noqa: B027
         """Wait for the workers that still serve, once the weights have ended."""
 
@@ -117,7 +155,7 @@ class SeparateCollectors(Collectors):
                 config.env,
                 actor_ranks=config.trajectory_ranks,
                 count=counts.env_workers,
-                name="Env",
+                name=ENVS,
                 restart=Restart(max=counts.max_restarts),
                 **self._plan.options("env", counts.environment),
             ),
@@ -180,7 +218,7 @@ class CollocatedCollectors(Collectors):
             config.rollout,
             actor_ranks=config.trajectory_ranks,
             count=counts.env_workers,
-            name="Env",
+            name=ENVS,
             restart=Restart(max=counts.max_restarts),
             **self._plan.options("env", counts.environment),
         )

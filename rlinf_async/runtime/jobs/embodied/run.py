@@ -28,6 +28,7 @@ A job launches its own workers and trains its own iterations. Admission: the tic
 from __future__ import annotations
 
 import asyncio
+import math
 import shutil
 import sys
 from abc import ABC, abstractmethod
@@ -99,10 +100,13 @@ class EmbodiedProgress(RunProgress, kw_only=True):
     """whether they succeeded; None: the environment does not say"""
     success_reports: int = 0
     """episodes of the whole run of which it says so"""
+    failed_episodes: int = 0
+    """episodes that ended with the process of their environment, those of evaluations included"""
 
-    def take(self, report: TrainReport, seconds: float, window: int) -> None:
-        """Add one iteration."""
+    def take(self, report: TrainReport, seconds: float, window: int, failed: int = 0) -> None:
+        """Add one iteration, in which so many episodes ended with their environment's process."""
         self.version = report.version
+        self.failed_episodes += failed
         self.env_steps += report.env_steps
         self.train_seconds = seconds
         self.episodes += len(report.episode_return)
@@ -110,8 +114,9 @@ class EmbodiedProgress(RunProgress, kw_only=True):
         self.lag_max = max(self.lag_max, report.lag_max)
         self.duplicates += report.duplicates
         self.returns = list(deque([*self.returns, *report.episode_return], window))
-        self.successes = list(deque([*self.successes, *report.episode_success], window))
         self.success_reports += sum(one is not None for one in report.episode_success)
+        lost = [False] * failed if self.success_reports else []
+        self.successes = list(deque([*self.successes, *lost, *report.episode_success], window))
 
     @property
     def success_rate(self) -> float | None:
@@ -167,10 +172,10 @@ def evaluated_episodes(
             step=step,
             iteration=version,
             trained=False,
-            outcome="scored",
-            reward=one.episode_return,
+            outcome="failed" if one.failed else "scored",
+            reward=None if one.failed else one.episode_return,
             size=one.length,
-            success=one.success,
+            success=False if one.failed else one.success,
         )
 
 
@@ -183,6 +188,7 @@ def row(progress: EmbodiedProgress, report: TrainReport) -> dict[str, float]:
         "train_seconds": progress.train_seconds,
         "steps_per_second": progress.env_steps / max(progress.train_seconds, 1e-9),
         "episodes": float(progress.episodes),
+        "failed_episodes": float(progress.failed_episodes),
         "staleness_mean": report.lag_mean,
         "staleness_max": float(report.lag_max),
         "second_trajectories": float(report.duplicates),
@@ -197,9 +203,9 @@ def row(progress: EmbodiedProgress, report: TrainReport) -> dict[str, float]:
 
 
 def headline(
-    config: EnvironmentSettings, progress: EmbodiedProgress, last: TrainReport | None
+    config: EnvironmentSettings, progress: EmbodiedProgress, last: TrainReport | None, failed: int
 ) -> Headline:
-    """The top line of the live view."""
+    """The top line of the live view; ``failed`` episodes ended with their environment's process."""
     rate = progress.env_steps / max(progress.train_seconds, 1e-9) if progress.version else None
     figures = (
         ("steps", f"{progress.env_steps:,}"),
@@ -208,6 +214,7 @@ def headline(
         ("return", figure(_mean(progress.returns), ".2f")),
         ("success", figure(progress.success_rate, ".0%")),
         ("staleness", figure(last.lag_mean if last else None, ".1f")),
+        *([("failed episodes", f"{failed:,}")] if failed else []),
     )
     run = f"{config.name} (seed {config.seed})"
     return Headline(run, progress.version, config.iterations, figures)
@@ -282,6 +289,7 @@ def summarized(
             summary.success_unreported = unreported(episodes)
         summary.return_ = mean_return(episodes)
         summary.evaluation_episodes = len(episodes)
+        summary.evaluation_failed = sum(one.failed for one in episodes)
         if rate is None and config.evaluation.target_success_rate is not None:
             summary.extra["target_success_rate"] = "not reached: no success was reported"
     return summary
@@ -292,17 +300,19 @@ def evaluated_rate(
 ) -> float | None:
     """The share of successes; None where the environment reports none, in the training neither."""
     reports = progress is not None and progress.success_reports > 0
-    return success_rate([episode.success for episode in episodes], reports=reports)
+    said = [episode.success for episode in episodes]
+    return success_rate(said, reports=reports)
 
 
 def unreported(episodes: Sequence[EvaluatedEpisode]) -> int:
     """Episodes of which the environment does not say whether they succeeded."""
-    return sum(episode.success is None for episode in episodes)
+    return sum(episode.success is None and not episode.failed for episode in episodes)
 
 
 def mean_return(episodes: Sequence[EvaluatedEpisode]) -> float:
-    """The mean return of the episodes."""
-    return sum(episode.episode_return for episode in episodes) / len(episodes)
+    """The mean return of the episodes that came to their end; NaN where none did."""
+    returns = [one.episode_return for one in episodes if not one.failed]
+    return sum(returns) / len(returns) if returns else math.nan
 
 
 def pictures(
@@ -383,9 +393,13 @@ def write_evaluation(
     row = {
         "env_steps": float(progress.env_steps),
         "train_seconds": progress.train_seconds,
-        "eval_return": mean_return(episodes),
+        "failed_episodes": float(progress.failed_episodes),
     }
+    if not math.isnan(returned := mean_return(episodes)):
+        row["eval_return"] = returned
     rate = evaluated_rate(episodes, progress)
+    if failed := sum(one.failed for one in episodes):
+        row["eval_failed_episodes"] = float(failed)
     if rate is not None:
         row["eval_success_rate"] = rate
         row["eval_success_unreported"] = float(unreported(episodes))
@@ -442,6 +456,10 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
         self._samples: SampleWriter | None = None
         self._iterations = self.config.iterations
         """iterations of the whole run"""
+        self._failed_before = self.progress.failed_episodes
+        """episodes that failed before this start"""
+        self._collectors: Collectors | None = None
+        """the workers of this start, once they are there"""
 
     @abstractmethod
     async def main(self, cluster: Cluster, view: LiveView) -> None:
@@ -462,13 +480,19 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
         flow.view.note = ""
         kept = self.progress.env_steps if self.progress.version else None
         self._samples = SampleWriter(self.folder.path, self.config.samples, keep_to=kept)
-        with flow.collectors.serving(), flow.view.metrics(kept) as metrics:
+        self._collectors = flow.collectors
+        limit = flow.collectors.limit_failures(self._failed_before)
+        with (
+            flow.collectors.serving(),
+            flow.view.metrics(kept) as metrics,
+            in_background(flow.cluster, limit, "limit of failures"),
+        ):
             kept = self.config.training.keep_checkpoints
             checkpointer = Checkpointer(flow.cluster, writers, self.folder.checkpoints, kept)
             clock = TrainingClock(self.progress.train_seconds)
             await train(LoopContext(clock, run_signals(), checkpointer, metrics))
             self._episodes = await self._evaluate(flow, min_version=self.config.iterations)
-            self._warn([episode.success for episode in self._episodes])
+            self._warn([one.success for one in self._episodes if not one.failed])
             write_evaluation(metrics, self.progress, self._episodes)
         flow.channels.weights.sender.close()
         await flow.collectors.finish()
@@ -481,6 +505,7 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
         episodes = await evaluate(
             cluster, self.config, channels, collectors, view, min_version=min_version
         )
+        self.progress.failed_episodes = self._failed_episodes
         if self._samples is not None:
             step = self.progress.env_steps + 1 if min_version else 0
             make = partial(evaluated_episodes, episodes, step, min_version)
@@ -517,7 +542,8 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
         written, and the run can be left."""
         training = self.config.training
         await self._issue(channels, report.version + training.max_staleness)
-        self.progress.take(report, loop.clock(), training.return_window)
+        failed = self._failed_episodes - self.progress.failed_episodes
+        self.progress.take(report, loop.clock(), training.return_window, failed)
         if self._samples is not None:
             make = partial(trained_episodes, report, self.progress.env_steps)
             self._samples.put(make, len(report.episode_return))
@@ -548,7 +574,13 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
 
     def headline(self) -> Headline:
         """The top line of the live view."""
-        return headline(self.config, self.progress, self._last)
+        return headline(self.config, self.progress, self._last, self._failed_episodes)
+
+    @property
+    def _failed_episodes(self) -> int:
+        """Episodes that ended with the process of their environment by now."""
+        now = 0 if self._collectors is None else self._collectors.failed_episodes
+        return self._failed_before + now
 
     @property
     def title(self) -> str:
@@ -574,6 +606,7 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
     def summary(self, stopped: Stopped | None) -> EmbodiedSummary:
         """Return the summary of the run, whose episodes are all written by then."""
         summary = summarized(self.config, self.progress, self._episodes, stopped)
+        summary.failed_episodes = self._failed_episodes
         if self.progress.version:
             summary.dropped = {
                 "stale answers": sum(report.dropped_answers for report in self._env_reports),

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
@@ -34,7 +35,7 @@ from rlinf_async.runtime.jobs.placement import (
 from rlinf_async.runtime.recording import RecordingConfig
 from rlinf_async.workers.base import Device, WorkerDied
 from rlinf_async.workers.env import EnvError, describe_env, describe_spaces
-from rlinf_async.workers.env.config import EnvConfig
+from rlinf_async.workers.env.config import MOST_FAILURES, EnvConfig
 from rlinf_async.workers.env.trial import Stepped, try_env
 from rlinf_async.workers.rollout.policy import RolloutConfig
 
@@ -48,6 +49,8 @@ ALWAYS_MAY_DIFFER = (
     "env.make_seconds",
     "env.reset_seconds",
     "env.step_seconds",
+    "env.max_memory_mb",
+    "env.max_failures",
     "rollout.max_batch",
     "rollout.torch_threads",
     "actor.bucket_bytes",
@@ -251,9 +254,35 @@ def check_host(config: EnvironmentSettings, devices: Sequence[Device] | None, de
             "cluster.placement.actor: leave it out",
             path=("actor", "fsdp", "device"),
         )
+    _check_limits(config.env, config.cluster)
     config.plan(config.cluster.devices() if devices is None else devices)
     config.cluster.check_interpreters(config.cluster.placement)
     check_sinks(config.observe)
+
+
+def _check_limits(env: EnvConfig, cluster: EmbodiedClusterConfig) -> None:
+    """Raise `ConfigError` for limits of environments that nobody could keep."""
+    if env.max_memory_mb and not (cluster.processes or env.simulator == "pool"):
+        raise ConfigError(
+            "with cluster.backend = 'local' the environments are in the process of the command, "
+            "whose end would be that of the run: set it to 'process', or env.simulator to 'pool', "
+            "or leave max_memory_mb out",
+            path=("env", "max_memory_mb"),
+        )
+    if env.max_memory_mb and not Path("/proc/self/statm").exists():
+        raise ConfigError(
+            "this system does not say how much memory a process has (/proc/PID/statm): leave it "
+            "out",
+            path=("env", "max_memory_mb"),
+        )
+    restarts = cluster.processes and cluster.max_restarts
+    if env.max_failures != MOST_FAILURES and not restarts:
+        reason = "max_restarts = 0" if cluster.processes else "backend = 'local'"
+        raise ConfigError(
+            f"with cluster.{reason} no env worker is started again, and the first failure ends the "
+            "run: leave max_failures out",
+            path=("env", "max_failures"),
+        )
 
 
 def check_processes(cluster: EmbodiedClusterConfig) -> None:
