@@ -205,9 +205,20 @@ class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def limits(self) -> Limits:
-        """Limits of the calls of the environments, and of their processes."""
-        seconds = self.make_seconds or 0.0, self.reset_seconds or 0.0, self.step_seconds or 0.0
-        return Limits(*seconds, self.max_memory_mb or 0.0)
+        """Limits of the calls of environments in a worker's process, and of that process: with a
+        pool its memory has none."""
+        memory = 0.0 if self.simulator == "pool" else self.max_memory_mb or 0.0
+        return self.limits_in_pool._replace(memory=memory)
+
+    @property
+    def limits_in_pool(self) -> Limits:
+        """Limits of the calls of environments that have processes of their own, and of those."""
+        return Limits(
+            make=self.make_seconds or 0.0,
+            reset=self.reset_seconds or 0.0,
+            step=self.step_seconds or 0.0,
+            memory=self.max_memory_mb or 0.0,
+        )
 
     @property
     def envs_per_stage(self) -> int:

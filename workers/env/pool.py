@@ -141,9 +141,9 @@ class EnvPool:
         self._control, control = socket.socketpair()
         files = [tempfile.TemporaryFile() for _ in labels]  # noqa: SIM115
         self._calls = [ForeignCalls(one.fileno(), 1) for one in files]
-        if any(config.limits):
+        if any(config.limits_in_pool):
             for calls in self._calls:
-                foreign_calls.watch.add(calls, config.limits, partial(_end, calls))
+                foreign_calls.watch.add(calls, config.limits_in_pool, partial(_end, calls))
         self._selector = selectors.DefaultSelector()
         for env, ours in enumerate(self._sockets):
             self._selector.register(ours, selectors.EVENT_READ, env)

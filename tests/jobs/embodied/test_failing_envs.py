@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from rlinf_async.observe import status
+from rlinf_async.observe.status import Status
 from tests.jobs.embodied.kit import Job
 
 MAKE = "tests.workers.env.failing:Failing"
@@ -115,12 +117,49 @@ def written(job: Job, where: str, fault: str, **more: str) -> None:
 
 @pytest.mark.parametrize(("simulator", "fault"), [("single", "hangs"), ("pool", "crashes")])
 def test_a_worker_whose_environment_crashes_or_hangs_is_started_again(
-    job: Job, tmp_path: Path, simulator: str, fault: str
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, simulator: str, fault: str
 ) -> None:
+    states = written_states(monkeypatch)
     written(job, "step", fault, once=str(tmp_path / "failed"), log=str(tmp_path / "calls"))
     summary = job.succeed("--env.simulator", simulator)
     assert summary.restarts == {"Env[0]": 1}
     job.check_records(1, 64)
+    assert not left(tmp_path / "calls")
+    # Counted once: in the metrics, in the last status, in the summary, in the rate of successes.
+    assert [row["failed_episodes"] for row in job.iterations] == ["1"]
+    assert summary.failed_episodes == 1
+    assert dict(states[-1].shown.figures)["failed episodes"] == "1"
+    [row] = job.iterations
+    episodes = int(row["episodes"])
+    assert float(row["success_rate"]) == pytest.approx(episodes / (episodes + 1))
+    assert summary.success_rate == 1.0
+    assert summary.evaluation_failed == 0
+
+
+def written_states(monkeypatch: pytest.MonkeyPatch) -> list[Status]:
+    """What `rlinf-async status` would have shown, as it is written: the file goes with the run."""
+    states, write = list[Status](), status.write_status
+
+    def writing(path: Path, state: Status) -> None:
+        states.append(state)
+        write(path, state)
+
+    monkeypatch.setattr("rlinf_async.runtime.jobs.view.write_status", writing)
+    return states
+
+
+def test_more_failures_than_a_run_may_have_end_it_with_the_last_and_the_setting(
+    job: Job, tmp_path: Path
+) -> None:
+    written(job, "step", "exits", once=str(tmp_path / "failed"), log=str(tmp_path / "calls"))
+    ended = job.train("--env.max_failures", 0)
+    assert ended.code == 1
+    error = ended.err.partition("error: ")[2]
+    assert error.startswith("1 episodes have ended with the process of their environment")
+    assert "env.max_failures = 0; the last: the process ended by itself: exit code 7" in error
+    assert "in step() at step 3 of its life and 3 of its episode" in error
+    assert job.summary.outcome == "failed"
+    assert job.summary.failed_episodes == 1
     assert not left(tmp_path / "calls")
 
 

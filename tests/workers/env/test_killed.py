@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 import rlinf_async as ra
 from rlinf_async.messages.embodied import Collect
-from rlinf_async.workers.env import EnvWorker
+from rlinf_async.workers.env import EnvConfig, EnvWorker, EvaluationPlan
+from rlinf_async.workers.env.config import episode_seed
 from tests.workers.env.test_collect import same, serve, start
-from tests.workers.env.toy import Channels, ToyRollout, by_hand, counting, weights
+from tests.workers.env.toy import Channels, ChoosingRollout, ToyRollout, by_hand, counting, weights
 
 ITERATIONS = 60
 
@@ -55,3 +59,42 @@ def _kill(cluster: ra.Cluster, name: str) -> None:
     pid = cluster.pid(name)
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("simulator", "fault"), [("single", "exits"), ("pool", "killed")])
+async def test_an_episode_of_an_evaluation_that_ends_its_process_fails_once_and_is_not_tried_again(
+    tmp_path: Path, simulator: Any, fault: str
+) -> None:
+    once = str(tmp_path / "once") if fault == "killed" else ""
+    config = EnvConfig(
+        entry_point="tests.workers.env.failing:Failing",
+        kwargs={"where": "step", "fault": fault, "once": once, "seed": episode_seed(7, 2)},
+        simulator=simulator,
+        envs=2,
+        stages=1,
+    )
+    async with ra.Cluster.process() as cluster:
+        channels = Channels(cluster)
+        envs, rollout = await asyncio.gather(
+            cluster.launch(EnvWorker, config, restart=ra.Restart(max=1)),
+            cluster.launch(ChoosingRollout, None),
+        )
+        with channels.observations.sender, channels.actions.receiver:
+            serving = serve(rollout, channels)
+            await channels.weights.sender.publish(weights(4))
+            evaluated = await envs.call(
+                EnvWorker.evaluate,
+                EvaluationPlan(episodes=4, seed=7),
+                channels.observations.sender,
+                channels.actions.receiver,
+            )
+            [supervisor] = envs.supervisors
+        await serving
+    played = {one.episode: (one.failed, one.length, one.success) for one in evaluated[0]}
+    ended = (False, 8, True)
+    # Nobody knows whether the environment is to blame for a kill from outside: it plays again.
+    second = (True, 0, None) if fault == "exits" else ended
+    assert played == {0: ended, 1: ended, 2: second, 3: ended}
+    assert (supervisor.restarts, supervisor.failed_episodes) == (1, 1)
+    assert "Failing" in supervisor.last_failure
+    assert f"seed {episode_seed(7, 2)}, in step()" in supervisor.last_failure
