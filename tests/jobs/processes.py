@@ -108,6 +108,10 @@ class Driver:
         return self._log.read_text()
 
     @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
     def is_running(self) -> bool:
         return self._process.poll() is None
 

@@ -23,6 +23,8 @@ class Accounts(msgspec.Struct, frozen=True):
     lost: int
     left_out: int
     """second deliveries that the run has noticed, and left out"""
+    failed: int
+    """episodes that ended with the process of their environment"""
     reached: bool
     """whether the target was"""
     result: float | None
@@ -57,6 +59,7 @@ def accounts(made: Plan, out: Path) -> Accounts:
         doubled=sum(one for one in wrong if one > 0),
         lost=-sum(one for one in wrong if one < 0),
         left_out=sum(summary.dropped.values()),
+        failed=summary.failed_episodes,
         reached=summary.outcome == "succeeded",
         result=summary.return_,
     )

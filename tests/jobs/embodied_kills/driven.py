@@ -1,7 +1,8 @@
-"""``python -m tests.jobs.embodied_kills.driven KILLS.json DONE.jsonl train ...``: kills in a run.
+"""``python -m tests.jobs.embodied_kills.driven KILLS.json DONE.jsonl REQUEST train ...``.
 
-The driver of a run, which kills its own workers, and itself, as the file says. What was carried out
-is in the second file: a run that is resumed goes on with the rest.
+The driver of a run, which kills or stops its own workers, and itself, as the first file says. What
+was carried out is in the second file: a run that is resumed goes on with the rest. By making the
+third one it asks an environment to hang.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from rlinf_async.messages.embodied import TrainReport
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.config import HostConfig
 from rlinf_async.runtime.jobs.embodied.run import EnvironmentRun
-from tests.jobs.embodied_kills.plan import DRIVER, Kill
+from tests.jobs.embodied_kills.plan import DRIVER, ENVIRONMENT, Kill
 
 
 class Killing:
     """Kills, each a moment after its iteration is booked."""
 
-    def __init__(self, kills: list[Kill], done: Path) -> None:
-        self._kills, self._done = kills, done
+    def __init__(self, kills: list[Kill], done: Path, request: Path) -> None:
+        self._kills, self._done, self._request = kills, done, request
         self._clusters: list[Cluster] = []
 
     def install(self) -> None:
@@ -41,27 +42,34 @@ class Killing:
 
         def writing(run: EnvironmentRun[Any, Any, Any], report: TrainReport, *rest: Any) -> None:
             write(run, report, *rest)
-            for kill in self._kills:
-                if kill.iteration == report.iteration:
-                    timer = threading.Timer(kill.moment, self._carry_out, (kill,))
-                    timer.daemon = True
-                    timer.start()
+            due = [one for one in self._kills if one.iteration <= report.iteration]
+            self._kills = [one for one in self._kills if one not in due]
+            for kill in due:
+                self._begin(kill, kill.moment)
 
         setattr(HostConfig, "make_cluster", making)  # noqa: B010 a type checker refuses it
         setattr(EnvironmentRun, "_write_row", writing)  # noqa: B010
 
+    def _begin(self, kill: Kill, seconds: float) -> None:
+        timer = threading.Timer(seconds, self._carry_out, (kill,))
+        timer.daemon = True
+        timer.start()
+
     def _carry_out(self, kill: Kill) -> None:
-        pid = os.getpid() if kill.name == DRIVER else self._clusters[-1].pid(kill.name)
+        itself = kill.name in (DRIVER, ENVIRONMENT)
+        pid = os.getpid() if itself else self._clusters[-1].pid(kill.name)
         if pid is None:  # its restart is under way
-            return
+            return self._begin(kill, 1.0)
         with self._done.open("ab") as file:
             file.write(msgspec.json.encode(kill) + b"\n")
+        if kill.name == ENVIRONMENT:
+            return self._request.touch()
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL if kill.how == "kill" else signal.SIGSTOP)
 
 
 if __name__ == "__main__":
     done = Path(sys.argv[2])
-    killing = Killing(msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=list[Kill]), done)
-    killing.install()
-    sys.exit(main(sys.argv[3:]))
+    kills = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=list[Kill])
+    Killing(kills, done, Path(sys.argv[3])).install()
+    sys.exit(main(sys.argv[4:]))

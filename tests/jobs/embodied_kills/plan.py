@@ -1,15 +1,30 @@
-"""What a seed means: which job runs with what settings, and who is killed when."""
+"""What a seed means: which job runs with what settings, and who is killed, or hangs, when."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from random import Random
 from typing import Final, Literal
 
 import msgspec
 
 Kind = Literal["ppo", "sac"]
+How = Literal["kill", "hang"]
 DRIVER: Final = "driver"
+ENVIRONMENT: Final = "environment"
+"""one of the environments, whose step does not return"""
 KILLS: Final = 4
+HOST: Final = """\
+[cluster]
+env_workers = 2
+max_restarts = 10
+heartbeat_limit = 10.0
+"""
+ENV: Final = """\
+entry_point = "tests.jobs.embodied_kills.hanging:Hanging"
+kwargs = {id = "ID", request = "REQUEST"}
+step_seconds = 5.0
+"""
 
 PPO: Final = """\
 job = "embodied_ppo"
@@ -17,10 +32,10 @@ name = "killed-ppo"
 
 [env]
 id = "CartPole-v1"
+ENV
 envs = 8
 
 [training]
-total_steps = 40_960
 steps_per_iteration = 64
 checkpoint_every = 3
 metrics = []
@@ -45,9 +60,6 @@ episodes = 20
 target_return = 195.0
 video_episodes = 0
 
-[cluster]
-env_workers = 2
-max_restarts = 10
 """
 """CartPole is solved at a mean return of 195 in its first version; untrained it is about 20."""
 
@@ -57,11 +69,11 @@ name = "killed-sac"
 
 [env]
 id = "Pendulum-v1"
+ENV
 envs = 4
 actions = "rescale"
 
 [training]
-total_steps = 6_400
 steps_per_iteration = 20
 learning_starts = 480
 updates_per_step = 1.0
@@ -86,9 +98,6 @@ episodes = 20
 target_return = -300.0
 video_episodes = 0
 
-[cluster]
-env_workers = 2
-max_restarts = 10
 """
 """Untrained, a return is about -1,200."""
 
@@ -96,15 +105,22 @@ Settings = dict[str, int | str]
 
 
 class Kill(msgspec.Struct, frozen=True):
-    """Once an iteration is booked, and a moment later, a worker or the driver is killed."""
+    """Once an iteration is booked, and a moment later, a worker, the driver or an environment is
+    killed, or hangs."""
 
     iteration: int
     moment: float
     """seconds"""
     name: str
+    how: How = "kill"
+
+    @property
+    def ends_the_run(self) -> bool:
+        """Whether the run has to be resumed after it."""
+        return self.name == DRIVER or self.name.startswith("Actor")
 
     def __str__(self) -> str:
-        return f"{self.name}@{self.iteration}"
+        return f"{self.name}{'' if self.how == 'kill' else ' hangs'}@{self.iteration}"
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -114,11 +130,14 @@ class Plan(msgspec.Struct, frozen=True):
     kind: Kind
     settings: Settings
     kills: tuple[Kill, ...]
+    short: bool = False
+    """whether it ends before it has learnt anything"""
 
-    @property
-    def text(self) -> str:
-        """The configuration file."""
-        return PPO if self.kind == "ppo" else SAC
+    def text(self, request: Path) -> str:
+        """The configuration file, of environments that hang once this file is there."""
+        name = "CartPole-v1" if self.kind == "ppo" else "Pendulum-v1"
+        env = ENV.replace("ID", name).replace("REQUEST", str(request)).rstrip()
+        return (PPO if self.kind == "ppo" else SAC).replace("ENV", env) + HOST
 
     @property
     def arguments(self) -> list[str]:
@@ -138,20 +157,22 @@ class Plan(msgspec.Struct, frozen=True):
     @property
     def iterations(self) -> int:
         """Of the whole run."""
-        total = 40_960 if self.kind == "ppo" else 6_400
-        return -(-total // self.iteration_steps)
+        return -(-int(self.settings["training.total_steps"]) // self.iteration_steps)
 
 
-def plan(seed: int) -> Plan:
-    """The run of a seed; even seeds are PPO's."""
+def plan(seed: int, kills: int = KILLS, hangs: int = 0, *, short: bool = False) -> Plan:
+    """The run of a seed, with so many kills and hangs; even seeds are PPO's."""
     random = Random(seed)
     kind: Kind = "sac" if seed % 2 else "ppo"
     rollouts = random.choice((0, 1, 2))
+    actors = random.choice((1, 2))
+    total = {"ppo": 40_960, "sac": 6_400}[kind] // (4 if short else 1)
     settings: Settings = {
         "seed": seed,
         "env.stages": random.choice((1, 2)),
+        "training.total_steps": total,
         "training.max_staleness": random.choice((0, 1)),
-        "cluster.actors": random.choice((1, 2)),
+        "cluster.actors": actors,
         "cluster.rollout_workers": rollouts,
     }
     if kind == "ppo":
@@ -159,16 +180,18 @@ def plan(seed: int) -> Plan:
     else:
         settings["replay.sampling"] = random.choice(("uniform", "prioritized"))
         settings["replay.n_step"] = random.choice((1, 3))
-    made = Plan(seed, kind, settings, ())
-    victims = ["Env[0]", "Env[1]", *(f"Rollout[{rank}]" for rank in range(rollouts))]
-    if kind == "sac":
-        victims += ["Replay[0]", "Replay[0]"]
-    names = [DRIVER, *random.choices(victims, k=KILLS - 1)]
-    random.shuffle(names)
+    made = Plan(seed, kind, settings, (), short)
+    others = [f"Rollout[{rank}]" for rank in range(rollouts)] or ["Env[1]"]
+    victims = ["Env[0]", "Replay[0]" if kind == "sac" else random.choice(others)]
+    victims += [f"Actor[{random.randrange(actors)}]", DRIVER]
+    faults: list[tuple[str, How]] = [(victims[-1 - one % 4], "kill") for one in range(kills)]
+    victims[0] = ENVIRONMENT
+    faults += [(victims[one % 4], "hang") for one in range(hangs)]
+    random.shuffle(faults)
     # What is left after the last one takes longer than a restart.
-    moments = sorted(random.sample(range(made.iterations * 2 // 3), KILLS))
-    kills = (
-        Kill(iteration, round(random.uniform(0.0, 1.0), 3), name)
-        for iteration, name in zip(moments, names, strict=True)
+    moments = sorted(random.sample(range(made.iterations * 2 // 3), len(faults)))
+    drawn = (
+        Kill(iteration, round(random.uniform(0.0, 1.0), 3), *fault)
+        for iteration, fault in zip(moments, faults, strict=True)
     )
-    return msgspec.structs.replace(made, kills=tuple(kills))
+    return msgspec.structs.replace(made, kills=tuple(drawn))
