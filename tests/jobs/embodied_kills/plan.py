@@ -166,7 +166,7 @@ def plan(seed: int, kills: int = KILLS, hangs: int = 0, *, short: bool = False) 
     kind: Kind = "sac" if seed % 2 else "ppo"
     rollouts = random.choice((0, 1, 2))
     actors = random.choice((1, 2))
-    total = {"ppo": 40_960, "sac": 6_400}[kind] // (4 if short else 1)
+    total = {"ppo": 40_960, "sac": 6_400}[kind] // (8 if short else 1)
     settings: Settings = {
         "seed": seed,
         "env.stages": random.choice((1, 2)),
@@ -189,7 +189,7 @@ def plan(seed: int, kills: int = KILLS, hangs: int = 0, *, short: bool = False) 
     faults += [(victims[one % 4], "hang") for one in range(hangs)]
     random.shuffle(faults)
     # What is left after the last one takes longer than a restart.
-    moments = sorted(random.sample(range(made.iterations * 2 // 3), len(faults)))
+    moments = sorted(random.choices(range(made.iterations * 2 // 3), k=len(faults)))
     drawn = (
         Kill(iteration, round(random.uniform(0.0, 1.0), 3), *fault)
         for iteration, fault in zip(moments, faults, strict=True)
