@@ -31,8 +31,8 @@ def fail(fault: str) -> None:
             ctypes.PyDLL(None).sleep(10_000)  # keeps the interpreter's lock
         case "deaf":
             libc = ctypes.CDLL(None)
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGABRT):
-                libc.signal(int(number), 1)  # SIG_IGN, also in other threads than the main one
+            for ignored in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGABRT):
+                libc.signal(int(ignored), 1)  # SIG_IGN, also in other threads than the main one
             while True:
                 time.sleep(0.05)
         case "leaks":
