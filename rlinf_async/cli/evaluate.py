@@ -296,7 +296,8 @@ def _print_answers(
         head = (one.name, str(one.prompts), str(one.samples))
         for figure, each in figures.items():
             if each is not None:
-                interval = f"{each.low:.3f} to {each.high:.3f}"
+                known = each.low is not None and each.high is not None
+                interval = f"{each.low:.3f} to {each.high:.3f}" if known else ""
                 table.add_row(*head, figure, f"{each.value:.3f}", interval)
                 head = ("", "", "")
         if one.unscored:

@@ -34,14 +34,16 @@ Rewards = Sequence[float | None]
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """A figure with its 95 % interval."""
+    """A figure with its 95 % interval; without one, where there is nothing to tell it from."""
 
     value: float
-    low: float
-    high: float
+    low: float | None = None
+    high: float | None = None
 
     def columns(self, name: str) -> dict[str, float]:
         """Return its columns in the metrics."""
+        if self.low is None or self.high is None:
+            return {name: self.value}
         return {name: self.value, f"{name}_low": self.low, f"{name}_high": self.high}
 
 
@@ -87,11 +89,14 @@ def wilson(shares: Sequence[float], answers: int = 1) -> Estimate:
 
 def bootstrap(rewards: Sequence[Rewards]) -> Estimate | None:
     """Return the mean of all rewards, with the interval between the 2.5 and the 97.5 percentile of
-    the means of `RESAMPLES` draws of as many prompts; None where nothing was scored."""
+    the means of `RESAMPLES` draws of as many prompts; None where nothing was scored. Of one
+    prompt, which says nothing of others, there is no interval."""
     scored = [[one for one in each if one is not None] for each in rewards]
     scored = [each for each in scored if each]
     if not scored:
         return None
+    if len(scored) == 1:
+        return Estimate(math.fsum(scored[0]) / len(scored[0]))
     import numpy as np
 
     sums = np.array([math.fsum(each) for each in scored])

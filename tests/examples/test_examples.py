@@ -440,3 +440,57 @@ def test_an_unchanged_agent_of_others_is_trained(tmp_path: pathlib.Path) -> None
     summary = read_summary(tmp_path / "run" / "summary.json", LanguageSummary)
     assert (summary.outcome, summary.iterations) == ("finished", 2)
     assert summary.outcomes == {"scored": summary.samples}  # whether it learns is another matter
+
+
+TASK = """
+task: sums
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs: {{until: ["\\n"], max_gen_toks: 6}}
+metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
+"""
+"""a task of lm-eval"""
+
+
+def test_a_task_of_lm_eval_has_the_score_of_the_models_own_answers(tmp_path: pathlib.Path) -> None:
+    """Two of six references are what transformers generates greedily: the score is a third."""
+    model = save_checkpoint(tmp_path / "model", "qwen3")
+    asked = [f"{number}+{number + 1}=" for number in range(6)]
+    right = [answer if at % 3 == 0 else "no" for at, answer in enumerate(said(model, asked))]
+    rows = [{"question": one, "answer": answer} for one, answer in zip(asked, right, strict=True)]
+    data, tasks = tmp_path / "sums.jsonl", tmp_path / "tasks"
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    tasks.mkdir()
+    (tasks / "sums.yaml").write_text(TASK.format(data=data))
+    named = tmp_path / "tasks.jsonl"
+    named.write_text('{"prompt": "sums", "answer": ""}\n')
+    program = EXAMPLES / "lm_eval_task.py"
+    command = f"{sys.executable} {program} exact_match,none {tasks}"
+    done = run(
+        *("-m", "rlinf_async", "evaluate", model, "--data.path", named, "--data.verifier", "exact"),
+        *("--episode.run", f"command: {command}", "--episode.max_turns", 100, "--json"),
+        *("--episode.max_tokens", 64, "--temperature", 0, "--cluster.backend", "local"),
+    )
+    assert done.returncode == 0, done.stderr
+    [found] = json.loads(done.stdout)["sets"].values()
+    assert found["reward"] == {"value": pytest.approx(1 / 3), "low": None, "high": None}
+
+
+def said(model: pathlib.Path, asked: list[str]) -> list[str]:
+    """Six tokens of greedy answers, by transformers alone."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    words: Any = AutoTokenizer.from_pretrained(model)
+    policy: Any = AutoModelForCausalLM.from_pretrained(model)
+    found = []
+    for one in asked:
+        chat = [{"role": "user", "content": one}]
+        given = words.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
+        given = getattr(given, "input_ids", given)
+        tokens = policy.generate(given, max_new_tokens=6, do_sample=False)[0, given.shape[1] :]
+        found.append(words.decode(tokens, skip_special_tokens=True).partition("\n")[0])
+    return found

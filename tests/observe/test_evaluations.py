@@ -13,6 +13,13 @@ from hypothesis import strategies as st
 from rlinf_async.observe.evaluations import Estimate, Evaluated, bootstrap, ks, pass_at_k, wilson
 
 
+def interval(found: Estimate | None) -> tuple[float, float]:
+    assert found is not None
+    assert found.low is not None
+    assert found.high is not None
+    return found.low, found.high
+
+
 @given(st.integers(1, 9), st.data())
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(
     answers: int, data: st.DataObject
@@ -63,7 +70,7 @@ def test_right_or_wrong_has_wilsons_interval(
 ) -> None:
     """The numbers are those of Newcombe 1998, Statistics in Medicine 17, table I, method 3."""
     found = wilson([1.0] * right + [0.0] * (asked - right))
-    assert (round(found.low, 4), round(found.high, 4)) == (low, high)
+    assert tuple(round(one, 4) for one in interval(found)) == (low, high)
     assert found.value == pytest.approx(right / asked)
 
 
@@ -79,8 +86,9 @@ def test_several_answers_to_a_prompt_count_as_its_written_out_formula(right: lis
     z = 1.959963984540054
     root = z * math.sqrt(mean * (1 - mean) / trials + z**2 / (4 * trials**2))
     bounds = [(mean + z**2 / (2 * trials) + one * root) / (1 + z**2 / trials) for one in (-1, 1)]
-    assert (found.low, found.high) == pytest.approx(bounds, abs=1e-9)
-    assert 0.0 <= found.low <= found.value <= found.high <= 1.0
+    low, high = interval(found)
+    assert (low, high) == pytest.approx(bounds, abs=1e-9)
+    assert 0.0 <= low <= found.value <= high <= 1.0
 
 
 @pytest.mark.parametrize("middle", [0.1, 0.5, 0.95])
@@ -97,16 +105,15 @@ def test_the_interval_of_a_share_holds_the_truth_in_95_of_100_evaluations(
     right = random.binomial(answers, chances)
     truth = 1 - np.mean((1 - random.beta(2 * middle, 2 * (1 - middle), 10**5)) ** k)
     share = np.array([pass_at_k(answers, one, k) for one in range(answers + 1)])
-    found = [wilson(share[one].tolist(), answers) for one in right]
-    assert 0.92 <= np.mean([one.low <= truth <= one.high for one in found]) <= 0.99
+    found = [interval(wilson(share[one].tolist(), answers)) for one in right]
+    assert 0.92 <= np.mean([low <= truth <= high for low, high in found]) <= 0.99
 
 
 def test_the_interval_of_a_mean_reward_holds_the_truth_in_95_of_100_evaluations() -> None:
     random = np.random.default_rng(3)
     rewards = random.exponential(size=(100, 60, 1)) + random.normal(0, 0.5, size=(100, 60, 3))
     found = [bootstrap(one.tolist()) for one in rewards]
-    held = [one.low <= 1.0 <= one.high for one in found if one is not None]
-    assert len(held) == 100
+    held = [low <= 1.0 <= high for low, high in map(interval, found)]
     assert 0.88 <= np.mean(held) <= 0.99
 
 
@@ -118,12 +125,13 @@ def test_the_bootstrap_is_over_prompts_and_always_the_same() -> None:
     assert alone is not None
     assert again is not None
     assert again.value == pytest.approx(alone.value)
-    assert (again.low, again.high) == pytest.approx((alone.low, alone.high))
+    assert interval(again) == pytest.approx(interval(alone))
     error = 1.96 * means.std(ddof=1) / 10
-    assert alone.high - alone.low == pytest.approx(2 * error, rel=0.1)
+    assert np.diff(interval(alone)) == pytest.approx(2 * error, rel=0.1)
     assert bootstrap([[one] for one in means.tolist()]) == alone
     assert bootstrap([[None], [None, None]]) is None
-    assert bootstrap([[2.0, None]]) == Estimate(2.0, 2.0, 2.0)
+    assert bootstrap([[2.0, None]]) == Estimate(2.0)  # one prompt says nothing of others
+    assert Estimate(2.0).columns("reward") == {"reward": 2.0}
 
 
 def test_the_figures_of_a_set_are_those_of_its_answers() -> None:
@@ -142,4 +150,4 @@ def test_the_figures_of_a_set_are_those_of_its_answers() -> None:
     assert "eval_math_reward_low" not in columns
     assert {"eval_accuracy", "eval_unscored"} <= Evaluated.of([[1.0]]).columns().keys()
     assert Evaluated.of([[0.5, 1.0]]).pass_at == {}
-    assert {"eval_reward_low", "eval_reward_high"} <= Evaluated.of([[0.5]]).columns().keys()
+    assert {"eval_reward_low", "eval_reward_high"} <= Evaluated.of([[0.5], [0.5]]).columns().keys()

@@ -17,6 +17,7 @@ from rlinf_async.runtime.jobs.language.answering import only_answering
 from rlinf_async.runtime.jobs.language.backends import placed, plan_roles
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.launching import stated_devices
+from tests.jobs.language.agents import WITH_TOOLS
 from tests.jobs.language.kit import TOY, Job
 from tests.jobs.language.test_evaluation import FOUR, with_set
 
@@ -90,6 +91,39 @@ def test_a_folder_answers_the_prompts_that_are_given(tiny: Job) -> None:
     assert f"{low:.3f} to {high:.3f}" in printed.out
     assert "pass@4" in printed.out
     assert told(tiny, model, *drawn, "--cluster.backend", "process") == first
+
+
+def test_episodes_are_played_in_runs_and_folders_with_the_template_that_is_given(
+    tiny: Job,
+) -> None:
+    template = tiny.file.parent / "talk.jinja"
+    template.write_text(WITH_TOOLS)
+    episodes = (
+        *("--episode.run", "tests.jobs.language.agents:talks", "--episode.max_tokens", 60),
+        *("--data.chat_template", template),
+    )
+    least = ("--training.iterations", 1, "--evaluation.samples", 0, "--evaluation.every", 0)
+    tiny.succeed(*episodes, *least, "--cluster.episode_workers", 1)
+    data = ("--data.path", tiny.file.parent / "sums.jsonl", "--data.verifier", "exact")
+    greedy = ("--temperature", 0, "--max-tokens", 6)
+    run = told(tiny, tiny.out, *data, *greedy)
+    folder = told(tiny, tiny.out / "trained", *data, *greedy, *episodes)
+    assert run["sets"]["data"]["prompts"] == 24
+    assert {**run["sets"]["data"], "version": None} == folder["sets"]["data"]
+
+    def refused(*settings: object) -> str:
+        ended = tiny.command("evaluate", *settings, *data)
+        assert ended.code == 2, ended
+        return ended.err
+
+    other = tiny.file.parent / "other.jinja"
+    other.write_text("{{ messages }}")
+    assert "with data.chat_template" in refused(tiny.out, "--data.chat_template", other)
+    alone = refused(tiny.out / "trained", "--cluster.episode_workers", 1)
+    assert "there are 1 episode workers, but each sample is one answer" in alone
+    assert "episode.max_turns: each sample is one answer" in refused(
+        tiny.out / "trained", "--episode.max_turns", 3
+    )
 
 
 def test_what_was_not_scored_is_said(tiny: Job) -> None:

@@ -33,6 +33,7 @@ from rlinf_async.runtime.jobs.language.checks import (
     check_agent,
     check_endpoint,
     check_engine,
+    check_episodes,
     check_evaluation,
     check_honoured,
     check_reward,
@@ -84,6 +85,7 @@ def answers(
     described = msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, Any])
     rollout.part.check(EngineRun(rollout.engine, rollout.where, rollout.sampling, described, where))
     check_evaluation(config)
+    check_episodes(config)
     check_honoured(config)
     check_verifiers(config)
     check_agent(config, plan)
@@ -113,13 +115,14 @@ def only_answering(config: LanguageConfig, folder: Path) -> LanguageConfig:
             "evaluate; summary.json has the run's own evaluation"
         )
     engine = rollout.part.with_own_weights(rollout.engine, rollout.where)
+    playing = max(config.cluster.episode_workers, 1 if config.has_episodes else 0)
     return replace(
         config,
         model=ModelConfig(path=str(folder), tokenizer=_tokenizer(config, folder)),
         rollout=rollout.with_engine(engine),
         actor=replace(config.actor, lora=PublishedAdapterConfig()),  # it is in these weights
         training=replace(config.training, max_staleness=0),
-        cluster=replace(config.cluster, inference_workers=0, critics=0),
+        cluster=replace(config.cluster, inference_workers=0, critics=0, episode_workers=playing),
         scheduler=SchedulingConfig(),
         recording=RecordingConfig(),
     )

@@ -269,7 +269,8 @@ def check_sizes(config: LanguageConfig) -> None:
     _check_adapter(config)
     _check_teacher(config)
     _check_unjudged(config)
-    _check_episodes(config)
+    check_episodes(config)
+    _check_branches(config)
 
 
 def _check_batches(config: LanguageConfig) -> None:
@@ -781,8 +782,12 @@ def _check_adapter(config: LanguageConfig) -> None:
         )
 
 
-def _check_episodes(config: LanguageConfig) -> None:
-    """Refuse settings of episodes without episodes, and episodes that could not have a turn."""
+def check_episodes(config: LanguageConfig) -> None:
+    """Refuse settings of episodes without episodes, and episodes that could not have a turn.
+
+    Raises:
+        ConfigError: with the setting, and what to do.
+    """
     episode, workers = config.episode, config.cluster.episode_workers
     _check_episode_data(config, config.data, ("data",))
     if not episode.run:
@@ -821,7 +826,13 @@ def _check_episodes(config: LanguageConfig) -> None:
             "that each takes one that is free, or set cluster.episode_workers to 1",
             path=("episode", "endpoint", "port"),
         )
-    most = config.actor.max_tokens or DEFAULT_MICRO_BATCH_TOKENS
+
+
+def _check_branches(config: LanguageConfig) -> None:
+    """Refuse branches of episodes that are longer than a micro-batch."""
+    episode, most = config.episode, config.actor.max_tokens or DEFAULT_MICRO_BATCH_TOKENS
+    if not episode.run:
+        return
     if config.actor.micro_batch_size is None and most < episode.max_tokens:
         raise ConfigError(
             f"a micro-batch has at most {most} tokens, but a branch of an episode may have "
@@ -837,8 +848,10 @@ def _check_episode_data(config: LanguageConfig, data: DataConfig, where: Setting
             "no environment makes these tasks: name one in episode.run",
             path=(*where, "environment_tasks"),
         )
-    own = [name for name in ("chat_template", "chat_options") if getattr(data, name)]
-    if config.has_episodes and own and data is not config.data:
+    names = "chat_template", "chat_options"
+    of_run = {one: getattr(config.data, one) for one in names}
+    own = [one for one in names if getattr(data, one) and getattr(data, one) != of_run[one]]
+    if config.has_episodes and own:
         raise ConfigError(
             f"episodes render their conversations themselves, with data.{own[0]}: leave it out",
             path=(*where, own[0]),
