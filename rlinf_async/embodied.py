@@ -40,6 +40,7 @@ from rlinf_async.runtime.jobs.embodied.settings import (
     EmbodiedEvaluationConfig,
     EmbodiedPlacement,
     EmbodiedTrainingConfig,
+    ModelConfig,
 )
 from rlinf_async.runtime.jobs.embodied_sac.config import SacConfig, SacTrainingConfig
 from rlinf_async.runtime.jobs.placement import RolePlacement
@@ -65,6 +66,7 @@ __all__ = [
     "LoraConfig",
     "LossConfig",
     "MlflowConfig",
+    "ModelConfig",
     "ObservationPart",
     "ObservationSpec",
     "ObserveConfig",

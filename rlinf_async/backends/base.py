@@ -156,6 +156,24 @@ class Trainer(Protocol):
         ...
 
 
+class FirstWeights(msgspec.Struct, frozen=True, kw_only=True):
+    """Weights of another run, with which a run begins."""
+
+    folder: str
+    """folder of a checkpoint, or of an exported policy"""
+    tensors: dict[str, str]
+    """tensors that are taken: name in the model that is trained -> name in the folder"""
+
+
+@runtime_checkable
+class TakesWeights(Protocol):
+    """A trainer that can begin with weights of another run."""
+
+    def take_weights(self, first: FirstWeights) -> None:
+        """Take these tensors; optimizer, counters and version stay as they are. Collective."""
+        ...
+
+
 class TrainerBackend(Trainer, Protocol):
     """A policy that learns."""
 

@@ -165,7 +165,7 @@ def test_the_table_of_settings_has_every_setting_and_its_default() -> None:
 
 def test_the_tables_of_soft_actor_critic_have_every_setting_and_its_default() -> None:
     """Sections that are those of the PPO job stand on its page."""
-    sections = ("env", "rollout", "evaluation", "recording", "samples", "cluster")
+    sections = ("model", "env", "rollout", "evaluation", "recording", "samples", "cluster")
     shared = tuple(f"{one}." for one in (*sections, "actor.fsdp.scheduler"))
     others = settings(ROOT / "docs" / "embodied.md")
     page = {name: cell for name, cell in others.items() if name.startswith(shared)}

@@ -24,7 +24,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rlinf_async.backends.base import GradientStep, OffPolicyTrainer, TrainerBackend
+from rlinf_async.backends.base import (
+    FirstWeights,
+    GradientStep,
+    OffPolicyTrainer,
+    TrainerBackend,
+)
 from rlinf_async.backends.parts import (
     DEFAULT_OFF_POLICY_TRAINER,
     DEFAULT_TRAINER,
@@ -65,9 +70,14 @@ class EmbodiedFSDPActor(TrainingWorker[TrainerBackend]):
     backend = DEFAULT_TRAINER
 
     def __init__(
-        self, trainer: Any, *, backend: str | None = None, resume: str | None = None
+        self,
+        trainer: Any,
+        *,
+        backend: str | None = None,
+        resume: str | None = None,
+        first: FirstWeights | None = None,
     ) -> None:
-        super().__init__(trainer, backend=backend, resume=resume)
+        super().__init__(trainer, backend=backend, resume=resume, first=first)
         self._early: dict[int, dict[Place, Trajectory]] = {}
         """trajectories that arrived before their iteration is trained"""
         self.duplicates = 0
@@ -263,15 +273,22 @@ class SacActor(TrainingWorker[OffPolicyTrainer]):
         policy: configuration of the policy, with its spaces.
         backend: name of the trainer backend.
         resume: folder of the checkpoint to go on from.
+        first: weights of another run to begin with.
     """
 
     parts = off_policy_trainers
     backend = DEFAULT_OFF_POLICY_TRAINER
 
     def __init__(
-        self, trainer: Any, policy: Any, *, backend: str | None = None, resume: str | None = None
+        self,
+        trainer: Any,
+        policy: Any,
+        *,
+        backend: str | None = None,
+        resume: str | None = None,
+        first: FirstWeights | None = None,
     ) -> None:
-        super().__init__(trainer, backend=backend, resume=resume)
+        super().__init__(trainer, backend=backend, resume=resume, first=first)
         self._policy_config = policy
         self._indices: list[Any] = []
         self._errors: list[Any] = []

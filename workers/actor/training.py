@@ -26,7 +26,14 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
-from rlinf_async.backends.base import Rescalable, StrategyUnknown, Trainer, made_by
+from rlinf_async.backends.base import (
+    FirstWeights,
+    Rescalable,
+    StrategyUnknown,
+    TakesWeights,
+    Trainer,
+    made_by,
+)
 from rlinf_async.config.registry import Registry
 from rlinf_async.observe.files import explaining
 from rlinf_async.parallel import Strategy, StrategyError
@@ -321,6 +328,7 @@ class TrainingWorker(Worker, ABC, Generic[TrainerT]):
         trainer: configuration of the trainer backend, as plain data or its own Struct.
         backend: registered name of the backend.
         resume: folder of the checkpoint to go on from.
+        first: weights of another run to begin with, where it does not go on from a checkpoint.
     """
 
     parts: ClassVar[Registry[Any]]
@@ -332,10 +340,18 @@ class TrainingWorker(Worker, ABC, Generic[TrainerT]):
     """ranks that this worker is: one, but in simulations, where those of one copy of a model do the
     same at the same time"""
 
-    def __init__(self, trainer: Any, *, backend: str | None, resume: str | None) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        *,
+        backend: str | None,
+        resume: str | None,
+        first: FirstWeights | None = None,
+    ) -> None:
         self._config = trainer
         self._backend_name = backend or self.backend
         self._resume = resume
+        self._first = first
         self._checkpoint = PendingCheckpoint(self)
         self._changes = StrategyChanges(self)
 
@@ -346,12 +362,23 @@ class TrainingWorker(Worker, ABC, Generic[TrainerT]):
         return modules
 
     async def setup(self) -> None:
-        """Build the model, with the other ranks, and load the checkpoint to go on from."""
+        """Build the model, with the other ranks, and load what it goes on from or begins with."""
         if self.world_size > 1 and self.part.collective:
             await self.join_collective()
         self._trainer = await self.compute(self.make_trainer)
         if self._resume is not None:
             await self.compute(self._trainer.load_checkpoint, Path(self._resume))
+        elif self._first is not None:
+            await self.compute(self._takes_weights().take_weights, self._first)
+
+    def _takes_weights(self) -> TakesWeights:
+        trainer: object = self._trainer
+        if not isinstance(trainer, TakesWeights):
+            raise TypeError(
+                f"backend {self._backend_name!r} cannot begin with weights of another run: it has "
+                "no method take_weights(); leave model.path out"
+            )
+        return trainer
 
     async def teardown(self) -> None:
         """Let a checkpoint that is being written become complete."""

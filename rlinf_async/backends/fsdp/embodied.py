@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from rlinf_async.algorithms.advantages import advantage_functions
 from rlinf_async.algorithms.losses import loss_functions
-from rlinf_async.backends.base import RescaleReport
+from rlinf_async.backends.base import FirstWeights, RescaleReport
 from rlinf_async.backends.building import building
 from rlinf_async.backends.checkpoint import collectives
 from rlinf_async.backends.fsdp.config import CloningConfig, EmbodiedTrainerConfig, PPOConfig
@@ -274,6 +274,10 @@ class EmbodiedTrainer:
 
     def _extra(self) -> dict[str, object]:
         return {"version": self.version, "shuffle": self._generator.get_state()}
+
+    def take_weights(self, first: FirstWeights) -> None:
+        """Begin with weights of another run; optimizer and version stay as they are."""
+        self.manager.take_weights(first)
 
     def load_checkpoint(self, path: Path) -> None:
         """Continue where the checkpoint was written, under any world size.

@@ -30,12 +30,19 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from rlinf_async.backends.base import IdleRank, NotSetUp, OffloadedError, lr_factor, made_by
+from rlinf_async.backends.base import (
+    FirstWeights,
+    IdleRank,
+    NotSetUp,
+    OffloadedError,
+    lr_factor,
+    made_by,
+)
 from rlinf_async.backends.building import one_at_a_time
 from rlinf_async.backends.checkpoint import collectives
 from rlinf_async.backends.checkpoint.collectives import Counters
 from rlinf_async.backends.checkpoint.writing import CheckpointWriter, ModelFiles
-from rlinf_async.backends.fsdp import checkpoint
+from rlinf_async.backends.fsdp import beginning, checkpoint
 from rlinf_async.backends.fsdp import sharding as offload
 from rlinf_async.backends.fsdp.checkpoint import LossScaler, parameter_groups
 from rlinf_async.backends.fsdp.config import FSDPConfig, ShardingConfig
@@ -617,3 +624,11 @@ class FSDPModelManager:
         if restore_rng:
             torch.set_rng_state(own[self.rank % len(own)].rng.clone())
         return [one.extra for one in own]
+
+    def take_weights(self, first: FirstWeights) -> None:
+        """Begin with weights of another run, under any world size. Collective.
+
+        Raises `CheckpointError` when the folder is damaged, or a tensor does not fit.
+        """
+        self.check_active("take_weights()")
+        beginning.take(self.model, first)

@@ -34,7 +34,7 @@ from rlinf_async.algorithms.losses import (
     polyak_update,
     soft_target,
 )
-from rlinf_async.backends.base import GradientStep, TrainingDiverged
+from rlinf_async.backends.base import FirstWeights, GradientStep, TrainingDiverged
 from rlinf_async.backends.building import building
 from rlinf_async.backends.checkpoint import collectives
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
@@ -353,6 +353,10 @@ class SacTrainer:
 
     def _extra(self) -> dict[str, object]:
         return {"version": self.version, "noise": self._generator.get_state()}
+
+    def take_weights(self, first: FirstWeights) -> None:
+        """Begin with weights of another run; optimizer and version stay as they are."""
+        self.manager.take_weights(first)
 
     def load_checkpoint(self, path: Path) -> None:
         """Continue where the checkpoint was written, under any world size."""

@@ -215,7 +215,7 @@ def load_state(
 
     Collective for FSDP1. Call `check_state` first.
     """
-    weights, moments = _weights(model, saved), _part(saved, OPTIMIZER)
+    weights, moments = saved_weights(model, saved), _part(saved, OPTIMIZER)
     present = model_state(model)
     for name, tensor in present.items():
         _fill(tensor, weights[name])
@@ -226,9 +226,23 @@ def load_state(
         _load_moments(model, optimizer, moments, add_moments)
 
 
+def take_weights(model: nn.Module, found: Mapping[str, SavedTensor]) -> None:
+    """Make saved tensors those of the model, by its names; the others stay as they are.
+
+    Collective for FSDP1. Raises `CheckpointError` where one does not fit; then nothing has changed.
+    """
+    present = model_state(model)
+    for name, saved in found.items():
+        check_fits(present[name], saved, name)
+    for name, saved in found.items():
+        _fill(present[name], saved)
+    if isinstance(model, FullyShardedDataParallel):
+        set_model_state_dict(model, dict(present))
+
+
 def check_state(model: nn.Module, saved: Saved) -> None:
     """Raise `CheckpointError` unless names, shapes and dtypes fit the model; nothing is written."""
-    weights, moments = _weights(model, saved), _part(saved, OPTIMIZER)
+    weights, moments = saved_weights(model, saved), _part(saved, OPTIMIZER)
     present = model_state(model)
     faults = [f"missing {name!r}" for name in present if name not in weights]
     faults += [f"unexpected {name!r}" for name in weights if name not in present]
@@ -261,7 +275,7 @@ def _part(saved: Saved, prefix: str) -> dict[str, SavedTensor]:
     return {k.removeprefix(prefix): v for k, v in found.items() if k.startswith(prefix)}
 
 
-def _weights(model: nn.Module, saved: Saved) -> dict[str, SavedTensor]:
+def saved_weights(model: nn.Module, saved: Saved) -> dict[str, SavedTensor]:
     """The saved weights by the names of this model's state, where FSDP1 has tied ones twice."""
     whole = saved.tensors
     again = {name: whole[first] for name, first in saved.aliases.items() if name not in whole}

@@ -127,6 +127,11 @@ class Policy(nn.Module, ABC, Generic[ObservedT]):
         """Return the names of the parameters that only the value uses."""
         return {name for name, _ in self.named_parameters() if name.startswith("critic.")}
 
+    def action_parameter_names(self) -> set[str]:
+        """Return the names of the parameters that stand for numbers and choices of an action: with
+        another space of actions they mean something else, even where they have the same shape."""
+        return set()
+
     def require_finite(self, **outputs: Tensor) -> None:
         """Raise `PolicyOutputError`, naming version and tensor, unless all are finite."""
         # One sum for each tensor is the cheapest check: NaN and infinity carry over to it.

@@ -86,6 +86,15 @@ class ActorCriticPolicy(Policy[ObservedT]):
         log_std = torch.full((self.spec.numbers,), config.initial_log_std)
         self.log_std = nn.Parameter(log_std) if self.deviates else log_std
 
+    def action_parameter_names(self) -> set[str]:
+        """Return those of the action's last layer, and the deviations."""
+        last = f"actor.{len(self.actor) - 1}."
+        return {
+            name
+            for name, _ in self.named_parameters()
+            if name == "log_std" or name.startswith(last)
+        }
+
     @abstractmethod
     def features(self, normalized: ObservedT) -> Tensor:
         """Return what both networks see, ``[N, F]``, with gradients."""

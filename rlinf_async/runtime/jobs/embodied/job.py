@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -16,6 +17,13 @@ from rlinf_async.data.demonstrations import check_demonstrations
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import EmbodiedSummary
 from rlinf_async.runtime.jobs.config import Reads, every_file, model_files
+from rlinf_async.runtime.jobs.embodied.beginning import (
+    Beginning,
+    as_begun,
+    begins_with,
+    files_of,
+    pinned,
+)
 from rlinf_async.runtime.jobs.embodied.choosing import planned, tried_and_chosen
 from rlinf_async.runtime.jobs.embodied.playing import TrainedPolicy, check_scripted_policy
 from rlinf_async.runtime.jobs.embodied.run import EmbodiedRun, make_trainer
@@ -32,6 +40,9 @@ from rlinf_async.runtime.jobs.placement import PlacementPlan
 from rlinf_async.runtime.jobs.run import run_in_folder
 from rlinf_async.workers.base import Device
 from rlinf_async.workers.env import EnvSpec
+
+if TYPE_CHECKING:
+    from torch import nn
 
 FSDP = ("actor", "fsdp")
 
@@ -61,19 +72,21 @@ class EmbodiedPPO:
         check_sizes(config)
         _check_names(config)
         check_host(config, devices, config.actor.fsdp.device)
-        self._fitted(config, described(config))
+        self._begins_with(self._fitted(config, described(config)))
         if config.demonstrations.policy:
             check_scripted_policy(config)
 
     def run(self, config: EmbodiedConfig, out: Path | None, resume: bool) -> EmbodiedSummary:
         """Train, evaluate, and leave everything in the run folder."""
+        config = pinned(config, out, resume=resume)
         full = self._fitted(config, described_for_run(config))
+        beginning = self._begins_with(full)
         cluster = tried_and_chosen(config, full)
         full = msgspec.structs.replace(full, cluster=cluster)
-        as_run = msgspec.structs.replace(config, cluster=cluster)
+        as_run = msgspec.structs.replace(as_begun(config, beginning), cluster=cluster)
 
         def build(folder: RunFolder) -> EmbodiedRun:
-            return EmbodiedRun(full, folder)
+            return EmbodiedRun(full, folder, beginning)
 
         return run_in_folder(
             as_run, out, resume=resume, may_differ=MAY_DIFFER, build=build, reads=_reads
@@ -90,11 +103,21 @@ class EmbodiedPPO:
         _check_demonstrations(full, spec)
         return full
 
+    def _begins_with(self, full: EmbodiedConfig) -> Beginning | None:
+        def make_model() -> nn.Module:
+            from rlinf_async.backends.building import building
+            from rlinf_async.backends.policies.base import find_policy
+
+            with building(full.actor.seed):
+                return find_policy(full.acting_policy.name)(full.acting_policy)
+
+        return begins_with(full, self, make_model)
+
 
 def _reads(run: EmbodiedRun) -> Reads:
     actor = run.config.actor
     shown, model = actor.cloning.demonstrations, actor.fsdp.policy.vision_language.folder
-    files: dict[str, tuple[Path, list[Path]]] = {}
+    files: dict[str, tuple[Path, list[Path]]] = files_of(run.beginning)
     if shown:
         files["actor.cloning.demonstrations"] = Path(shown), every_file(Path(shown))
     if model:

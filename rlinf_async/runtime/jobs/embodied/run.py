@@ -40,7 +40,7 @@ from typing import Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from rlinf_async.backends.base import TrainerBackend
+from rlinf_async.backends.base import FirstWeights, TrainerBackend
 from rlinf_async.messages.embodied import Collect, TrainReport, success_rate
 from rlinf_async.observe.metrics import MetricsWriter
 from rlinf_async.observe.pictures import draw_learning_curve
@@ -62,6 +62,7 @@ from rlinf_async.runtime.jobs.checkpoints import (
     load_progress,
 )
 from rlinf_async.runtime.jobs.config import HostConfig
+from rlinf_async.runtime.jobs.embodied.beginning import Beginning
 from rlinf_async.runtime.jobs.embodied.collectors import (
     Collectors,
     EmbodiedChannels,
@@ -435,11 +436,18 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
         config: fitted to its environment.
         folder: the run's folder.
         progress: where nothing was trained yet.
+        beginning: weights that it begins with; None: new ones.
         file: file that a checkpoint of this job has to contain.
     """
 
     def __init__(
-        self, config: Settings, folder: RunFolder, progress: ProgressT, *, file: str = ""
+        self,
+        config: Settings,
+        folder: RunFolder,
+        progress: ProgressT,
+        beginning: Beginning | None = None,
+        *,
+        file: str = "",
     ) -> None:
         self.folder = folder
         clean(folder.checkpoints)
@@ -447,6 +455,7 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
             load_progress(folder.checkpoints, type(progress), file=file) or progress
         )
         self.config: Settings = reseeded(config, self.progress.version)
+        self.beginning = beginning
         self._env_reports: list[EnvReport] = []
         self._last: TrainReport | None = None
         self._warnings: set[str] = set()
@@ -511,6 +520,14 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
             make = partial(evaluated_episodes, episodes, step, min_version)
             self._samples.put(make, len(episodes))
         return episodes
+
+    def first_weights(self) -> FirstWeights | None:
+        """Weights of another run to begin with, which are named; None: new ones, or those of the
+        checkpoint to go on from."""
+        if self.beginning is None or self.progress.version:
+            return None
+        print(f"{self.config.name}: {self.beginning.said}", flush=True)
+        return self.beginning.first
 
     # ---- training
 
@@ -614,6 +631,8 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
             }
         if self._samples is not None:
             summary.dropped |= self._samples.close()
+        if self.beginning is not None:
+            summary.extra["began"] = self.beginning.said.removeprefix("begins ")
         return summary
 
 
@@ -646,10 +665,13 @@ class EmbodiedRun(EnvironmentRun[EmbodiedConfig, EmbodiedProgress, EmbodiedChann
     Args:
         config: fitted to its environment.
         folder: the run's folder.
+        beginning: weights that it begins with; None: new ones.
     """
 
-    def __init__(self, config: EmbodiedConfig, folder: RunFolder) -> None:
-        super().__init__(config, folder, EmbodiedProgress())
+    def __init__(
+        self, config: EmbodiedConfig, folder: RunFolder, beginning: Beginning | None = None
+    ) -> None:
+        super().__init__(config, folder, EmbodiedProgress(), beginning)
         self._cloned: dict[str, float] = {}
         """metrics of the cloning, where there was one"""
         self._before: list[EvaluatedEpisode] = []
@@ -706,6 +728,7 @@ class EmbodiedRun(EnvironmentRun[EmbodiedConfig, EmbodiedProgress, EmbodiedChann
             EmbodiedFSDPActor,
             msgspec.structs.replace(self.config.actor, fsdp=fsdp),
             resume=resume if self.progress.version else None,
+            first=self.first_weights(),
             count=counts.actors,
             name="Actor",
             collective=plan.collective("actor"),

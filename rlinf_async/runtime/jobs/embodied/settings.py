@@ -41,6 +41,7 @@ from rlinf_async.workers.rollout.policy import RolloutConfig
 
 ALWAYS_MAY_DIFFER = (
     "name",
+    "model.path",
     "training.total_steps",
     "training.keep_checkpoints",
     "training.return_window",
@@ -120,6 +121,27 @@ class EmbodiedEvaluationConfig(
             )
 
 
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The weights that a run begins with: those of another run, or of an exported policy."""
+
+    path: str = ""
+    """folder of a run, of a checkpoint of one, or of a policy that ``export`` wrote; empty: new
+    weights"""
+    checkpoint: str = ""
+    """checkpoint of that run: its name, or the number of its version; empty: the newest"""
+    partial: bool = False
+    """whether tensors that do not fit begin anew, and are named; else they are refused"""
+
+    def __post_init__(self) -> None:
+        for setting in ("checkpoint", "partial"):
+            if getattr(self, setting) and not self.path:
+                raise ConfigError(
+                    f"{getattr(self, setting)!r} was given, but no path of what the run is to "
+                    "begin with: set model.path, or leave it out",
+                    path=(setting,),
+                )
+
+
 class EmbodiedPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Devices of each role: a text such as ``"0-3"``, or a table with more."""
 
@@ -191,6 +213,7 @@ class EnvironmentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     """name of the run, in reports and in the default run folder"""
     seed: int = 0
     """seed of everything; those of the sections are added to it"""
+    model: ModelConfig = ModelConfig()
     env: EnvConfig
     training: LengthConfig
     rollout: RolloutConfig = RolloutConfig()
@@ -311,7 +334,7 @@ def described(config: EnvironmentSettings) -> EnvSpec:
             found = _in_thread(describe_env, env)
     if not found.action_size:
         raise ConfigError(f"{env.name} takes actions without any number or choice", path=("env",))
-    _described.clear()
+    del _described[:-1]
     _described.append((env, found))
     return found
 
@@ -340,7 +363,8 @@ def described_for_run(config: EnvironmentSettings) -> EnvSpec:
 
 
 _described: list[tuple[EnvConfig, EnvSpec]] = []
-"""the environment that was checked last, for the run that follows"""
+"""the environments that were asked last, for the run that follows: its own, and that of the run
+with whose weights it begins"""
 
 
 def tried(config: EnvironmentSettings, measure: float) -> Stepped | None:

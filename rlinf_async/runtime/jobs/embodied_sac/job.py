@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import psutil
@@ -15,6 +16,14 @@ import psutil
 from rlinf_async.config import ConfigError
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import EmbodiedSummary
+from rlinf_async.runtime.jobs.config import Reads
+from rlinf_async.runtime.jobs.embodied.beginning import (
+    Beginning,
+    as_begun,
+    begins_with,
+    files_of,
+    pinned,
+)
 from rlinf_async.runtime.jobs.embodied.choosing import planned, tried_and_chosen
 from rlinf_async.runtime.jobs.embodied.playing import TrainedPolicy
 from rlinf_async.runtime.jobs.embodied.settings import (
@@ -35,6 +44,11 @@ from rlinf_async.runtime.jobs.run import run_in_folder
 from rlinf_async.workers.base import Device
 from rlinf_async.workers.env import EnvSpec
 from rlinf_async.workers.replay.store import bytes_of, columns_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+COEFFICIENT: Final = "log_entropy_coefficient"
 
 
 class EmbodiedSAC:
@@ -59,19 +73,26 @@ class EmbodiedSAC:
         """
         check_sizes(config)
         check_host(config, devices, config.actor.fsdp.device)
-        self._fitted(config, described(config))
+        self._begins_with(self._fitted(config, described(config)))
 
     def run(self, config: SacConfig, out: Path | None, resume: bool) -> EmbodiedSummary:
         """Train, evaluate, and leave everything in the run folder."""
+        config = pinned(config, out, resume=resume)
         full = self._fitted(config, described_for_run(config))
+        beginning = self._begins_with(full)
         cluster = tried_and_chosen(config, full)
         full = msgspec.structs.replace(full, cluster=cluster)
-        as_run = msgspec.structs.replace(config, cluster=cluster)
+        as_run = msgspec.structs.replace(as_begun(config, beginning), cluster=cluster)
 
         def build(folder: RunFolder) -> SacRun:
-            return SacRun(full, folder)
+            return SacRun(full, folder, beginning)
 
-        return run_in_folder(as_run, out, resume=resume, may_differ=MAY_DIFFER, build=build)
+        def reads(run: SacRun) -> Reads:
+            return Reads(files_of(run.beginning))
+
+        return run_in_folder(
+            as_run, out, resume=resume, may_differ=MAY_DIFFER, build=build, reads=reads
+        )
 
     def trained(self, config: SacConfig) -> TrainedPolicy:
         """Return what lets a policy act that was trained with this configuration."""
@@ -82,6 +103,31 @@ class EmbodiedSAC:
         full = fitted(config, spec)
         _check_store(full)
         return full
+
+    def _begins_with(self, full: FittedSac) -> Beginning | None:
+        def make_model() -> nn.Module:
+            from rlinf_async.backends.building import building
+            from rlinf_async.backends.fsdp.sac import SacModel
+
+            with building(full.actor.seed):
+                return SacModel(full.policy, full.actor.sac)
+
+        beginning = begins_with(full, self, make_model, prefix="policy.")
+        if beginning is not None and COEFFICIENT in beginning.first.tensors:
+            _check_coefficient(full, beginning)
+        return beginning
+
+
+def _check_coefficient(full: FittedSac, beginning: Beginning) -> None:
+    """Refuse another initial entropy coefficient than that of the run whose own is taken."""
+    there, wanted = beginning.origin.config, full.actor.sac.initial_entropy_coefficient
+    began = there.actor.sac.initial_entropy_coefficient if isinstance(there, SacConfig) else wanted
+    if wanted != began:
+        raise ConfigError(
+            f"{wanted} would have no effect: the entropy coefficient is that of "
+            f"{full.model.path}, which began with {began}: leave it out",
+            path=("actor", "sac", "initial_entropy_coefficient"),
+        )
 
 
 def _check_store(full: FittedSac) -> None:

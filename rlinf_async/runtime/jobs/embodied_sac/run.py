@@ -35,6 +35,7 @@ from rlinf_async.observe.summary import EmbodiedSummary
 from rlinf_async.runtime.calls import WorkerGroup
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.checkpoints import Stopped, sibling
+from rlinf_async.runtime.jobs.embodied.beginning import Beginning
 from rlinf_async.runtime.jobs.embodied.collectors import make_collectors
 from rlinf_async.runtime.jobs.embodied.playing import TrainedPolicy
 from rlinf_async.runtime.jobs.embodied.run import (
@@ -95,10 +96,13 @@ class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
     Args:
         config: fitted to its environment.
         folder: the run's folder.
+        beginning: weights that it begins with; None: new ones.
     """
 
-    def __init__(self, config: FittedSac, folder: RunFolder) -> None:
-        super().__init__(config, folder, SacProgress(), file=f"{REPLAY}/{STATE}")
+    def __init__(
+        self, config: FittedSac, folder: RunFolder, beginning: Beginning | None = None
+    ) -> None:
+        super().__init__(config, folder, SacProgress(), beginning, file=f"{REPLAY}/{STATE}")
         self._store = self._store_folder()
 
     def _store_folder(self) -> Path | None:
@@ -154,6 +158,7 @@ class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
             msgspec.structs.replace(self.config.actor, fsdp=fsdp),
             self.config.policy,
             resume=None if resume is None else str(resume),
+            first=self.first_weights(),
             name="Actor",
             count=counts.actors,
             collective=plan.collective("actor"),

@@ -1,0 +1,328 @@
+"""The weights of another run, or of an exported policy, with which a run begins: ``[model] path``.
+
+::
+
+    folder --origin--> policy, actions, files --agree--> tensors that fit --actors--> version 0
+
+It is no resume: optimizer, iteration and version begin at 0, of the other run only weights and
+statistics are taken. What an actor takes is decided here, once, before anything starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+
+import msgspec
+
+from rlinf_async.backends.base import FirstWeights
+from rlinf_async.backends.policies.config import MLPS, PolicyConfig
+from rlinf_async.backends.policies.left import NOTE, read_note
+from rlinf_async.config import ConfigError, Document, UsageError
+from rlinf_async.observe.run_folder import MARKER
+from rlinf_async.runtime.jobs.checkpoints import checkpoint_of, folder_of
+from rlinf_async.runtime.jobs.config import differences
+from rlinf_async.runtime.jobs.embodied.playing import PlayingJob
+from rlinf_async.runtime.jobs.embodied.settings import EnvironmentSettings, ModelConfig
+
+if TYPE_CHECKING:
+    from torch import nn
+
+PATH: Final = ("model", "path")
+POLICY: Final = ("actor", "fsdp", "policy")
+SHOWN: Final = 4
+"""tensors that a text names; the rest is counted"""
+SHAPING: Final = ("hidden_sizes", "channels", "memory_size", "vision_language")
+"""settings of a policy that say which tensors it has, or what they mean"""
+PARTLY: Final = "set model.partial = true to begin anew with what does not fit"
+
+
+class Origin(NamedTuple):
+    """What a run begins with."""
+
+    folder: Path
+    """checkpoint, or exported policy"""
+    policy: PolicyConfig
+    """fitted to the environment that it was trained in"""
+    actions: str
+    """``env.actions`` there"""
+    config: EnvironmentSettings | None
+    """configuration of the run; None: of an exported policy"""
+    files: list[Path]
+
+    @property
+    def checkpoint(self) -> str:
+        """Name of the checkpoint; empty: it is an exported policy."""
+        return "" if self.config is None else self.folder.name
+
+
+class Beginning(NamedTuple):
+    """Weights with which a run begins."""
+
+    origin: Origin
+    first: FirstWeights
+    said: str
+    """what was taken and what begins anew, for the user"""
+
+
+SettingsT = TypeVar("SettingsT", bound=EnvironmentSettings)
+
+
+def begins_with(
+    full: EnvironmentSettings,
+    job: PlayingJob,
+    make_model: Callable[[], nn.Module],
+    *,
+    prefix: str = "",
+) -> Beginning | None:
+    """What a run begins with; None: with new weights.
+
+    Args:
+        full: the run's configuration, fitted to its environment.
+        job: its job: a run of another one is refused.
+        make_model: makes the model that is trained.
+        prefix: what the names of the policy's tensors have before them in the model.
+
+    Raises:
+        ConfigError: there is nothing to begin with, or it does not fit, with the setting or tensor.
+    """
+    if not full.model.path:
+        return None
+    for env, model, known in _known:
+        if env is full.env and model == full.model:
+            return known
+    from rlinf_async.backends.checkpoint.folders import CheckpointError
+    from rlinf_async.backends.fsdp.beginning import compare
+
+    origin = _origin(full.model, job)
+    _check_family(full, origin)
+    other_actions = _check_actions(full, origin)
+    model = make_model()
+    policy: Any = getattr(model, "policy", model)
+    anew = policy.action_parameter_names() if other_actions else set()
+    try:
+        found = compare(model, origin.folder, prefix=prefix, anew=anew)
+    except CheckpointError as error:
+        raise ConfigError(str(error), path=PATH) from error
+    _check_tensors(full, origin, found.tensors, found.misfits)
+    _check_used(full, origin, policy, found.tensors)
+    first = FirstWeights(folder=str(origin.folder.resolve()), tensors=found.tensors)
+    made = Beginning(origin, first, _said(origin, found.tensors, found.misfits))
+    _known[:] = [(full.env, full.model, made)]
+    return made
+
+
+_known: list[tuple[object, ModelConfig, Beginning]] = []
+"""what was checked last, for the run that follows"""
+
+
+def pinned(config: SettingsT, out: Path | None, *, resume: bool) -> SettingsT:
+    """The configuration of a resumed run, with the checkpoint that it has begun with: that is not
+    the newest any more where the other run has gone on."""
+    started = None if out is None else out / "config.toml"
+    if not (resume and config.model.path and started is not None and started.is_file()):
+        return config
+    before = Document.read(started).tables.get("model", {}).get("checkpoint", "")
+    named = config.model.checkpoint
+    if named and (folder_of(int(named)) if named.isdecimal() else named) != before:
+        return config
+    return msgspec.structs.replace(
+        config, model=msgspec.structs.replace(config.model, checkpoint=before)
+    )
+
+
+def as_begun(config: SettingsT, beginning: Beginning | None) -> SettingsT:
+    """The configuration as it is kept, with the name of the checkpoint that the run begins with."""
+    if beginning is None or Path(config.model.path).parent.name == "checkpoints":
+        return config
+    model = msgspec.structs.replace(config.model, checkpoint=beginning.origin.checkpoint)
+    return msgspec.structs.replace(config, model=model)
+
+
+def files_of(beginning: Beginning | None) -> dict[str, tuple[Path, list[Path]]]:
+    """The files that a run reads for it, by setting: see `check_inputs`."""
+    if beginning is None:
+        return {}
+    return {"model.path": (beginning.origin.folder, beginning.origin.files)}
+
+
+# ---- where it comes from
+
+
+def _origin(model: ModelConfig, job: PlayingJob) -> Origin:
+    from rlinf_async.backends.fsdp.beginning import weight_files
+
+    path = Path(model.path).expanduser()
+    single = path.parent.name == "checkpoints"
+    run = path.parent.parent if single else path
+    if not (run / MARKER).is_file():
+        return _exported(model, path, weight_files)
+    with _located(PATH):
+        document = Document.read(str(run / "config.toml"))
+    kind = document.tables.get("job")
+    if kind != job.name:
+        raise ConfigError(
+            f"{path} is a run of {kind!r}; its weights are of another family than those of "
+            f"{job.name!r}: begin with a run of that",
+            path=PATH,
+        )
+    if single and model.checkpoint:
+        raise ConfigError(
+            f"{model.checkpoint!r} was given, but model.path is a checkpoint already: leave it out",
+            path=("model", "checkpoint"),
+        )
+    with _located(("model", "checkpoint") if model.checkpoint else PATH):
+        name = path.name if single else model.checkpoint or None
+        folder = checkpoint_of(run, name, to="begin with")
+    try:
+        config: EnvironmentSettings = document.to(job.config_type)
+        full = job.trained(config).config
+    except ConfigError as error:
+        raise ConfigError(
+            f"what {run} has trained cannot be told: {document.located(error)}. Where its "
+            f"environment can be had, rlinf-async export {run} OUT writes a folder that says so",
+            path=PATH,
+        ) from error
+    return Origin(folder, full.acting_policy, full.env.actions, full, weight_files(folder))
+
+
+def _exported(model: ModelConfig, path: Path, weight_files: Callable[[Path], list[Path]]) -> Origin:
+    if not (path / NOTE).is_file():
+        what = "there is no such folder"
+        if path.is_dir():
+            what = "neither a run, nor a checkpoint of one, nor a policy that was exported"
+        elif path.exists():
+            what = "a file, not a folder"
+        raise ConfigError(f"{model.path!r}: {what}", path=PATH)
+    with _located(PATH):
+        note = read_note(path)
+    if note.form != "folder":
+        raise ConfigError(
+            f"{model.path!r} holds a graph ({note.form}), which cannot be trained: name its run, "
+            "or export that with --to folder",
+            path=PATH,
+        )
+    if model.checkpoint:
+        raise ConfigError(
+            f"{model.checkpoint!r} was given, but {model.path} holds one policy: leave it out",
+            path=("model", "checkpoint"),
+        )
+    return Origin(path, note.policy, note.actions, None, weight_files(path))
+
+
+@contextmanager
+def _located(path: tuple[str, ...]) -> Iterator[None]:
+    """Raise the errors of a folder as those of a setting."""
+    try:
+        yield
+    except UsageError as error:
+        text = str(error)
+        _, named, rest = text.partition(": ")
+        given = text.startswith("--checkpoint ") and named
+        raise ConfigError(rest if given else text, path=path) from error
+
+
+# ---- whether it fits
+
+
+def _family(name: str) -> str:
+    return "mlp" if name in MLPS else name
+
+
+def _check_family(full: EnvironmentSettings, origin: Origin) -> None:
+    """Refuse a policy of another family, and settings by which its tensors mean something else."""
+    ours, theirs = full.acting_policy, origin.policy
+    if _family(ours.name) != _family(theirs.name):
+        raise ConfigError(
+            f"{full.model.path!r} holds a policy {theirs.name!r}, and this run trains "
+            f"{ours.name!r}, which is of another family: begin with a run of that, or set "
+            "actor.fsdp.policy.name",
+            path=PATH,
+        )
+    if full.model.partial:
+        return
+    for path, there, here in differences(theirs, ours):
+        if path.partition(".")[0] in SHAPING and path != "vision_language.folder":
+            shown = list(there) if isinstance(there, tuple) else there
+            raise ConfigError(
+                f"{list(here) if isinstance(here, tuple) else here!r}, but the policy in "
+                f"{full.model.path} has {shown!r}: take that",
+                path=(*POLICY, *path.split(".")),
+            )
+
+
+def _check_actions(full: EnvironmentSettings, origin: Origin) -> bool:
+    """Whether the policy's actions are others here; refused unless that is asked for."""
+    ours, theirs = full.acting_policy, origin.policy
+    if ours.acts != theirs.acts:
+        if not full.model.partial:
+            raise ConfigError(
+                f"the policy in {full.model.path} answers with {theirs.acts}, and "
+                f"{full.env.name} takes {ours.acts}: {PARTLY}",
+                path=PATH,
+            )
+        return True
+    if ours.acts.numbers and full.env.actions != origin.actions:
+        if not full.model.partial:
+            raise ConfigError(
+                f"{full.env.actions!r}, but the policy in {full.model.path} was trained with "
+                f"{origin.actions!r}, and its numbers mean that: take it, or {PARTLY}",
+                path=("env", "actions"),
+            )
+        return True
+    return False
+
+
+def _check_tensors(
+    full: EnvironmentSettings, origin: Origin, taken: dict[str, str], misfits: list[str]
+) -> None:
+    if not taken:
+        raise ConfigError(
+            f"nothing in {origin.folder} fits the policy of this run: {_some(misfits)}", path=PATH
+        )
+    if misfits and not full.model.partial:
+        raise ConfigError(f"{origin.folder} does not fit: {_some(misfits)}: {PARTLY}", path=PATH)
+
+
+def _check_used(
+    full: EnvironmentSettings, origin: Origin, policy: Any, taken: dict[str, str]
+) -> None:
+    """Refuse settings that would have no effect, or change what the weights were trained with."""
+    ours, theirs = full.acting_policy, origin.policy
+    deviations = any(name.rpartition(".")[2] == "log_std" for name in taken)
+    if deviations and ours.initial_log_std != theirs.initial_log_std:
+        raise ConfigError(
+            f"{ours.initial_log_std} would have no effect: the deviations are those of "
+            f"{full.model.path}, which began with {theirs.initial_log_std}: leave it out",
+            path=(*POLICY, "initial_log_std"),
+        )
+    statistics = next((one for one in taken if one.endswith("observation_normalizer.count")), None)
+    if not (policy.normalizes and ours.observation_size and statistics):
+        return
+    normalized = _has_statistics(origin.folder, taken[statistics])
+    wanted: bool = getattr(getattr(full, "actor", None), "normalize_observation", normalized)
+    if wanted != normalized:
+        how = "normalised observations" if normalized else "observations as they are"
+        raise ConfigError(
+            f"{str(wanted).lower()}, but the policy in {full.model.path} was trained on {how}: set "
+            f"it to {str(normalized).lower()}",
+            path=("actor", "normalize_observation"),
+        )
+
+
+def _has_statistics(folder: Path, count: str) -> bool:
+    from rlinf_async.backends.fsdp.beginning import number_in
+
+    return number_in(folder, count) > 0
+
+
+def _some(texts: list[str]) -> str:
+    more = len(texts) - SHOWN
+    return "; ".join(texts[:SHOWN]) + (f"; and {more} more" if more > 0 else "")
+
+
+def _said(origin: Origin, taken: dict[str, str], misfits: list[str]) -> str:
+    text = f"begins with {len(taken)} tensors of {origin.folder}"
+    return f"{text}; anew: {_some(misfits)}" if misfits else text
