@@ -96,7 +96,7 @@ def begins_with(
     from rlinf_async.backends.checkpoint.folders import CheckpointError
     from rlinf_async.backends.fsdp.beginning import compare
 
-    origin = _origin(full.model, job)
+    origin = _origin(full, job)
     _check_family(full, origin)
     other_actions = _check_actions(full, origin)
     model = make_model()
@@ -151,9 +151,10 @@ def files_of(beginning: Beginning | None) -> dict[str, tuple[Path, list[Path]]]:
 # ---- where it comes from
 
 
-def _origin(model: ModelConfig, job: PlayingJob) -> Origin:
+def _origin(ours: EnvironmentSettings, job: PlayingJob) -> Origin:
     from rlinf_async.backends.fsdp.beginning import weight_files
 
+    model = ours.model
     path = Path(model.path).expanduser()
     single = path.parent.name == "checkpoints"
     run = path.parent.parent if single else path
@@ -162,10 +163,10 @@ def _origin(model: ModelConfig, job: PlayingJob) -> Origin:
     with _located(PATH):
         document = Document.read(str(run / "config.toml"))
     kind = document.tables.get("job")
-    if kind != job.name:
+    if kind != ours.job:
         raise ConfigError(
             f"{path} is a run of {kind!r}; its weights are of another family than those of "
-            f"{job.name!r}: begin with a run of that",
+            f"{ours.job!r}: begin with a run of that",
             path=PATH,
         )
     if single and model.checkpoint:
@@ -177,7 +178,7 @@ def _origin(model: ModelConfig, job: PlayingJob) -> Origin:
         name = path.name if single else model.checkpoint or None
         folder = checkpoint_of(run, name, to="begin with")
     try:
-        config: EnvironmentSettings = document.to(job.config_type)
+        config: Any = document.to(job.config_type)
         full = job.trained(config).config
     except ConfigError as error:
         raise ConfigError(
