@@ -71,7 +71,7 @@ def steps(checkpoint: Path) -> set[float]:
 
 def newest(run: Path) -> Path:
     note = json.loads((run / "checkpoints/latest.json").read_bytes())
-    return run / "checkpoints" / note["checkpoint"]
+    return run / "checkpoints" / str(note["checkpoint"])
 
 
 def test_ppo_begins_with_weights_and_statistics_of_a_run_and_counts_from_0(

@@ -76,6 +76,7 @@ def begins_with(
     make_model: Callable[[], nn.Module],
     *,
     prefix: str = "",
+    starts: bool = False,
 ) -> Beginning | None:
     """What a run begins with; None: with new weights.
 
@@ -84,37 +85,39 @@ def begins_with(
         job: its job: a run of another one is refused.
         make_model: makes the model that is trained.
         prefix: what the names of the policy's tensors have before them in the model.
+        starts: the run starts now: nothing is read again that was just checked.
 
     Raises:
         ConfigError: there is nothing to begin with, or it does not fit, with the setting or tensor.
     """
     if not full.model.path:
         return None
-    for env, model, known in _known:
-        if env is full.env and model == full.model:
-            return known
+    checked = [one for env, model, one in _checked if (env, model) == (full.env, full.model)]
+    _checked.clear()
+    if starts and checked:
+        return checked[0]
     from rlinf_async.backends.checkpoint.folders import CheckpointError
     from rlinf_async.backends.fsdp.beginning import compare
 
     origin = _origin(full, job)
     _check_family(full, origin)
     other_actions = _check_actions(full, origin)
-    model = make_model()
-    policy: Any = getattr(model, "policy", model)
+    module = make_model()
+    policy: Any = getattr(module, "policy", module)
     anew = policy.action_parameter_names() if other_actions else set()
     try:
-        found = compare(model, origin.folder, prefix=prefix, anew=anew)
+        found = compare(module, origin.folder, prefix=prefix, anew=anew)
     except CheckpointError as error:
         raise ConfigError(str(error), path=PATH) from error
     _check_tensors(full, origin, found.tensors, found.misfits)
     _check_used(full, origin, policy, found.tensors)
     first = FirstWeights(folder=str(origin.folder.resolve()), tensors=found.tensors)
     made = Beginning(origin, first, _said(origin, found.tensors, found.misfits))
-    _known[:] = [(full.env, full.model, made)]
+    _checked.append((full.env, full.model, made))
     return made
 
 
-_known: list[tuple[object, ModelConfig, Beginning]] = []
+_checked: list[tuple[object, ModelConfig, Beginning]] = []
 """what was checked last, for the run that follows"""
 
 

@@ -80,7 +80,7 @@ class EmbodiedPPO:
         """Train, evaluate, and leave everything in the run folder."""
         config = pinned(config, out, resume=resume)
         full = self._fitted(config, described_for_run(config))
-        beginning = self._begins_with(full)
+        beginning = self._begins_with(full, starts=True)
         cluster = tried_and_chosen(config, full)
         full = msgspec.structs.replace(full, cluster=cluster)
         as_run = msgspec.structs.replace(as_begun(config, beginning), cluster=cluster)
@@ -103,7 +103,7 @@ class EmbodiedPPO:
         _check_demonstrations(full, spec)
         return full
 
-    def _begins_with(self, full: EmbodiedConfig) -> Beginning | None:
+    def _begins_with(self, full: EmbodiedConfig, *, starts: bool = False) -> Beginning | None:
         def make_model() -> nn.Module:
             from rlinf_async.backends.building import building
             from rlinf_async.backends.policies.base import find_policy
@@ -111,7 +111,7 @@ class EmbodiedPPO:
             with building(full.actor.seed):
                 return find_policy(full.acting_policy.name)(full.acting_policy)
 
-        return begins_with(full, self, make_model)
+        return begins_with(full, self, make_model, starts=starts)
 
 
 def _reads(run: EmbodiedRun) -> Reads:

@@ -79,7 +79,7 @@ class EmbodiedSAC:
         """Train, evaluate, and leave everything in the run folder."""
         config = pinned(config, out, resume=resume)
         full = self._fitted(config, described_for_run(config))
-        beginning = self._begins_with(full)
+        beginning = self._begins_with(full, starts=True)
         cluster = tried_and_chosen(config, full)
         full = msgspec.structs.replace(full, cluster=cluster)
         as_run = msgspec.structs.replace(as_begun(config, beginning), cluster=cluster)
@@ -104,7 +104,7 @@ class EmbodiedSAC:
         _check_store(full)
         return full
 
-    def _begins_with(self, full: FittedSac) -> Beginning | None:
+    def _begins_with(self, full: FittedSac, *, starts: bool = False) -> Beginning | None:
         def make_model() -> nn.Module:
             from rlinf_async.backends.building import building
             from rlinf_async.backends.fsdp.sac import SacModel
@@ -112,7 +112,7 @@ class EmbodiedSAC:
             with building(full.actor.seed):
                 return SacModel(full.policy, full.actor.sac)
 
-        beginning = begins_with(full, self, make_model, prefix="policy.")
+        beginning = begins_with(full, self, make_model, prefix="policy.", starts=starts)
         if beginning is not None and COEFFICIENT in beginning.first.tensors:
             _check_coefficient(full, beginning)
         return beginning
