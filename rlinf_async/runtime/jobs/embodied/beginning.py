@@ -19,7 +19,6 @@ import msgspec
 
 from rlinf_async.backends.base import FirstWeights
 from rlinf_async.backends.policies.config import MLPS, PolicyConfig
-from rlinf_async.backends.policies.left import NOTE, read_note
 from rlinf_async.config import ConfigError, Document, UsageError
 from rlinf_async.observe.run_folder import MARKER
 from rlinf_async.runtime.jobs.checkpoints import checkpoint_of, folder_of
@@ -193,6 +192,8 @@ def _origin(ours: EnvironmentSettings, job: PlayingJob) -> Origin:
 
 
 def _exported(model: ModelConfig, path: Path, weight_files: Callable[[Path], list[Path]]) -> Origin:
+    from rlinf_async.backends.policies.left import NOTE, read_note
+
     if not (path / NOTE).is_file():
         what = "there is no such folder"
         if path.is_dir():
