@@ -270,9 +270,11 @@ class ForeignCalls:
         if used <= limit:
             return None
         others = f" and {count - 1} others" if count > 1 else ""
-        where = next((one.where for one in self.under_way()), self._label(0) + others)
+        call = next(self.under_way(), None)
+        where = self._label(0) + others if call is None else call.where
         said = f"its process has {used:.0f} MB in memory, more than env.max_memory_mb = {limit:g}"
-        return Verdict(f"{where}: {said}", 0.0, FailedEpisode())
+        failed = FailedEpisode() if call is None or call.of_episode else None
+        return Verdict(f"{where}: {said}", 0.0, failed)
 
     def _label(self, place: int) -> str:
         at = _FIRST + place * _SIZE

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from rlinf_async.messages.embodied import TrainReport
 from rlinf_async.observe import status
 from rlinf_async.observe.status import Status
+from rlinf_async.runtime.jobs.embodied.run import EmbodiedProgress
 from tests.jobs.embodied.kit import Job
 
 MAKE = "tests.workers.env.failing:Failing"
@@ -194,3 +197,27 @@ def left(log: Path) -> list[str]:
     """Processes that have called an environment and are still there."""
     processes = {line.split()[1] for line in log.read_text().splitlines()}
     return [one for one in processes if Path("/proc", one).exists()]
+
+
+def test_failed_episodes_are_counted_on_from_a_checkpoint_and_are_none_of_the_successes() -> None:
+    report = TrainReport(
+        iteration=0,
+        version=1,
+        metrics={},
+        env_steps=8,
+        lag_mean=0.0,
+        lag_max=0,
+        duplicates=0,
+        episode_return=[1.0, 2.0, 3.0],
+        episode_length=[2, 3, 3],
+        episode_success=[True, None, True],
+    )
+    progress = EmbodiedProgress()
+    progress.take(report, 1.0, window=100, failed=2)
+    again = msgspec.json.decode(msgspec.json.encode(progress), type=EmbodiedProgress)
+    assert (again.episodes, again.failed_episodes) == (3, 2)
+    assert again.success_rate == 2 / 5
+    assert again.returns == [1.0, 2.0, 3.0]
+    silent = EmbodiedProgress()
+    silent.take(msgspec.structs.replace(report, episode_success=[None] * 3), 1.0, 100, failed=2)
+    assert (silent.failed_episodes, silent.success_rate) == (2, None)

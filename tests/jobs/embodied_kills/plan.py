@@ -119,6 +119,12 @@ class Kill(msgspec.Struct, frozen=True):
         """Whether the run has to be resumed after it."""
         return self.name == DRIVER or self.name.startswith("Actor")
 
+    @property
+    def may_fail(self) -> bool:
+        """Whether an episode may fail of it: that of an environment, or of a worker that was just
+        in a step."""
+        return self.name == ENVIRONMENT or self.name.startswith("Env")
+
     def __str__(self) -> str:
         return f"{self.name}{'' if self.how == 'kill' else ' hangs'}@{self.iteration}"
 
