@@ -58,6 +58,8 @@ class WorkerView(msgspec.Struct, kw_only=True, frozen=True):
     restarts: int = 0
     replaced: int = 0
     """number of times that it was swapped for another"""
+    failure: str = ""
+    """the last end of its process that failed an episode: environment, seed and step"""
     host: str | None = None
     """host of the worker's process, where it has one of its own"""
     devices: Sequence[str] = ()
@@ -218,6 +220,8 @@ def picture_of(state: ProgressState, width: int, *, whole: bool = False) -> Rend
         parts.append(_edges(state.edges, rows))
     if state.workers:
         parts.append(_workers(state.workers, rows, wide=wide))
+        failures = ((view.name, view.failure) for view in state.workers if view.failure and whole)
+        parts += [Text(f"{name} failed: {failure}", style="yellow") for name, failure in failures]
     if state.waits and whole:
         parts.append(_waits(state.waits))
     body = Group(*parts)

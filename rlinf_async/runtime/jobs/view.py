@@ -274,6 +274,7 @@ class LiveView:
             waiting_seconds=wait.seconds if wait else 0.0,
             restarts=supervisor.restarts + self._folder.restarts_before.get(supervisor.name, 0),
             replaced=supervisor.replaced,
+            failure=supervisor.last_failure,
             host=self._cluster.host(supervisor.name),
             devices=[str(device) for device in supervisor.devices],
             live=supervisor.live is not None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from rlinf_async.messages.embodied import TrainReport
 from rlinf_async.observe import status
+from rlinf_async.observe.progress import RunConsole, picture_of
 from rlinf_async.observe.status import Status
 from rlinf_async.runtime.jobs.embodied.run import EmbodiedProgress
 from tests.jobs.embodied.kit import Job
@@ -131,7 +133,14 @@ def test_a_worker_whose_environment_crashes_or_hangs_is_started_again(
     # Counted once: in the metrics, in the last status, in the summary, in the rate of successes.
     assert [row["failed_episodes"] for row in job.iterations] == ["1"]
     assert summary.failed_episodes == 1
-    assert dict(states[-1].shown.figures)["failed episodes"] == "1"
+    shown = states[-1].shown
+    assert dict(shown.figures)["failed episodes"] == "1 of 100 (env.max_failures)"
+    [failure] = [one.failure for one in shown.workers if one.name == "Env[0]"]
+    assert "Failing[" in failure
+    assert ", in step() at step 3 of its life and 3 of its episode" in failure
+    said = io.StringIO()
+    RunConsole(file=said, width=300).print(picture_of(shown, 300, whole=True))
+    assert f"Env[0] failed: {failure}" in said.getvalue()
     [row] = job.iterations
     episodes = int(row["episodes"])
     assert float(row["success_rate"]) == pytest.approx(episodes / (episodes + 1))

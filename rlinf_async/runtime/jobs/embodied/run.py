@@ -208,6 +208,7 @@ def headline(
 ) -> Headline:
     """The top line of the live view; ``failed`` episodes ended with their environment's process."""
     rate = progress.env_steps / max(progress.train_seconds, 1e-9) if progress.version else None
+    most = config.env.max_failures
     figures = (
         ("steps", f"{progress.env_steps:,}"),
         ("steps/s", figure(rate, ",.0f")),
@@ -215,7 +216,7 @@ def headline(
         ("return", figure(_mean(progress.returns), ".2f")),
         ("success", figure(progress.success_rate, ".0%")),
         ("staleness", figure(last.lag_mean if last else None, ".1f")),
-        *([("failed episodes", f"{failed:,}")] if failed else []),
+        *([("failed episodes", f"{failed:,} of {most:,} (env.max_failures)")] if failed else []),
     )
     run = f"{config.name} (seed {config.seed})"
     return Headline(run, progress.version, config.iterations, figures)
