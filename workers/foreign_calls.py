@@ -455,6 +455,13 @@ def end_this_process(verdict: Verdict) -> NoReturn:
 
 def last_words(path: Path) -> LastWords:
     """Return the calls that the process which noted them in this file was in; removes the file."""
+    found = peek(path)
+    path.unlink(missing_ok=True)
+    return found
+
+
+def peek(path: Path) -> LastWords:
+    """Return the calls that the process which notes them in this file is in."""
     try:
         file = os.open(path, os.O_RDWR)
     except OSError:
@@ -463,4 +470,3 @@ def last_words(path: Path) -> LastWords:
         return ForeignCalls(file).last_words()
     finally:
         os.close(file)
-        path.unlink(missing_ok=True)

@@ -77,7 +77,7 @@ from rlinf_async.workers.base import (
     WorkerError,
     WorkerUnresponsive,
 )
-from rlinf_async.workers.foreign_calls import FailedEpisode, last_words
+from rlinf_async.workers.foreign_calls import FailedEpisode, last_words, peek
 from rlinf_async.workers.host import OnEnd
 from rlinf_async.workers.methods import Method
 
@@ -477,7 +477,10 @@ class RemoteWorker(WorkerHandle):
                     outcome = await self.ask("worker.stop", CallOutcome)
                     await result_of(self.process.ended)
         except TimeoutError:
-            log.warning("%s did not stop within %.1f s and is killed", self.name, grace)
+            during = peek(self._calls).during
+            log.warning("%s did not stop within %.1f s and is killed%s", self.name, grace, during)
+        except WorkerUnresponsive as death:  # in the close of an environment
+            log.warning("%s; it was about to stop", death.summary)
         except WorkerDied:
             pass
         await self.kill()

@@ -22,6 +22,7 @@ Observations and actions are the bytes of one row of their arrays.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import selectors
 import signal
@@ -47,6 +48,8 @@ from rlinf_async.workers.env.config import EnvConfig, EnvFailed
 from rlinf_async.workers.env.many import Ready
 from rlinf_async.workers.env.stage import Episode
 from rlinf_async.workers.foreign_calls import FailedEpisode, ForeignCalls, Verdict
+
+log = logging.getLogger(__name__)
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
@@ -100,6 +103,8 @@ FromEnv = Made | Shown | Broken
 MODULE: Final = "rlinf_async.workers.env.pool_process"
 LIMIT: Final = 10.0
 """seconds for the pool process to end, or to say how an env process has ended"""
+PATIENCE: Final = 3.0
+"""seconds of closing after which those that do not close are named"""
 LAST_SECONDS: Final = 2.0
 """seconds in which an env process that hangs may say where"""
 
@@ -206,6 +211,14 @@ class EnvPool:
             file.close()
         for one in (*self._sockets, self._control):
             one.close()  # they end with it
+        try:
+            self._process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            for one in (one for calls in self._calls for one in calls.under_way()):
+                log.warning("%s, does not return though its pool is closed", one.where)
+            self._wait_or_kill()
+
+    def _wait_or_kill(self) -> None:
         try:
             self._process.wait(LIMIT)
         except subprocess.TimeoutExpired:

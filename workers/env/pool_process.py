@@ -84,6 +84,8 @@ def _wait_for(running: dict[int, int], control: socket.socket) -> None:
         if not came:
             for child in running:
                 os.kill(child, signal.SIGKILL)
+            for child in running:
+                os.waitpid(child, 0)
             return
         for descriptor, _ in came:
             if descriptor == control.fileno():

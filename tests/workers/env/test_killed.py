@@ -98,3 +98,27 @@ async def test_an_episode_of_an_evaluation_that_ends_its_process_fails_once_and_
     assert (supervisor.restarts, supervisor.failed_episodes) == (1, 1)
     assert "Failing" in supervisor.last_failure
     assert f"seed {episode_seed(7, 2)}, in step()" in supervisor.last_failure
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [
+        (1.0, "has not returned for env.reset_seconds = 1; it was about to stop"),
+        (None, "EnvWorker[0] did not stop within 1.0 s and is killed; under way was env "),
+    ],
+)
+async def test_an_environment_that_does_not_close_is_named_and_ends_nothing_else(
+    caplog: pytest.LogCaptureFixture, limit: float | None, said: str
+) -> None:
+    config = EnvConfig(
+        entry_point="tests.workers.env.failing:Failing",
+        kwargs={"where": "close", "fault": "deaf"},
+        envs=1,
+        stages=1,
+        reset_seconds=limit,
+    )
+    async with ra.Cluster.process(grace=1.0 if limit is None else 60.0) as cluster:
+        await cluster.launch(EnvWorker, config)
+    assert said in caplog.text
+    assert "Failing[0], seed " in caplog.text
+    assert "in close() at step 0 of its life" in caplog.text

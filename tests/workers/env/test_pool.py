@@ -102,6 +102,21 @@ def test_closing_ends_all_processes() -> None:
     assert not [one for one in found if Path(f"/proc/{one}").exists()]
 
 
+def test_one_that_does_not_close_is_named_and_killed(caplog: pytest.LogCaptureFixture) -> None:
+    place = {"where": "close", "fault": "deaf"}
+    stage, pool = made(pooled("tests.workers.env.failing:Failing", envs=1, kwargs=place))
+    stage.reset()
+    found = processes_of(pool)
+    stage.close()
+    [said] = [one.message for one in caplog.records]
+    assert said.startswith("env tests.workers.env.failing:Failing[0], seed ")
+    assert said.endswith(
+        "in close() at step 0 of its life and 0 of its episode, does not return "
+        "though its pool is closed"
+    )
+    assert not [one for one in found if Path(f"/proc/{one}").exists()]
+
+
 def test_what_an_environment_raises_names_it_and_its_seed(stages: list[EnvStage]) -> None:
     stage, _ = made(pooled(kwargs={"fails_at": 1}))
     stages.append(stage)
