@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Final, Literal
@@ -10,6 +11,8 @@ import msgspec
 
 Kind = Literal["ppo", "sac"]
 How = Literal["kill", "hang"]
+KILL: Final[tuple[How]] = ("kill",)
+HANG: Final[tuple[How]] = ("hang",)
 DRIVER: Final = "driver"
 ENVIRONMENT: Final = "environment"
 """one of the environments, whose step does not return"""
@@ -190,9 +193,9 @@ def plan(seed: int, kills: int = KILLS, hangs: int = 0, *, short: bool = False) 
     others = [f"Rollout[{rank}]" for rank in range(rollouts)] or ["Env[1]"]
     victims = ["Env[0]", "Replay[0]" if kind == "sac" else random.choice(others)]
     victims += [f"Actor[{random.randrange(actors)}]", DRIVER]
-    faults: list[tuple[str, How]] = [(victims[-1 - one % 4], "kill") for one in range(kills)]
+    killed = [victims[-1 - one % 4] for one in range(kills)]
     victims[0] = ENVIRONMENT
-    faults += [(victims[one % 4], "hang") for one in range(hangs)]
+    faults = [*product(killed, KILL), *product([victims[one % 4] for one in range(hangs)], HANG)]
     random.shuffle(faults)
     # What is left after the last one takes longer than a restart.
     moments = sorted(random.choices(range(made.iterations * 2 // 3), k=len(faults)))
