@@ -214,8 +214,8 @@ class EnvPool:
         try:
             self._process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
-            for one in (one for calls in self._calls for one in calls.under_way()):
-                log.warning("%s, does not return though its pool is closed", one.where)
+            for call in (call for calls in self._calls for call in calls.under_way()):
+                log.warning("%s, does not return though its pool is closed", call.where)
             self._wait_or_kill()
 
     def _wait_or_kill(self) -> None:
