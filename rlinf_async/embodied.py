@@ -17,6 +17,7 @@ from rlinf_async.backends.fsdp.config import (
     PPOConfig,
 )
 from rlinf_async.backends.policies.config import PolicyConfig
+from rlinf_async.backends.policies.flow_action.config import FlowConfig
 from rlinf_async.backends.policies.vision_language.config import VisionLanguageConfig
 from rlinf_async.backends.sac_config import (
     SacLossConfig,
@@ -63,6 +64,7 @@ __all__ = [
     "EnvConfig",
     "FSDPConfig",
     "Factor",
+    "FlowConfig",
     "LoraConfig",
     "LossConfig",
     "MlflowConfig",

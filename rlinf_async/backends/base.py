@@ -41,6 +41,8 @@ class PolicyAnswer(NamedTuple):
     """``[N]``"""
     memory: Floats | None = None
     """``[N, H]``, of a recurrent policy: after these observations"""
+    chain: Floats | None = None
+    """``[N, C]``, of a flow policy: how its actions came about"""
 
 
 class PolicyOutputError(RuntimeError):

@@ -98,6 +98,8 @@ class Actions(msgspec.Struct, kw_only=True):
     """version of the weights that answered"""
     memory: Floats | None = None
     """``[E, H]``: what a recurrent policy remembers after these observations; others: None"""
+    chain: Floats | None = None
+    """``[E, C]``: how the actions of a flow policy came about; others: None"""
 
 
 class Trajectory(msgspec.Struct, kw_only=True):
@@ -138,6 +140,9 @@ class Trajectory(msgspec.Struct, kw_only=True):
     """Number of restarts of the env worker; another life has other episodes."""
     memory: Floats | None = None
     """``[E, H]``: what a recurrent policy remembered before the first step; None: nothing, all 0"""
+    chain: Floats | None = None
+    """``[T, E, C]``: how the actions of a flow policy came about, which training evaluates in place
+    of them; others: None"""
     last_observation: ObservationArray | None = None
     """``[E, D]``, with ``Collect.transitions``: the observations after the last step"""
     final_observation: ObservationArray | None = None

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from rlinf_async.backends.policies.base import to_tensors
 from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.backends.policies.leaving import write_policy
 from rlinf_async.backends.policies.left import ACTION, FILES, Form, Note, PolicyFolderError
@@ -74,6 +75,7 @@ KINDS = (
     Kind("gru", VECTOR, DiscreteSpace(3)),
     Kind("mlp_squashed_gaussian", VECTOR, REACH, "rescale"),
     Kind("cnn_squashed_gaussian", IMAGE, REACH, "rescale"),
+    Kind("flow_action", ARM, BoxSpace((3, 2), "float32", -2.0, 1.0), "rescale", 3),
 )
 
 
@@ -200,6 +202,8 @@ def test_samples_have_the_distribution_of_the_trained_policy(
 ) -> None:
     """Means of many samples of one observation, against those of the trained policy."""
     known = trained(kind)
+    if kind.name == "flow_action" and form != "folder":
+        pytest.skip("its graph has no noise in the steps: the test below")
     policy = known.load(tmp_path, form, seed=3)
     rows = np.repeat(rows_of(known.server, known.config, 1), 20_000, 0)
     sampled, _ = policy._engine.answer(rows, None, deterministic=False)
@@ -207,6 +211,39 @@ def test_samples_have_the_distribution_of_the_trained_policy(
     spread = np.std(wanted, 0) + 1e-3
     assert np.abs(sampled.mean(0) - wanted.mean(0)).max() < 0.08 * spread.max()
     assert np.std(sampled, 0) + 1e-3 == pytest.approx(spread, rel=0.08, abs=0.01)
+
+
+def test_samples_of_a_flow_in_a_graph_are_integrated_without_noise_from_noise(
+    tmp_path: Path,
+) -> None:
+    [kind] = [one for one in KINDS if one.name == "flow_action"]
+    known = trained(kind)
+    policy: Any = known.load(tmp_path, "torchscript", seed=3)
+    rows = rows_of(known.server, known.config)
+    feeds = policy._engine.feeds(rows, None, deterministic=False)
+    assert np.abs(feeds["noise"]).min() > 0.0
+    own: Any = known.server.policy
+    with torch.no_grad():
+        features = own.features(own.normalized(to_tensors(rows, torch.device("cpu"))))
+        wanted = own.draw(features, torch.from_numpy(feeds["noise"]))
+    np.testing.assert_allclose(policy._engine.run(feeds)[1], wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_flow_over_a_vision_language_model_leaves_as_a_folder_alone(tmp_path: Path) -> None:
+    from tests.backends.flow_action import kit
+
+    config = kit.config(trunk="text")
+    image, text = BoxSpace((8, 8, 3), "uint8", 0, 255), TextSpace(6)
+    sees = DictSpace(
+        (("image", image), ("instruction", text), ("joints", BoxSpace((5,), "float32")))
+    )
+    kind = Kind("flow_action", sees, BoxSpace((3, 2), "float32", -2.0, 1.0), "rescale")
+    known = Trained(kind, config, serve_policy(config))
+    with pytest.raises(UsageError, match="model reads its observations"):
+        known.write(tmp_path / "graph", "onnx")
+    policy = known.load(tmp_path / "out", "folder")
+    rows = kit.observations(config.sees, 4)
+    np.testing.assert_array_equal(policy.answers(rows), known.server.mode(rows))
 
 
 @pytest.mark.parametrize("loaded", [False, True], ids=["new", "loaded"])

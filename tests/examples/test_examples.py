@@ -206,10 +206,11 @@ def test_replayed_transitions_are_learnt_from(tmp_path: pathlib.Path, example: s
     assert summary.extra == {"gradient steps": 80}
 
 
-def test_the_vision_language_action_policy_is_cloned_and_trained(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("example", ["vla_reach.toml", "flow_reach.toml"])
+def test_a_policy_is_cloned_and_trained(tmp_path: pathlib.Path, example: str) -> None:
     """Which takes the environment and the script of "reach_env.py"."""
     done = run(
-        *("-m", "rlinf_async", "train", EXAMPLES / "vla_reach.toml"),
+        *("-m", "rlinf_async", "train", EXAMPLES / example),
         *("--out", tmp_path / "run", "--training.total_steps", 2048, "--env.envs", 32),
         *("--actor.cloning.steps", 5, "--demonstrations.episodes", 5),
         *("--evaluation.episodes", 4, "--evaluation.video_episodes", 1),

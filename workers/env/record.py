@@ -116,6 +116,10 @@ class Record:
         if answer.log_prob.ndim != made.log_prob.ndim - 1:  # one for each token
             made.log_prob = self._like(answer.log_prob, self._length)
         made.log_prob[place] = answer.log_prob
+        if answer.chain is not None:
+            if made.chain is None:
+                made.chain = self._like(answer.chain, self._length)
+            made.chain[place] = answer.chain
         # Where environments take a step at different times, the oldest weights count.
         at = place if isinstance(place, int) else place[0]
         made.version[at] = np.minimum(made.version[at], answer.version)

@@ -118,6 +118,7 @@ def _shares(
                 final_value=final_value,
                 version=version,
                 memory=None if answer.memory is None else answer.memory[start:end],
+                chain=None if answer.chain is None else answer.chain[start:end],
             ),
         )
         start = end

@@ -64,8 +64,8 @@ def clone(
     """Train ``config.steps`` optimizer steps on the demonstrations; return metrics. Collective.
 
     Behaviour cloning: the loss is the mean negative log-prob of the demonstrated actions, or of
-    their tokens. All ranks draw the same samples and take a share each, so that the numbers do not
-    depend on their number.
+    their tokens; of a flow policy, that of flow matching. All ranks draw the same samples and take
+    a share each, so that the numbers do not depend on their number.
 
     The optimizer begins anew afterwards: its moments are of another loss. Raises `DataError` for
     demonstrations that cannot be read.
@@ -99,14 +99,16 @@ def _step(
 ) -> float:
     """One optimizer step; returns this rank's share of the loss."""
     drawn = generator.integers(len(samples.action), size=config.batch_size)
-    mine = np.array_split(drawn, manager.world_size)[manager.rank]
+    share = np.array_split(np.arange(len(drawn)), manager.world_size)[manager.rank]
+    mine = drawn[share]
+    action = torch.from_numpy(samples.action[drawn])
+    action = action if action.ndim == 1 else action.flatten(1)
+    shown = [one[share].to(manager.device) for one in policy.demonstrated(action, generator)]
     count = float(samples.there[drawn].sum()) / manager.world_size
     observation = policy.normalized(to_tensors(samples.observation[mine], manager.device))
-    action = torch.from_numpy(samples.action[mine]).to(manager.device)
-    action = action if action.ndim == 1 else action.flatten(1)
     there = torch.from_numpy(samples.there[mine]).to(manager.device)
     with manager.autocast(), manager.before_micro_batch(manager.model, is_last_micro_batch=True):
-        evaluation: Evaluation = manager.model(observation, action)
+        evaluation: Evaluation = manager.model(observation, *shown)
         loss = _loss(evaluation.log_prob.float(), there, count)
         manager.backward(loss)
     manager.optimizer_step()

@@ -63,7 +63,7 @@ class FlatBatch(NamedTuple):
     observation: ObservationTensors
     """``[N, D]`` or fields by name; numbers are normalised already, once an iteration"""
     action: Tensor
-    """``[N, A]``, or ``[N]``"""
+    """``[N, A]``, or ``[N]``; of a flow policy the chains by which actions came about"""
     log_prob: Tensor
     """log-prob of the action when it was sampled"""
     value: Tensor

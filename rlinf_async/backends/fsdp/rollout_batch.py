@@ -35,6 +35,11 @@ def side_by_side(ordered: Sequence[Trajectory], field: str) -> NDArray[Any]:
     return np.concatenate([getattr(one, field) for one in ordered], axis=1)
 
 
+def _acted(ordered: Sequence[Trajectory]) -> NDArray[Any]:
+    """What the policy evaluates: its actions, or the chains by which they came about."""
+    return side_by_side(ordered, "action" if ordered[0].chain is None else "chain")
+
+
 def valid_steps(ordered: Sequence[Trajectory]) -> Bools | None:
     """``[T, E]``: which steps are samples; None where all are."""
     if all(one.valid is None for one in ordered):
@@ -173,7 +178,7 @@ def _plain(
     advantages = compute_advantages(inputs, config.advantage)
     batch = FlatBatch(
         observation=observation,
-        action=_flat(member, side_by_side(ordered, "action")),
+        action=_flat(member, _acted(ordered)),
         log_prob=_flat(member, side_by_side(ordered, "log_prob")),
         value=_flat(member, inputs.value[:-1]),
         advantage=_flat(member, advantages.advantage),
@@ -244,7 +249,7 @@ def _masked(
     value = _flat(member, steps.value[:-1])[:, : advantage.shape[1]]
     return FlatBatch(
         observation=observation,
-        action=_flat(member, side_by_side(ordered, "action")),
+        action=_flat(member, _acted(ordered)),
         log_prob=levels.summed(token_log_prob, taken, parts),
         value=value,
         advantage=levels.spread(advantage, parts),

@@ -1,4 +1,4 @@
-"""Policies by name: MLPs, a CNN, a vision-language-action policy, and those of a user.
+"""Policies by name: MLPs, a CNN, vision-language-action, flows, and those of a user.
 
 ::
 
@@ -9,6 +9,7 @@
     recurrent.py  one vector of numbers, and a memory
     squashed.py   continuous actions within [-1, 1], for soft actor-critic
     vision_language/   images and text, actions as tokens
+    flow_action/       chunks of actions, integrated from noise
     moments.py    running statistics, published with the weights
     serving.py    a policy that answers observations in numpy
     left.py       the note of a policy that has left the framework (no torch)

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar, cast
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -36,6 +37,9 @@ class Step(NamedTuple):
     """``[N]``; or ``[N, k * tokens]``, one for each token of ``k`` actions"""
     value: Tensor
     """``[N]``; or ``[N, k]``, one for each action; or ``[N, k * tokens]``, one for each token"""
+    chain: Tensor | None = None
+    """``[N, C]``: how the action came about, which ``forward`` takes in place of it to evaluate it;
+    None: the action says it"""
 
 
 class Evaluation(NamedTuple):
@@ -64,6 +68,8 @@ class Policy(nn.Module, ABC, Generic[ObservedT]):
     """whether the numbers of observations are normalised"""
     off_policy: ClassVar[bool] = False
     """whether it has no value of its own, and learns from stored transitions"""
+    rescaled: ClassVar[bool] = False
+    """whether its actions are numbers in [-1, 1], which the environment stretches to its bounds"""
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__()
@@ -89,6 +95,11 @@ class Policy(nn.Module, ABC, Generic[ObservedT]):
         """
         return ""
 
+    @classmethod
+    def entropy_misfit(cls, config: PolicyConfig) -> str:
+        """Why a bonus for entropy would do nothing; empty if it does something."""
+        return ""
+
     @abstractmethod
     def act(self, observation: ObservedT, generator: torch.Generator | None = None) -> Step:
         """Sample actions for ``[N, D]``, without gradients.
@@ -106,12 +117,21 @@ class Policy(nn.Module, ABC, Generic[ObservedT]):
 
     @abstractmethod
     def forward(self, normalized: ObservedT, action: Tensor) -> Evaluation:
-        """Evaluate ``action`` at observations that are normalised already."""
+        """Evaluate ``action`` at observations that are normalised already; where `act` returned a
+        chain, the chain."""
 
     def evaluate(self, observation: ObservedT, action: Tensor) -> Evaluation:
         """Return log-probs and entropy of ``action``, and values, with gradients; all ``[N]``."""
         evaluation: Evaluation = self(self.normalized(observation), action)
         return evaluation
+
+    def demonstrated(self, action: Tensor, generator: np.random.Generator) -> tuple[Tensor, ...]:
+        """Return what ``forward`` takes after the observation in cloning, which maximises the
+        log-probs that it returns, of demonstrated actions: the actions alone.
+
+        ``generator`` is that of the optimizer step, the same on every rank.
+        """
+        return (action,)
 
     @torch.no_grad()
     def normalized(self, observation: ObservedT) -> ObservedT:
@@ -122,6 +142,11 @@ class Policy(nn.Module, ABC, Generic[ObservedT]):
             return observation
         state = self.observation_normalizer.forward(observation[STATE])
         return cast(ObservedT, {**observation, STATE: state})
+
+    def graph_misfit(self) -> str:
+        """Why the policy cannot leave the framework as one graph, although it has the methods that
+        a graph is made of; empty if it can."""
+        return ""
 
     def value_parameter_names(self) -> set[str]:
         """Return the names of the parameters that only the value uses."""
@@ -161,6 +186,7 @@ policies: Registry[PolicyBuilder] = Registry(
         "rlinf_async.backends.policies.recurrent",
         "rlinf_async.backends.policies.squashed",
         "rlinf_async.backends.policies.vision_language.policy",
+        "rlinf_async.backends.policies.flow_action.policy",
     ),
     group="rlinf_async.policies",
     called_with=("config",),

@@ -6,6 +6,7 @@ from typing import Final
 
 import msgspec
 
+from rlinf_async.backends.policies.flow_action.config import FlowConfig
 from rlinf_async.backends.policies.vision_language.config import VisionLanguageConfig
 from rlinf_async.config.counts import check_between, check_bounds
 from rlinf_async.messages.spaces import ActionSpec, ObservationSpec, continuous, flat_spec
@@ -29,6 +30,8 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """bound of normalised observations, in both directions"""
     vision_language: VisionLanguageConfig = VisionLanguageConfig()
     """settings of the policy ``vision_language_action``"""
+    flow: FlowConfig = FlowConfig()
+    """settings of the policy ``flow_action``"""
     action_chunk: int = 0
     """actions of an answer; taken from the environment"""
     token_values: bool = False
@@ -70,8 +73,15 @@ MLPS: Final = ("mlp_gaussian", "mlp_categorical", "mlp_factored")
 
 VISION_LANGUAGE: Final = "vision_language_action"
 
-OWNERS: Final = {"vision_language": VISION_LANGUAGE, "channels": "cnn", "memory_size": "gru"}
-"""settings that one built-in policy has for itself"""
+FLOW: Final = "flow_action"
+
+OWNERS: Final = {
+    **{"vision_language": VISION_LANGUAGE, "channels": "cnn", "memory_size": "gru"},
+    "flow": FLOW,
+}
+"""settings that one built-in policy has for itself; ``flow_action`` has those of its trunk, too"""
+TOKENS: Final = ("bins", "chunk", "decoding")
+"""settings of ``vision_language`` that are of actions as tokens"""
 BUILT_IN: Final = (*MLPS, *OWNERS.values())
 
 
@@ -85,22 +95,43 @@ def ignored(config: PolicyConfig) -> tuple[tuple[str, ...], str]:
         return (), ""
     for name, owner in OWNERS.items():
         path = _changed(getattr(config, name), getattr(PolicyConfig(), name), (name,))
-        if path and owner != config.name:
+        if path and owner not in (config.name, _trunk(config)):
             return path, (
                 f"it is a setting of policy {owner!r}, but the policy is {config.name!r}, which "
                 "would ignore it: leave it out, set it to its default, or set "
                 f"actor.fsdp.policy.name = {owner!r}"
             )
-    reads = config.name == VISION_LANGUAGE
+    for name in TOKENS if config.name == FLOW else ():
+        if getattr(config.vision_language, name) != getattr(VisionLanguageConfig(), name):
+            return ("vision_language", name), (
+                f"it is of actions as tokens, but policy {FLOW!r} answers with numbers: leave it "
+                "out"
+            )
+    setting, problem = config.flow.ignored()
+    if problem:
+        return ("flow", setting), problem
+    reads, flows = config.name == VISION_LANGUAGE, config.name == FLOW
     for name, used in (
         ("hidden_sizes", not reads),
-        ("initial_log_std", not reads and config.acts.numbers > 0),
+        ("initial_log_std", not (reads or flows) and config.acts.numbers > 0),
     ):
         if getattr(config, name) != getattr(PolicyConfig(), name) and not used:
             return (name,), (
                 f"policy {config.name!r} would ignore it for actions of {config.acts}: leave it out"
             )
     return (), ""
+
+
+def _trunk(config: PolicyConfig) -> str:
+    """The policy whose settings the trunk of ``flow_action`` has; empty: none, or another policy"""
+    if config.name != FLOW or not config.sees.of_kind("image"):
+        return ""
+    return VISION_LANGUAGE if reads_text(config) else "cnn"
+
+
+def reads_text(config: PolicyConfig) -> bool:
+    """Whether an observation has a part that is text."""
+    return bool(config.sees.of_kind("text"))
 
 
 def _changed(value: object, default: object, path: tuple[str, ...]) -> tuple[str, ...]:

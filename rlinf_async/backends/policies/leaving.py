@@ -9,7 +9,8 @@
     noise [N, O]   ---------------------------^            +------------->  memory   [N, H]
 
 ``noise`` of zeros gives the most likely action; of standard normal numbers (of choices: standard
-Gumbel ones) a sample. ``action`` is in the environment's units; one choice alone is ``[N]``.
+Gumbel ones) a sample. Of a flow policy it is the noise where integration begins. ``action`` is in
+the environment's units; one choice alone is ``[N]``.
 """
 
 from __future__ import annotations
@@ -102,10 +103,12 @@ def _write_weights(policy: Policy[Any], note: Note, folder: Path) -> Note:
 
 
 def _graph(policy: Policy[Any], note: Note) -> tuple[ActingGraph, tuple[Tensor, ...]]:
-    if not isinstance(policy, Drawing):
+    drawing = isinstance(policy, Drawing)
+    problem = policy.graph_misfit() if drawing else "it has no methods features() and draw()"
+    if problem or not isinstance(policy, Drawing):
         raise UsageError(
-            f"policy {note.policy.name!r} cannot be one graph, as --to {note.form} writes it: it "
-            "has no methods features() and draw(). Take --to folder"
+            f"policy {note.policy.name!r} cannot be one graph, as --to {note.form} writes it: "
+            f"{problem}. Take --to folder"
         )
     for part in note.policy.sees.parts:
         if part.name in (NOISE, MEMORY):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlinf_async.backends.base import PolicyAnswer
-from rlinf_async.backends.policies.base import Policy, find_policy, to_tensors
+from rlinf_async.backends.policies.base import Policy, Step, find_policy, to_tensors
 from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.backends.policies.mlp import ArrayGaussian
 from rlinf_async.backends.policies.recurrent import MEMORY, RecurrentPolicy
@@ -54,7 +54,7 @@ class PolicyServer:
         if self._on_arrays is not None:
             return self._on_arrays.act(observation, self._generator)
         step = self._policy.act(to_tensors(observation, self._device), self._generator)
-        return PolicyAnswer(*(tensor.cpu().numpy() for tensor in step))
+        return _answer(step)
 
     def mode(self, observation: ObservationArray) -> Floats | Ints:
         """Return the most likely actions for ``[N, D]``."""
@@ -89,7 +89,7 @@ class RecurrentPolicyServer(PolicyServer):
         """Sample actions for ``[N, D]``, given the memories ``[N, H]``."""
         observed = self._observed(observation, memory)
         step, after = self._policy.act_and_remember(observed, self._generator)
-        return PolicyAnswer(*(tensor.cpu().numpy() for tensor in (*step, after)))
+        return _answer(step)._replace(memory=after.cpu().numpy())
 
     def mode_from(
         self, observation: ObservationArray, memory: Floats
@@ -120,6 +120,11 @@ class RecurrentPolicyServer(PolicyServer):
         fields = {STATE: seen} if isinstance(seen, Tensor) else seen
         remembered = to_tensors(memory, self._device)
         return {**fields, MEMORY: remembered} if isinstance(remembered, Tensor) else fields
+
+
+def _answer(step: Step) -> PolicyAnswer:
+    action, log_prob, value, chain = (None if one is None else one.cpu().numpy() for one in step)
+    return PolicyAnswer(action, log_prob, value, chain=chain)
 
 
 def serve_policy(config: PolicyConfig, seed: int = 0, device: str = "cpu") -> PolicyServer:

@@ -78,6 +78,7 @@ TAKEN = BOXES | OPEN | CHOICE | CHOICES | MIXED
 POLICIES = (
     *("auto", "mlp_gaussian", "mlp_categorical", "mlp_factored", "cnn", "gru"),
     *("mlp_squashed_gaussian", "cnn_squashed_gaussian", "vision_language_action"),
+    "flow_action",
 )
 
 
@@ -110,6 +111,8 @@ def right(policy: str, seen: str, taken: str, mode: Bounds) -> bool:
         sees = seen in (*PICTURES, "image and text")
         there = importlib.util.find_spec("transformers") is not None
         return sees and taken in BOXES and mode == "rescale" and there
+    if policy == "flow_action":
+        return seen not in ("text",) and taken in BOXES and mode == "rescale"
     acts: dict[str, dict[str, spaces.Space[Any]]] = {
         "mlp_gaussian": BOXES | OPEN,
         "mlp_categorical": CHOICE,
@@ -191,8 +194,9 @@ def _act(config: EmbodiedConfig) -> None:
     for _ in range(2):
         answer = backend.act(stage.observation)
         if policy.name != "gru":  # which is evaluated over whole sequences
+            drawn = answer.action if answer.chain is None else answer.chain
             again = backend._policy.evaluate(
-                to_tensors(stage.observation, torch.device("cpu")), torch.from_numpy(answer.action)
+                to_tensors(stage.observation, torch.device("cpu")), torch.from_numpy(drawn)
             )
             np.testing.assert_allclose(again.log_prob.detach(), answer.log_prob, atol=1e-4)
         stage.step(answer.action)

@@ -162,7 +162,7 @@ def test_every_epoch_of_an_iteration_has_groups_of_its_own(
     [
         (("--training.steps_per_iteration", "18"), "18 steps are no whole chunks of env.action_ch"),
         (("--actor.fsdp.policy.vision_language.chunk", "6"), "take a multiple of 4"),
-        (("--env.actions", "clip"), "env.actions: 'clip', but the action tokens"),
+        (("--env.actions", "clip"), "env.actions: 'clip', but the actions of policy 'vision_l"),
         (("--env.kwargs.size", "20"), "images of 20 x 20 pixels cannot be cut"),
         (("--env.group_size", "2"), "'gae' and env.group_size = 2"),
         (("--env.group_size", "3"), "no whole groups of group_size = 3"),

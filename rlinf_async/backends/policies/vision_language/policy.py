@@ -16,7 +16,7 @@ as in OpenVLA (Kim et al. 2024).
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -228,6 +228,27 @@ class Read(NamedTuple):
     """``[N, P]``, False for padding"""
 
 
+def read(
+    backbone: Backbone,
+    normalized: Observation,
+    images: Sequence[str],
+    texts: Sequence[str],
+    state: nn.Linear | None,
+) -> Read:
+    """Return the embeddings of the parts of these names, and of the state where there is a layer
+    for it."""
+    parts = [backbone.embed_image(normalized[name]) for name in images]
+    masks = [part.new_ones(part.shape[:2], dtype=torch.bool) for part in parts]
+    for name in texts:
+        embedded, mask = backbone.embed_text(normalized[name])
+        parts.append(embedded)
+        masks.append(mask)
+    if state is not None:
+        parts.append(state(normalized[STATE]).unsqueeze(1))
+        masks.append(masks[0].new_ones(len(masks[0]), 1))
+    return Read(torch.cat(parts, 1), torch.cat(masks, 1))
+
+
 @register_policy("vision_language_action")
 class VisionLanguageActionPolicy(Policy[Observation]):
     """Actions ``[N, k * A]`` in [-1, 1]; log-probs and entropies ``[N, k * A]``, values ``[N, k]``.
@@ -239,6 +260,7 @@ class VisionLanguageActionPolicy(Policy[Observation]):
     """
 
     levels = ("token", "action", "chunk")
+    rescaled = True
 
     @classmethod
     def misfit(cls, config: PolicyConfig) -> str:
@@ -334,16 +356,7 @@ class VisionLanguageActionPolicy(Policy[Observation]):
 
     def _read(self, normalized: Observation) -> Read:
         """Return the embeddings of images, instruction and state."""
-        parts = [self.backbone.embed_image(normalized[name]) for name in self._images]
-        masks = [part.new_ones(part.shape[:2], dtype=torch.bool) for part in parts]
-        for name in self._texts:
-            embedded, mask = self.backbone.embed_text(normalized[name])
-            parts.append(embedded)
-            masks.append(mask)
-        if self.state is not None:
-            parts.append(self.state(normalized[STATE]).unsqueeze(1))
-            masks.append(masks[0].new_ones(len(masks[0]), 1))
-        return Read(torch.cat(parts, 1), torch.cat(masks, 1))
+        return read(self.backbone, normalized, self._images, self._texts, self.state)
 
     def _slots(self, samples: int, token: Tensor | None) -> Tensor:
         """The embeddings of the first ``S`` slots, given the tokens ``[N, S]``; else of all."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig
-from rlinf_async.backends.policies.config import MLPS, VISION_LANGUAGE, ignored
+from rlinf_async.backends.policies.config import MLPS, ignored
 from rlinf_async.config import ConfigError
 from rlinf_async.data.config import DataError
 from rlinf_async.data.demonstrations import check_demonstrations
@@ -151,13 +151,13 @@ def _check_fit(config: EmbodiedConfig) -> None:
                 "for job = 'embodied_sac'",
                 path=(*FSDP, "policy", "name"),
             )
-    if policy.name == VISION_LANGUAGE and config.env.actions != "rescale":
-        raise ConfigError(
-            f"{config.env.actions!r}, but the action tokens of policy {policy.name!r} stand for "
-            "numbers in [-1, 1], which the environment stretches to its bounds: set actions = "
-            "'rescale'",
-            path=("env", "actions"),
-        )
+        if getattr(found, "rescaled", False) and config.env.actions != "rescale":
+            raise ConfigError(
+                f"{config.env.actions!r}, but the actions of policy {policy.name!r} are numbers in "
+                "[-1, 1], which the environment stretches to its bounds: set actions = 'rescale'",
+                path=("env", "actions"),
+            )
+        _check_entropy(config, found)
     for setting, level in (
         (("ppo", "log_prob_level"), config.actor.ppo.log_prob_level),
         (("advantage", "level"), config.actor.advantage.level),
@@ -168,6 +168,15 @@ def _check_fit(config: EmbodiedConfig) -> None:
                 "answer: leave it out",
                 path=("actor", *setting),
             )
+
+
+def _check_entropy(config: EmbodiedConfig, found: Any) -> None:
+    """Raise `ConfigError` for a bonus for entropy that would do nothing."""
+    misfit = getattr(found, "entropy_misfit", None)
+    if misfit is None or not config.actor.ppo.loss.entropy_coefficient:
+        return
+    if problem := misfit(config.actor.fsdp.policy):
+        raise ConfigError(problem, path=("actor", "ppo", "loss", "entropy_coefficient"))
 
 
 def _check_recurrent(config: EmbodiedConfig) -> None:
