@@ -123,7 +123,8 @@ class RecurrentPolicyServer(PolicyServer):
 
 
 def _answer(step: Step) -> PolicyAnswer:
-    action, log_prob, value, chain = (None if one is None else one.cpu().numpy() for one in step)
+    action, log_prob, value = (one.cpu().numpy() for one in step[:3])
+    chain = None if step.chain is None else step.chain.cpu().numpy()
     return PolicyAnswer(action, log_prob, value, chain=chain)
 
 

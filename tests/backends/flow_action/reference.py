@@ -66,7 +66,8 @@ def ppo(
     ratio = (log_prob - old).exp()
     policy = -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
     error = network(weights, "critic", features)[:, :1] - returns
-    return policy + 0.5 * error.square().mean() - entropy_weight * entropy.mean()
+    loss: Tensor = policy + 0.5 * error.square().mean() - entropy_weight * entropy.mean()
+    return loss
 
 
 def matching(
@@ -77,4 +78,5 @@ def matching(
     for o, a, e, t in zip(features, action, noise, time, strict=True):
         x = (t * a + (1 - t) * e)[None]
         errors.append(network(weights, "velocity", inputs(o[None], x, t)) - (a - e))
-    return torch.cat(errors).square().mean()
+    mean: Tensor = torch.cat(errors).square().mean()
+    return mean

@@ -55,6 +55,10 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def backward(loss: Any) -> None:
+    loss.backward()
+
+
 def leaves(policy: FlowActionPolicy) -> dict[str, Tensor]:
     return {name: one.detach().clone().requires_grad_() for name, one in policy.named_parameters()}
 
@@ -97,7 +101,7 @@ def test_log_probs_and_gradients_of_ppo_equal_an_independent_script(noise: str) 
         *(seen, chain, batch.log_prob, batch.advantage, batch.returns, 0.01),
         *(step, *settings),
     )
-    loss.backward()
+    backward(loss)
     choose_gradient(trainer.manager, trainer.config.ppo, masked=True)(batch, 1.0)
     assert_same_gradients(policy, weights)
 
@@ -110,10 +114,10 @@ def test_loss_and_gradients_of_flow_matching_equal_an_independent_script() -> No
     assert torch.equal(shown, action)
     evaluation = policy(seen, shown, point)
     loss = _loss(evaluation.log_prob, torch.ones(7, EXECUTED, dtype=torch.bool), 7.0 * EXECUTED)
-    loss.backward()
+    backward(loss)
     weights = leaves(policy)
     wanted = reference.matching(weights, seen, action, point[:, :-1], point[:, -1])
-    wanted.backward()
+    backward(wanted)
     torch.testing.assert_close(loss, wanted, atol=1e-5, rtol=0)
     assert_same_gradients(policy, weights)
 
@@ -252,6 +256,15 @@ def test_every_level_can_be_trained(level: str, advantage: str) -> None:
     metrics = trainer.train([trajectory(policy, 0), trajectory(policy, 1)])
     assert metrics["skipped_updates"] == 0.0
     assert metrics["grad_norm"] > 0.0
+
+
+def test_layers_that_stand_for_an_action_are_named_for_a_run_with_other_actions() -> None:
+    policy = build(hidden_sizes=(8, 8))
+    layers = {name.rsplit(".", 1)[0] for name in policy.action_parameter_names()}
+    assert layers == {"velocity.0", "velocity.4", "deviation.0", "deviation.4"}
+    assert build("sde").action_parameter_names() == {
+        f"velocity.{layer}.{part}" for layer in (0, 2) for part in ("weight", "bias")
+    }
 
 
 def misfit(made: PolicyConfig, **fields: Any) -> str:

@@ -44,9 +44,12 @@ def train(rank: int, world_size: int, folder: Path, shown: Path) -> None:
     result: dict[str, Any] = {}
     for noise, trunk in CELLS:
         config = trainer_config(
-            *(noise, trunk),
+            noise,
+            trunk,
             minibatch_size=32 // world_size,
-            **{"demonstrations": str(shown / trunk), "steps": 3, "batch_size": 6},
+            demonstrations=str(shown / trunk),
+            steps=3,
+            batch_size=6,
         )
         trainer = EmbodiedTrainer(config, world_size, rank)
         cloned = trainer.clone()

@@ -177,7 +177,15 @@ class FlowActionPolicy(Policy[Any]):
         noise = (after - mean) * (-log_std).exp()
         log_prob = -0.5 * noise.square() - log_std - HALF_LOG_TWO_PI
         entropy = log_std + (0.5 + HALF_LOG_TWO_PI)
-        return Evaluation(*(one.view_as(chain[:, 1:]).sum(1) for one in (log_prob, entropy)), value)
+        shape = (len(action), self.steps, self.size)
+        return Evaluation(log_prob.view(shape).sum(1), entropy.view(shape).sum(1), value)
+
+    def action_parameter_names(self) -> set[str]:
+        """Return those of the first layers, which see the numbers, and of the last ones."""
+        ends = ("0.", f"{len(self.velocity) - 1}.")
+        names = {name for name, _ in self.named_parameters()}
+        starts = tuple(f"{net}.{end}" for net in ("velocity", "deviation") for end in ends)
+        return {name for name in names if name.startswith(starts)}
 
     def graph_misfit(self) -> str:
         reads = isinstance(self.trunk, VisionLanguage)
