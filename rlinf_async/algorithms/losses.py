@@ -187,12 +187,12 @@ def soft_target(
     next_log_prob: Tensor,
     entropy_coefficient: Tensor,
 ) -> Tensor:
-    """Return the critics' target ``[B]``: 2019, equations 2 and 3, with the smaller of two critics.
+    """Return the critics' target ``[B]``: 2019, equations 2 and 3, with the least of the critics.
 
     Args:
         reward: ``[B]``, of all steps up to the next observation, discounted.
         discount: ``[B]``: gamma to the power of those steps; 0 where the episode terminated.
-        next_values: ``[2, B]``: target critics at the next observation, for an action of the
+        next_values: ``[E, B]``: target critics at the next observation, for an action of the
             present policy.
         next_log_prob: ``[B]``, of that action.
         entropy_coefficient: a scalar, "alpha".
@@ -202,9 +202,9 @@ def soft_target(
 
 
 def critic_loss(values: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Return the sum over both critics of half their mean squared error: 2019, equation 5.
+    """Return the sum over the critics of half their mean squared error: 2019, equation 5.
 
-    ``values [2, B]``; ``weight [B]`` corrects for batches that were not drawn uniformly (Schaul et
+    ``values [E, B]``; ``weight [B]`` corrects for batches that were not drawn uniformly (Schaul et
     al. 2016, section 3.4).
     """
     error = (values - target).square()
@@ -216,7 +216,7 @@ def critic_loss(values: Tensor, target: Tensor, weight: Tensor | None = None) ->
 def policy_loss(log_prob: Tensor, values: Tensor, entropy_coefficient: Tensor) -> Tensor:
     """Return ``mean(alpha log pi - min Q)``: 2019, equation 9.
 
-    ``log_prob [B]`` and ``values [2, B]`` are of actions that the policy has sampled, with
+    ``log_prob [B]`` and ``values [E, B]`` are of actions that the policy has sampled, with
     gradients.
     """
     return (entropy_coefficient * log_prob - values.amin(0)).mean()

@@ -20,7 +20,7 @@ class SacOptimizerConfig(OptimizerConfig, frozen=True, kw_only=True, forbid_unkn
 
 
 class SacPolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Networks of the policy and of both critics, which share no layers but those of images."""
+    """Networks of the policy and of the critics, which share no layers but those of images."""
 
     hidden_sizes: tuple[int, ...] = (256, 256)
     """ReLU between them"""
@@ -57,10 +57,25 @@ class SacLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     target_entropy: float | None = None
     """target of the entropy, where its coefficient is learnt; minus the number of values of an
     action when left out"""
+    critics: int = 2
+    """number of critics, which learn the same target"""
+    target_critics: int | None = None
+    """critics of which a target has the least value, drawn anew for each gradient step; the policy
+    then maximises the mean of all critics. All when left out, and it maximises their least"""
+    critic_layer_norm: bool = False
+    """whether each hidden layer of a critic is normalised"""
+    policy_every: int = 1
+    """gradient steps of the critics for each of the policy and the entropy coefficient"""
     image_shift: int = 4
     """pixels by which each image of a batch is shifted at random, at most; 0: none"""
 
     def __post_init__(self) -> None:
+        check_bounds(self, "critics", "target_critics", "policy_every", least=1)
+        if self.target_critics is not None and self.target_critics > self.critics:
+            raise ValueError(
+                f"target_critics is {self.target_critics}, but there are critics = {self.critics}: "
+                "take at most that, or leave it out for all"
+            )
         check_between(self, "gamma")
         check_bounds(self, "tau", above=0, most=1)
         check_bounds(self, "image_shift", least=0)

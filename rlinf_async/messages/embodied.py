@@ -206,8 +206,8 @@ class ReplayBatch(msgspec.Struct, kw_only=True):
     iteration: int
     number: int
     index: Ints
-    """``[B]``: numbers of the transitions, in the order in which the store has got them; the
-    shares of all ranks, one after the other"""
+    """``[B]``: numbers of the transitions, in the order in which the store has got them, -1 of
+    demonstrations; the shares of all ranks, one after the other"""
     weight: Floats
     """``[B / R]``: importance-sampling weights, at most 1; all 1 where sampling is uniform"""
     observation: ObservationArray
@@ -221,7 +221,9 @@ class ReplayBatch(msgspec.Struct, kw_only=True):
     discount: Floats
     """``[B / R]``: of the next observation's value; 0 where the episode terminated"""
     version: Ints
-    """``[B / R]``: version of the weights that acted"""
+    """``[B / R]``: version of the weights that acted; -1 of demonstrations"""
+    demonstrated: Bools | None = None
+    """``[B / R]``: which are demonstrations; None: the run has none"""
 
 
 class Collected(msgspec.Struct, kw_only=True):

@@ -12,6 +12,7 @@ import torch
 
 from rlinf_async.backends.fsdp.sac import SacTrainer
 from rlinf_async.backends.sac_config import (
+    SacLossConfig,
     SacOptimizerConfig,
     SacShardingConfig,
     SacTrainerConfig,
@@ -22,27 +23,35 @@ from tests.backends.test_sac_images import IMAGES, image_batch
 from tests.backends.test_sac_trainer import POLICY, batch
 
 UPDATES = 10
-POLICIES = {"vector": POLICY, "images": IMAGES}
+POLICIES = {"vector": POLICY, "images": IMAGES, "rlpd": POLICY}
 COLUMNS = ("weight", "observation", "action", "reward", "next_observation", "discount", "version")
 CONFIG = SacTrainerConfig(
     fsdp=SacShardingConfig(optimizer=SacOptimizerConfig(lr=3e-3, value_lr=1e-2, max_grad_norm=5.0))
 )
+RLPD = SacLossConfig(critics=5, target_critics=2, critic_layer_norm=True, policy_every=2)
+
+
+def config(kind: str) -> SacTrainerConfig:
+    return msgspec.structs.replace(CONFIG, sac=RLPD) if kind == "rlpd" else CONFIG
 
 
 def share(whole: ReplayBatch, world_size: int, rank: int) -> ReplayBatch:
     """What the replay worker gives to a rank."""
-    parts = {name: np.split(getattr(whole, name), world_size)[rank] for name in COLUMNS}
+    columns = (*COLUMNS, *(() if whole.demonstrated is None else ("demonstrated",)))
+    parts = {name: np.split(getattr(whole, name), world_size)[rank] for name in columns}
     return msgspec.structs.replace(whole, **parts)
 
 
 def weighted(kind: str, number: int) -> ReplayBatch:
     one = image_batch(number) if kind == "images" else batch(number)
     one.weight = np.random.default_rng(number).uniform(0.2, 1.0, len(one.weight)).astype("f4")
+    if kind == "rlpd":
+        one.demonstrated = np.arange(len(one.weight)) < 4  # all on the first rank
     return one
 
 
 def learn(rank: int, world_size: int, folder: Path, kind: str) -> None:
-    trainer = SacTrainer(CONFIG, POLICIES[kind], world_size, rank)
+    trainer = SacTrainer(config(kind), POLICIES[kind], world_size, rank)
     steps = [
         trainer.step(share(weighted(kind, number), world_size, rank)) for number in range(UPDATES)
     ]
@@ -90,7 +99,7 @@ def test_losses_errors_and_weights_of_two_ranks_are_those_of_one(runs: Runs) -> 
 
 
 def test_a_checkpoint_of_two_ranks_goes_on_with_one(runs: Runs) -> None:
-    trainer = SacTrainer(CONFIG, POLICIES[runs.kind])
+    trainer = SacTrainer(config(runs.kind), POLICIES[runs.kind])
     trainer.load_checkpoint(runs.checkpoint)
     assert trainer.version == 1
     for name, value in trainer.manager.get_model_state_dict().items():

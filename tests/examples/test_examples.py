@@ -206,6 +206,26 @@ def test_replayed_transitions_are_learnt_from(tmp_path: pathlib.Path, example: s
     assert summary.extra == {"gradient steps": 80}
 
 
+def test_demonstrations_are_learnt_from_beside_own_experience(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which takes the script of "fetch_expert.py"."""
+    words = [
+        *("train", EXAMPLES / "rlpd_fetch_reach.toml", "--out", tmp_path / "run"),
+        *("--demonstrations.policy", f"{EXAMPLES / 'fetch_expert.py'}:reach"),
+        *("--demonstrations.episodes", 2, "--evaluation.episodes", 2),
+        *("--training.total_steps", 200, "--training.learning_starts", 180),
+        *("--cluster.backend", "local"),
+    ]
+    code = main([str(word) for word in words])
+    assert (code, capsys.readouterr().err) == (1, "")  # so few steps do not reach the target
+    summary = read_summary(tmp_path / "run" / "summary.json", EmbodiedSummary)
+    assert (summary.outcome, summary.env_steps) == ("fell short", 200)
+    assert summary.extra == {"gradient steps": 40}
+    shares = read_columns(tmp_path / "run" / "metrics.csv")["demonstrations_share"]
+    assert 0.5 in shares
+
+
 @pytest.mark.parametrize("example", ["vla_reach.toml", "flow_reach.toml"])
 def test_a_policy_is_cloned_and_trained(tmp_path: pathlib.Path, example: str) -> None:
     """Which takes the environment and the script of "reach_env.py"."""

@@ -375,7 +375,9 @@ class SacActor(TrainingWorker[OffPolicyTrainer]):
 def _means(steps: list[GradientStep]) -> dict[str, float]:
     if not steps:
         return {}
+    names = dict.fromkeys(name for one in steps for name in one.metrics)
     means = {
-        name: float(np.mean([one.metrics[name] for one in steps])) for name in steps[0].metrics
+        name: float(np.mean([one.metrics[name] for one in steps if name in one.metrics]))
+        for name in names
     }
     return {**means, "updates": float(len(steps))}

@@ -40,6 +40,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from rlinf_async.data.demonstrations import DemonstratedEpisode
 from rlinf_async.messages.embodied import Choice, Floats, Ints, Trajectory
 from rlinf_async.messages.spaces import ActionSpec, ObservationArray, ObservationSpec
 from rlinf_async.observe.files import atomic_write
@@ -95,6 +96,33 @@ def transitions_of(trajectory: Trajectory, *, n_step: int, gamma: float) -> Tran
         following[last, columns][samples],
         discount[samples],
         version[samples],
+    )
+
+
+def trajectory_of(episode: DemonstratedEpisode) -> Trajectory:
+    """Return a demonstrated episode as the trajectory of one env, by version -1 of the weights.
+
+    Raises `ValueError` for one without its outcome.
+    """
+    outcome, steps = episode.outcome, len(episode.action)
+    if outcome is None:
+        raise ValueError("a demonstrated episode has no rewards: its folder has no transitions")
+    ended = np.arange(steps)[:, None] == steps - 1
+    return Trajectory(
+        iteration=0,
+        env_rank=0,
+        stage=0,
+        observation=episode.observation[:, None],
+        action=episode.action[:, None],
+        log_prob=np.zeros((steps, 1), np.float32),
+        value=np.zeros((steps + 1, 1), np.float32),
+        reward=outcome.reward[:, None],
+        terminated=ended & outcome.terminated,
+        truncated=ended & (not outcome.terminated),
+        final_value=np.zeros((steps, 1), np.float32),
+        version=np.full(steps, -1),
+        last_observation=outcome.last_observation,
+        final_observation=None if outcome.terminated else outcome.last_observation,
     )
 
 

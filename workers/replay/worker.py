@@ -18,6 +18,11 @@ the store at the step boundary, in `collect`: what a batch is drawn from depends
 alone, and its random numbers on the seed, the iteration and the number of the batch. So there is no
 random state to save, and a request that is delivered again has the same answer.
 
+Demonstrations are a store of their own, which is read from their folder at each start and never
+written afterwards. A share of each batch is drawn from it, by random numbers of its own, and spread
+evenly over the batch: own experience is drawn as it would be by itself, in a smaller batch, and
+which demonstrations a batch has depends on the seed, the iteration and its number alone.
+
 Exactly once, with ``storage = "disk"``: a trajectory's lease ends when its transitions and their
 count are written. A worker that is killed before gets it again, and writes it to the same place;
 one that is killed afterwards leaves it out the second time. A request's lease ends when its batch
@@ -31,19 +36,20 @@ import contextlib
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from rlinf_async.channels import EndOfChannel, Receiver, Sender
 from rlinf_async.channels.statistics import WaitFuture
 from rlinf_async.config.counts import check_between, check_bounds
+from rlinf_async.data.demonstrations import count_steps, read_episodes
 from rlinf_async.messages.embodied import (
     BatchRequest,
+    Bools,
     Collected,
-    Floats,
-    Ints,
     ReplayBatch,
     Trajectory,
     samples_of,
@@ -57,6 +63,7 @@ from rlinf_async.workers.replay.store import (
     ReplayError,
     ReplayStore,
     columns_of,
+    trajectory_of,
     transitions_of,
 )
 
@@ -82,12 +89,17 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """folder of the store's files; ``replay`` in the run folder when left out"""
     prefetch: int = 4
     """batches that are drawn ahead of the gradient step that needs them"""
+    demonstrations: str = ""
+    """folder of demonstrations, which are drawn beside own experience; none when left out"""
+    demonstrated_share: float = 0.5
+    """share of demonstrations in each batch, where there are some"""
     seed: int = 0
 
     def __post_init__(self) -> None:
         check_bounds(self, "capacity", "batch_size", "n_step", "prefetch", least=1)
         check_bounds(self, "seed", least=0)
         check_between(self, "priority_beta")
+        check_bounds(self, "demonstrated_share", above=0, below=1)
         if self.batch_size > self.capacity:
             raise ValueError(
                 f"batch_size is {self.batch_size}, which is more than the capacity of "
@@ -109,8 +121,15 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Whether transitions have priorities."""
         return self.sampling == "prioritized"
 
+    @property
+    def demonstrated(self) -> int:
+        """Demonstrations in each batch, where there are some: the nearest whole number."""
+        return round(self.demonstrated_share * self.batch_size)
+
 
 STATE: Final = "state.json"
+SHOWN: Final = "demonstrations"
+"""folder of the demonstrations' transitions, beside the store's files"""
 
 
 class ReplayPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,6 +189,8 @@ class ReplayWorker(Worker):
     def __init__(self, config: ReplayConfig, plan: ReplayPlan) -> None:
         self.config, self.plan = config, plan
         self._folder = Path(plan.folder) if config.storage == "disk" else None
+        self._shown: ReplayStore | None = None
+        """demonstrations, which nothing is added to"""
         self._pace = Pace(self)
         self._held: dict[int, dict[tuple[int, int], _Held]] = {}
         """trajectories not stored yet: by iteration, then by env rank and stage"""
@@ -304,7 +325,10 @@ class ReplayWorker(Worker):
         store, size = self._store, self.config.batch_size
         if not len(store):
             raise ReplayError("a batch was asked for, but the store is empty")
-        random = np.random.default_rng((self.plan.seed, request.iteration, request.number))
+        if self._shown is not None:
+            size -= self.config.demonstrated
+        seed = (self.plan.seed, request.iteration, request.number)
+        random = np.random.default_rng(seed)
         if self._priorities is None:
             numbers = random.integers(store.first, store.count, size)
             weight = np.ones(size, np.float32)
@@ -314,23 +338,35 @@ class ReplayWorker(Worker):
             share = min(request.iteration / max(self.plan.iterations, 1), 1.0)
             beta = self.config.priority_beta + share * (1.0 - self.config.priority_beta)
             numbers, weight = self._priorities.draw(random, size, beta)
+        rows: dict[str, NDArray[Any]] = {"index": numbers, "weight": weight, **store.take(numbers)}
+        if self._shown is not None:
+            rows = self._with_demonstrations(self._shown, np.random.default_rng((*seed, 1)), rows)
+        index = rows.pop("index")
+        del rows["priority"]
+        parts = {name: np.split(array, self.plan.ranks) for name, array in rows.items()}
         return [
-            self._share(request, numbers, weight, part)
-            for part in np.split(np.arange(size), self.plan.ranks)
+            ReplayBatch(
+                iteration=request.iteration,
+                number=request.number,
+                index=index,
+                **{name: shares[rank] for name, shares in parts.items()},
+            )
+            for rank in range(self.plan.ranks)
         ]
 
-    def _share(
-        self, request: BatchRequest, numbers: Ints, weight: Floats, part: Ints
-    ) -> ReplayBatch:
-        rows = self._store.take(numbers[part])
-        del rows["priority"]
-        return ReplayBatch(
-            iteration=request.iteration,
-            number=request.number,
-            index=numbers,
-            weight=weight[part],
-            **rows,
-        )
+    def _with_demonstrations(
+        self, shown: ReplayStore, random: np.random.Generator, rows: dict[str, NDArray[Any]]
+    ) -> dict[str, NDArray[Any]]:
+        """Return a whole batch, by column, of which ``rows`` are own experience."""
+        count = self.config.demonstrated
+        drawn = {
+            "index": np.full(count, -1),
+            "weight": np.ones(count, np.float32),
+            **shown.take(random.integers(0, shown.count, count)),
+        }
+        demonstrated = spread(count, self.config.batch_size)
+        whole = {name: merged(demonstrated, drawn[name], array) for name, array in rows.items()}
+        return {**whole, "demonstrated": demonstrated}
 
     # ---- files
 
@@ -356,12 +392,32 @@ class ReplayWorker(Worker):
             fresh=not (restarted or plan.resume),
         )
         self._store.count, self._store.oldest = self._state.count, self._state.oldest
+        if config.demonstrations:
+            self._shown = self._read(Path(config.demonstrations))
         if plan.resume and not restarted:
             self._load(Path(plan.resume), None if found is None else found.count)
         self._priorities = None
         if config.prioritized:
             self._priorities = Priorities(self._store, config.priority_alpha)
         self._book(self._state.iteration, self._state.collected)
+
+    def _read(self, demonstrations: Path) -> ReplayStore:
+        """Return a store of all demonstrations, in the order of their episodes.
+
+        It is made anew at each start, of the same files: neither checkpoints nor `_book` know it.
+        """
+        plan, folder = self.plan, self._folder
+        shown = ReplayStore(
+            columns_of(plan.observation, plan.action),
+            count_steps(demonstrations),
+            folder=None if folder is None else folder / SHOWN,
+        )
+        for episode in read_episodes(demonstrations):
+            made = transitions_of(
+                trajectory_of(episode), n_step=self.config.n_step, gamma=plan.gamma
+            )
+            shown.count += len(shown.write(made._asdict()))
+        return shown
 
     def _load(self, checkpoint: Path, newest: int | None) -> None:
         """Take the store back to a checkpoint.
@@ -397,6 +453,20 @@ class ReplayWorker(Worker):
         )
         if self._folder is not None:
             atomic_write(self._folder / STATE, msgspec.json.encode(self._state))
+
+
+def spread(some: int, size: int) -> Bools:
+    """Return which of ``size`` places are those of ``some``: evenly, so that each share of a batch
+    has as many of them as any other, or one more or less."""
+    before = np.arange(size + 1) * some // size
+    return np.diff(before) > 0
+
+
+def merged(which: Bools, some: NDArray[Any], others: NDArray[Any]) -> NDArray[Any]:
+    """Return an array with the rows ``some`` at the places ``which``, and the others elsewhere."""
+    rows = np.empty((len(which), *others.shape[1:]), others.dtype)
+    rows[which], rows[~which] = some, others
+    return rows
 
 
 def read_state(path: Path) -> ReplayState | None:

@@ -7,7 +7,12 @@
                                                     targets follow the critics
 
 All three losses are of the same weights, and change them in one step: the policy's gradient is that
-of the critics before the step, where other implementations update the critics first.
+of the critics before the step, where other implementations update the critics first. In the steps
+of the critics alone (``policy_every``) the other parameters are a frozen group of the optimizer.
+
+RLPD (Ball et al. 2023, algorithm 1) is this with an ensemble of critics, of which some are drawn
+for each target (REDQ, Chen et al. 2021), layer norm in them, several of their steps for one of the
+policy, and demonstrations in each batch, which are the replay worker's part.
 
 Any number of ranks takes the same steps as one, as far as rounding goes: every rank draws the noise
 of the whole batch (of actions, and of the shifts of images), and takes the part of its share.
@@ -44,12 +49,14 @@ from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.backends.policies.images import random_shift
 from rlinf_async.backends.policies.squashed import SquashedGaussianPolicy
 from rlinf_async.backends.sac_config import SacLossConfig, SacTrainerConfig
-from rlinf_async.messages.embodied import ReplayBatch
+from rlinf_async.messages.embodied import Bools, Floats, ReplayBatch
 from rlinf_async.messages.spaces import ObservationArray
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.weights.pack import pack
 
 METRICS = ("critic_loss", "policy_loss", "entropy", "entropy_coefficient", "value")
+OF_POLICY = ("policy_loss", "entropy")
+"""metrics of the steps that train the policy"""
 
 
 class SacBatch(NamedTuple):
@@ -70,6 +77,10 @@ class SacBatch(NamedTuple):
     """``[N, A]``, for the action at the observation"""
     next_noise: Tensor
     """``[N, A]``, for the action at the next observation"""
+    target_critics: Tensor | None = None
+    """int64 ``[K]``: critics of which the target has the least value; None: all"""
+    trains_policy: bool = True
+    """whether the policy and the entropy coefficient have losses, too"""
 
 
 class SacLosses(NamedTuple):
@@ -78,51 +89,75 @@ class SacLosses(NamedTuple):
     total: Tensor
     """a scalar: the sum of all losses"""
     error: Tensor
-    """``[N]``: absolute temporal-difference errors, mean over the two critics"""
+    """``[N]``: absolute temporal-difference errors, mean over the critics"""
+    value: Tensor
+    """``[N]``: values, mean over the critics"""
     metrics: Tensor
-    """``[5]``: means over the share, in the order of `METRICS`"""
+    """``[5]``: means over the share, in the order of `METRICS`; NaN for those of a policy that is
+    not trained"""
 
 
-class TwinCritics(nn.Module):
-    """Two MLPs of features and an action, ReLU between the layers, in one multiplication.
+class Critics(nn.Module):
+    """``E`` MLPs of features and an action, ReLU between the layers, in one multiplication.
 
-    Weights begin as those of `torch.nn.Linear`. Both share the head of the features.
+    Weights begin as those of `torch.nn.Linear`. All share the head of the features.
 
     Args:
         head: head for the features ``[N, F]``, see `SquashedGaussianPolicy`.
         sizes: sizes of the layers, from what the head makes and an action to the value.
+        count: ``E``.
+        layer_norm: whether each hidden layer is normalised before its ReLU, with a scale and a
+            shift of its own in each critic (Ba et al. 2016).
     """
 
-    def __init__(self, head: nn.Module, sizes: Sequence[int]) -> None:
+    def __init__(
+        self, head: nn.Module, sizes: Sequence[int], count: int = 2, *, layer_norm: bool = False
+    ) -> None:
         super().__init__()
         self.head = head
         self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
+        self.scales, self.shifts = nn.ParameterList(), nn.ParameterList()
         for inputs, outputs in pairwise(sizes):
             bound = 1.0 / math.sqrt(inputs)
             for into, shape in (
-                (self.weights, (2, inputs, outputs)),
-                (self.biases, (2, 1, outputs)),
+                (self.weights, (count, inputs, outputs)),
+                (self.biases, (count, 1, outputs)),
             ):
                 into.append(nn.Parameter(torch.empty(shape).uniform_(-bound, bound)))
+        for size in sizes[1:-1] if layer_norm else ():
+            self.scales.append(nn.Parameter(torch.ones(count, 1, size)))
+            self.shifts.append(nn.Parameter(torch.zeros(count, 1, size)))
 
-    def forward(self, features: Tensor, action: Tensor) -> Tensor:
-        """Return values ``[2, N]``."""
-        return self._values(self.head(features), action, [*self.weights], [*self.biases])
+    def forward(self, features: Tensor, action: Tensor, which: Tensor | None = None) -> Tensor:
+        """Return values ``[E, N]``, or ``[K, N]`` of the critics ``which [K]``."""
+        layers = self._layers
+        if which is not None:
+            layers = [[one[which] for one in layer] for layer in layers]
+        return self._values(self.head(features), action, layers)
 
     def frozen(self, features: Tensor, action: Tensor) -> Tensor:
-        """Return values ``[2, N]`` with gradients for ``action`` and none for the critics."""
+        """Return values ``[E, N]`` with gradients for ``action`` and none for the critics."""
         with torch.no_grad():
             seen = self.head(features)
-        weights = [weight.detach() for weight in self.weights]
-        return self._values(seen, action, weights, [bias.detach() for bias in self.biases])
+        layers = [[one.detach() for one in layer] for layer in self._layers]
+        return self._values(seen, action, layers)
+
+    @property
+    def _layers(self) -> list[list[Tensor]]:
+        """Of each layer its weight and bias, and where it is normalised, the scale and shift."""
+        norms = [[*pair] for pair in zip(self.scales, self.shifts, strict=True)]
+        norms += [[] for _ in range(len(self.weights) - len(norms))]
+        linear = zip(self.weights, self.biases, strict=True)
+        return [[*pair, *norm] for pair, norm in zip(linear, norms, strict=True)]
 
     @staticmethod
-    def _values(
-        seen: Tensor, action: Tensor, weights: list[Tensor], biases: list[Tensor]
-    ) -> Tensor:
-        hidden = torch.cat([seen, action], -1).expand(2, -1, -1)
-        for index, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+    def _values(seen: Tensor, action: Tensor, layers: list[list[Tensor]]) -> Tensor:
+        hidden = torch.cat([seen, action], -1).expand(len(layers[0][0]), -1, -1)
+        for index, (weight, bias, *norm) in enumerate(layers):
             hidden = torch.baddbmm(bias, hidden if index == 0 else functional.relu(hidden), weight)
+            if norm:
+                scale, shift = norm
+                hidden = functional.layer_norm(hidden, hidden.shape[-1:]) * scale + shift
         return hidden.squeeze(-1)
 
 
@@ -152,19 +187,20 @@ class SacModel(nn.Module):
         if not isinstance(found, SquashedGaussianPolicy):
             raise ValueError(f"soft actor-critic cannot train the policy {policy.name!r}")
         self.policy: SquashedGaussianPolicy[Any] = found
+        self._sac = sac
         self.critic, self.target = self._critics(policy), self._critics(policy)
         self.target.load_state_dict(self.critic.state_dict())
         self.target.requires_grad_(False)
         self.log_entropy_coefficient = nn.Parameter(
             torch.full((1,), math.log(sac.initial_entropy_coefficient))
         )
-        self._fixed_coefficient = sac.entropy_coefficient
         asked = sac.target_entropy
         self._target_entropy = -float(policy.action_size) if asked is None else asked
 
-    def _critics(self, policy: PolicyConfig) -> TwinCritics:
+    def _critics(self, policy: PolicyConfig) -> Critics:
         head, size = self.policy.new_head()
-        return TwinCritics(head, (size + policy.action_size, *policy.hidden_sizes, 1))
+        sizes, sac = (size + policy.action_size, *policy.hidden_sizes, 1), self._sac
+        return Critics(head, sizes, sac.critics, layer_norm=sac.critic_layer_norm)
 
     def value_parameter_names(self) -> set[str]:
         """Return the names of what the critics' loss trains, with a learning rate of its own: the
@@ -174,35 +210,46 @@ class SacModel(nn.Module):
 
     def forward(self, batch: SacBatch) -> SacLosses:
         """Return the losses of a batch, with gradients for all but the targets."""
-        fixed = self._fixed_coefficient
+        fixed = self._sac.entropy_coefficient
         coefficient = self.log_entropy_coefficient.detach().exp()
         if fixed is not None:
             coefficient = coefficient.new_full((1,), fixed)
         with torch.no_grad():
             following = self.policy.features(batch.next_observation)
             next_action, next_log_prob = self.policy.sample(following, batch.next_noise)
-            next_values = self.target(following, next_action)
+            next_values = self.target(following, next_action, batch.target_critics)
             target = soft_target(
                 batch.reward, batch.discount, next_values, next_log_prob, coefficient
             )
         seen = self.policy.features(batch.observation)
         values = self.critic(seen, batch.action)
-        of_critics = critic_loss(values, target, batch.weight)
-        # The policy's loss does not train the encoder.
-        seen = seen.detach()
-        acted, log_prob = self.policy.sample(seen, batch.noise)
-        of_policy = policy_loss(log_prob, self.critic.frozen(seen, acted), coefficient)
-        total = of_critics + of_policy
-        if fixed is None:
-            total = total + entropy_coefficient_loss(
-                self.log_entropy_coefficient, log_prob, self._target_entropy
-            )
+        total = of_critics = critic_loss(values, target, batch.weight)
+        of_policy = entropy = coefficient.new_full((), math.nan)
+        if batch.trains_policy:
+            # The policy's loss does not train the encoder.
+            of_policy, log_prob = self._policy_loss(seen.detach(), batch.noise, coefficient)
+            total, entropy = total + of_policy, -log_prob.mean()
+            if fixed is None:
+                total = total + entropy_coefficient_loss(
+                    self.log_entropy_coefficient, log_prob, self._target_entropy
+                )
         with torch.no_grad():
             error = (values - target).abs().mean(0).float()
-            metrics = [of_critics, of_policy, -log_prob.mean(), coefficient.mean(), values.mean()]
+            metrics = [of_critics, of_policy, entropy, coefficient.mean(), values.mean()]
             stacked = torch.stack([one.detach().float() for one in metrics])
+            value = values.mean(0).float()
         # A sum and no view: FSDP2 loses its hooks on outputs that are views.
-        return SacLosses(total.sum(), error, stacked)
+        return SacLosses(total.sum(), error, value, stacked)
+
+    def _policy_loss(
+        self, seen: Tensor, noise: Tensor, coefficient: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The policy's loss, and the log-probs ``[N]`` of the actions that it sampled."""
+        acted, log_prob = self.policy.sample(seen, noise)
+        values = self.critic.frozen(seen, acted)
+        if self._sac.target_critics is not None:
+            values = values.mean(0, keepdim=True)
+        return policy_loss(log_prob, values, coefficient), log_prob
 
 
 SKIPPED_IN_A_ROW = 100
@@ -256,6 +303,8 @@ class SacTrainer:
         manager = self.manager
         self._model.policy.uniform.fill_(False)
         share = self._share(batch)
+        for group in manager.optimizer.param_groups:
+            group["frozen"] = group["name"] == "policy" and not share.trains_policy
         with manager.autocast():
             losses: SacLosses = manager.model(share)
         manager.backward(losses.total)
@@ -271,12 +320,23 @@ class SacTrainer:
                     f"(last norm: {norm}): lower the learning rate, or look for NaN in "
                     "observations and rewards; the last checkpoint is from before"
                 )
-        gathered = torch.stack(
-            collectives.all_gather(manager, torch.cat([losses.metrics, losses.error]))
-        )
-        metrics, error = gathered[:, : len(METRICS)], gathered[:, len(METRICS) :]
+        numbers, error = self._measured(losses, batch.demonstrated)
+        if not share.trains_policy:
+            numbers = {name: one for name, one in numbers.items() if name not in OF_POLICY}
+        return GradientStep({**numbers, "grad_norm": norm}, error)
+
+    def _measured(self, losses: SacLosses, shown: Bools | None) -> tuple[dict[str, float], Floats]:
+        """Metrics of a step, and the errors ``[B]``, of all ranks."""
+        kinds = torch.zeros(len(losses.error)) if shown is None else torch.from_numpy(shown)
+        columns = torch.stack([losses.error, losses.value, kinds.to(losses.error)])
+        mine = torch.cat([losses.metrics, columns.flatten()])
+        gathered = torch.stack(collectives.all_gather(self.manager, mine)).cpu()
+        metrics, rest = gathered[:, : len(METRICS)], gathered[:, len(METRICS) :]
+        error, value, demonstrated = rest.reshape(len(rest), 3, -1).movedim(1, 0).flatten(1)
         numbers = dict(zip(METRICS, metrics.mean(0).tolist(), strict=True))
-        return GradientStep({**numbers, "grad_norm": norm}, error.flatten().cpu().numpy())
+        if shown is not None:
+            numbers |= _halves(error, value, demonstrated > 0.0)
+        return numbers, error.numpy()
 
     def _share(self, batch: ReplayBatch) -> SacBatch:
         """Return this rank's share of a batch, on its device."""
@@ -299,7 +359,19 @@ class SacTrainer:
             weight,
             noise,
             next_noise,
+            self._target_critics(),
+            self.manager.steps % self.config.sac.policy_every == 0,
         )
+
+    def _target_critics(self) -> Tensor | None:
+        """Critics for the targets of this step: the same on all ranks."""
+        sac = self.config.sac
+        if sac.target_critics is None:
+            return None
+        drawn = torch.randperm(
+            sac.critics, generator=self._generator, device=self._generator.device
+        )
+        return drawn[: sac.target_critics]
 
     def _observed(self, seen: ObservationArray) -> ObservationTensors:
         """Observations on the device; of images, each shifted by as much as it happens."""
@@ -363,6 +435,17 @@ class SacTrainer:
         extra = self.manager.load_checkpoint(path)[0]
         self.version = extra["version"]
         self._generator.set_state(extra["noise"].clone())
+
+
+def _halves(error: Tensor, value: Tensor, demonstrated: Tensor) -> dict[str, float]:
+    """Return means over demonstrations and over own experience; all ``[B]``."""
+    kinds = {"demonstrations": demonstrated, "own": ~demonstrated}
+    halves = {
+        f"{name}_{kind}": float(column[rows].mean())
+        for name, column in (("value", value), ("error", error))
+        for kind, rows in kinds.items()
+    }
+    return {**halves, "demonstrations_share": float(demonstrated.float().mean())}
 
 
 def _local(module: nn.Module) -> list[Tensor]:

@@ -38,6 +38,13 @@ KITCHEN = "tests.jobs.embodied.envs:Kitchen"
         ("cluster.actors", 2, "cluster.backend: several actors need a process each"),
         ("cluster.actors", 3, "replay.batch_size: 16 transitions cannot be divided among cluster"),
         ("actor.sac.tau", 0, "tau is 0.0; it must be above 0"),
+        ("actor.sac.critics", 0, "critics is 0; it must be at least 1"),
+        ("actor.sac.target_critics", 3, "target_critics is 3, but there are critics = 2: take at"),
+        ("actor.sac.policy_every", 0, "policy_every is 0; it must be at least 1"),
+        ("replay.demonstrated_share", 0.25, "demonstrated_share: 0.25 was given, but there are no"),
+        ("replay.demonstrated_share", 1.0, "demonstrated_share is 1.0; it must be below 1"),
+        ("replay.demonstrations", "nowhere", "replay.demonstrations: 'nowhere' holds no demonstr"),
+        ("demonstrations.policy", "nowhere:expert", "demonstrations.policy: "),
         ("actor.fsdp.critic_warmup_steps", 5, "soft actor-critic has training.learning_starts"),
     ],
 )

@@ -74,7 +74,7 @@ class EmbodiedPPO:
         check_host(config, devices, config.actor.fsdp.device)
         self._begins_with(self._fitted(config, described(config)))
         if config.demonstrations.policy:
-            check_scripted_policy(config)
+            check_scripted_policy(config, config.demonstrations.policy)
 
     def run(self, config: EmbodiedConfig, out: Path | None, resume: bool) -> EmbodiedSummary:
         """Train, evaluate, and leave everything in the run folder."""

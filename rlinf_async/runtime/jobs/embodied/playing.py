@@ -10,6 +10,7 @@ demonstrations.
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -44,7 +45,6 @@ from rlinf_async.runtime.apart import apart
 from rlinf_async.runtime.jobs import Job
 from rlinf_async.runtime.jobs.embodied.settings import (
     DemonstrationsConfig,
-    EmbodiedConfig,
     EnvironmentSettings,
     ended_in,
     env_process,
@@ -76,14 +76,14 @@ def load_scripted_policy(
     return function
 
 
-def check_scripted_policy(config: EmbodiedConfig) -> None:
-    """Load the scripted policy of a configuration where its environment is made, too: its file is
-    often that of the environment.
+def check_scripted_policy(config: EnvironmentSettings, name: str) -> None:
+    """Load the scripted policy ``demonstrations.policy`` where the environment is made, too: its
+    file is often that of the environment.
 
     Raises:
         ConfigError: as `load_scripted_policy`; or its import ends the process.
     """
-    name, path = config.demonstrations.policy, ("demonstrations", "policy")
+    path = ("demonstrations", "policy")
     if not config.cluster.processes:
         load_scripted_policy(name, path)
         return
@@ -121,6 +121,22 @@ def record_apart(
         )
     except WorkerDied as death:
         raise EnvFailed(ended_in(config.env, death)) from death
+
+
+def record_for_run(config: EnvironmentSettings, wanted: DemonstrationsConfig, run: Path) -> Path:
+    """Record demonstrations into the folder of a run that begins; return their folder.
+
+    Raises: as `record_apart`.
+    """
+    folder = recorded_in(run)
+    shutil.rmtree(folder, ignore_errors=True)  # of a start that came to no checkpoint
+    record_apart(config, wanted, folder)
+    return folder
+
+
+def recorded_in(run: Path) -> Path:
+    """The folder of the demonstrations that a run has recorded for itself."""
+    return run / "demonstrations"
 
 
 def record_demonstrations(

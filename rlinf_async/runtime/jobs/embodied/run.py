@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import shutil
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
@@ -71,7 +70,7 @@ from rlinf_async.runtime.jobs.embodied.collectors import (
 from rlinf_async.runtime.jobs.embodied.playing import (
     TrainedPolicy,
     film_run,
-    record_apart,
+    record_for_run,
 )
 from rlinf_async.runtime.jobs.embodied.settings import (
     EmbodiedConfig,
@@ -694,9 +693,7 @@ class EmbodiedRun(EnvironmentRun[EmbodiedConfig, EmbodiedProgress, EmbodiedChann
 
     def _with_demonstrations(self) -> EmbodiedConfig:
         """Record demonstrations in the run folder; return the configuration that clones them."""
-        wanted, folder = self.config.demonstrations, self.folder.path / "demonstrations"
-        shutil.rmtree(folder, ignore_errors=True)  # of a start that came to no checkpoint
-        record_apart(self.config, wanted, folder)
+        folder = record_for_run(self.config, self.config.demonstrations, self.folder.path)
         replace = msgspec.structs.replace
         cloning = replace(self.config.actor.cloning, demonstrations=str(folder))
         return replace(self.config, actor=replace(self.config.actor, cloning=cloning))

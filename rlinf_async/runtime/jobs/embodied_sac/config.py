@@ -27,6 +27,7 @@ from rlinf_async.runtime.jobs.checkpoints import max_deliveries
 from rlinf_async.runtime.jobs.embodied.collectors import EmbodiedChannels
 from rlinf_async.runtime.jobs.embodied.settings import (
     ALWAYS_MAY_DIFFER,
+    DemonstrationsConfig,
     EnvironmentSettings,
     LengthConfig,
     check_processes,
@@ -35,7 +36,10 @@ from rlinf_async.workers.env.config import EnvConfig
 from rlinf_async.workers.replay.worker import ReplayConfig
 from rlinf_async.workers.rollout.policy import RolloutConfig
 
-SectionT = TypeVar("SectionT", bound=EnvConfig | RolloutConfig | ReplayConfig | SacTrainerConfig)
+SectionT = TypeVar(
+    "SectionT",
+    bound=EnvConfig | RolloutConfig | DemonstrationsConfig | ReplayConfig | SacTrainerConfig,
+)
 
 MAY_DIFFER = (*ALWAYS_MAY_DIFFER, "replay.prefetch")
 """settings and sections that a resumed run may change"""
@@ -73,6 +77,7 @@ class SacConfig(EnvironmentSettings, frozen=True, kw_only=True, forbid_unknown_f
     job: str = "embodied_sac"
     name: str = "embodied-sac"
     training: SacTrainingConfig
+    demonstrations: DemonstrationsConfig = DemonstrationsConfig()
     replay: ReplayConfig = ReplayConfig()
     actor: SacTrainerConfig = SacTrainerConfig()
 
@@ -140,6 +145,7 @@ def check_sizes(config: SacConfig) -> None:
             path=("training", "updates_per_step"),
         )
     _check_ranks(config)
+    _check_share(config)
     for setting in ("action_chunk", "group_size"):
         if getattr(config.env, setting) != 1:
             raise ConfigError(
@@ -158,6 +164,34 @@ def check_sizes(config: SacConfig) -> None:
             f"{config.actor.fsdp.critic_warmup_steps} was given; soft actor-critic has "
             "training.learning_starts instead: leave it out",
             path=("actor", "fsdp", "critic_warmup_steps"),
+        )
+
+
+def _check_share(config: SacConfig) -> None:
+    """Refuse a share of demonstrations that there are not, or that is no share of a batch."""
+    replay, scripted = config.replay, config.demonstrations.policy
+    path = ("replay", "demonstrated_share")
+    if replay.demonstrations and scripted:
+        raise ConfigError(
+            f"{replay.demonstrations!r} are given, and demonstrations.policy = {scripted!r} would "
+            "record others: leave one of the two out",
+            path=("replay", "demonstrations"),
+        )
+    if not (replay.demonstrations or scripted):
+        if replay.demonstrated_share != ReplayConfig().demonstrated_share:
+            raise ConfigError(
+                f"{replay.demonstrated_share} was given, but there are no demonstrations: name "
+                "their folder in replay.demonstrations, or a scripted policy in "
+                "demonstrations.policy",
+                path=path,
+            )
+        return
+    if not 0 < replay.demonstrated < replay.batch_size:
+        raise ConfigError(
+            f"{replay.demonstrated_share} of a batch of {replay.batch_size} are "
+            f"{replay.demonstrated} demonstrations; there have to be some, and some of own "
+            "experience: take a larger batch, or another share",
+            path=path,
         )
 
 
@@ -226,7 +260,10 @@ def fitted(config: SacConfig, spec: EnvSpec) -> FittedSac:
 
     return FittedSac(
         **{name: getattr(config, name) for name in config.__struct_fields__}
-        | {name: seeded(getattr(config, name)) for name in ("env", "rollout", "replay", "actor")},
+        | {
+            name: seeded(getattr(config, name))
+            for name in ("env", "rollout", "demonstrations", "replay", "actor")
+        },
         policy=PolicyConfig(
             name=MLP if spec.observation.flat else CNN,
             observation_size=spec.observation_size,

@@ -14,9 +14,11 @@ import msgspec
 import psutil
 
 from rlinf_async.config import ConfigError
+from rlinf_async.data.config import DataError
+from rlinf_async.data.demonstrations import count_steps
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import EmbodiedSummary
-from rlinf_async.runtime.jobs.config import Reads
+from rlinf_async.runtime.jobs.config import Reads, every_file
 from rlinf_async.runtime.jobs.embodied.beginning import (
     Beginning,
     as_begun,
@@ -25,7 +27,7 @@ from rlinf_async.runtime.jobs.embodied.beginning import (
     pinned,
 )
 from rlinf_async.runtime.jobs.embodied.choosing import planned, tried_and_chosen
-from rlinf_async.runtime.jobs.embodied.playing import TrainedPolicy
+from rlinf_async.runtime.jobs.embodied.playing import TrainedPolicy, check_scripted_policy
 from rlinf_async.runtime.jobs.embodied.settings import (
     check_host,
     described,
@@ -38,7 +40,7 @@ from rlinf_async.runtime.jobs.embodied_sac.config import (
     check_sizes,
     fitted,
 )
-from rlinf_async.runtime.jobs.embodied_sac.run import SacRun, make_trainer
+from rlinf_async.runtime.jobs.embodied_sac.run import SacRun, check_transitions, make_trainer
 from rlinf_async.runtime.jobs.placement import PlacementPlan
 from rlinf_async.runtime.jobs.run import run_in_folder
 from rlinf_async.workers.base import Device
@@ -74,6 +76,8 @@ class EmbodiedSAC:
         check_sizes(config)
         check_host(config, devices, config.actor.fsdp.device)
         self._begins_with(self._fitted(config, described(config)))
+        if config.demonstrations.policy:
+            check_scripted_policy(config, config.demonstrations.policy)
 
     def run(self, config: SacConfig, out: Path | None, resume: bool) -> EmbodiedSummary:
         """Train, evaluate, and leave everything in the run folder."""
@@ -87,11 +91,8 @@ class EmbodiedSAC:
         def build(folder: RunFolder) -> SacRun:
             return SacRun(full, folder, beginning)
 
-        def reads(run: SacRun) -> Reads:
-            return Reads(files_of(run.beginning))
-
         return run_in_folder(
-            as_run, out, resume=resume, may_differ=MAY_DIFFER, build=build, reads=reads
+            as_run, out, resume=resume, may_differ=MAY_DIFFER, build=build, reads=_reads
         )
 
     def trained(self, config: SacConfig) -> TrainedPolicy:
@@ -101,7 +102,8 @@ class EmbodiedSAC:
 
     def _fitted(self, config: SacConfig, spec: EnvSpec) -> FittedSac:
         full = fitted(config, spec)
-        _check_store(full)
+        shown = _checked_demonstrations(full, spec)
+        _check_store(full, shown)
         return full
 
     def _begins_with(self, full: FittedSac, *, starts: bool = False) -> Beginning | None:
@@ -130,21 +132,48 @@ def _check_coefficient(full: FittedSac, beginning: Beginning) -> None:
         )
 
 
-def _check_store(full: FittedSac) -> None:
-    """Raise `ConfigError` where the store has no room, or its folder cannot be written."""
+def _reads(run: SacRun) -> Reads:
+    files, shown = files_of(run.beginning), run.config.replay.demonstrations
+    if shown:
+        files["replay.demonstrations"] = Path(shown), every_file(Path(shown))
+    return Reads(files)
+
+
+def _checked_demonstrations(full: FittedSac, spec: EnvSpec) -> int:
+    """Return the number of demonstrated transitions; 0 where the run records them itself.
+
+    Raises:
+        ConfigError: they do not fit the environment, or lack what a transition needs.
+    """
+    folder = full.replay.demonstrations
+    if not folder:
+        return 0
+    try:
+        check_transitions(Path(folder), full, spec.bounds)
+        return count_steps(Path(folder))
+    except DataError as error:
+        raise ConfigError(str(error), path=("replay", "demonstrations")) from error
+
+
+def _check_store(full: FittedSac, shown: int) -> None:
+    """Raise `ConfigError` where the store has no room, or its folder cannot be written.
+
+    ``shown`` demonstrations lie beside the transitions.
+    """
     replay = full.replay
     columns = columns_of(full.policy.observation, full.policy.action)
     if replay.storage == "memory":
-        needed, there = bytes_of(columns, replay.capacity), psutil.virtual_memory().total
+        needed, there = bytes_of(columns, replay.capacity + shown), psutil.virtual_memory().total
         place = "this host's memory"
     else:
         folder = _existing(Path(replay.folder or "."))
         _check_writable(folder)
-        needed = bytes_of(columns, replay.capacity + full.spare)
+        needed = bytes_of(columns, replay.capacity + full.spare + shown)
         there, place = shutil.disk_usage(folder).free, f"the disk of {folder.absolute()}"
     if needed > there:
+        beside = f", and {shown} demonstrations," if shown else ""
         raise ConfigError(
-            f"{replay.capacity} transitions of {bytes_of(columns, 1)} bytes need "
+            f"{replay.capacity} transitions{beside} of {bytes_of(columns, 1)} bytes need "
             f"{needed / 2**30:.1f} GiB, and {place} has {there / 2**30:.1f} GiB: take fewer",
             path=("replay", "capacity"),
         )

@@ -20,6 +20,7 @@ nothing is drawn and nothing enters the store: a checkpoint of both is of one mo
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from functools import partial
@@ -29,6 +30,8 @@ import msgspec
 
 from rlinf_async.backends.base import OffPolicyTrainer
 from rlinf_async.config import ConfigError
+from rlinf_async.data.config import DataError
+from rlinf_async.data.demonstrations import FILE, Bounds, check_demonstrations
 from rlinf_async.messages.embodied import Collect, Collected, TrainReport
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import EmbodiedSummary
@@ -37,7 +40,7 @@ from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.checkpoints import Stopped, sibling
 from rlinf_async.runtime.jobs.embodied.beginning import Beginning
 from rlinf_async.runtime.jobs.embodied.collectors import make_collectors
-from rlinf_async.runtime.jobs.embodied.playing import TrainedPolicy
+from rlinf_async.runtime.jobs.embodied.playing import TrainedPolicy, record_for_run, recorded_in
 from rlinf_async.runtime.jobs.embodied.run import (
     EmbodiedFlow,
     EmbodiedProgress,
@@ -90,6 +93,25 @@ def make_trainer(config: FittedSac) -> OffPolicyTrainer:
     return part.make(config.actor, config.policy, 1, 0)
 
 
+def check_transitions(folder: Path, config: FittedSac, bounds: Bounds) -> None:
+    """Raise `DataError` unless the folder has transitions of the run's environment, whose actions
+    lie within ``bounds``."""
+    info = check_demonstrations(
+        folder,
+        config.policy.sees,
+        config.policy.acts.columns,
+        discrete=False,
+        bounds=bounds,
+        transitions=True,
+    )
+    if info.env != config.env.name:
+        raise DataError(
+            f"the demonstrations in {str(folder)!r} are of {info.env}, but the run is in "
+            f"{config.env.name}, and learns from their rewards: record them in this environment; "
+            f"or write its name into their {FILE}, where it pays the same"
+        )
+
+
 class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
     """A run of soft actor-critic; see `EnvironmentRun`.
 
@@ -129,6 +151,8 @@ class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
     async def main(self, cluster: Cluster, view: LiveView) -> None:
         """The flow, from the first ticket to the evaluation."""
         view.note = "starting workers"
+        if self.config.demonstrations.policy:
+            self.config = await self._with_demonstrations(view)
         channels = SacChannels(cluster, self.config)
         plan = self.config.plan(cluster.devices)
         collectors = make_collectors(cluster, self.config, channels, plan)
@@ -139,6 +163,19 @@ class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
         flow = EmbodiedFlow(cluster, channels, collectors, view)
         train = partial(self._train, flow, actor, replay)
         await self._train_and_evaluate(flow, SacShards(actor, replay), train)
+
+    async def _with_demonstrations(self, view: LiveView) -> FittedSac:
+        """Record demonstrations where the run begins; return the configuration that draws them.
+
+        Raises `DataError` where they are damaged, or not what the run can learn from.
+        """
+        config, folder = self.config, recorded_in(self.folder.path)
+        if not self.progress.version:
+            view.note = "recording demonstrations"
+            await asyncio.to_thread(record_for_run, config, config.demonstrations, self.folder.path)
+        await asyncio.to_thread(check_transitions, folder, config, ())
+        replay = msgspec.structs.replace(config.replay, demonstrations=str(folder.resolve()))
+        return msgspec.structs.replace(config, replay=replay)
 
     # ---- workers
 
