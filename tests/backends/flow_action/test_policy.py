@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlinf_async.backends.base import LoraConfig
 from rlinf_async.backends.building import building
 from rlinf_async.backends.fsdp.embodied import EmbodiedTrainer, _loss
 from rlinf_async.backends.fsdp.ppo import choose_gradient
@@ -204,6 +205,17 @@ def test_every_part_of_the_observation_matters(field: str) -> None:
     before = policy.mode(to_tensors(seen, CPU))
     after = policy.mode(to_tensors(changed, CPU))
     assert ((before - after).abs().amax(1) > 1e-6).all()
+
+
+def test_adapters_are_all_that_is_trained_of_the_language_model() -> None:
+    pytest.importorskip("peft")
+    own = msgspec.structs.replace(config(trunk="text").vision_language, lora=LoraConfig(rank=2))
+    policy = build(trunk="text", vision_language=own)
+    trained = {name for name, one in policy.named_parameters() if one.requires_grad}
+    inside = {name for name in trained if name.startswith("trunk.backbone.")}
+    assert inside
+    assert all("lora_" in name for name in inside)
+    assert {"trunk.slot", "trunk.state.weight", "velocity.0.weight"} <= trained
 
 
 @pytest.mark.parametrize("noise", NOISES)
