@@ -174,17 +174,17 @@ def test_updates_are_those_of_a_script_written_from_the_paper(
 def test_each_half_is_measured() -> None:
     one = trainer()
     given = batch()
-    given.demonstrated = np.arange(16) % 4 == 0
+    demonstrated = given.demonstrated = np.arange(16) % 4 == 0
     model: Any = one.manager.model
     with torch.no_grad():
         values = model.critic(torch.from_numpy(given.observation), torch.from_numpy(given.action))
     done = one.step(given)
-    mean, shown = values.mean(0), torch.from_numpy(given.demonstrated)
+    mean, shown = values.mean(0), torch.from_numpy(demonstrated)
     metrics = done.metrics
     assert metrics["demonstrations_share"] == 0.25
     assert metrics["value_demonstrations"] == pytest.approx(float(mean[shown].mean()), abs=1e-6)
     assert metrics["value_own"] == pytest.approx(float(mean[~shown].mean()), abs=1e-6)
-    assert metrics["error_own"] == pytest.approx(done.error[~given.demonstrated].mean())
+    assert metrics["error_own"] == pytest.approx(done.error[~demonstrated].mean())
     assert metrics["error_demonstrations"] == pytest.approx(done.error[::4].mean())
 
 

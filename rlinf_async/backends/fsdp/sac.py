@@ -333,7 +333,7 @@ class SacTrainer:
         gathered = torch.stack(collectives.all_gather(self.manager, mine)).cpu()
         metrics, rest = gathered[:, : len(METRICS)], gathered[:, len(METRICS) :]
         error, value, demonstrated = rest.reshape(len(rest), 3, -1).movedim(1, 0).flatten(1)
-        numbers = dict(zip(METRICS, metrics.mean(0).tolist(), strict=True))
+        numbers: dict[str, float] = dict(zip(METRICS, metrics.mean(0).tolist(), strict=True))
         if shown is not None:
             numbers |= _halves(error, value, demonstrated > 0.0)
         return numbers, error.numpy()
