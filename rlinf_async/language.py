@@ -16,7 +16,7 @@ from rlinf_async.backends.transformers.config import TransformersEngineConfig
 from rlinf_async.backends.vllm.config import VllmEngineConfig
 from rlinf_async.data.config import DataConfig
 from rlinf_async.episodes.endpoint.config import EndpointConfig
-from rlinf_async.messages.language import Sampling
+from rlinf_async.messages.language import Grammar, Sampling
 from rlinf_async.observe.samples import SamplesConfig
 from rlinf_async.observe.sinks.config import ObserveConfig
 from rlinf_async.observe.sinks.mlflow import MlflowConfig
@@ -59,6 +59,7 @@ __all__ = [
     "EvaluationConfig",
     "EvaluationSetConfig",
     "GenerationSettings",
+    "Grammar",
     "LanguageAdvantageConfig",
     "LanguageConfig",
     "LanguageLossConfig",

@@ -57,6 +57,39 @@ Biases = tuple[tuple[int, float], ...]
 may be changed."""
 
 
+class Grammar(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """The format of a whole response: one of these, or none. No other token is drawn than one with
+    which it can still become such a text, and its end only where it is one."""
+
+    regex: str = ""
+    """regular expression that the whole text matches"""
+    choices: tuple[str, ...] = ()
+    """texts of which it is one"""
+    json_schema: str = ""
+    """JSON schema, as text, of the JSON that it is"""
+    ebnf: str = ""
+    """grammar in the notation of GBNF, whose rule ``root`` it follows"""
+
+    def __post_init__(self) -> None:
+        if len(given := self._given()) > 1:
+            raise ValueError(f"a response has one format, and {' and '.join(given)} are given")
+        if "" in self.choices:
+            raise ValueError("choices has an empty text, which no response is")
+
+    def __bool__(self) -> bool:
+        return bool(self._given())
+
+    @property
+    def kind(self) -> str:
+        """Name of the format that is given; empty: none is."""
+        return "".join(self._given())
+
+    def _given(self) -> list[str]:
+        return [name for name in self.__struct_fields__ if getattr(self, name)]
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The way in which the tokens of one sample are drawn."""
 
@@ -77,6 +110,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     repetition_penalty: float = 1.0
     """divisor of the positive logits, and factor of the others, of tokens that stand in the prompt
     or in the response so far, before the temperature; 1: off"""
+    grammar: Grammar = Grammar()
+    """format of the response: tokens that it does not allow are left out first of all, also where
+    the most likely token is taken"""
     stop: tuple[str, ...] = ()
     """texts that end a response, with the token that completes the first of them; see
     `rlinf_async.messages.stopping`"""
@@ -140,7 +176,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def truncates(self) -> bool:
         """Whether tokens may be drawn from a part of the vocabulary: then they come with `Kept`."""
-        return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+        cut = self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+        return not self.greedy and (cut or bool(self.grammar))
 
     @property
     def stops(self) -> bool:
@@ -155,6 +192,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             "min_p": self.min_p > 0.0,
             "logit_bias": any(bias for _, bias in self.logit_bias),
             "repetition_penalty": self.repetition_penalty != 1.0,
+            "grammar": bool(self.grammar),
             "routing_replay": self.routing_replay,
         }
         return [name for name, is_given in given.items() if is_given]
@@ -166,8 +204,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """The tokens that each token of a response could be drawn from, where top-k, top-p or min-p
-    left others out. Both arrays have the smallest unsigned dtype that fits."""
+    """The tokens that each token of a response could be drawn from, where a grammar, top-k, top-p
+    or min-p left others out. Both arrays have the smallest unsigned dtype that fits."""
 
     counts: Unsigned
     """``[R]``: number of tokens kept; 0: the whole vocabulary"""
@@ -264,7 +302,7 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True):
     def untold(self, sampling: Sampling) -> str:
         """Return what would have to be known for that, in words, and is not; empty: nothing."""
         if self.kept is None and sampling.truncates:
-            return "which tokens top_k, top_p and min_p kept (`Generated.kept`)"
+            return "which tokens grammar, top_k, top_p and min_p kept (`Generated.kept`)"
         if self.routes is None and sampling.routing_replay:
             return "which experts the tokens went through (`Generated.routes`)"
         return ""

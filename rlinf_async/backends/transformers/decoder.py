@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rlinf_async.backends.language import LAYER_KINDS
+from rlinf_async.backends.transformers.formats import ResponseFormat, ResponseFormats
 from rlinf_async.backends.transformers.images import SeeingPrompt, image_inputs, image_vectors
 from rlinf_async.backends.transformers.routing import RecordedRoutes
 from rlinf_async.backends.transformers.sampling import NOTHING, Rules, draw, kept_sets, uniforms
@@ -161,6 +162,7 @@ class DecodedRow:
         "_stop_texts",
         "_versions",
         "finish",
+        "format",
         "images",
         "name",
         "sampling",
@@ -182,6 +184,8 @@ class DecodedRow:
         self._kept: list[NDArray[Any]] = []
         self._routes: list[Routes] = []
         self._routed_by = -1
+        self.format: ResponseFormat | None = None
+        """what its next token may be, where the sampling has a grammar and it has joined"""
         self.finish: Finish | None = None
         if partial is not None:
             self.tokens += partial.token_ids.tolist()
@@ -204,6 +208,11 @@ class DecodedRow:
         return self.tokens[: self._prompt]
 
     @property
+    def response(self) -> list[int]:
+        """Tokens of the response so far."""
+        return self.tokens[self._prompt :]
+
+    @property
     def random(self) -> float:
         """The random number of the next position."""
         return self._random[len(self._versions)]
@@ -219,6 +228,8 @@ class DecodedRow:
         """Add a token, drawn from the ``kept`` ones (empty: from the whole vocabulary); return
         whether the response is finished."""
         self.tokens.append(token)
+        if self.format is not None:
+            self.format.accept(token)
         self._log_probs.append(log_prob)
         self._versions.append(version)
         if self.sampling.truncates:
@@ -334,6 +345,7 @@ class BatchDecoder:
         stop_token_ids: tokens that end a response.
         prefill_tokens: most tokens of prompts in one forward pass, padding included.
         processor: of a model that sees images; None: it does not.
+        formats: those that responses may have; None: no request asks for one.
     """
 
     def __init__(
@@ -342,8 +354,10 @@ class BatchDecoder:
         stop_token_ids: frozenset[int],
         prefill_tokens: int,
         processor: ImageProcessor | None = None,
+        formats: ResponseFormats | None = None,
     ) -> None:
         self.model = model
+        self._formats = formats
         self._processor = processor
         self.tensors = ModelTensors(model)
         self.version = -1
@@ -375,6 +389,10 @@ class BatchDecoder:
     @torch.inference_mode()
     def join(self, rows: Sequence[DecodedRow]) -> None:
         """Compute the keys and values of these rows' tokens, but of each one's last."""
+        for row in rows:
+            if row.sampling.grammar and row.format is None:
+                assert self._formats is not None
+                row.format = self._formats.begin(row.sampling.grammar, row.name, row.response)
         waiting = sorted(rows, key=lambda row: len(row.tokens))
         while waiting:
             count = 1
@@ -417,7 +435,11 @@ class BatchDecoder:
                 row.add_routes(routes[number : number + 1])
         numbers = [row.random for row in self.rows]
         random = torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        drawn = draw(logits, self._rules, random, self._seen(logits))
+        formats = [row.format for row in self.rows]
+        allowed = None
+        if self._formats is not None and any(formats):
+            allowed = self._formats.allowed(formats).to(self.device)
+        drawn = draw(logits, self._rules, random, self._seen(logits), allowed)
         kept = [NOTHING] * count if drawn.kept is None else kept_sets(drawn.kept)
         done = [
             row

@@ -31,6 +31,7 @@ from rlinf_async.backends.language import EngineDied
 from rlinf_async.backends.transformers.config import TransformersEngineConfig
 from rlinf_async.backends.transformers.decoder import BatchDecoder, DecodedRow
 from rlinf_async.backends.transformers.folder import ModelFolder, open_folder
+from rlinf_async.backends.transformers.formats import ResponseFormats
 from rlinf_async.backends.transformers.images import processor_in
 from rlinf_async.backends.transformers.tensors import build_model
 from rlinf_async.messages.embodied import Floats
@@ -101,7 +102,11 @@ class TransformersEngine:
             model = build_model(self._folder, config, self._device)
         processor = processor_in(Path(self._folder.path))
         self._decoder = BatchDecoder(
-            model, self._folder.stop_token_ids, config.prefill_tokens, processor
+            model,
+            self._folder.stop_token_ids,
+            config.prefill_tokens,
+            processor,
+            ResponseFormats(self._folder),
         )
         self._decoder.takes_adapter = config.weights == "adapter"
         if config.weights == "folder":

@@ -19,7 +19,7 @@ class Transformers(EnginePart):
     extra = "llm"
     factory = "rlinf_async.backends.transformers.engine:TransformersEngine"
     slow_imports = (*LANGUAGE_IMPORTS, "rlinf_async.backends.transformers.engine")
-    honours = frozenset({"min_p", "logit_bias", "repetition_penalty", "routing_replay"})
+    honours = frozenset({"min_p", "logit_bias", "repetition_penalty", "grammar", "routing_replay"})
     one_device = True
     exact = True
     sees_images = True

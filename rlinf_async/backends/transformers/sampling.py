@@ -1,7 +1,8 @@
 """Drawing a token for each row of a batch, and attention of one new token for each row.
 
 The log-prob that comes with a token is that of the distribution it was drawn from: of the logits
-after bias, penalty, temperature, min-p, then top-k, then top-p (vLLM's order), renormalised; of
+that a grammar allows, after bias, penalty, temperature, min-p, then top-k, then top-p (vLLM's
+order), renormalised; of
 equally likely tokens at the border the first in the order of the sort are kept. Greedy rows
 (temperature 0) take the most likely token; their log-probs are those at temperature 1 of the whole
 vocabulary.
@@ -92,7 +93,13 @@ class Drawn(NamedTuple):
     """``[rows, vocabulary]``: what each was drawn from; None: no row truncates"""
 
 
-def draw(logits: Tensor, rules: Rules, random: Tensor, seen: Tensor | None = None) -> Drawn:
+def draw(
+    logits: Tensor,
+    rules: Rules,
+    random: Tensor,
+    seen: Tensor | None = None,
+    allowed: Tensor | None = None,
+) -> Drawn:
     """Draw one token for each row. None has probability 0.
 
     Args:
@@ -102,8 +109,12 @@ def draw(logits: Tensor, rules: Rules, random: Tensor, seen: Tensor | None = Non
             behind the last token.
         seen: ``[rows, vocabulary]``: tokens of the prompt and the response so far, where a row has
             a penalty.
+        allowed: ``[rows, vocabulary]``: tokens that the format of a row's response allows, at
+            least one; None: all.
     """
     logits = logits.float()
+    if allowed is not None:
+        logits = logits.masked_fill(~allowed, float("-inf"))
     if rules.bias is not None:
         logits = logits.index_put(rules.bias[:2], rules.bias[2], accumulate=True)
     if rules.penalty is not None and seen is not None:
@@ -111,9 +122,9 @@ def draw(logits: Tensor, rules: Rules, random: Tensor, seen: Tensor | None = Non
         logits = torch.where(seen, divided, logits)
     if rules.temperature is not None:
         logits = logits / rules.temperature
-    kept = None
+    kept = allowed
     if not (rules.top_k is None and rules.top_p is None and rules.min_p is None):
-        kept = _kept(logits, rules)
+        kept = _kept(logits, rules) if allowed is None else _kept(logits, rules) & allowed
         logits = logits.masked_fill(~kept, float("-inf"))
     log_probs = logits.log_softmax(-1)
     # In double: over a large vocabulary, sums of float32 end visibly off 1.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 
 import pytest
 
@@ -109,3 +110,66 @@ def test_the_turns_of_an_episode_end_at_the_stops_of_the_run(tiny: Job) -> None:
     refused = tiny.train(*agent, *EVERYTHING, "--rollout.sampling.include_stop", "true")
     assert refused.code == 2
     assert "rollout.sampling.include_stop: the text of a turn ends before" in refused.err
+
+
+FORMAT = "--rollout.sampling.grammar"
+FORMS = {
+    "inference": ("--cluster.inference_workers", 1),
+    "epochs, stale": (
+        *("--training.max_staleness", 1, "--actor.epochs", 2, "--actor.global_batches", 2),
+        *("--actor.loss.proximal", "step"),
+    ),
+    "megatron": ("--actor.backend", "megatron", "--cluster.backend", "process"),
+    "cut": ("--rollout.sampling.top_k", 4, "--rollout.sampling.logit_bias", "[[9, 1.0]]"),
+    "lora": ("--actor.lora.rank", 2),
+}
+
+
+@pytest.mark.parametrize("how", FORMS)
+def test_a_run_trains_answers_of_one_format_on_what_they_were_drawn_from(
+    tiny: Job, how: str
+) -> None:
+    """Also greedy answers, and those of a set, have it."""
+    tiny.succeed(
+        *(f"{FORMAT}.regex", "-?[a-d0-3]{2,4}", "--rollout.sampling.temperature", 1.5, *FORMS[how]),
+        *(f"{SET}.data.path", tiny.file.parent / "sums.jsonl", f"{SET}.data.verifier", "numeric"),
+        *(f"{SET}.prompts", 4, f"{SET}.temperature", 1.0, "--training.iterations", 3),
+        *("--data.verifier", "tests.jobs.language.verifiers:letters"),
+    )
+    kept = read_samples(tiny.out)
+    assert {one["kind"] for one in kept} == {"training", "evaluation"}
+    assert len({one["completion"] for one in kept}) > 10
+    for one in kept:
+        whole = one["finish"] == "stop"
+        assert re.fullmatch(r"-?[a-d0-3]{2,4}" if whole else r"-?[a-d0-3]*", one["completion"])
+    compared = [found for row in tiny.iterations if (found := row["engine_actor_difference"])]
+    assert compared
+    assert max(map(float, compared)) < 1e-5
+    if "stale" not in how:
+        assert float(tiny.iterations[0]["ratio"]) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_a_format_that_cannot_be_is_refused_with_the_setting(tiny: Job) -> None:
+    def refused(*settings: object) -> str:
+        ended = tiny.command("check", tiny.file, *settings)
+        assert ended.code == 2, ended.out
+        return ended.err
+
+    digits = (f"{FORMAT}.regex", "[0-9]+")
+    assert "rollout.sampling.grammar.regex: it is no regular expression" in refused(
+        f"{FORMAT}.regex", "["
+    )
+    assert "rollout.sampling.grammar: a response has one format, and regex and ebnf" in refused(
+        *digits, f"{FORMAT}.ebnf", "root ::= [0-9]"
+    )
+    nothing = refused(f"{FORMAT}.choices", '["\N{SNOWMAN}"]')
+    assert "grammar.choices: no response can begin so: the tokenizer in " in nothing
+    vllm = refused(*digits, "--rollout.backend", "vllm", "--cluster.backend", "process")
+    assert "rollout.sampling.grammar: the engine 'vllm' does not say that it honours" in vllm
+    assert "'toy' does not say that it honours grammar" in refused(
+        *digits, "--rollout.backend", "toy", "--actor.backend", "toy"
+    )
+    tiny.succeed(*digits, "--training.iterations", 1)
+    other = tiny.train(f"{FORMAT}.regex", "[0-5]+", "--training.iterations", 2, "--resume")
+    assert other.code == 2
+    assert "rollout.sampling.grammar" in other.err

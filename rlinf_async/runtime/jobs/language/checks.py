@@ -35,6 +35,7 @@ from rlinf_async.algorithms.config import (
 from rlinf_async.backends.language import (
     FAMILIES,
     SEEING,
+    ModelOutputError,
     UnsupportedModel,
     check_family,
     sees_images,
@@ -56,7 +57,7 @@ from rlinf_async.episodes.endpoint.server import listener
 from rlinf_async.episodes.environments import Asked, environments, is_number
 from rlinf_async.episodes.episode import EpisodeError
 from rlinf_async.episodes.parsing import parsers
-from rlinf_async.messages.language import Rejected, Sampling
+from rlinf_async.messages.language import Grammar, Rejected, Sampling
 from rlinf_async.observe.evaluations import HELD_OUT
 from rlinf_async.parallel.splits import nearest_divisors
 from rlinf_async.rewards import ScoringPool, load_verifier
@@ -342,7 +343,9 @@ def _check_trained_sampling(config: LanguageConfig) -> None:
     """Refuse settings of samples to train on whose distribution the trainer would not compute."""
     sampling, actor = config.rollout.sampling, config.actor
     for name in sampling.further:
-        if name != "min_p" and name not in actor.part.honours:  # what min-p kept travels along
+        if name in ("min_p", "grammar"):  # what they kept travels along
+            continue
+        if name not in actor.part.honours:
             parts = {one: language_trainers.load(one) for one in language_trainers.paths}
             able = [one for one, part in parts.items() if part.actor and name in part.honours]
             instead = "set it in a set of evaluation.sets, for evaluations alone"
@@ -1179,6 +1182,27 @@ def check_engine(config: LanguageConfig, model: Path, device: str) -> None:
         rollout.part.inspect(rollout.engine, model, device)
     except (ModelFolderError, ValueError) as error:
         raise ConfigError(str(error), path=rollout.where) from error
+    for where, sampling in _samplings(config).items():
+        _check_format(sampling.grammar, model, (*where, "grammar"))
+
+
+def _check_format(grammar: Grammar, model: Path, where: Setting) -> None:
+    """Refuse what is no grammar, and one that no token of the model can begin."""
+    if not grammar:
+        return
+    from rlinf_async.backends.transformers.folder import open_folder
+    from rlinf_async.backends.transformers.formats import ResponseFormats
+
+    formats = ResponseFormats(open_folder(str(model)))
+    try:
+        formats.allowed([formats.begin(grammar, "check")])
+    except ValueError as error:
+        raise ConfigError(str(error), path=(*where, grammar.kind)) from error
+    except ModelOutputError as error:
+        raise ConfigError(
+            f"no response can begin so: the tokenizer in {model} has no token for it",
+            path=(*where, grammar.kind),
+        ) from error
 
 
 def check_critic(config: LanguageConfig, model: Path) -> None:

@@ -1,0 +1,158 @@
+"""Formats of responses: what may come next, against the texts themselves; interruptions."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlinf_async.backends.language import ModelOutputError
+from rlinf_async.backends.transformers.config import TransformersEngineConfig
+from rlinf_async.backends.transformers.engine import TransformersEngine
+from rlinf_async.backends.transformers.folder import ModelFolder, open_folder
+from rlinf_async.backends.transformers.formats import ResponseFormats
+from rlinf_async.messages.language import Grammar
+from tests.backends.requests import request
+from tests.jobs.language.checkpoints import save_checkpoint
+
+CHOICES = ("1", "12", "+7", "305")
+SCHEMA = '{"type": "object", "properties": {"a": {"enum": [1, 23]}}, "required": ["a"]}'
+GRAMMARS = {
+    "regex": (Grammar(regex="[1-3]{2,4}"), r"[1-3]{2,4}"),
+    "choices": (Grammar(choices=CHOICES), r"1|12|\+7|305"),
+    "ebnf": (Grammar(ebnf='root ::= "-"? [0-9] ("=" [0-9])*'), r"-?[0-9](=[0-9])*"),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> ModelFolder:
+    """One token for each character."""
+    return open_folder(str(save_checkpoint(tmp_path / "model", "qwen3")))
+
+
+def test_what_may_come_next_is_what_a_text_of_the_choices_goes_on_with(folder: ModelFolder) -> None:
+    formats, words = ResponseFormats(folder), folder.tokenizer
+    begun = sorted({one[:size] for one in CHOICES for size in range(len(one) + 1)})
+    rows = [
+        formats.begin(Grammar(choices=CHOICES), "r", words(text)["input_ids"] if text else [])
+        for text in begun
+    ]
+    found = formats.allowed([*rows, None])
+    assert found[-1].all()
+    for text, row in zip(begun, found, strict=False):
+        expected = {one[len(text)] for one in CHOICES if one.startswith(text) and one != text}
+        ids = {words.convert_tokens_to_ids(one) for one in expected}
+        if text in CHOICES:
+            ids |= folder.stop_token_ids
+        assert set(row.nonzero().flatten().tolist()) == ids, text
+
+
+@pytest.mark.parametrize("kind", GRAMMARS)
+async def test_every_response_that_ends_has_its_format_and_tells_what_it_was_drawn_from(
+    folder: ModelFolder, kind: str
+) -> None:
+    grammar, pattern = GRAMMARS[kind]
+    asked = [request(one, grammar=grammar, max_tokens=9, temperature=2.0) for one in range(12)]
+    asked += [request(12, grammar=grammar, max_tokens=9, temperature=0.0), request(13)]
+    engine = TransformersEngine(TransformersEngineConfig(model=folder.path, weights="folder"))
+    await engine.start()
+    try:
+        got = await asyncio.gather(*map(engine.generate, asked))
+        half = [1 if one.finish == "stop" else 2 for one in got]
+        partials = [
+            request(
+                at,
+                grammar=grammar,
+                max_tokens=9,
+                temperature=2.0,
+                partial=_cut(one, size),
+            )
+            for at, (one, size) in enumerate(zip(got[:12], half, strict=False))
+        ]
+        again = await asyncio.gather(*map(engine.generate, partials))
+        pairs = [(one.prompt.token_ids, its.token_ids) for one, its in zip(asked, got, strict=True)]
+        plain = await engine.log_probs(pairs)
+    finally:
+        await engine.close()
+    ended = [one for one in got[:13] if one.finish == "stop"]
+    assert len({tuple(one.token_ids.tolist()) for one in ended}) > 2
+    for one in ended:
+        text = folder.tokenizer.decode(one.token_ids.tolist(), skip_special_tokens=True)
+        assert re.fullmatch(pattern, text), text
+    for one, other in zip(got[:12], again, strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        assert one.kept is not None
+        assert other.kept is not None
+        for kept, same in zip(one.kept.sets(), other.kept.sets(), strict=True):
+            assert kept.tolist() == same.tolist()
+        for token, kept in zip(one.token_ids.tolist(), one.kept.sets(), strict=True):
+            assert token in kept.tolist()
+    assert got[12].kept is None  # greedy: it is not trained
+    np.testing.assert_allclose(got[13].log_prob, plain[13], atol=1e-5)  # who asks for none has none
+
+
+def _cut(one: Any, size: int) -> Any:
+    from rlinf_async.messages.language import Generated, Kept
+
+    assert one.kept is not None
+    return Generated(
+        token_ids=one.token_ids[:size],
+        log_prob=one.log_prob[:size],
+        version=one.version[:size],
+        finish="abort",
+        kept=Kept.of(one.kept.sets()[:size]),
+    )
+
+
+def test_json_follows_its_schema(folder: ModelFolder) -> None:
+    """The longest way through it, always the first token that is allowed but a space."""
+    formats = ResponseFormats(folder)
+    row, text = formats.begin(Grammar(json_schema=SCHEMA), "r"), ""
+    for _ in range(40):
+        [allowed] = formats.allowed([row])
+        tokens = allowed.nonzero().flatten().tolist()
+        chosen = [one for one in tokens if folder.tokenizer.decode([one]).strip()]
+        if folder.stop_token_ids & set(tokens):
+            break
+        row.accept(chosen[0])
+        text += folder.tokenizer.decode(chosen[:1])
+    assert json.loads(text)["a"] in (1, 23)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"regex": "["}, "it is no regular expression that xgrammar reads: Regex parsing error"),
+        ({"json_schema": "{"}, "it is no JSON schema that xgrammar reads: Check failed"),
+        ({"ebnf": 'x ::= "1"'}, "it is no grammar in GBNF with a rule 'root': EBNF parser error"),
+    ],
+)
+def test_what_is_no_grammar_is_named(folder: ModelFolder, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        ResponseFormats(folder).begin(Grammar(**given), "r")
+
+
+def test_a_text_that_the_tokens_do_not_have_is_an_error(folder: ModelFolder) -> None:
+    formats = ResponseFormats(folder)
+    row = formats.begin(Grammar(choices=("1\N{SNOWMAN}",)), "group 3", [])
+    assert formats.allowed([row]).sum() == 1
+    row.accept(int(torch.nonzero(formats.allowed([row])[0])[0]))
+    with pytest.raises(ModelOutputError, match=r"request group 3: the format of .* no token"):
+        formats.allowed([row])
+    with pytest.raises(ModelOutputError, match="was the response begun without it"):
+        formats.begin(Grammar(choices=("1",)), "r", folder.tokenizer("2")["input_ids"])
+
+
+def test_a_response_has_one_format() -> None:
+    assert not Grammar()
+    assert Grammar(choices=("a",)).kind == "choices"
+    with pytest.raises(ValueError, match="one format, and regex and ebnf are given"):
+        Grammar(regex="a", ebnf='root ::= "a"')
+    with pytest.raises(ValueError, match="empty text"):
+        Grammar(choices=("a", ""))
