@@ -1,7 +1,7 @@
 """A task of lm-eval as an episode: it asks the model, and its score is the reward.
 
 ``rlinf-async evaluate`` starts this program for each record of the data, whose prompt is the name
-of a task; lm-eval may be in a virtualenv of its own::
+of a task; lm-eval has a virtualenv of its own, as it brings much that transformers then imports::
 
     python -m venv .lm-eval && .lm-eval/bin/pip install 'lm_eval[api]'
     echo '{"prompt": "gsm8k_cot_zeroshot", "answer": ""}' > tasks.jsonl

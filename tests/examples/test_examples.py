@@ -477,8 +477,13 @@ metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}
 """a task of lm-eval"""
 
 
+@pytest.mark.slow
 def test_a_task_of_lm_eval_has_the_score_of_the_models_own_answers(tmp_path: pathlib.Path) -> None:
     """Two of six references are what transformers generates greedily: the score is a third."""
+    try:
+        python = default_store().python(PACKAGES["lm-eval"])
+    except PeerMissing as missing:
+        pytest.skip(str(missing))
     model = save_checkpoint(tmp_path / "model", "qwen3")
     asked = [f"{number}+{number + 1}=" for number in range(6)]
     right = [answer if at % 3 == 0 else "no" for at, answer in enumerate(said(model, asked))]
@@ -490,7 +495,7 @@ def test_a_task_of_lm_eval_has_the_score_of_the_models_own_answers(tmp_path: pat
     named = tmp_path / "tasks.jsonl"
     named.write_text('{"prompt": "sums", "answer": ""}\n')
     program = EXAMPLES / "lm_eval_task.py"
-    command = f"{sys.executable} {program} exact_match,none {tasks}"
+    command = f"{python} {program} exact_match,none {tasks}"
     done = run(
         *("-m", "rlinf_async", "evaluate", model, "--data.path", named, "--data.verifier", "exact"),
         *("--episode.run", f"command: {command}", "--episode.max_turns", 100, "--json"),

@@ -14,5 +14,6 @@ PACKAGES = {
         ("verifiers", "verifiers==0.4.0"),
         ("textarena", "textarena==0.7.4"),
         ("openenv", "openenv-core==0.3.0"),
+        ("lm-eval", "lm_eval[api]==0.4.13"),
     )
 }
