@@ -194,7 +194,7 @@ def test_a_run_is_not_resumed_under_another_configuration(job: Job) -> None:
     assert ended.code == 2
     assert "actor.fsdp.policy.hidden_sizes ((64, 64) in the run, (32, 32) now)" in ended.err
     assert "env.stages (2 in the run, 1 now)" in ended.err
-    assert "A resumed run may change: name, training.total_steps" in ended.err
+    assert "A resumed run may change: name, model.path, training.total_steps" in ended.err
     assert [path.name for path in job.out.glob("config*")] == ["config.toml"]
     job.succeed("--resume")
 
