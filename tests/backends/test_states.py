@@ -11,7 +11,7 @@ from typing import Any, Final
 import pytest
 import torch
 
-from rlinf_async.backends.base import IdleRank, NotSetUp, OffloadedError
+from rlinf_async.backends.base import FirstWeights, IdleRank, NotSetUp, OffloadedError
 from rlinf_async.backends.checkpoint.folders import CheckpointError
 from rlinf_async.backends.fsdp.config import FSDPConfig
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
@@ -64,6 +64,12 @@ CALLS: dict[str, tuple[Callable[[Any, Path], object], Outcome, Outcome, Outcome]
     "settle_checkpoint": (lambda m, _: m.settle_checkpoint(), WORKS, WORKS, WORKS),
     "load_checkpoint": (
         lambda m, to: m.load_checkpoint(to / "nowhere"),
+        NotSetUp,
+        CheckpointError,
+        IdleRank,
+    ),
+    "take_weights": (
+        lambda m, to: m.take_weights(FirstWeights(folder=str(to / "nowhere"), tensors={})),
         NotSetUp,
         CheckpointError,
         IdleRank,
