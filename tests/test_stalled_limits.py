@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -83,7 +84,7 @@ def stopping_worker(blame: Blame) -> Heard:
     asked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     worker: Any = object.__new__(RemoteWorker)
     worker.name, worker.connection = "A[0]", object()
-    worker.process = SimpleNamespace(ended=asked)
+    worker.process, worker._calls = SimpleNamespace(ended=asked), Path("nowhere")
     worker.ask, worker.kill = ask, kill
     background(worker.stop(4.0), blame)
     return partial(asked.set_result, None)
