@@ -17,6 +17,7 @@ multiple choice want log-probs of given answers, which an endpoint of chats does
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import pathlib
@@ -29,9 +30,8 @@ CONCURRENT = 32
 
 def main(metric: str, own_tasks: str = "-", report: str = "-") -> None:
     """Ask all questions of the task that stdin names."""
-    import lm_eval  # type: ignore[import-untyped]
-    from lm_eval.tasks import TaskManager  # type: ignore[import-untyped]
-
+    lm_eval: Any = importlib.import_module("lm_eval")  # in a virtualenv of its own
+    tasks: Any = importlib.import_module("lm_eval.tasks")
     task = json.loads(sys.stdin.readline())["messages"][-1]["content"]
     found: dict[str, Any] = lm_eval.simple_evaluate(
         model="local-chat-completions",
@@ -42,7 +42,7 @@ def main(metric: str, own_tasks: str = "-", report: str = "-") -> None:
             "max_retries": 1,
         },
         tasks=[task],
-        task_manager=TaskManager(include_path=None if own_tasks == "-" else own_tasks),
+        task_manager=tasks.TaskManager(include_path=None if own_tasks == "-" else own_tasks),
         apply_chat_template=True,
         bootstrap_iters=0,
     )
