@@ -76,7 +76,9 @@ VISION_LANGUAGE: Final = "vision_language_action"
 FLOW: Final = "flow_action"
 
 OWNERS: Final = {
-    **{"vision_language": VISION_LANGUAGE, "channels": "cnn", "memory_size": "gru"},
+    "vision_language": VISION_LANGUAGE,
+    "channels": "cnn",
+    "memory_size": "gru",
     "flow": FLOW,
 }
 """settings that one built-in policy has for itself; ``flow_action`` has those of its trunk, too"""

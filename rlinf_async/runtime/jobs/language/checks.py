@@ -1182,14 +1182,14 @@ def check_engine(config: LanguageConfig, model: Path, device: str) -> None:
         rollout.part.inspect(rollout.engine, model, device)
     except (ModelFolderError, ValueError) as error:
         raise ConfigError(str(error), path=rollout.where) from error
-    for where, sampling in _samplings(config).items():
-        _check_format(sampling.grammar, model, (*where, "grammar"))
+    formats = {one.grammar: where for where, one in reversed(_samplings(config).items())}
+    for grammar, where in formats.items():
+        if grammar:
+            _check_format(grammar, model, (*where, "grammar", grammar.kind))
 
 
 def _check_format(grammar: Grammar, model: Path, where: Setting) -> None:
     """Refuse what is no grammar, and one that no token of the model can begin."""
-    if not grammar:
-        return
     from rlinf_async.backends.transformers.folder import open_folder
     from rlinf_async.backends.transformers.formats import ResponseFormats
 
@@ -1197,11 +1197,10 @@ def _check_format(grammar: Grammar, model: Path, where: Setting) -> None:
     try:
         formats.allowed([formats.begin(grammar, "check")])
     except ValueError as error:
-        raise ConfigError(str(error), path=(*where, grammar.kind)) from error
+        raise ConfigError(str(error), path=where) from error
     except ModelOutputError as error:
         raise ConfigError(
-            f"no response can begin so: the tokenizer in {model} has no token for it",
-            path=(*where, grammar.kind),
+            f"no response can begin so: the tokenizer in {model} has no token for it", path=where
         ) from error
 
 
