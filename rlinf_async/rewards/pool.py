@@ -24,6 +24,7 @@ import asyncio
 import math
 import os
 from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager
 from typing import Final, Self
 
@@ -107,8 +108,9 @@ class ScoringPool:
         Raises:
             ConfigError: one of them cannot be loaded; the text says which and why.
         """
+        names, taken = list(verifiers), set[Scorer]()
         async with asyncio.TaskGroup() as group:
-            loading = [group.create_task(self._load(list(verifiers))) for _ in range(self._size)]
+            loading = [group.create_task(self._load(names, taken)) for _ in range(self._size)]
         for one in loading:
             if one.result():
                 raise ConfigError(one.result(), path=("verifier",))
@@ -151,9 +153,11 @@ class ScoringPool:
         self._all.clear()
         self._changed()
 
-    async def _load(self, verifiers: list[str]) -> str:
+    async def _load(self, verifiers: list[str], taken: set[Scorer]) -> str:
+        """Import them in a process that is not among those that were ``taken`` for this."""
         try:
-            async with self._scorer("", 1) as (scorer, call):
+            async with self._scorer("", 1, taken) as (scorer, call):
+                taken.add(scorer)
                 return await scorer.load(call, verifiers)
         except ScorerGone as gone:
             return f"verifiers {verifiers}: the process that imported them ended: {gone}"
@@ -161,9 +165,11 @@ class ScoringPool:
             return f"verifiers {verifiers}: importing them took too long"
 
     @asynccontextmanager
-    async def _scorer(self, verifier: str, company: int) -> AsyncIterator[tuple[Scorer, OpenCall]]:
+    async def _scorer(
+        self, verifier: str, company: int, but: AbstractSet[Scorer] = frozenset()
+    ) -> AsyncIterator[tuple[Scorer, OpenCall]]:
         """A process with a call that was opened in it; it is kept if it still runs afterwards."""
-        scorer, call = await self._take(verifier, company)
+        scorer, call = await self._take(verifier, company, but)
         try:
             yield scorer, call
         finally:
@@ -172,15 +178,18 @@ class ScoringPool:
             if self._closed or not scorer.alive:
                 await self._drop(scorer)
 
-    async def _take(self, verifier: str, company: int) -> tuple[Scorer, OpenCall]:
-        """Wait for a process with room, first come, first served: nobody is overtaken for ever."""
+    async def _take(
+        self, verifier: str, company: int, but: AbstractSet[Scorer]
+    ) -> tuple[Scorer, OpenCall]:
+        """Wait for a process with room, none of ``but``, first come, first served: nobody is
+        overtaken for ever."""
         async with self._turn:
             while True:
                 if self._closed:
                     raise RuntimeError("the pool of scoring processes was closed")
                 for dead in [one for one in self._all if not one.alive]:
                     await self._drop(dead)
-                room = [one for one in self._all if one.takes(verifier, company)]
+                room = [one for one in self._all - but if one.takes(verifier, company)]
                 if room:
                     scorer = max(room, key=lambda one: one.calls)
                     return scorer, scorer.open(verifier, company)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from rlinf_async.messages.language import Failed, Outcome, Rejected, Scored
 from rlinf_async.rewards import Answer, register_verifier
 from rlinf_async.rewards.judging import verifiers
 from rlinf_async.rewards.pool import ScoringPool
+from rlinf_async.rewards.scorer import OpenCall, Scorer
 from rlinf_async.testing import wait_all_blocked
 from tests.jobs.processes import processes, until
 from tests.rewards.verifiers import length
@@ -261,6 +263,29 @@ async def test_verifiers_can_be_loaded_before_the_first_answer() -> None:
     async with pool(size=2) as made:
         await made.load(["exact", "tests.rewards.verifiers:length"])
         assert len(made.pids()) == 2
+
+
+async def test_one_that_has_loaded_takes_no_place_of_one_that_has_yet_to_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start, load, loaded = Scorer.start, Scorer.load, asyncio.Event()
+
+    async def later(*given: Any) -> Scorer:
+        if made.pids():
+            await loaded.wait()
+        return await start(*given)
+
+    async def noted(scorer: Scorer, call: OpenCall, verifiers: list[str]) -> str:
+        try:
+            return await load(scorer, call, verifiers)
+        finally:
+            loaded.set()
+
+    monkeypatch.setattr(Scorer, "start", later)
+    monkeypatch.setattr(Scorer, "load", noted)
+    async with pool(size=3) as made:
+        await made.load(["tests.rewards.verifiers:length"])
+        assert len(made.pids()) == 3
 
 
 async def test_a_verifier_that_cannot_be_loaded_is_an_error_when_it_is_loaded(
