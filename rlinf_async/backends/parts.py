@@ -135,6 +135,11 @@ class EnginePart(Part):
             path=("actor", "lora", "publish"),
         )
 
+    def with_formats(self, settings: Any) -> Any:
+        """Return the settings with which responses may have a format (`Sampling.grammar`): these,
+        where it can always do so."""
+        return settings
+
     def keeps_memory(self, settings: Any) -> str:
         """Return the setting that keeps it from freeing its devices' memory; empty: none does."""
         return ""

@@ -174,10 +174,14 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.temperature == 0.0
 
     @property
+    def cuts(self) -> bool:
+        """Whether unlikely tokens are left out."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    @property
     def truncates(self) -> bool:
         """Whether tokens may be drawn from a part of the vocabulary: then they come with `Kept`."""
-        cut = self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
-        return not self.greedy and (cut or bool(self.grammar))
+        return not self.greedy and (self.cuts or bool(self.grammar))
 
     @property
     def stops(self) -> bool:

@@ -18,7 +18,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rlinf_async.backends.language import ModelOutputError
@@ -82,13 +84,7 @@ class ResponseFormats:
         Raises:
             ModelOutputError: none may: the model has no token for what has to follow.
         """
-        words = -(-self._vocabulary // BITS)
-        mask = torch.full((len(formats), words), -1, dtype=torch.int32)
-        for at, one in enumerate(formats):
-            if one is not None:
-                one.matcher.fill_next_token_bitmask(mask, at)
-        bits = mask.unsqueeze(-1) >> torch.arange(BITS, dtype=torch.int32) & 1
-        found = bits.flatten(1)[:, : self._vocabulary].bool()
+        found = self.possible(formats)
         for at in (~found.any(-1)).nonzero().flatten().tolist():
             named = formats[at]
             assert named is not None
@@ -96,6 +92,33 @@ class ResponseFormats:
                 f"request {named.name}: the format of rollout.sampling.grammar wants something for "
                 f"which the tokenizer of {self._folder.path} has no token"
             )
+        return found
+
+    def possible(self, formats: Sequence[ResponseFormat | None]) -> Tensor:
+        """Return the same, where a row may have none."""
+        words = -(-self._vocabulary // BITS)
+        mask = torch.full((len(formats), words), -1, dtype=torch.int32)
+        for at, one in enumerate(formats):
+            if one is not None:
+                one.matcher.fill_next_token_bitmask(mask, at)
+        bits = mask.unsqueeze(-1) >> torch.arange(BITS, dtype=torch.int32) & 1
+        return bits.flatten(1)[:, : self._vocabulary].bool()
+
+    def sets(
+        self, grammar: Grammar, name: str, begun: Sequence[int], tokens: Sequence[int]
+    ) -> list[NDArray[np.int64]]:
+        """Return the tokens that each of ``tokens``, which follow those that a response has begun
+        with, could be; none where it could be any.
+
+        Raises:
+            ModelOutputError: one of them does not go on in the format, or nothing could.
+        """
+        row, found = self.begin(grammar, name, begun), []
+        for token in tokens:
+            [allowed] = self.allowed([row])
+            kept = allowed.numpy().nonzero()[0]
+            found.append(kept[:0] if len(kept) == self._vocabulary else kept)
+            row.accept(token)
         return found
 
     def _compile(self, grammar: Grammar) -> Any:

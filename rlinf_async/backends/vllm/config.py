@@ -55,6 +55,9 @@ class VllmEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     sleep: bool | None = None
     """release a GPU's memory on `offload` (vLLM's sleep mode, which CPUs do not have); when left
     out, where the job's placement lets others use the device in turns"""
+    formats: bool = False
+    """responses may have a format (``grammar`` of their sampling), by a logits processor and vLLM's
+    first model runner; a run with a grammar sets it"""
     threads: int = 1
     """threads of the engine on a CPU"""
     extra: dict[str, Any] = {}
@@ -72,7 +75,7 @@ class VllmEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     def untold(self, sampling: Sampling) -> str:
         """Return why it cannot tell what such samples are drawn from, and what to set; empty where
         it can."""
-        if not sampling.truncates or 0 < sampling.top_k <= MOST_KEPT:
+        if sampling.greedy or not sampling.cuts or 0 < sampling.top_k <= MOST_KEPT:
             return ""
         if sampling.top_k:
             return (

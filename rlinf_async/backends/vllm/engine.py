@@ -29,8 +29,10 @@ from rlinf_async.backends.base import ShieldedTasks
 from rlinf_async.backends.language import EngineDied
 from rlinf_async.backends.language_training.lora import write_update
 from rlinf_async.backends.transformers.folder import ModelFolder, open_folder
+from rlinf_async.backends.transformers.formats import ResponseFormats
 from rlinf_async.backends.transformers.tensors import ModelTensors, check_fit, check_kind
 from rlinf_async.backends.vllm.config import VllmEngineConfig, asked_log_probs
+from rlinf_async.backends.vllm.formats import RequestedFormat
 from rlinf_async.backends.vllm.library import (
     adapter_request,
     collect_in_arrays,
@@ -68,6 +70,7 @@ class VllmEngine:
         self._device = device
         self._folder: ModelFolder | None = None
         self._tensors: ModelTensors | None = None
+        self._formats: ResponseFormats | None = None
         self._llm: Any = None
         self.version = -1
         """version of the weights that make new tokens; -1 before the first load"""
@@ -108,6 +111,7 @@ class VllmEngine:
         folder = self._folder = await asyncio.to_thread(
             open_folder, config.model, context=config.context, needs_weights=needs_weights
         )
+        self._formats = ResponseFormats(folder)
         self._tensors = await asyncio.to_thread(ModelTensors, folder.config)
         self._llm = await asyncio.to_thread(start_llm, config, folder, self._seed, self._device)
         self._check_alive()  # it may have been closed meanwhile
@@ -124,9 +128,8 @@ class VllmEngine:
         made = 0 if partial is None else len(partial.token_ids)
         if partial is not None and (partial.finish == "stop" or made >= sampling.max_tokens):
             return partial
-        prompt: list[int] = request.prompt.token_ids.tolist()
-        if partial is not None:
-            prompt += partial.token_ids.tolist()
+        begun: list[int] = [] if partial is None else partial.token_ids.tolist()
+        prompt: list[int] = request.prompt.token_ids.tolist() + begun
         params = make_sampling(
             max_tokens=sampling.max_tokens - made,
             temperature=sampling.temperature,
@@ -139,6 +142,7 @@ class VllmEngine:
             stop_token_ids=sorted(self._folder.stop_token_ids.union(sampling.stop_token_ids)),
             # The rest of a partial response must not draw the same random numbers again.
             seed=(request.seed + made) % 2**63 if self._config.seeded else None,
+            extra_args=self._format(request, begun),
         )
         self._asked += 1
         identity = f"{request.name}#{self._asked}"
@@ -150,7 +154,26 @@ class VllmEngine:
         cached = output.num_cached_tokens
         if cached is not None:
             cached = min(cached, len(request.prompt.token_ids))  # of a partial response more
-        return joined(request, output.outputs[0], self._vocabulary, cached)
+        made = output.outputs[0]
+        if request.sampling.grammar:  # following a long response takes a while
+            return await asyncio.to_thread(
+                joined, request, made, self._vocabulary, cached, self._formats
+            )
+        return joined(request, made, self._vocabulary, cached)
+
+    def _format(self, request: Request, begun: list[int]) -> dict[str, Any] | None:
+        """Return what tells vLLM the format of a response, after the tokens that it begun with."""
+        if not request.sampling.grammar:
+            return None
+        if not self._config.formats:
+            raise ValueError(
+                "a request has a grammar, and the vllm engine was started without formats: set "
+                "formats = true in its configuration"
+            )
+        assert self._formats is not None
+        self._formats.begin(request.sampling.grammar, request.name, begun)  # or it is named here
+        wanted = RequestedFormat(request.sampling.grammar, request.name, tuple(begun))
+        return wanted.as_arguments()
 
     def _watch(self, identity: str) -> Callable[[int], bool] | None:
         """Return what is told each new token of a request, and says whether it has completed a stop
@@ -185,7 +208,7 @@ class VllmEngine:
     async def so_far(self) -> dict[str, Generated]:
         """Return what each request under way has by now. See `GenerationEngine.so_far`."""
         self._check_alive()
-        return collected(self._llm, self._running, self._vocabulary)
+        return collected(self._llm, self._running, self._vocabulary, self._formats)
 
     async def load(self, update: WeightUpdate) -> int:
         """Take new weights in flight. See `GenerationEngine.load`."""

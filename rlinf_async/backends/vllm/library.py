@@ -25,6 +25,7 @@ import numpy as np
 
 from rlinf_async.backends.language import ModelOutputError
 from rlinf_async.backends.transformers.folder import ModelFolder, ModelFolderError
+from rlinf_async.backends.transformers.formats import ResponseFormats
 from rlinf_async.backends.vllm.config import (
     GPU_MEMORY,
     MOST_KEPT,
@@ -35,6 +36,7 @@ from rlinf_async.config.registry import nearest
 from rlinf_async.messages.language import Generated, Kept, Request
 
 EXTENSION: Final = "rlinf_async.backends.vllm.loading.WeightsExtension"
+FORMATS: Final = "rlinf_async.backends.vllm.formats:FormatProcessor"
 CPU_CACHE_BYTES: Final = 256 * 1024 * 1024
 STEP_TOKENS: Final = 4096
 """most tokens of prompts in one step on a CPU, unless the context is longer"""
@@ -181,7 +183,9 @@ def _set_environment(config: VllmEngineConfig, on_cpu: bool) -> None:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(config.threads),
         }
-    elif config.dtype == "float32":
+    if config.formats:  # its second model runner has logits processors of another kind
+        wanted["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    if not on_cpu and config.dtype == "float32":
         # Triton, in which vLLM's attention in float32 is written, rounds to TF32 by default,
         # which the actor does not.
         wanted["TRITON_F32_DEFAULT"] = "ieee"
@@ -223,6 +227,7 @@ def _arguments(
         "disable_log_stats": True,
         "worker_extension_cls": EXTENSION,
         **whole,
+        **({"logits_processors": [FORMATS]} if config.formats else {}),
     } | config.extra
 
 
@@ -278,7 +283,12 @@ def _update(
     return None
 
 
-def collected(llm: Any, running: Mapping[str, Request], vocabulary: int) -> dict[str, Generated]:
+def collected(
+    llm: Any,
+    running: Mapping[str, Request],
+    vocabulary: int,
+    formats: ResponseFormats | None = None,
+) -> dict[str, Generated]:
     """Return the tokens that each request has by now, by its name.
 
     The library returns a response when it is complete, but collects its tokens in this process, in
@@ -288,6 +298,7 @@ def collected(llm: Any, running: Mapping[str, Request], vocabulary: int) -> dict
         llm: an ``AsyncLLM``.
         running: the requests, by the library's request id.
         vocabulary: number of tokens.
+        formats: those that responses may have; None: no request asks for one.
     """
     found: dict[str, Generated] = {}
     for state in llm.output_processor.request_states.values():
@@ -299,15 +310,22 @@ def collected(llm: Any, running: Mapping[str, Request], vocabulary: int) -> dict
                 state._weight_version_spans(),
                 "abort",
             )
-            found[request.name] = joined(request, made, vocabulary)
+            found[request.name] = joined(request, made, vocabulary, formats=formats)
     return found
 
 
-def joined(request: Request, output: Any, vocabulary: int, cached: int | None = None) -> Generated:
+def joined(
+    request: Request,
+    output: Any,
+    vocabulary: int,
+    cached: int | None = None,
+    formats: ResponseFormats | None = None,
+) -> Generated:
     """Return the response: the tokens of the partial one, and those of the engine, which had
     ``cached`` tokens of the prompt in its prefix cache.
 
-    Raises `ModelOutputError` where more tokens were kept than were asked for.
+    Raises `ModelOutputError` where more tokens were kept than were asked for, and where the model
+    has no token for what has to follow in a format.
     """
     partial = request.partial
     tokens = np.array(output.token_ids, np.int32)
@@ -316,6 +334,11 @@ def joined(request: Request, output: Any, vocabulary: int, cached: int | None = 
         starts = flat.start_indices[: len(tokens)]
     log_probs = np.array([flat.logprobs[at] for at in starts], np.float32)
     kept = _kept(request, flat, len(tokens), vocabulary)
+    if formats is not None and request.sampling.grammar:
+        begun = [] if partial is None else partial.token_ids.tolist()
+        sets = formats.sets(request.sampling.grammar, request.name, begun, tokens.tolist())
+        if kept is None and request.sampling.truncates and not request.sampling.cuts:
+            kept = Kept.of(sets)
     versions = np.empty(len(tokens), np.int32)
     for span in output.weight_versions or ():
         versions[span.start : span.end] = int(span.version)

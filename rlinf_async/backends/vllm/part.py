@@ -27,7 +27,7 @@ class Vllm(EnginePart):
     library = "vllm"
     extra = "vllm"
     factory = "rlinf_async.backends.vllm.engine:VllmEngine"
-    honours = frozenset({"min_p", "logit_bias", "repetition_penalty"})
+    honours = frozenset({"min_p", "logit_bias", "repetition_penalty", "grammar"})
 
     def placed(
         self, settings: VllmEngineConfig, devices: EngineDevices, where: Setting
@@ -75,6 +75,10 @@ class Vllm(EnginePart):
             )
         given = {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
         return msgspec.structs.replace(settings, weights="adapter", extra=given | settings.extra)
+
+    def with_formats(self, settings: VllmEngineConfig) -> VllmEngineConfig:
+        """Return the settings with which responses may have a format."""
+        return msgspec.structs.replace(settings, formats=True)
 
     def keeps_memory(self, settings: VllmEngineConfig) -> str:
         """Return the sleep mode's setting, where it is off."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,16 +16,10 @@ from rlinf_async.backends.transformers.engine import TransformersEngine
 from rlinf_async.backends.transformers.folder import ModelFolder, open_folder
 from rlinf_async.backends.transformers.formats import ResponseFormats
 from rlinf_async.messages.language import Grammar
-from tests.backends.requests import request
+from tests.backends.formats import CHOICES, GRAMMARS, answered, check_formats
 from tests.jobs.language.checkpoints import save_checkpoint
 
-CHOICES = ("1", "12", "+7", "305")
 SCHEMA = '{"type": "object", "properties": {"a": {"enum": [1, 23]}}, "required": ["a"]}'
-GRAMMARS = {
-    "regex": (Grammar(regex="[1-3]{2,4}"), r"[1-3]{2,4}"),
-    "choices": (Grammar(choices=CHOICES), r"1|12|\+7|305"),
-    "ebnf": (Grammar(ebnf='root ::= "-"? [0-9] ("=" [0-9])*'), r"-?[0-9](=[0-9])*"),
-}
 
 
 @pytest.fixture
@@ -57,57 +49,12 @@ def test_what_may_come_next_is_what_a_text_of_the_choices_goes_on_with(folder: M
 async def test_every_response_that_ends_has_its_format_and_tells_what_it_was_drawn_from(
     folder: ModelFolder, kind: str
 ) -> None:
-    grammar, pattern = GRAMMARS[kind]
-    asked = [request(one, grammar=grammar, max_tokens=9, temperature=2.0) for one in range(12)]
-    asked += [request(12, grammar=grammar, max_tokens=9, temperature=0.0), request(13)]
     engine = TransformersEngine(TransformersEngineConfig(model=folder.path, weights="folder"))
     await engine.start()
     try:
-        got = await asyncio.gather(*map(engine.generate, asked))
-        half = [1 if one.finish == "stop" else 2 for one in got]
-        partials = [
-            request(
-                at,
-                grammar=grammar,
-                max_tokens=9,
-                temperature=2.0,
-                partial=_cut(one, size),
-            )
-            for at, (one, size) in enumerate(zip(got[:12], half, strict=False))
-        ]
-        again = await asyncio.gather(*map(engine.generate, partials))
-        pairs = [(one.prompt.token_ids, its.token_ids) for one, its in zip(asked, got, strict=True)]
-        plain = await engine.log_probs(pairs)
+        check_formats(folder, kind, *await answered(engine, kind), exact=True)
     finally:
         await engine.close()
-    ended = [one for one in got[:13] if one.finish == "stop"]
-    assert len({tuple(one.token_ids.tolist()) for one in ended}) > 2
-    for one in ended:
-        text = folder.tokenizer.decode(one.token_ids.tolist(), skip_special_tokens=True)
-        assert re.fullmatch(pattern, text), text
-    for one, other in zip(got[:12], again, strict=True):
-        assert one.token_ids.tolist() == other.token_ids.tolist()
-        assert one.kept is not None
-        assert other.kept is not None
-        for kept, same in zip(one.kept.sets(), other.kept.sets(), strict=True):
-            assert kept.tolist() == same.tolist()
-        for token, kept in zip(one.token_ids.tolist(), one.kept.sets(), strict=True):
-            assert token in kept.tolist()
-    assert got[12].kept is None  # greedy: it is not trained
-    np.testing.assert_allclose(got[13].log_prob, plain[13], atol=1e-5)  # who asks for none has none
-
-
-def _cut(one: Any, size: int) -> Any:
-    from rlinf_async.messages.language import Generated, Kept
-
-    assert one.kept is not None
-    return Generated(
-        token_ids=one.token_ids[:size],
-        log_prob=one.log_prob[:size],
-        version=one.version[:size],
-        finish="abort",
-        kept=Kept.of(one.kept.sets()[:size]),
-    )
 
 
 def test_json_follows_its_schema(folder: ModelFolder) -> None:

@@ -196,6 +196,8 @@ def _rollout(config: LanguageConfig, plan: PlacementPlan) -> GenerationSettings:
         lent=takes_turns(plan) or config.scheduled,
     )
     settings = rollout.part.placed(rollout.engine, devices, rollout.where)
+    if rollout.sampling.grammar:
+        settings = rollout.part.with_formats(settings)
     if config.publishes_adapter:
         settings = rollout.part.with_adapter(settings, config.actor.lora.rank)
     return rollout.with_engine(settings)
