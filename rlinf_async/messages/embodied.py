@@ -21,7 +21,8 @@ Discrete actions are int64 ``[T, E]``. A transition may span several steps: see
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
 from typing import Any, Final
 
 import msgspec
@@ -40,6 +41,82 @@ Choice = NDArray[np.float32 | np.int64]
 def stage_key(env_rank: int, stage: int) -> str:
     """The key under which a stage's answers travel."""
     return f"{env_rank}/{stage}"
+
+
+class ControlCounts(msgspec.Struct, kw_only=True):
+    """What a robot's loop in real time has counted: `rlinf_async.realtime`."""
+
+    steps: int = 0
+    """steps whose time has come"""
+    starved: int = 0
+    """steps for which no action was there at their deadline"""
+    late: int = 0
+    """steps whose command was sent after their deadline, though its action was there"""
+    skipped: int = 0
+    """steps that got no command, since the next one was due before"""
+    clipped: int = 0
+    """commands that were clipped to a limit"""
+    refused: int = 0
+    """commands that were refused: beyond a limit, NaN or infinite"""
+    answers: int = 0
+    """answers of the policy"""
+    stale_answers: int = 0
+    """answers that came when the steps of all their actions had gone by"""
+    jitter_sum: float = 0.0
+    """seconds from the time at which steps were due to their beginning, over all that began"""
+    jitter_max: float = 0.0
+    answer_sum: float = 0.0
+    """seconds from what was shown to the answer, over all answers"""
+    answer_max: float = 0.0
+
+    @property
+    def missed(self) -> int:
+        """Steps that have missed their deadline."""
+        return self.starved + self.late + self.skipped
+
+    def add_jitter(self, seconds: float) -> None:
+        """Count a step that began so late."""
+        self.jitter_sum += seconds
+        self.jitter_max = max(self.jitter_max, seconds)
+
+    def add_answer(self, seconds: float) -> None:
+        """Count an answer that took so long."""
+        self.answer_sum += seconds
+        self.answer_max = max(self.answer_max, seconds)
+
+    def plus(self, other: ControlCounts) -> ControlCounts:
+        """Return both together: sums, and the larger of two maxima."""
+        return ControlCounts(
+            **{
+                name: max(mine, theirs) if name.endswith("_max") else mine + theirs
+                for name in self.__struct_fields__
+                for mine, theirs in [(getattr(self, name), getattr(other, name))]
+            }
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Columns of the metrics; milliseconds."""
+        began = max(self.steps - self.skipped, 1)
+        return {
+            "control_steps": float(self.steps),
+            "control_missed": float(self.missed),
+            "control_starved": float(self.starved),
+            "control_late": float(self.late),
+            "control_skipped": float(self.skipped),
+            "control_clipped": float(self.clipped),
+            "control_refused": float(self.refused),
+            "control_stale_answers": float(self.stale_answers),
+            "control_jitter_ms": 1e3 * self.jitter_sum / began,
+            "control_jitter_max_ms": 1e3 * self.jitter_max,
+            "control_answer_ms": 1e3 * self.answer_sum / max(self.answers, 1),
+            "control_answer_max_ms": 1e3 * self.answer_max,
+        }
+
+
+def all_counts(parts: Iterable[ControlCounts | None]) -> ControlCounts | None:
+    """Return the counts of all together; None where none of them is in real time."""
+    found = [one for one in parts if one is not None]
+    return reduce(ControlCounts.plus, found) if found else None
 
 
 class Collect(msgspec.Struct, frozen=True, kw_only=True):

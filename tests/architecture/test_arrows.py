@@ -29,7 +29,8 @@ ARROWS: dict[str, set[str]] = {
     "data": LIGHT | {"rewards"},
     "episodes": LIGHT | {"data"},
     "backends": LIGHT | {"algorithms", "data", "weights"},
-    "workers": LIGHT | {"backends", "channels", "data", "episodes", "observe", "rewards"},
+    "workers": LIGHT
+    | {"backends", "channels", "data", "episodes", "observe", "realtime", "rewards"},
     "recording": LIGHT | {"channels"},
     # Of the algorithms a job needs what they can be told: that part does not import torch.
     "runtime": LIGHT
@@ -42,6 +43,7 @@ ARROWS: dict[str, set[str]] = {
     | {"algorithms", "backends", "data", "episodes", "observe", "runtime", "workers"},
     "embodied": LIGHT | {"algorithms", "backends", "observe", "runtime", "workers"},
     "policy": LIGHT | {"backends"},
+    "realtime": {"config", "messages"},
     "testing": LIGHT | {"channels", "data", "episodes", "runtime", "workers"},
     "view": LIGHT | {"observe"},
     "cli": LIGHT
