@@ -1,27 +1,27 @@
 """An arm of two joints in MuJoCo that moves on wall time, whether anybody commands it or not.
 
 It stands for a robot: a command is the velocity of each joint (rad/s) and holds until the next one,
-and `Arm.observe` shows where the arm is now. Its tip is to reach a target, and stay there. Played
-by hand, by a script in the place of a policy::
+and `Arm.observe` shows where the arm is now. Its tip is to reach a target, and stay there. Here
+a script commands it, in the place of a policy::
 
     python examples/real_time_arm.py [--seconds 4] [--slow 0.03]
-
-and trained at 50 Hz: ``examples/real_time_arm.toml``.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import time
 from collections.abc import Callable
 from typing import Any
 
 import gymnasium
-import mujoco
 import numpy as np
 from numpy.typing import NDArray
 
 from rlinf_async.realtime import RealTimeLoop, SafetyConfig
+
+mujoco: Any = importlib.import_module("mujoco")  # it has no types
 
 MODEL = """
 <mujoco>
@@ -134,8 +134,9 @@ class Arm(gymnasium.Env[Any, Any]):
         return away
 
     def _shown(self) -> NDArray[np.float32]:
-        moving = self._data.qpos, self._data.qvel
-        return np.concatenate([*moving, self._target, self._away]).astype(np.float32)
+        parts = [self._data.qpos, self._data.qvel, self._target, self._away]
+        shown: NDArray[np.float32] = np.concatenate(parts).astype(np.float32)
+        return shown
 
 
 def towards(shown: Any, chunk: int = 8, hz: float = 50.0) -> NDArray[np.float64]:

@@ -3,10 +3,10 @@
 ::
 
     step        0   1   2   3   4   5   6   7   8   9
-    asked       o       o       o               o          what the robot shows, with its time
-    answered    [0  1   2   3]                             chunks of 4 actions, `every` 2 steps
-                        .  [3   4   5]                     from step 2 on; one step late: 2 has gone
-                                .                   (7)    from step 4 on; late: 8 and 9 are missed
+    asked       o       o       o           o
+    answered    [0  1   2   3]                             a chunk of 4 actions; `every` 2 steps
+                        .  [3   4   5]                 from step 2 on; one step late: 2 has gone
+                                .   .  [7]             from step 4 on; late: step 6 got none
 
 Action ``i`` of a chunk that was computed from what was shown at step ``n`` is meant for step
 ``n + i``. While the next chunk is computed the robot goes on with this one; when it comes, its

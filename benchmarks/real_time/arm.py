@@ -74,7 +74,7 @@ def unsafe(sent: list[NDArray[np.float64]]) -> int:
 
 def measured(seconds: float, delayed: float) -> dict[str, float]:
     """Play one episode, and return what was counted."""
-    arm: Any = load_entry_point(f"{ARM}:Arm")(seconds)  # type: ignore[operator]
+    arm: Any = load_entry_point(f"{ARM}:Arm")(seconds)
     policy, step = Policy(delayed), arm.step
     sent, taken = list[NDArray[np.float64]](), list[Stepped]()
 

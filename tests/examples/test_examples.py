@@ -114,6 +114,14 @@ def test_the_deadlock_is_reported_with_who_waits_where_and_how_long() -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_the_arm_in_real_time_reaches_its_target() -> None:
+    done = run(EXAMPLES / "real_time_arm.py")
+    assert (done.returncode, done.stderr) == (0, "")
+    away, counted = done.stdout.splitlines()
+    assert float(away.split()[0]) < 0.1
+    assert counted.endswith("commands were clipped")
+
+
 def test_the_custom_environment_trains(tmp_path: pathlib.Path) -> None:
     done = run(EXAMPLES / "custom_env.py", "--steps", 3840, "--out", tmp_path / "run")
     assert done.returncode == 0, done.stderr
