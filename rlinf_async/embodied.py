@@ -45,6 +45,7 @@ from rlinf_async.runtime.jobs.embodied.settings import (
 )
 from rlinf_async.runtime.jobs.embodied_sac.config import SacConfig, SacTrainingConfig
 from rlinf_async.runtime.jobs.placement import RolePlacement
+from rlinf_async.runtime.jobs.targets import KeepBestConfig, StopAtConfig
 from rlinf_async.runtime.recording import RecordingConfig
 from rlinf_async.workers.env.config import EnvConfig
 from rlinf_async.workers.replay.worker import ReplayConfig
@@ -65,6 +66,7 @@ __all__ = [
     "FSDPConfig",
     "Factor",
     "FlowConfig",
+    "KeepBestConfig",
     "LoraConfig",
     "LossConfig",
     "MlflowConfig",
@@ -90,6 +92,7 @@ __all__ = [
     "SacTrainingConfig",
     "SamplesConfig",
     "SchedulerConfig",
+    "StopAtConfig",
     "TrackioConfig",
     "VisionLanguageConfig",
     "WandbConfig",

@@ -59,6 +59,12 @@ LEROBOT = "lerobot"
     help="Of a policy for robots: its weights, or one graph with everything in it.",
 )
 @click.option(
+    "--checkpoint",
+    "name",
+    metavar="NAME",
+    help="Of the run: version-000010, or 10, or best; the newest when left out.",
+)
+@click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16", "float16"]),
     help="Of the weights; as they were trained when left out.",
@@ -81,6 +87,7 @@ def export(
     checkpoint: pathlib.Path,
     out: pathlib.Path,
     form: str,
+    name: str | None,
     dtype: Literal["float32", "bfloat16", "float16"] | None,
     model: pathlib.Path | None,
     shard_size: float,
@@ -90,8 +97,10 @@ def export(
     A language model becomes a Hugging Face folder, for transformers and vLLM. A policy for robots
     leaves with its spaces, statistics and action post-processing: Policy.load reads it without the
     framework's runtime, and ONNX Runtime or libtorch its graph. Name a run, for its newest
-    checkpoint, or the folder of a checkpoint.
+    checkpoint or that of --checkpoint, or the folder of a checkpoint.
     """
+    if name is not None:
+        checkpoint = _named_checkpoint(checkpoint, name)
     found = _run_of_policy(context.obj, checkpoint)
     if found is not None:
         given = [
@@ -126,6 +135,15 @@ def export(
             done = made.run(out, advance)
         _write_card(made.checkpoint, out)
     click.echo(f"{out}: {done.tensors} tensors, {_size(done.bytes)}")
+
+
+def _named_checkpoint(run: pathlib.Path, name: str) -> pathlib.Path:
+    """The folder of a checkpoint of the run in this folder."""
+    from rlinf_async.runtime.jobs.checkpoints import named_checkpoint
+
+    if not (run / MARKER).is_file():
+        raise UsageError(f"--checkpoint {name}: {run} is not the folder of a run: leave it out")
+    return named_checkpoint(run, name)
 
 
 class _PolicyRun(NamedTuple):

@@ -51,7 +51,7 @@ _file = click.Path(path_type=pathlib.Path, dir_okay=False)
 @click.option(
     "--checkpoint",
     metavar="NAME",
-    help="This one (version-000010, or 10; trained: the model at the end), not the newest.",
+    help="This one (version-000010, 10, best; trained: the model at the end), not the newest.",
 )
 @click.option(
     "--episodes", type=click.IntRange(min=1), help="As in the run's own evaluation when left out."

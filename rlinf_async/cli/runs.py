@@ -138,7 +138,7 @@ def _ended(seen: RunState) -> str:
     result = seen.result
     if result is None:
         return "no run goes on there, and none has come as far as to leave a summary"
-    why = f": {result.error}" if result.error else ""
+    why = "".join(f": {one}" for one in (result.reached, result.error) if one)
     return (
         f"{result.outcome} after {result.iterations} iterations and "
         f"{result.train_seconds:.1f} s of training{why}"

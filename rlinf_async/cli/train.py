@@ -45,7 +45,7 @@ _settings = {"ignore_unknown_options": True, "allow_interspersed_args": True}
 @click.option(
     "--checkpoint",
     metavar="NAME",
-    help="With --resume: from this one (version-000010, or 10), not from the newest.",
+    help="With --resume: from this one (version-000010, 10, best), not from the newest.",
 )
 @click.option("--seed", type=int, help="The same as the setting 'seed' in the file.")
 @click.option(

@@ -40,6 +40,7 @@ class RunResult(msgspec.Struct, kw_only=True):
     iterations: int
     train_seconds: float
     error: str | None = None
+    reached: str | None = None
 
 
 class RunState(msgspec.Struct, kw_only=True):

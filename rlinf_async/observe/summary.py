@@ -48,11 +48,15 @@ class Summary(msgspec.Struct, kw_only=True, rename={"return_": "return"}):
     """Who limited the run, and what would help, in a sentence; None where it has no records."""
     error: str | None = None
     """The first cause, where the run failed."""
+    reached: str | None = None
+    """The target at which training has ended (``training.stop_at``), with its value; None where it
+    was not reached, or there is none."""
     extra: dict[str, Detail] = {}
 
     def figures(self) -> list[str]:
         """The figures in the last line of the run."""
-        return [f"{self.train_seconds:.1f} s of training"]
+        early = [f"ended early ({self.reached})"] if self.reached else []
+        return [*early, f"{self.train_seconds:.1f} s of training"]
 
 
 class EmbodiedSummary(Summary, kw_only=True):

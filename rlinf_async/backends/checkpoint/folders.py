@@ -389,8 +389,11 @@ def remove(folder: Path, *, wait: bool = False) -> bool:
     return not folder.exists()
 
 
-def keep_newest(checkpoints: Path, newest: str, count: int, *, previous: str | None = None) -> None:
-    """Keep ``newest`` and the ``count - 1`` before it, by name; remove those that are older.
+def keep_newest(
+    checkpoints: Path, newest: str, count: int, *, previous: str | None = None, best: str = ""
+) -> None:
+    """Keep ``newest`` and the ``count - 1`` before it, by name, and the best; remove those that are
+    older.
 
     Those between ``previous`` and ``newest`` are removed and do not count: the run went on from
     ``previous`` and never resumed from them. It was killed after they were complete and before
@@ -404,6 +407,7 @@ def keep_newest(checkpoints: Path, newest: str, count: int, *, previous: str | N
         newest: the checkpoint that `LATEST` names now.
         count: checkpoints to keep.
         previous: the checkpoint that `LATEST` named before; None where there was none.
+        best: the best checkpoint, kept however old it is; empty: none is.
     """
     so_far = sorted(
         path
@@ -413,7 +417,8 @@ def keep_newest(checkpoints: Path, newest: str, count: int, *, previous: str | N
     never_named = [path for path in so_far if previous and previous < path.name < newest]
     named = [path for path in so_far if path not in never_named]
     for path in never_named + named[:-count]:
-        remove(path)
+        if path.name != best:
+            remove(path)
 
 
 def clean(checkpoints: Path) -> None:

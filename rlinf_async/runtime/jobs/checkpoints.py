@@ -3,7 +3,8 @@
 ::
 
     checkpoints/
-      latest.json           `RunProgress`: written last, in one atomic step; names the checkpoint
+      latest.json           `RunProgress`: written last, in one atomic step; names the checkpoint,
+                            and the best one
       version-000010/       written by the workers; the job may add files of its own
         progress.json       what latest.json was when this checkpoint was the newest
 
@@ -34,6 +35,7 @@ from rlinf_async.config import UsageError
 from rlinf_async.observe.files import RunFolderError, atomic_write
 from rlinf_async.observe.run_lock import release_lock, take_lock
 from rlinf_async.runtime.cluster import Cluster
+from rlinf_async.runtime.jobs.targets import BEST, Best, KeepBestConfig, Reached, StopAtConfig
 from rlinf_async.runtime.signals import Terminated
 from rlinf_async.runtime.wakers import internal
 
@@ -140,6 +142,15 @@ class RunProgress(msgspec.Struct, kw_only=True):
     """items that came a second time, and were left out"""
     checkpoint: str = ""
     """folder, relative to that of the checkpoints"""
+    reached: Reached = Reached()
+    """how near training is to the target at which it ends"""
+    best: Best = Best()
+    """the best checkpoint up to this one"""
+
+    def aim(self, stop_at: StopAtConfig, keep_best: KeepBestConfig) -> None:
+        """Go on under these settings: what was counted and found under others is forgotten."""
+        self.reached = self.reached.under(stop_at)
+        self.best = self.best.under(keep_best)
 
     @property
     def lag_mean(self) -> float:
@@ -191,12 +202,14 @@ def named_checkpoint(run: Path, checkpoint: str) -> Path:
 
     Args:
         run: folder of the run.
-        checkpoint: name of the checkpoint, or the number of its version.
+        checkpoint: name of the checkpoint, or the number of its version; or ``best``.
 
     Raises:
         UsageError: no such checkpoint, with those that there are.
     """
     checkpoints = run / "checkpoints"
+    if checkpoint == BEST:
+        return _best_checkpoint(run)
     name = folder_of(int(checkpoint)) if checkpoint.isdecimal() else checkpoint
     choices = sorted(path.parent.name for path in checkpoints.glob(f"[!.]*/{OWN_PROGRESS}"))
     if name not in choices:
@@ -205,6 +218,35 @@ def named_checkpoint(run: Path, checkpoint: str) -> Path:
             f"{', '.join(choices) or 'none'}"
         )
     return checkpoints / name
+
+
+def _best_checkpoint(run: Path) -> Path:
+    """The folder of the best checkpoint that the newest one knows of."""
+    progress = _newest(run)
+    best = Best() if progress is None else progress.best
+    asked, metric = f"--checkpoint {BEST}: {run}", best.wanted.metric
+    if not metric:
+        raise UsageError(
+            f"{asked} has kept no best checkpoint: training.keep_best.metric says which it is, "
+            "while the run goes on"
+        )
+    if not best.checkpoint:
+        raise UsageError(
+            f"{asked} has no best checkpoint yet: none had a {metric} by then (a return and a "
+            "success rate count once training.return_window episodes have ended)"
+        )
+    folder = run / "checkpoints" / best.checkpoint
+    if not folder.is_dir():
+        raise UsageError(f"{asked} has lost its best checkpoint, {best.checkpoint}")
+    return folder
+
+
+def _newest(run: Path) -> RunProgress | None:
+    """What is known of the newest checkpoint; None where there is none."""
+    try:
+        return load_progress(run / "checkpoints", RunProgress)
+    except RunFolderError as error:
+        raise UsageError(str(error)) from error
 
 
 def checkpoint_of(run: Path, name: str | None, *, to: str = "evaluate") -> Path:
@@ -216,10 +258,7 @@ def checkpoint_of(run: Path, name: str | None, *, to: str = "evaluate") -> Path:
     """
     if name is not None:
         return named_checkpoint(run, name)
-    try:
-        progress = load_progress(run / "checkpoints", RunProgress)
-    except RunFolderError as error:
-        raise UsageError(str(error)) from error
+    progress = _newest(run)
     if progress is None:
         raise UsageError(f"{run}: there is no checkpoint yet, so there is nothing to {to}")
     return run / "checkpoints" / progress.checkpoint
@@ -285,7 +324,8 @@ async def make_latest(
             atomic_write(checkpoints / name / file, content)
         previous = _named(checkpoints / PROGRESS)
         atomic_write(checkpoints / PROGRESS, progress)
-        _keep_newest(checkpoints, name, count, previous)
+        best = msgspec.json.decode(progress, type=_Named).best.checkpoint
+        _keep_newest(checkpoints, name, count, previous, best)
 
     await asyncio.to_thread(write)  # it waits for the disk, and removes gigabytes
 
@@ -388,6 +428,7 @@ def sibling(path: Path) -> Path:
 
 class _Named(msgspec.Struct):
     checkpoint: str
+    best: Best = Best()
 
 
 def _named(latest: Path) -> str | None:
@@ -398,12 +439,14 @@ def _named(latest: Path) -> str | None:
         return None
 
 
-def _keep_newest(checkpoints: Path, newest: str, count: int, previous: str | None) -> None:
-    """Older ones go, unless they are being read, and those that ``latest.json`` never named. Later
-    ones are left alone: they may be on their way to become the newest."""
+def _keep_newest(
+    checkpoints: Path, newest: str, count: int, previous: str | None, best: str
+) -> None:
+    """Older ones go, unless they are being read or the best, and those that ``latest.json`` never
+    named. Later ones are left alone: they may be on their way to become the newest."""
     from rlinf_async.backends.checkpoint import folders
 
-    folders.keep_newest(checkpoints, newest, count, previous=previous)
+    folders.keep_newest(checkpoints, newest, count, previous=previous, best=best)
 
 
 def _check_complete(checkpoint: Path) -> None:

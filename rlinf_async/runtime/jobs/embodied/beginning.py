@@ -25,6 +25,7 @@ from rlinf_async.runtime.jobs.checkpoints import checkpoint_of, folder_of
 from rlinf_async.runtime.jobs.config import differences
 from rlinf_async.runtime.jobs.embodied.playing import PlayingJob
 from rlinf_async.runtime.jobs.embodied.settings import EnvironmentSettings, ModelConfig
+from rlinf_async.runtime.jobs.targets import BEST
 
 if TYPE_CHECKING:
     from torch import nn
@@ -128,7 +129,8 @@ def pinned(config: SettingsT, out: Path | None, *, resume: bool) -> SettingsT:
         return config
     before = Document.read(started).tables.get("model", {}).get("checkpoint", "")
     named = config.model.checkpoint
-    if named and (folder_of(int(named)) if named.isdecimal() else named) != before:
+    same = named in ("", BEST) or (folder_of(int(named)) if named.isdecimal() else named) == before
+    if not same:
         return config
     return msgspec.structs.replace(
         config, model=msgspec.structs.replace(config.model, checkpoint=before)

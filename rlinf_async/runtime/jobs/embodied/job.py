@@ -26,7 +26,7 @@ from rlinf_async.runtime.jobs.embodied.beginning import (
 )
 from rlinf_async.runtime.jobs.embodied.choosing import planned, tried_and_chosen
 from rlinf_async.runtime.jobs.embodied.playing import TrainedPolicy, check_scripted_policy
-from rlinf_async.runtime.jobs.embodied.run import EmbodiedRun, make_trainer
+from rlinf_async.runtime.jobs.embodied.run import EmbodiedRun, check_judged, make_trainer
 from rlinf_async.runtime.jobs.embodied.settings import (
     MAY_DIFFER,
     EmbodiedConfig,
@@ -45,6 +45,11 @@ if TYPE_CHECKING:
     from torch import nn
 
 FSDP = ("actor", "fsdp")
+COLUMNS = (
+    *("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction"),
+    *("grad_norm", "lr", "updates", "skipped_updates", "explained_variance"),
+)
+"""columns of PPO"""
 
 
 class EmbodiedPPO:
@@ -101,6 +106,7 @@ class EmbodiedPPO:
         full = fitted(config, spec)
         _check_fit(full)
         _check_demonstrations(full, spec)
+        check_judged(full, COLUMNS)
         return full
 
     def _begins_with(self, full: EmbodiedConfig, *, starts: bool = False) -> Beginning | None:

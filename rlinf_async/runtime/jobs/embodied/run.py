@@ -57,6 +57,7 @@ from rlinf_async.runtime.jobs.checkpoints import (
     Stopped,
     checkpoint_of,
     clean,
+    folder_of,
     in_background,
     load_progress,
 )
@@ -80,6 +81,7 @@ from rlinf_async.runtime.jobs.embodied.settings import (
 )
 from rlinf_async.runtime.jobs.placement import PlacementPlan
 from rlinf_async.runtime.jobs.run import Draw, TrainingClock
+from rlinf_async.runtime.jobs.targets import Best, check_targets
 from rlinf_async.runtime.jobs.view import Headline, LiveView
 from rlinf_async.runtime.signals import RunSignals, run_signals
 from rlinf_async.workers.actor import EmbodiedFSDPActor, TrainingPlan
@@ -202,6 +204,49 @@ def row(progress: EmbodiedProgress, report: TrainReport) -> dict[str, float]:
     return row
 
 
+OF_EPISODES = ("return", "success_rate", "success_unreported")
+"""columns that are of the last ``training.return_window`` episodes"""
+COLUMNS = (
+    *("iteration", "version", "env_steps", "train_seconds", "steps_per_second", "episodes"),
+    *("failed_episodes", "staleness_mean", "staleness_max", "second_trajectories"),
+    *OF_EPISODES,
+)
+"""columns that the iterations of every run in environments have, at some time"""
+AT_THE_END = {
+    f"eval_{name}": f"is measured once, at the end of the run: take {instead!r}, of the episodes "
+    "in which it is trained"
+    for name, instead in (
+        ("return", "return"),
+        ("success_rate", "success_rate"),
+        ("success_unreported", "success_unreported"),
+        ("failed_episodes", "failed_episodes"),
+    )
+}
+"""columns that no iteration has, and what to take in their place"""
+
+
+def judged(progress: EmbodiedProgress, row: dict[str, float], window: int) -> dict[str, float]:
+    """The part of a row by which training is judged: nothing of episodes before ``window`` of them
+    have ended, since the first few would say little."""
+    if len(progress.returns) >= window:
+        return row
+    return {name: value for name, value in row.items() if name not in OF_EPISODES}
+
+
+def check_judged(config: EnvironmentSettings, columns: Sequence[str]) -> None:
+    """Raise `ConfigError` where training could not be judged as it is asked for; ``columns`` are
+    those of the job, beside `COLUMNS`."""
+    training = config.training
+    check_targets(
+        training.stop_at,
+        training.keep_best,
+        (*COLUMNS, *columns),
+        elsewhere=AT_THE_END,
+        iterations=config.iterations,
+        checkpoint_every=training.checkpoint_every,
+    )
+
+
 def headline(
     config: EnvironmentSettings, progress: EmbodiedProgress, last: TrainReport | None, failed: int
 ) -> Headline:
@@ -216,9 +261,11 @@ def headline(
         ("success", figure(progress.success_rate, ".0%")),
         ("staleness", figure(last.lag_mean if last else None, ".1f")),
         *([("failed episodes", f"{failed:,} of {most:,} (env.max_failures)")] if failed else []),
+        *([("target", progress.reached.shown)] if progress.reached.shown else []),
     )
     run = f"{config.name} (seed {config.seed})"
-    return Headline(run, progress.version, config.iterations, figures)
+    iterations = progress.version if progress.reached.why else config.iterations
+    return Headline(run, progress.version, iterations, figures)
 
 
 def _mean(values: list[float]) -> float | None:
@@ -228,7 +275,7 @@ def _mean(values: list[float]) -> float | None:
 def warning_of_success(config: EnvironmentSettings, said: Sequence[bool | None]) -> str:
     """What is to be said about an environment that reports success (``said``) of no episode, though
     there is a target for it, or of some episodes only; empty if nothing is."""
-    target, env = config.evaluation.target_success_rate, config.env.name
+    env = config.env.name
     if None not in said:
         return ""
     if any(one is not None for one in said):
@@ -237,14 +284,34 @@ def warning_of_success(config: EnvironmentSettings, said: Sequence[bool | None])
             "info of an episode's last step) of some episodes only: the others count as not "
             "succeeded, and success_unreported in the metrics is their number"
         )
-    if target is None:
+    asked, then = _asks_for_success(config)
+    if not asked:
         return ""
     return (
-        f"{config.name}: evaluation.target_success_rate is {target}, but {env} has reported no "
-        "success so far (True or False as is_success or success in the info of an episode's last "
-        "step): where it never does, the run falls short. Leave the target out, or set "
-        "evaluation.target_return"
+        f"{config.name}: {asked}, but {env} has reported no success so far (True or False as "
+        "is_success or success in the info of an episode's last step): where it never does, "
+        f"{then}"
     )
+
+
+def _asks_for_success(config: EnvironmentSettings) -> tuple[str, str]:
+    """The setting that needs success to be reported, and what happens where it never is."""
+    target, training = config.evaluation.target_success_rate, config.training
+    if target is not None:
+        return (
+            f"evaluation.target_success_rate is {target}",
+            "the run falls short. Leave the target out, or set evaluation.target_return",
+        )
+    for setting, metric, then in (
+        ("stop_at", training.stop_at.metric, "the target is never reached"),
+        ("keep_best", training.keep_best.metric, "there is no best checkpoint"),
+    ):
+        if metric in ("success_rate", "success_unreported"):
+            return (
+                f"training.{setting}.metric is {metric}",
+                f"{then}. Take another column, such as 'return'",
+            )
+    return "", ""
 
 
 def outcome(
@@ -278,7 +345,11 @@ def summarized(
         env_steps=progress.env_steps,
         train_seconds=progress.train_seconds,
         error=stopped.error if stopped else None,
+        reached=progress.reached.why or None,
     )
+    if progress.best.checkpoint:
+        best = progress.best
+        summary.extra["best"] = f"{best.checkpoint} ({best.wanted.metric} {best.value:.6g})"
     if progress.version:
         summary.steps_per_second = progress.env_steps / max(progress.train_seconds, 1e-9)
         summary.staleness = Staleness(
@@ -455,6 +526,7 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
             load_progress(folder.checkpoints, type(progress), file=file) or progress
         )
         self.config: Settings = reseeded(config, self.progress.version)
+        self._aim()
         self.beginning = beginning
         self._env_reports: list[EnvReport] = []
         self._last: TrainReport | None = None
@@ -464,11 +536,32 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
         """episodes of the evaluation"""
         self._samples: SampleWriter | None = None
         self._iterations = self.config.iterations
-        """iterations of the whole run"""
+        """iterations of the whole run; no more than were trained once the target is reached"""
+        if self.progress.reached.why:
+            self._iterations = self.progress.version
         self._failed_before = self.progress.failed_episodes
         """episodes that failed before this start"""
         self._collectors: Collectors | None = None
         """the workers of this start, once they are there"""
+
+    def _aim(self) -> None:
+        """Judge by the settings of this start; say what of the earlier ones is gone."""
+        training, progress, name = self.config.training, self.progress, self.config.name
+        progress.aim(training.stop_at, training.keep_best)
+        best = progress.best.checkpoint
+        if best and not (self.folder.checkpoints / best).is_dir():
+            progress.best = Best(wanted=training.keep_best)
+            print(
+                f"{name}: its best checkpoint so far, {best}, is not there any more: the best is "
+                "found anew",
+                file=sys.stderr,
+            )
+        if progress.reached.why and progress.version < self.config.iterations:
+            print(
+                f"{name}: {progress.reached.why}; training goes on under another "
+                "training.stop_at, or without",
+                file=sys.stderr,
+            )
 
     @abstractmethod
     async def main(self, cluster: Cluster, view: LiveView) -> None:
@@ -500,7 +593,7 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
             checkpointer = Checkpointer(flow.cluster, writers, self.folder.checkpoints, kept)
             clock = TrainingClock(self.progress.train_seconds)
             await train(LoopContext(clock, run_signals(), checkpointer, metrics))
-            self._episodes = await self._evaluate(flow, min_version=self.config.iterations)
+            self._episodes = await self._evaluate(flow, min_version=self._iterations)
             self._warn([one.success for one in self._episodes if not one.failed])
             write_evaluation(metrics, self.progress, self._episodes)
         flow.channels.weights.sender.close()
@@ -557,17 +650,22 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
     ) -> None:
         """Account for an iteration. Progress and weights are of its version, so a checkpoint can be
         written, and the run can be left."""
-        training = self.config.training
+        training, progress = self.config.training, self.progress
+        failed = self._failed_episodes - progress.failed_episodes
+        progress.take(report, loop.clock(), training.return_window, failed)
+        seen = judged(progress, row(progress, report), training.return_window)
+        progress.reached = progress.reached.judge(report.iteration, seen)
+        if progress.reached.why:
+            self._iterations = progress.version
         await self._issue(channels, report.version + training.max_staleness)
-        failed = self._failed_episodes - self.progress.failed_episodes
-        self.progress.take(report, loop.clock(), training.return_window, failed)
         if self._samples is not None:
             make = partial(trained_episodes, report, self.progress.env_steps)
             self._samples.put(make, len(report.episode_return))
         if loop.signals.take_checkpoint_request() or self._checkpoint_due(report.version):
             if self._samples is not None:  # those of this version are kept by then
                 await asyncio.to_thread(self._samples.flushed, FLUSH_SECONDS)
-            await loop.checkpointer.begin(self.progress)
+            progress.best = progress.best.rank(folder_of(report.version), seen)
+            await loop.checkpointer.begin(progress)
 
     def _checkpoint_due(self, version: int) -> bool:
         every = self.config.training.checkpoint_every
@@ -748,6 +846,7 @@ class EmbodiedRun(EnvironmentRun[EmbodiedConfig, EmbodiedProgress, EmbodiedChann
         loop: LoopContext,
     ) -> None:
         channels, first = flow.channels, self.progress.version
+        train = partial(self._train_iteration, channels, actors)
         if not first and self.config.actor.cloning.demonstrations:
             await self._clone(actors, flow.view)
         await actors.call(EmbodiedFSDPActor.sync_model_to_rollout, channels.weights.sender)
@@ -761,16 +860,16 @@ class EmbodiedRun(EnvironmentRun[EmbodiedConfig, EmbodiedProgress, EmbodiedChann
         # A restarted env worker may send a trajectory again when the actors are done already.
         with channels.trajectories.receiver, checkpointer, signals.checked_each_step():
             with channels.tickets.sender:
-                iterations = range(first, self.config.iterations)
-                calls = (self._train_iteration(channels, actors) for _ in iterations)
-                training = next(calls, None)  # the actors wait before there is anything to train
+                # The actors wait before there is anything to train.
+                training = train() if first < self._iterations else None
                 await self._issue_first(channels)
                 while training is not None:
                     report = merged(await training)
                     await self._step_boundary(channels, report, loop)
                     leaving = signals.leaving
+                    ends = leaving or report.version >= self._iterations
                     # The next one is trained while this process accounts for this one.
-                    training = None if leaving else next(calls, None)
+                    training = None if ends else train()
                     self._write_row(report, loop.metrics)
                     flow.view.show()
                     if leaving:

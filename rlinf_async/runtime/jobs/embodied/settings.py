@@ -32,6 +32,7 @@ from rlinf_async.runtime.jobs.placement import (
     RolePlacement,
     make_plan,
 )
+from rlinf_async.runtime.jobs.targets import KeepBestConfig, StopAtConfig
 from rlinf_async.runtime.recording import RecordingConfig
 from rlinf_async.workers.base import Device, WorkerDied
 from rlinf_async.workers.env import EnvError, describe_env, describe_spaces
@@ -45,6 +46,8 @@ ALWAYS_MAY_DIFFER = (
     "training.total_steps",
     "training.keep_checkpoints",
     "training.return_window",
+    "training.stop_at",
+    "training.keep_best",
     "observe",
     "samples",
     "env.make_seconds",
@@ -78,6 +81,8 @@ class LengthConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """newest checkpoints that are kept"""
     return_window: int = 100
     """episodes over which the return and the success rate are averaged while training"""
+    stop_at: StopAtConfig = StopAtConfig()
+    keep_best: KeepBestConfig = KeepBestConfig()
 
     def __post_init__(self) -> None:
         positive = ("total_steps", "steps_per_iteration", "keep_checkpoints", "return_window")
@@ -128,7 +133,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """folder of a run, of a checkpoint of one, or of a policy that ``export`` wrote; empty: new
     weights"""
     checkpoint: str = ""
-    """checkpoint of that run: its name, or the number of its version; empty: the newest"""
+    """checkpoint of that run: its name, or the number of its version, or ``best``; empty: the
+    newest"""
     partial: bool = False
     """whether tensors that do not fit begin anew, and are named; else they are refused"""
 

@@ -28,6 +28,7 @@ from rlinf_async.runtime.jobs.embodied.beginning import (
 )
 from rlinf_async.runtime.jobs.embodied.choosing import planned, tried_and_chosen
 from rlinf_async.runtime.jobs.embodied.playing import TrainedPolicy, check_scripted_policy
+from rlinf_async.runtime.jobs.embodied.run import check_judged
 from rlinf_async.runtime.jobs.embodied.settings import (
     check_host,
     described,
@@ -51,6 +52,16 @@ if TYPE_CHECKING:
     from torch import nn
 
 COEFFICIENT: Final = "log_entropy_coefficient"
+COLUMNS: Final = (
+    *("critic_loss", "policy_loss", "entropy", "entropy_coefficient", "value", "grad_norm"),
+    *("updates", "replay_size", "replay_age_mean", "replay_age_max"),
+)
+"""columns of soft actor-critic"""
+OF_DEMONSTRATIONS: Final = (
+    *("value_demonstrations", "value_own", "error_demonstrations", "error_own"),
+    "demonstrations_share",
+)
+"""columns where batches have demonstrations"""
 
 
 class EmbodiedSAC:
@@ -104,6 +115,8 @@ class EmbodiedSAC:
         full = fitted(config, spec)
         shown = _checked_demonstrations(full, spec)
         _check_store(full, shown)
+        shows = bool(full.replay.demonstrations or full.demonstrations.policy)
+        check_judged(full, COLUMNS + OF_DEMONSTRATIONS * shows)
         return full
 
     def _begins_with(self, full: FittedSac, *, starts: bool = False) -> Beginning | None:

@@ -256,7 +256,7 @@ class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
         ):
             with channels.tickets.sender:
                 await self._issue_first(channels)
-                for iteration in range(self.progress.version, self.config.iterations):
+                while (iteration := self.progress.version) < self._iterations:
                     report = await self._train_iteration(channels, actor, replay, iteration)
                     await self._step_boundary(channels, report, loop)
                     self._write_row(report, loop.metrics)
