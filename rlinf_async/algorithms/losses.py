@@ -7,7 +7,7 @@ Sources: Haarnoja et al. 2018, "Soft Actor-Critic" (arXiv 1801.01290), and Haarn
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -36,10 +36,12 @@ class LossInputs(NamedTuple):
 
 
 class LossOutput(NamedTuple):
-    """A scalar to differentiate, and detached scalars as metrics."""
+    """A scalar to differentiate, and scalars as metrics."""
 
     loss: Tensor
-    metrics: dict[str, Tensor]
+    metrics: Mapping[str, Tensor | float]
+    """by column of ``metrics.csv``, which has their mean over an iteration's updates and ranks; of
+    ``approx_kl`` an epoch's mean is held below ``ppo.target_kl``. The same names in every call"""
 
 
 class LossFunction(Protocol):
@@ -52,6 +54,22 @@ loss_functions: Registry[LossFunction] = Registry(
     "loss", group="rlinf_async.losses", called_with=("inputs", "config")
 )
 register_loss = loss_functions.register
+
+
+def metrics_of(loss: LossFunction, config: LossConfig) -> tuple[str, ...]:
+    """Names of the metrics that a loss returns, as for a small batch; raises what it raises."""
+    numbers = torch.linspace(-0.1, 0.1, 4)
+    new, old = numbers.clone().requires_grad_(), numbers.flip(0)
+    inputs = LossInputs(
+        log_prob=new,
+        entropy=new + 1.0,
+        value=new * 2.0,
+        old_log_prob=old,
+        old_value=old,
+        advantage=numbers,
+        returns=old + 1.0,
+    )
+    return tuple(loss(inputs, config).metrics)
 
 
 class PolicyLoss(NamedTuple):

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlinf_async.algorithms.config import LossConfig
+from rlinf_async.algorithms.losses import LossInputs, LossOutput, ppo_loss, register_loss
 from rlinf_async.backends.base import OptimizerConfig, TrainingDiverged
 from rlinf_async.backends.fsdp.config import FSDPConfig, PPOConfig
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
@@ -129,6 +130,49 @@ def test_micro_batches_do_not_change_the_numbers(fused: bool) -> None:
         )
     assert outcomes[1] == pytest.approx(outcomes[0], abs=1e-5)
     assert outcomes[2] == pytest.approx(outcomes[0], abs=1e-5)
+
+
+@pytest.mark.parametrize("micro", [None, 3])
+def test_metrics_of_a_loss_are_means_over_samples_whatever_they_are_cut_into(
+    micro: int | None,
+) -> None:
+    """Of 20 samples in minibatches of 6 the last has 2."""
+
+    @register_loss(f"with_metrics_{micro}")
+    def with_metrics(inputs: LossInputs, config: LossConfig) -> LossOutput:
+        made = ppo_loss(inputs, config)
+        return LossOutput(made.loss, {"of_returns": inputs.returns.mean(), "seven": 7.0})
+
+    manager, batch = set_up(CONFIG), samples(1, 20)
+    loss = LossConfig(name=f"with_metrics_{micro}")
+    config = PPOConfig(epochs=2, minibatch_size=6, micro_batch_size=micro, loss=loss)
+    found = ppo_epochs(manager, batch, config)
+    assert list(found) == ["of_returns", "seven", "grad_norm", "lr", "updates", "skipped_updates"]
+    assert found["of_returns"] == pytest.approx(float(batch.returns.mean()), abs=1e-6)
+    assert found["seven"] == pytest.approx(7.0)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "target_kl", "said"),
+    [
+        (({"x": 1.0}, {}), None, r"returned the metrics \[\], and before \['x'\]"),
+        (({"lr": 1.0},), None, "returned a metric 'lr', which every iteration has already"),
+        (({"x": torch.zeros(2)},), None, r"returned \[2\] numbers as 'x': a metric is a single"),
+        (({"x": 1.0},), 0.1, "target_kl is 0.1, but the loss returns no metric 'approx_kl'"),
+    ],
+)
+def test_metrics_that_cannot_be_columns_are_errors(
+    metrics: tuple[dict[str, Any], ...], target_kl: float | None, said: str
+) -> None:
+    name, left = f"with_{said}", list(metrics)
+
+    @register_loss(name)
+    def with_metrics(inputs: LossInputs, config: LossConfig) -> LossOutput:
+        return LossOutput(ppo_loss(inputs, config).loss, left.pop(0) if len(left) > 1 else left[0])
+
+    config = PPOConfig(epochs=1, minibatch_size=10, target_kl=target_kl, loss=LossConfig(name=name))
+    with pytest.raises(ValueError, match=said):
+        ppo_epochs(set_up(CONFIG), samples(0, 20), config)
 
 
 def test_every_sample_is_used_once_an_epoch() -> None:

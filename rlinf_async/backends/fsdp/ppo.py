@@ -30,7 +30,7 @@ by torch into buffers that are kept, everything of one number a sample by numpy 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
@@ -54,7 +54,9 @@ ORDER: Final = ("token", "action", "chunk")
 
 
 METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
-"""names of what a `Gradient` returns, in this order"""
+"""metrics of `algorithms.losses.ppo_loss`, in this order"""
+OF_UPDATES = ("grad_norm", "lr", "updates", "skipped_updates")
+"""further metrics of an iteration, which no loss may return"""
 
 
 class FlatBatch(NamedTuple):
@@ -117,8 +119,13 @@ class FlatBatch(NamedTuple):
 class Gradient(Protocol):
     """Adds ``share`` times the gradient of the mean loss over a (micro-)batch to ``.grad``."""
 
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of the metrics, once it was called."""
+        ...
+
     def __call__(self, batch: FlatBatch, share: float) -> Tensor:
-        """Return the `METRICS` of the batch, ``[5]``."""
+        """Return the metrics of the batch, as many as there are names."""
         ...
 
 
@@ -234,6 +241,7 @@ class _Totals(NamedTuple):
     """Results of all updates."""
 
     metrics: list[Tensor]
+    samples: list[int]
     grad_norms: list[float]
 
 
@@ -243,7 +251,8 @@ def ppo_epochs(
     config: PPOConfig,
     generator: torch.Generator | None = None,
 ) -> dict[str, float]:
-    """Train on ``batch`` and return the means of the metrics over all updates. Collective.
+    """Train on ``batch`` and return the means of the metrics over all updates, each by the number
+    of its samples. Collective.
 
     ``generator`` shuffles; rank r of a sharded run should have its own. The last minibatch of an
     epoch is smaller when the sizes do not divide. Raises `ValueError` for an empty batch or one
@@ -254,7 +263,7 @@ def ppo_epochs(
         raise ValueError("the batch is empty: there is nothing to train on")
     collectives.require_equal(manager, samples, "the number of samples")
     gradient = choose_gradient(manager, config, masked=batch.executed is not None)
-    totals = _Totals([], [])
+    totals = _Totals([], [], [])
     skipped = manager.skipped_steps
     lrs: list[float] = []
     for _ in range(config.epochs):
@@ -265,11 +274,12 @@ def ppo_epochs(
                 advantage = standardized(minibatch.advantage, minibatch.weight)
                 minibatch = minibatch._replace(advantage=advantage)
             totals.metrics.append(_accumulate(manager, gradient, minibatch, config))
+            totals.samples.append(len(minibatch.action))
             grad_norm, lrs = manager.optimizer_step()
             totals.grad_norms.append(grad_norm)
-        if _kl_exceeded(manager, totals.metrics[before:], config.target_kl):
+        if _kl_exceeded(manager, gradient.names, totals.metrics[before:], config.target_kl):
             break
-    return _summary(manager, totals, lrs, manager.skipped_steps - skipped)
+    return _summary(gradient.names, totals, lrs, manager.skipped_steps - skipped)
 
 
 def standardized(advantage: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -300,6 +310,7 @@ class AutogradLoss:
         self._manager = manager
         self._config = config
         self._loss = loss_functions.named(config.name)
+        self.names: Sequence[str] = ()
 
     def __call__(self, batch: FlatBatch, share: float) -> Tensor:
         """Add ``share`` times the gradient of the mean loss over ``batch``."""
@@ -319,7 +330,36 @@ class AutogradLoss:
         )
         output = self._loss(inputs, self._config)
         self._manager.backward(output.loss * share)
-        return torch.stack([output.metrics[name] for name in METRICS])
+        return self._numbers(output.metrics, output.loss.device)
+
+    def _numbers(self, metrics: Mapping[str, Tensor | float], device: torch.device) -> Tensor:
+        """The metrics of a call, in the order of their names, float32."""
+        if not self.names:
+            self._check_names(metrics)
+            self.names = tuple(metrics)
+        if metrics.keys() != set(self.names):
+            raise ValueError(
+                f"loss {self._config.name!r} returned the metrics {sorted(metrics)}, and before "
+                f"{sorted(self.names)}: it has to return the same in every call, NaN where there "
+                "is nothing to say"
+            )
+        found = []
+        for name in self.names:
+            value = torch.as_tensor(metrics[name])
+            if value.numel() != 1:
+                raise ValueError(
+                    f"loss {self._config.name!r} returned {list(value.shape)} numbers as "
+                    f"{name!r}: a metric is a single one, such as their mean"
+                )
+            found.append(value.detach().to(device, torch.float32).reshape(()))
+        return torch.stack(found) if found else torch.zeros(0, device=device)
+
+    def _check_names(self, metrics: Mapping[str, Tensor | float]) -> None:
+        if taken := [name for name in metrics if name in OF_UPDATES]:
+            raise ValueError(
+                f"loss {self._config.name!r} returned a metric {taken[0]!r}, which every iteration "
+                "has already: give it another name"
+            )
 
 
 def at_level(evaluation: Evaluation, batch: FlatBatch) -> tuple[Tensor, Tensor, Tensor]:
@@ -349,25 +389,31 @@ def _accumulate(
     if size >= samples:
         with manager.before_micro_batch(manager.model, is_last_micro_batch=True):
             return gradient(minibatch, 1.0)
-    total = torch.zeros(len(METRICS))
+    parts: list[Tensor] = []
     for start, micro in zip(range(0, samples, size), minibatch.split(size), strict=True):
         share = len(micro.action) / samples
         last = start + size >= samples
         with manager.before_micro_batch(manager.model, is_last_micro_batch=last):
-            total += share * gradient(micro, share).to(total.device)
-    return total
+            parts.append(share * gradient(micro, share))
+    return torch.stack(parts).sum(0)
 
 
-def _kl_exceeded(manager: FSDPModelManager, metrics: list[Tensor], target: float | None) -> bool:
+def _kl_exceeded(
+    manager: FSDPModelManager, names: Sequence[str], metrics: list[Tensor], target: float | None
+) -> bool:
     if target is None:
         return False
-    kl = torch.stack(metrics)[:, METRICS.index("approx_kl")].mean()
+    if "approx_kl" not in names:
+        raise ValueError(
+            f"actor.ppo.target_kl is {target}, but the loss returns no metric 'approx_kl'"
+        )
+    kl = torch.stack(metrics)[:, names.index("approx_kl")].mean()
     everywhere = collectives.all_gather(manager, kl)
     return torch.stack(everywhere).mean().item() > target
 
 
 def _summary(
-    manager: FSDPModelManager, totals: _Totals, lrs: list[float], skipped: int
+    names: Sequence[str], totals: _Totals, lrs: list[float], skipped: int
 ) -> dict[str, float]:
     updates = len(totals.metrics)
     if skipped == updates:
@@ -376,9 +422,11 @@ def _summary(
             f"(last: {totals.grad_norms[-1]}): nothing was learnt. Lower the learning rate, or "
             "look for NaN in observations and rewards; the last checkpoint is from before"
         )
-    means = torch.stack(totals.metrics).mean(0).tolist()
+    metrics = torch.stack(totals.metrics)
+    shares = torch.tensor(totals.samples).to(metrics) / sum(totals.samples)
+    means = (shares @ metrics).tolist()
     finite = [norm for norm in totals.grad_norms if np.isfinite(norm)]
-    return dict(zip(METRICS, means, strict=True)) | {
+    return dict(zip(names, means, strict=True)) | {
         "grad_norm": float(np.mean(finite)),
         "lr": lrs[0],
         "updates": float(updates),
@@ -448,6 +496,7 @@ class FusedPpo:
             raise TypeError(f"the fused gradient is for MlpGaussianPolicy, not {type(model)}")
         self._model = model
         self._config = config
+        self.names: Sequence[str] = METRICS
         self._networks: dict[int, tuple[FusedMlp, FusedMlp]] = {}
 
     @staticmethod

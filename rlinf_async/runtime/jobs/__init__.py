@@ -9,6 +9,7 @@ by its import path: ``job = "file.py:Class"``. Packages add names by the entry p
     run.py          a run in its folder: cluster, live view, summary, pictures
     view.py         the live view, and the trace
     checkpoints.py  how far a run has come, and the folder of checkpoints; what ends a run early
+    targets.py      where training ends before its last iteration; which checkpoint is the best
     config.py       settings that every run has, and checks
     placement.py    which devices each role gets
     embodied/  embodied_sac/  language/  supervised/    the built-in jobs

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from rlinf_async.messages.embodied import TrainReport
 from rlinf_async.observe.status import look_at_run
+from rlinf_async.runtime.jobs.embodied.run import merged
 from rlinf_async.runtime.jobs.targets import Best, KeepBestConfig, Reached, StopAtConfig
 from tests.jobs.embodied.kit import Job
 from tests.jobs.embodied_sac.kit import Job as SacJob
@@ -265,15 +267,78 @@ def test_what_could_never_be_is_refused(job: Job, arguments: tuple[object, ...],
 
 
 def test_columns_that_check_knows_are_those_that_are_written(job: Job, sac: SacJob) -> None:
-    from rlinf_async.runtime.jobs.embodied.job import COLUMNS as OF_PPO
+    from rlinf_async.runtime.jobs.embodied.job import OF_LOSS, OF_UPDATES
     from rlinf_async.runtime.jobs.embodied.run import AT_THE_END, COLUMNS, OF_EPISODES
     from rlinf_async.runtime.jobs.embodied_sac.job import COLUMNS as OF_SAC
 
-    for one, columns in ((job, OF_PPO), (sac, OF_SAC)):
+    for one, columns in ((job, OF_LOSS + OF_UPDATES), (sac, OF_SAC)):
         one.succeed(*QUICK)
         header = (one.out / "metrics.csv").read_text().splitlines()[0].split(",")
         may_lack = {"step", *AT_THE_END, *OF_EPISODES}
         assert {*header} - may_lack == {*COLUMNS, *columns} - may_lack
+
+
+LOSSES = """
+from rlinf_async.algorithms.losses import LossOutput, ppo_loss
+
+def watched(inputs, config):
+    loss, metrics = ppo_loss(inputs, config)
+    return LossOutput(loss, {**metrics, "seven": 7.0})
+
+def bare(inputs, config):
+    return LossOutput(ppo_loss(inputs, config).loss, {"seven": 7.0})
+
+def taken(inputs, config):
+    return LossOutput(ppo_loss(inputs, config).loss, {"version": 7.0})
+
+def fails(inputs, config):
+    raise RuntimeError("needs more")
+"""
+
+
+def test_metrics_of_a_loss_are_columns_that_end_training(job: Job) -> None:
+    file = job.file.with_name("losses.py")
+    file.write_text(LOSSES)
+
+    def loss(name: str) -> tuple[object, ...]:
+        return "--actor.ppo.loss.name", f"{file}:{name}"
+
+    until_7 = (f"{STOP}metric", "seven", f"{STOP}least", 7)
+    summary = job.succeed(*QUICK, *loss("watched"), *until_7)
+    assert summary.reached == "seven at least 7 was reached in iteration 0: 7"
+    [row] = job.iterations
+    assert (row["seven"], row["updates"]) == ("7", "8")
+    assert row["approx_kl"]
+    for refused, said in (
+        ((*loss("bare"), f"{BEST}metric", "entropy"), "no iteration writes a column 'entropy'"),
+        ((*loss("bare"), "--actor.ppo.target_kl", 0.1), "actor.ppo.target_kl: 0.1 is a limit of"),
+        (loss("taken"), "a metric 'version', which every iteration has already"),
+        ((*loss("fails"), *until_7), "for a small batch it raised RuntimeError: needs more"),
+    ):
+        ended = job.command("check", job.file, *refused)
+        assert ended.code == 2
+        assert said in ended.err
+
+
+def test_ranks_whose_losses_have_other_metrics_are_an_error() -> None:
+    parts = [
+        TrainReport(
+            iteration=3,
+            version=4,
+            metrics={"x": 1.0, name: 2.0},
+            env_steps=8,
+            lag_mean=0.0,
+            lag_max=0,
+            duplicates=0,
+            episode_return=[],
+            episode_length=[],
+            episode_success=[],
+        )
+        for name in ("a", "b")
+    ]
+    assert merged([parts[0], parts[0]]).metrics == {"x": 1.0, "a": 2.0}
+    with pytest.raises(ValueError, match="iteration 3 with different metrics: not all have a, b"):
+        merged(parts)
 
 
 def test_a_target_for_a_success_that_is_never_reported_is_said(job: Job) -> None:

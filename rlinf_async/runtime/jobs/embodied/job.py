@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from rlinf_async.algorithms.config import LossConfig
 from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig
 from rlinf_async.backends.policies.config import MLPS, ignored
 from rlinf_async.config import ConfigError
+from rlinf_async.config.registry import raised
 from rlinf_async.data.config import DataError
 from rlinf_async.data.demonstrations import check_demonstrations
 from rlinf_async.observe.run_folder import RunFolder
@@ -26,7 +28,12 @@ from rlinf_async.runtime.jobs.embodied.beginning import (
 )
 from rlinf_async.runtime.jobs.embodied.choosing import planned, tried_and_chosen
 from rlinf_async.runtime.jobs.embodied.playing import TrainedPolicy, check_scripted_policy
-from rlinf_async.runtime.jobs.embodied.run import EmbodiedRun, check_judged, make_trainer
+from rlinf_async.runtime.jobs.embodied.run import (
+    COLUMNS,
+    EmbodiedRun,
+    check_judged,
+    make_trainer,
+)
 from rlinf_async.runtime.jobs.embodied.settings import (
     MAY_DIFFER,
     EmbodiedConfig,
@@ -45,11 +52,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 FSDP = ("actor", "fsdp")
-COLUMNS = (
-    *("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction"),
-    *("grad_norm", "lr", "updates", "skipped_updates", "explained_variance"),
-)
-"""columns of PPO"""
+OF_LOSS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
+"""columns of the loss ``ppo``"""
+OF_UPDATES = ("grad_norm", "lr", "updates", "skipped_updates", "explained_variance")
+"""columns of every other loss, too"""
 
 
 class EmbodiedPPO:
@@ -106,7 +112,7 @@ class EmbodiedPPO:
         full = fitted(config, spec)
         _check_fit(full)
         _check_demonstrations(full, spec)
-        check_judged(full, COLUMNS)
+        check_judged(full, (*OF_UPDATES, *_columns_of_loss(full)))
         return full
 
     def _begins_with(self, full: EmbodiedConfig, *, starts: bool = False) -> Beginning | None:
@@ -174,6 +180,42 @@ def _check_fit(config: EmbodiedConfig) -> None:
                 "answer: leave it out",
                 path=("actor", *setting),
             )
+
+
+def _columns_of_loss(config: EmbodiedConfig) -> Sequence[str]:
+    """The columns of the loss: of one that is the user's own those that it returns for a small
+    batch. Raises `ConfigError` where they are not known, but asked for, or are taken."""
+    ppo, path = config.actor.ppo, ("actor", "ppo", "loss", "name")
+    if ppo.loss.name == LossConfig().name:
+        return OF_LOSS
+    from rlinf_async.algorithms.losses import loss_functions, metrics_of
+
+    loss = loss_functions.check(ppo.loss.name, path)
+    try:
+        found = metrics_of(loss, ppo.loss)
+    except Exception as error:  # it may need more than a small batch has
+        for section in ("stop_at", "keep_best"):
+            metric = getattr(config.training, section).metric
+            if metric and metric not in (*COLUMNS, *OF_UPDATES):
+                raise ConfigError(
+                    f"whether the loss {ppo.loss.name!r} has a column {metric!r} is not known: for "
+                    f"a small batch it raised {raised(error)}",
+                    path=("training", section, "metric"),
+                ) from error
+        return ()
+    if taken := [name for name in found if name in (*COLUMNS, *OF_UPDATES)]:
+        raise ConfigError(
+            f"{ppo.loss.name!r} returns a metric {taken[0]!r}, which every iteration has already: "
+            "give it another name",
+            path=path,
+        )
+    if ppo.target_kl is not None and "approx_kl" not in found:
+        raise ConfigError(
+            f"{ppo.target_kl} is a limit of the metric 'approx_kl', which the loss "
+            f"{ppo.loss.name!r} does not return: leave it out, or return it",
+            path=("actor", "ppo", "target_kl"),
+        )
+    return found
 
 
 def _check_entropy(config: EmbodiedConfig, found: Any) -> None:

@@ -129,8 +129,15 @@ class EmbodiedProgress(RunProgress, kw_only=True):
 def merged(parts: Sequence[TrainReport]) -> TrainReport:
     """The report of an iteration, from those of all ranks.
 
-    Counts add up; metrics and staleness are means: all shares are equal.
+    Counts add up; metrics and staleness are means: all shares are equal. Raises `ValueError` where
+    a loss has returned other metrics on one rank than on another.
     """
+    for one in parts[1:]:
+        if differing := sorted(one.metrics.keys() ^ parts[0].metrics.keys()):
+            raise ValueError(
+                f"the actors have trained iteration {one.iteration} with different metrics: not "
+                f"all have {', '.join(differing)}; a loss has to return the same on every rank"
+            )
     return msgspec.structs.replace(
         parts[0],
         metrics={
@@ -194,8 +201,10 @@ def row(progress: EmbodiedProgress, report: TrainReport) -> dict[str, float]:
         "staleness_mean": report.lag_mean,
         "staleness_max": float(report.lag_max),
         "second_trajectories": float(report.duplicates),
-        **report.metrics,
     }
+    if taken := sorted(row.keys() & report.metrics.keys()):
+        raise ValueError(f"a loss returned the metric {taken[0]!r}, which is a column already")
+    row |= report.metrics
     if progress.returns:
         row["return"] = sum(progress.returns) / len(progress.returns)
     if progress.success_rate is not None:
