@@ -6,7 +6,8 @@
     records.py          what records are; JSON lines, folders, Parquet, Arrow, reasoning-gym tasks
     prompts.py          `Prompts`: which record comes when, a function of seed and epoch; its tokens
     examples.py         `Examples`: answers to learn, and pairs of them: their tokens, their order
-    demonstrations.py   episodes to clone, for robots; LeRobot's format
+    demonstrations.py   episodes to clone, for robots
+    lerobot.py          the same in LeRobot's format
 
 Nothing here imports torch, datasets or transformers before data that need them are opened.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -104,12 +105,161 @@ def test_actions_of_another_size_are_refused(folder: Path) -> None:
         check_demonstrations(folder, SPEC, 3, discrete=False)
 
 
-def test_pictures_in_videos_are_refused(folder: Path) -> None:
-    info = json.loads((folder / "meta/info.json").read_text())
-    info["features"]["observation.images.front"]["dtype"] = "video"
-    (folder / "meta/info.json").write_text(json.dumps(info))
-    with pytest.raises(DataError, match="in videos, which are not read"):
-        check_demonstrations(folder, SPEC, 2, discrete=False)
+SIZES = (5, 2, 7)
+"""steps of the episodes of `packed`"""
+CAMERA = "observation.images.front"
+FILMED = ObservationPart(name="front", kind="image", shape=(16, 24, 3))
+
+
+def shades(number: int, steps: int) -> list[int]:
+    """The grey of each picture of an episode."""
+    return [40 * number + 10 * step + 20 for step in range(steps)]
+
+
+def film(path: Path, greys: list[int]) -> None:
+    """Write a video of 10 pictures a second."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ffmpeg: Any = importlib.import_module("imageio_ffmpeg")
+    writer = ffmpeg.write_frames(str(path), (24, 16), fps=10, codec="libx264", macro_block_size=8)
+    writer.send(None)
+    for grey in greys:
+        writer.send(np.full((16, 24, 3), grey, np.uint8).tobytes())
+    writer.close()
+
+
+def described(folder: Path, version: str, **more: Any) -> None:
+    features = {
+        "observation.state": {"dtype": "float32", "shape": [1]},
+        CAMERA: {
+            "dtype": "video",
+            "shape": [3, 16, 24],
+            "names": ["channels", "height", "width"],
+        },
+        "action": {"dtype": "float32", "shape": [1]},
+    }
+    info = {"total_episodes": 3, "fps": 10, "codebase_version": version, "features": features}
+    (folder / "meta").mkdir()
+    (folder / "meta/info.json").write_text(json.dumps(info | more))
+
+
+def rows(number: int, steps: int) -> Any:
+    """What lerobot writes of numbers with one value: no lists."""
+    return {
+        "observation.state": [100.0 * number + step for step in range(steps)],
+        "action": [number + step / 10 for step in range(steps)],
+        "task_index": [number % 2] * steps,
+        "episode_index": [number] * steps,
+    }
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    """Version 3: three episodes in two tables and two videos, cut in other places."""
+    described(
+        tmp_path,
+        "v3.0",
+        data_path="data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
+        video_path="videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4",
+    )
+    tables, videos, starts = (0, 0, 1), (0, 1, 1), (0.0, 0.0, 0.2)
+    for at in (0, 1):
+        made = [rows(one, SIZES[one]) for one in range(3) if tables[one] == at]
+        joined = {name: list(itertools.chain(*(one[name] for one in made))) for name in made[0]}
+        path = tmp_path / f"data/chunk-000/file-{at:03d}.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        parquet.write_table(pyarrow.table(joined), path)
+        greys = [shades(one, SIZES[one]) for one in range(3) if videos[one] == at]
+        film(
+            tmp_path / f"videos/{CAMERA}/chunk-000/file-{at:03d}.mp4", list(itertools.chain(*greys))
+        )
+    episodes = {
+        "episode_index": [0, 1, 2],
+        "length": list(SIZES),
+        "data/chunk_index": [0, 0, 0],
+        "data/file_index": list(tables),
+        f"videos/{CAMERA}/chunk_index": [0, 0, 0],
+        f"videos/{CAMERA}/file_index": list(videos),
+        f"videos/{CAMERA}/from_timestamp": list(starts),
+        "stats/action/mean": [[0.0]] * 3,
+    }
+    path = tmp_path / "meta/episodes/chunk-000/file-000.parquet"
+    path.parent.mkdir(parents=True)
+    parquet.write_table(pyarrow.table(episodes), path)
+    tasks = {"task_index": [0, 1], "__index_level_0__": ["red", "go green"]}
+    parquet.write_table(pyarrow.table(tasks), tmp_path / "meta/tasks.parquet")
+    return tmp_path
+
+
+@pytest.fixture
+def apart(tmp_path: Path) -> Path:
+    """Version 2.1: a table and a video for each episode."""
+    described(tmp_path, "v2.1")
+    for number, steps in enumerate(SIZES):
+        path = tmp_path / f"data/chunk-000/episode_{number:06d}.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        parquet.write_table(pyarrow.table(rows(number, steps)), path)
+        video = tmp_path / f"videos/chunk-000/{CAMERA}/episode_{number:06d}.mp4"
+        film(video, shades(number, steps))
+    tasks = [{"task_index": 0, "task": "red"}, {"task_index": 1, "task": "go green"}]
+    (tmp_path / "meta/tasks.jsonl").write_text("\n".join(map(json.dumps, tasks)))
+    return tmp_path
+
+
+NUMBER = ObservationPart(name="state", kind="state", shape=(1,))
+OF_VIDEOS = ObservationSpec((NUMBER, FILMED, WORDS))
+
+
+@pytest.mark.parametrize("version", ["packed", "apart"])
+def test_every_step_has_its_own_picture_of_a_video(
+    request: pytest.FixtureRequest, version: str
+) -> None:
+    folder: Path = request.getfixturevalue(version)
+    check_demonstrations(folder, OF_VIDEOS, 1, discrete=False)
+    for number, one in enumerate(read_episodes(folder, OF_VIDEOS)):
+        seen, steps = one.observation, SIZES[number]
+        assert one.action[:, 0].tolist() == pytest.approx(rows(number, steps)["action"])
+        assert seen["state"][:, 0].tolist() == rows(number, steps)["observation.state"]
+        assert bytes(seen["instruction"][0]) == (b"go gre" if number % 2 else b"red\0\0\0")
+        pictures = seen["front"].astype(float)
+        assert pictures.shape == (steps, 16, 24, 3)
+        greys = np.array(shades(number, steps))[:, None, None, None]
+        assert np.abs(pictures - greys).max() < 5  # a video loses a little
+
+
+def test_a_video_that_is_not_there_or_ends_too_early_is_named(packed: Path) -> None:
+    video = packed / f"videos/{CAMERA}/chunk-000/file-001.mp4"
+    film(video, [*shades(1, 2), *shades(2, 6)])
+    check_demonstrations(packed, OF_VIDEOS, 1, discrete=False)  # it reads no video
+    with pytest.raises(DataError, match=r"file-001\.mp4' has 6 pictures from second 0\.2 .* the 7"):
+        list(read_episodes(packed, OF_VIDEOS))
+    video.write_bytes(b"no")
+    with pytest.raises(DataError, match=r"file-001\.mp4' cannot be read"):
+        list(read_episodes(packed, OF_VIDEOS))
+    video.unlink()
+    with pytest.raises(DataError, match=r"file-001\.mp4', the video of episode 1, is not there"):
+        check_demonstrations(packed, OF_VIDEOS, 1, discrete=False)
+    numbers = ObservationSpec((NUMBER,))
+    assert len(list(read_episodes(packed, numbers))) == 3  # what is not wanted is not looked at
+
+
+def test_pictures_of_another_size_than_the_description_says_are_refused(packed: Path) -> None:
+    info = json.loads((packed / "meta/info.json").read_text())
+    info["features"][CAMERA] |= {"shape": [8, 24, 3], "names": ["height", "width", "channels"]}
+    (packed / "meta/info.json").write_text(json.dumps(info))
+    other = ObservationSpec((ObservationPart(name="front", kind="image", shape=(8, 24, 3)),))
+    with pytest.raises(DataError, match=r"are 16 x 24, but meta/info.json says 8 x 24"):
+        list(read_episodes(packed, other))
+
+
+def test_a_recording_that_was_cut_off_and_other_versions_are_refused(packed: Path) -> None:
+    info = json.loads((packed / "meta/info.json").read_text())
+    for changed, said in (
+        ({"total_episodes": 4}, r"has 3 episodes and not number 3, of 4 .* cut off"),
+        ({"codebase_version": "v1.6"}, r"is of version v1\.6 .* versions 2 and 3 are read"),
+    ):
+        (packed / "meta/info.json").write_text(json.dumps(info | changed))
+        with pytest.raises(DataError, match=said):
+            check_demonstrations(packed, OF_VIDEOS, 1, discrete=False)
 
 
 def test_a_damaged_episode_is_named(folder: Path) -> None:
