@@ -45,10 +45,14 @@ _ranks = click.IntRange(1, MOST_WORKERS)
 OF_POLICIES = ("torchscript", "pt2", "onnx")
 """forms that a policy for robots can have, and a language model cannot"""
 LEROBOT = "lerobot"
+OF_LANGUAGE = ("dtype", "model", "shard_size")
+"""options of language models alone"""
+DEMONSTRATIONS = "demonstrations.json"
+"""file of a folder of demonstrations"""
 
 
 @click.command()
-@click.argument("checkpoint", metavar="RUN|CHECKPOINT", type=_folder)
+@click.argument("checkpoint", metavar="RUN|CHECKPOINT|DEMONSTRATIONS", type=_folder)
 @click.argument("out", type=_folder)
 @click.option(
     "--to",
@@ -56,7 +60,8 @@ LEROBOT = "lerobot"
     type=click.Choice(["folder", *OF_POLICIES, LEROBOT]),
     default="folder",
     show_default=True,
-    help="Of a policy for robots: its weights, or one graph with everything in it.",
+    help="Of a policy for robots: its weights, or one graph with everything in it. Of "
+    "demonstrations: lerobot.",
 )
 @click.option(
     "--checkpoint",
@@ -81,6 +86,13 @@ LEROBOT = "lerobot"
     show_default=True,
     help="Largest file, in GB.",
 )
+@click.option(
+    "--fps",
+    type=click.IntRange(min=1),
+    default=10,
+    show_default=True,
+    help="Of demonstrations: steps of the environment in a second, for LeRobot's time stamps.",
+)
 @click.pass_context
 def export(
     context: click.Context,
@@ -91,25 +103,26 @@ def export(
     dtype: Literal["float32", "bfloat16", "float16"] | None,
     model: pathlib.Path | None,
     shard_size: float,
+    fps: int,
 ) -> None:
     """Write what a run has trained as a folder OUT that others load.
 
     A language model becomes a Hugging Face folder, for transformers and vLLM. A policy for robots
     leaves with its spaces, statistics and action post-processing: Policy.load reads it without the
     framework's runtime, and ONNX Runtime or libtorch its graph. Name a run, for its newest
-    checkpoint or that of --checkpoint, or the folder of a checkpoint.
+    checkpoint or that of --checkpoint, or the folder of a checkpoint. A folder of demonstrations
+    becomes a data set in LeRobot's format.
     """
+    if (checkpoint / DEMONSTRATIONS).is_file():
+        _refuse_given(context, "of a checkpoint, not of demonstrations", "name", *OF_LANGUAGE)
+        _export_demonstrations(checkpoint, out, form, fps)
+        return
+    _refuse_given(context, "of demonstrations, not of a checkpoint", "fps")
     if name is not None:
         checkpoint = _named_checkpoint(checkpoint, name)
     found = _run_of_policy(context.obj, checkpoint)
     if found is not None:
-        given = [
-            f"--{name.replace('_', '-')}"
-            for name in ("dtype", "model", "shard_size")
-            if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
-        ]
-        if given:
-            raise UsageError(f"{given[0]}: is of language models, not of policies: leave it out")
+        _refuse_given(context, "of language models, not of policies", *OF_LANGUAGE)
         _export_policy(found, checkpoint, out, form)
         return
     if form != "folder":
@@ -135,6 +148,31 @@ def export(
             done = made.run(out, advance)
         _write_card(made.checkpoint, out)
     click.echo(f"{out}: {done.tensors} tensors, {_size(done.bytes)}")
+
+
+def _refuse_given(context: click.Context, of: str, *names: str) -> None:
+    """Refuse options of these names that were given."""
+    for name in names:
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            option = "checkpoint" if name == "name" else name.replace("_", "-")
+            raise UsageError(f"--{option}: is {of}: leave it out")
+
+
+def _export_demonstrations(source: pathlib.Path, out: pathlib.Path, form: str, fps: int) -> None:
+    from rlinf_async.data.config import DataError
+    from rlinf_async.data.lerobot_export import write_lerobot
+
+    if form != LEROBOT:
+        raise UsageError(
+            f"--to {form}: {source} holds demonstrations, which can be written as a data set in "
+            "LeRobot's format: say --to lerobot"
+        )
+    with _as_usage(source, out):
+        try:
+            steps = write_lerobot(source, out, fps)
+        except DataError as error:
+            raise UsageError(str(error)) from error
+    click.echo(f"{out}: {steps} steps, a data set in LeRobot's format (v3.0)")
 
 
 def _named_checkpoint(run: pathlib.Path, name: str) -> pathlib.Path:

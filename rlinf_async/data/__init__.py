@@ -8,6 +8,7 @@
     examples.py         `Examples`: answers to learn, and pairs of them: their tokens, their order
     demonstrations.py   episodes to clone, for robots
     lerobot.py          the same in LeRobot's format
+    lerobot_export.py   and how they are written so
 
 Nothing here imports torch, datasets or transformers before data that need them are opened.
 """

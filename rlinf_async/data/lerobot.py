@@ -127,7 +127,7 @@ class LeRobotFolder:
         """
         parquet = needed("pyarrow.parquet", extra="llm", needed_for=str(self.folder))
         tasks = self._tasks(parquet)
-        filmed = {part.name for part in spec.parts if self._is_video(part)}
+        filmed = {part.name: part.shape for part in spec.parts if self._is_video(part)}
         columns = {self._column(part) for part in spec.parts if part.name not in filmed}
         for place in self._places(parquet):
             own = [("episode_index", "=", place.number)] if place.row else None
@@ -140,7 +140,8 @@ class LeRobotFolder:
                 for part in spec.parts:
                     if part.name in filmed:
                         clip = self._clip(place, self._column(part))
-                        arrays[part.name] = self._filmed(clip, len(action))
+                        pictures = self._filmed(clip, len(action))
+                        arrays[part.name] = pictures.reshape(len(action), *part.shape)
                     else:
                         arrays[part.name] = _cells(table[self._column(part)], part, tasks)
             except (OSError, ValueError, KeyError) as error:
@@ -276,7 +277,10 @@ def _pictures(data: bytes, clip: Clip) -> Iterator[NDArray[np.uint8]]:
 
 
 def _shape(part: ObservationPart, feature: Mapping[str, Any]) -> tuple[int, ...]:
-    return _height_width_channels(feature) if part.kind == "image" else tuple(feature["shape"])
+    if part.kind != "image":
+        return tuple(feature["shape"])
+    found = _height_width_channels(feature)
+    return part.shape if found == (*part.shape, 1) else found  # grey, with or without a channel
 
 
 def _height_width_channels(feature: Mapping[str, Any]) -> tuple[int, ...]:
@@ -296,7 +300,8 @@ def _cells(column: Any, part: ObservationPart, tasks: Mapping[int, str]) -> Any:
         return np.frombuffer(text, np.uint8).reshape(len(rows), -1)
     if part.kind == "state":
         return np.array(cells, np.float32).reshape(len(cells), -1)
-    return np.stack([_picture(one) for one in cells])
+    pictures = np.stack([_picture(one) for one in cells])
+    return pictures.reshape(len(cells), *part.shape) if pictures[0].ndim == 2 else pictures
 
 
 def _picture(cell: Mapping[str, Any]) -> Any:

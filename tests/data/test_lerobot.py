@@ -13,8 +13,19 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from rlinf_async.cli import main
 from rlinf_async.data.config import DataError
-from rlinf_async.data.demonstrations import check_demonstrations, chunks_of, read_episodes
+from rlinf_async.data.demonstrations import (
+    DemonstratedEpisode,
+    DemonstrationsInfo,
+    Outcome,
+    check_demonstrations,
+    chunks_of,
+    read_episodes,
+    write_episode,
+    write_info,
+)
+from rlinf_async.data.lerobot_export import write_lerobot
 from rlinf_async.messages.spaces import ObservationPart, ObservationSpec
 
 pyarrow: Any = importlib.import_module("pyarrow")
@@ -266,3 +277,109 @@ def test_a_damaged_episode_is_named(folder: Path) -> None:
     (folder / "data/chunk-000/episode_000001.parquet").write_bytes(b"no")
     with pytest.raises(DataError, match=r"episode_000001\.parquet"):
         list(read_episodes(folder, SPEC))
+
+
+WRITTEN = ObservationSpec(
+    (
+        ObservationPart(name="state", kind="state", shape=(3,)),
+        ObservationPart(name="front", kind="image", shape=(4, 6, 3)),
+        ObservationPart(name="grey", kind="image", shape=(4, 4)),
+        WORDS,
+    )
+)
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    """Three episodes of this framework's own format, with what transitions have."""
+    folder, drawn = tmp_path / "recorded", np.random.default_rng(0)
+    folder.mkdir()
+    for number, steps in enumerate(SIZES):
+        seen = WRITTEN.empty(steps + 1)
+        seen["state"] = drawn.normal(size=(steps + 1, 3))
+        seen["front"] = drawn.integers(0, 256, (steps + 1, 4, 6, 3))
+        seen["grey"] = drawn.integers(0, 256, (steps + 1, 4, 4))
+        seen["instruction"] = np.frombuffer((b"go up\0", b"down\0\0")[number % 2], np.uint8)
+        outcome = Outcome(np.arange(steps, dtype=np.float32), seen[-1:], number != 1)
+        action = drawn.normal(size=(steps, 2)).astype(np.float32)
+        write_episode(folder, number, DemonstratedEpisode(seen[:-1], action, outcome))
+    write_info(
+        folder,
+        DemonstrationsInfo(
+            env="Reach-v0", observation=WRITTEN, action_size=2, episodes=3, transitions=True
+        ),
+    )
+    return folder
+
+
+def test_what_is_written_is_read_back_bit_for_bit(recorded: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert write_lerobot(recorded, out, fps=20, file_bytes=800) == sum(SIZES)
+    assert len(list(out.glob("data/*/*.parquet"))) == 2  # a table ends when it has so many bytes
+    check_demonstrations(out, WRITTEN, 2, discrete=False)
+    pairs = zip(read_episodes(recorded), read_episodes(out, WRITTEN), strict=True)
+    for one, other in pairs:
+        assert np.array_equal(one.action, other.action)
+        assert one.observation.tobytes() == other.observation.tobytes()
+
+
+def test_a_written_data_set_has_what_others_look_for(recorded: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    write_lerobot(recorded, out, fps=20)
+    info = json.loads((out / "meta/info.json").read_text())
+    assert (info["codebase_version"], info["fps"], info["robot_type"]) == ("v3.0", 20, "Reach-v0")
+    assert (info["total_episodes"], info["total_frames"], info["total_tasks"]) == (3, 14, 2)
+    assert info["features"]["observation.images.grey"]["shape"] == [4, 4, 1]
+    table = parquet.read_table(out / "data/chunk-000/file-000.parquet").to_pydict()
+    assert table["index"] == list(range(14))
+    assert table["frame_index"] == [*range(5), *range(2), *range(7)]
+    assert table["timestamp"][6] == pytest.approx(1 / 20)
+    assert table["task_index"] == [0] * 5 + [1] * 2 + [0] * 7
+    assert [at for at, done in enumerate(table["next.done"]) if done] == [4, 13]  # one was only cut
+    episodes = parquet.read_table(out / "meta/episodes/chunk-000/file-000.parquet").to_pylist()
+    assert [one["dataset_from_index"] for one in episodes] == [0, 5, 7]
+    assert [one["tasks"] for one in episodes] == [["go up"], ["down"], ["go up"]]
+    figures = json.loads((out / "meta/stats.json").read_text())
+    shown = np.concatenate([one.observation for one in read_episodes(recorded)])
+    pixels = shown["front"].astype(np.float64).reshape(-1, 3) / 255
+    for name, rows, got in (
+        ("state", shown["state"].astype(np.float64), figures["observation.state"]),
+        ("front", pixels, figures["observation.images.front"]),
+    ):
+        for figure, expected in (
+            ("mean", rows.mean(0)),
+            ("std", rows.std(0)),
+            ("min", rows.min(0)),
+            ("max", rows.max(0)),
+            ("q50", np.quantile(rows, 0.5, axis=0)),
+        ):
+            found = np.array(got[figure]).reshape(-1)
+            np.testing.assert_allclose(found, expected, atol=1e-6 if name == "state" else 2 / 255)
+        assert got["count"] == [14]
+
+
+def test_a_recording_of_lerobot_that_was_killed_is_none(recorded: Path, tmp_path: Path) -> None:
+    """What describes it is written last."""
+    (recorded / "episode_000002.npz").write_bytes(b"no")
+    with pytest.raises(DataError, match=r"episode_000002\.npz"):
+        write_lerobot(recorded, tmp_path / "out", fps=20)
+    with pytest.raises(DataError, match="holds no demonstrations"):
+        check_demonstrations(tmp_path / "out", WRITTEN, 2, discrete=False)
+
+
+def test_demonstrations_leave_by_the_command(
+    recorded: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+
+    def told(*arguments: object) -> str:
+        code = main(["export", *map(str, arguments)])
+        shown = capsys.readouterr()
+        assert code == (0 if not shown.err else 2)
+        return shown.err or shown.out
+
+    assert "say --to lerobot" in told(recorded, out)
+    assert "--dtype: is of a checkpoint" in told(recorded, out, "--dtype", "float32")
+    assert "--fps: is of demonstrations" in told(folder, out, "--fps", 3)
+    assert "14 steps, a data set in LeRobot's format" in told(recorded, out, "--to", "lerobot")
+    assert "out exists already" in told(recorded, out, "--to", "lerobot")
