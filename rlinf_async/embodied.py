@@ -44,6 +44,7 @@ from rlinf_async.runtime.jobs.embodied.settings import (
     ModelConfig,
 )
 from rlinf_async.runtime.jobs.embodied_sac.config import SacConfig, SacTrainingConfig
+from rlinf_async.runtime.jobs.hooks import HooksConfig
 from rlinf_async.runtime.jobs.placement import RolePlacement
 from rlinf_async.runtime.jobs.targets import KeepBestConfig, StopAtConfig
 from rlinf_async.runtime.recording import RecordingConfig
@@ -66,6 +67,7 @@ __all__ = [
     "FSDPConfig",
     "Factor",
     "FlowConfig",
+    "HooksConfig",
     "KeepBestConfig",
     "LoraConfig",
     "LossConfig",

@@ -24,6 +24,7 @@ from rlinf_async.observe.sinks.prometheus import PrometheusConfig
 from rlinf_async.observe.sinks.trackio import TrackioConfig
 from rlinf_async.observe.sinks.wandb import WandbConfig
 from rlinf_async.runtime.jobs.config import RayConfig
+from rlinf_async.runtime.jobs.hooks import HooksConfig
 from rlinf_async.runtime.jobs.language.config import (
     ActorConfig,
     ClusterConfig,
@@ -60,6 +61,7 @@ __all__ = [
     "EvaluationSetConfig",
     "GenerationSettings",
     "Grammar",
+    "HooksConfig",
     "LanguageAdvantageConfig",
     "LanguageConfig",
     "LanguageLossConfig",

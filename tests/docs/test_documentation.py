@@ -165,7 +165,7 @@ def test_the_table_of_settings_has_every_setting_and_its_default() -> None:
 
 def test_the_tables_of_soft_actor_critic_have_every_setting_and_its_default() -> None:
     """Sections that are those of the PPO job stand on its page."""
-    sections = ("model", "env", "rollout", "evaluation", "recording", "samples", "cluster")
+    sections = ("model", "env", "rollout", "evaluation", "hooks", "recording", "samples", "cluster")
     others_of = ("actor.fsdp.scheduler", "training.stop_at", "training.keep_best")
     shared = tuple(f"{one}." for one in (*sections, *others_of))
     others = settings(ROOT / "docs" / "embodied.md")

@@ -10,6 +10,7 @@ by its import path: ``job = "file.py:Class"``. Packages add names by the entry p
     view.py         the live view, and the trace
     checkpoints.py  how far a run has come, and the folder of checkpoints; what ends a run early
     targets.py      where training ends before its last iteration; which checkpoint is the best
+    hooks.py        code of the user's own that a run calls while it goes on
     config.py       settings that every run has, and checks
     placement.py    which devices each role gets
     embodied/  embodied_sac/  language/  supervised/    the built-in jobs

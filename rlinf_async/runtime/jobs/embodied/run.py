@@ -79,6 +79,7 @@ from rlinf_async.runtime.jobs.embodied.settings import (
     Settings,
     reseeded,
 )
+from rlinf_async.runtime.jobs.hooks import after_iteration
 from rlinf_async.runtime.jobs.placement import PlacementPlan
 from rlinf_async.runtime.jobs.run import Draw, TrainingClock
 from rlinf_async.runtime.jobs.targets import Best, check_targets
@@ -680,10 +681,16 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
         every = self.config.training.checkpoint_every
         return version == self._iterations or (every > 0 and version % every == 0)
 
-    def _write_row(self, report: TrainReport, metrics: MetricsWriter) -> None:
+    async def _write_row(self, report: TrainReport, metrics: MetricsWriter) -> None:
+        """The row of an iteration; the hook is called with it."""
         self._last = report
         self._warn()
-        metrics.write(self.progress.env_steps, row(self.progress, report))
+        made = row(self.progress, report)
+        metrics.write(self.progress.env_steps, made)
+        config = self.config
+        await after_iteration(
+            config.hooks, config.name, self.folder, report.iteration, self._iterations, made
+        )
 
     def _warn(self, evaluated: Sequence[bool | None] = ()) -> None:
         """Say once how the environment reports success: in the last episodes, and these."""
@@ -879,7 +886,7 @@ class EmbodiedRun(EnvironmentRun[EmbodiedConfig, EmbodiedProgress, EmbodiedChann
                     ends = leaving or report.version >= self._iterations
                     # The next one is trained while this process accounts for this one.
                     training = None if ends else train()
-                    self._write_row(report, loop.metrics)
+                    await self._write_row(report, loop.metrics)
                     flow.view.show()
                     if leaving:
                         await checkpointer.finish()

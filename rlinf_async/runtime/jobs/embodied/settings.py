@@ -24,6 +24,7 @@ from rlinf_async.observe.samples import SamplesConfig
 from rlinf_async.observe.sinks.config import ObserveConfig, check_sinks
 from rlinf_async.runtime.apart import apart as run_apart
 from rlinf_async.runtime.jobs.config import HostConfig
+from rlinf_async.runtime.jobs.hooks import HooksConfig, check_hooks
 from rlinf_async.runtime.jobs.placement import (
     SETTING,
     PlacementPlan,
@@ -48,6 +49,7 @@ ALWAYS_MAY_DIFFER = (
     "training.return_window",
     "training.stop_at",
     "training.keep_best",
+    "hooks",
     "observe",
     "samples",
     "env.make_seconds",
@@ -225,6 +227,7 @@ class EnvironmentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     rollout: RolloutConfig = RolloutConfig()
     evaluation: EmbodiedEvaluationConfig = EmbodiedEvaluationConfig()
     recording: RecordingConfig = RecordingConfig()
+    hooks: HooksConfig = HooksConfig()
     observe: ObserveConfig = ObserveConfig()
     samples: SamplesConfig = SamplesConfig()
     cluster: EmbodiedClusterConfig = EmbodiedClusterConfig()
@@ -287,6 +290,7 @@ def check_host(config: EnvironmentSettings, devices: Sequence[Device] | None, de
     config.plan(config.cluster.devices() if devices is None else devices)
     config.cluster.check_interpreters(config.cluster.placement)
     check_sinks(config.observe)
+    check_hooks(config.hooks)
 
 
 def _check_limits(env: EnvConfig, cluster: EmbodiedClusterConfig) -> None:

@@ -259,7 +259,7 @@ class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
                 while (iteration := self.progress.version) < self._iterations:
                     report = await self._train_iteration(channels, actor, replay, iteration)
                     await self._step_boundary(channels, report, loop)
-                    self._write_row(report, loop.metrics)
+                    await self._write_row(report, loop.metrics)
                     flow.view.show()
                     if signals.leaving:
                         await checkpointer.finish()

@@ -42,6 +42,7 @@ from rlinf_async.observe.samples import SamplesConfig
 from rlinf_async.observe.sinks.config import ObserveConfig
 from rlinf_async.parallel import Strategy
 from rlinf_async.runtime.jobs.config import HostConfig
+from rlinf_async.runtime.jobs.hooks import HooksConfig
 from rlinf_async.runtime.jobs.placement import Preset, RolePlacement
 from rlinf_async.runtime.recording import RecordingConfig
 from rlinf_async.scheduling import SchedulingConfig
@@ -656,6 +657,7 @@ MAY_DIFFER = (
     "training.export_shard_gb",
     "samples",
     "recording",
+    "hooks",
     "observe",
     "episode.seconds",
     "episode.concurrent",
@@ -722,6 +724,7 @@ class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     scheduler: SchedulingConfig = SchedulingConfig()
     samples: SamplesConfig = SamplesConfig()
     recording: RecordingConfig = RecordingConfig()
+    hooks: HooksConfig = HooksConfig()
     observe: ObserveConfig = ObserveConfig()
     cluster: ClusterConfig = ClusterConfig()
 

@@ -21,6 +21,7 @@ from rlinf_async.observe.sinks.config import check_sinks
 from rlinf_async.observe.summary import LanguageSummary
 from rlinf_async.runtime.jobs import OnAnswer
 from rlinf_async.runtime.jobs.config import Reads, model_files
+from rlinf_async.runtime.jobs.hooks import check_hooks
 from rlinf_async.runtime.jobs.language.answering import answers
 from rlinf_async.runtime.jobs.language.backends import has_weights, placed, plan_roles
 from rlinf_async.runtime.jobs.language.checks import (
@@ -119,6 +120,7 @@ class LanguageRL:
         check_scheduler(config, plan)
         check_backends(config)
         check_sinks(config.observe)
+        check_hooks(config.hooks)
         checkpoint_folder(config.model)
         check_families(config)
         check_verifiers(config)
