@@ -74,14 +74,12 @@ async def after_iteration(
     iterations: int,
     row: Mapping[str, float],
 ) -> None:
-    """Call the hook with what an iteration has come to, and wait for it. One that is no coroutine
-    function is called in a thread: it holds up nothing but the run's own next step.
+    """Call the configured hook with what an iteration has come to, and wait for it. One that is no
+    coroutine function is called in a thread: it holds up nothing but the run's own next step.
 
     Raises:
         HookFailed: it raised.
     """
-    if not config.on_iteration:
-        return
     metrics = MappingProxyType(dict(row))
     view = IterationView(run, folder.path, iteration, iterations, metrics)
     try:

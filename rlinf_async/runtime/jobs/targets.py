@@ -121,9 +121,7 @@ class Reached(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shown(self) -> str:
-        """How near it is, for people; empty where there is no target."""
-        if not self.target.metric:
-            return ""
+        """How near it is, for people."""
         return self.why or f"{self.target}, {self.times} of {self.target.times} times in a row"
 
 

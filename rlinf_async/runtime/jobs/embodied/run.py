@@ -271,7 +271,7 @@ def headline(
         ("success", figure(progress.success_rate, ".0%")),
         ("staleness", figure(last.lag_mean if last else None, ".1f")),
         *([("failed episodes", f"{failed:,} of {most:,} (env.max_failures)")] if failed else []),
-        *([("target", progress.reached.shown)] if progress.reached.shown else []),
+        *([("target", progress.reached.shown)] if config.training.stop_at.metric else []),
     )
     run = f"{config.name} (seed {config.seed})"
     iterations = progress.version if progress.reached.why else config.iterations
@@ -663,10 +663,10 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
         training, progress = self.config.training, self.progress
         failed = self._failed_episodes - progress.failed_episodes
         progress.take(report, loop.clock(), training.return_window, failed)
-        seen = judged(progress, row(progress, report), training.return_window)
-        progress.reached = progress.reached.judge(report.iteration, seen)
-        if progress.reached.why:
-            self._iterations = progress.version
+        if training.stop_at.metric:
+            progress.reached = progress.reached.judge(report.iteration, self._judged(report))
+            if progress.reached.why:
+                self._iterations = progress.version
         await self._issue(channels, report.version + training.max_staleness)
         if self._samples is not None:
             make = partial(trained_episodes, report, self.progress.env_steps)
@@ -674,23 +674,33 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
         if loop.signals.take_checkpoint_request() or self._checkpoint_due(report.version):
             if self._samples is not None:  # those of this version are kept by then
                 await asyncio.to_thread(self._samples.flushed, FLUSH_SECONDS)
-            progress.best = progress.best.rank(folder_of(report.version), seen)
+            if training.keep_best.metric:
+                name = folder_of(report.version)
+                progress.best = progress.best.rank(name, self._judged(report))
             await loop.checkpointer.begin(progress)
+
+    def _judged(self, report: TrainReport) -> dict[str, float]:
+        """The part of an iteration's row by which training is judged."""
+        progress = self.progress
+        return judged(progress, row(progress, report), self.config.training.return_window)
 
     def _checkpoint_due(self, version: int) -> bool:
         every = self.config.training.checkpoint_every
         return version == self._iterations or (every > 0 and version % every == 0)
 
-    async def _write_row(self, report: TrainReport, metrics: MetricsWriter) -> None:
-        """The row of an iteration; the hook is called with it."""
+    def _write_row(self, report: TrainReport, metrics: MetricsWriter) -> None:
         self._last = report
         self._warn()
-        made = row(self.progress, report)
-        metrics.write(self.progress.env_steps, made)
+        metrics.write(self.progress.env_steps, row(self.progress, report))
+
+    async def _call_hook(self, report: TrainReport) -> None:
+        """Call the hook with the row of an iteration, if there is one."""
         config = self.config
-        await after_iteration(
-            config.hooks, config.name, self.folder, report.iteration, self._iterations, made
-        )
+        if config.hooks.on_iteration:
+            made = row(self.progress, report)
+            await after_iteration(
+                config.hooks, config.name, self.folder, report.iteration, self._iterations, made
+            )
 
     def _warn(self, evaluated: Sequence[bool | None] = ()) -> None:
         """Say once how the environment reports success: in the last episodes, and these."""
@@ -886,7 +896,8 @@ class EmbodiedRun(EnvironmentRun[EmbodiedConfig, EmbodiedProgress, EmbodiedChann
                     ends = leaving or report.version >= self._iterations
                     # The next one is trained while this process accounts for this one.
                     training = None if ends else train()
-                    await self._write_row(report, loop.metrics)
+                    self._write_row(report, loop.metrics)
+                    await self._call_hook(report)
                     flow.view.show()
                     if leaving:
                         await checkpointer.finish()

@@ -259,7 +259,8 @@ class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
                 while (iteration := self.progress.version) < self._iterations:
                     report = await self._train_iteration(channels, actor, replay, iteration)
                     await self._step_boundary(channels, report, loop)
-                    await self._write_row(report, loop.metrics)
+                    self._write_row(report, loop.metrics)
+                    await self._call_hook(report)
                     flow.view.show()
                     if signals.leaving:
                         await checkpointer.finish()

@@ -535,10 +535,11 @@ class LanguageRun:
         metrics.write(self.progress.samples, row)
 
     async def _call_hook(self, iteration: int, row: Mapping[str, float]) -> None:
-        """Call the hook with the row of an iteration."""
+        """Call the hook with the row of an iteration, if there is one."""
         config = self.config
-        iterations = config.training.iterations
-        await after_iteration(config.hooks, config.name, self.folder, iteration, iterations, row)
+        iterations, hooks = config.training.iterations, config.hooks
+        if hooks.on_iteration:
+            await after_iteration(hooks, config.name, self.folder, iteration, iterations, row)
 
     async def _evaluate_last(self, flow: Flow) -> None:
         step = self.progress.samples + 1
