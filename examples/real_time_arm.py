@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,8 @@ from numpy.typing import NDArray
 
 from rlinf_async.realtime import RealTimeLoop, SafetyConfig
 
+if "DISPLAY" not in os.environ:
+    os.environ.setdefault("MUJOCO_GL", "egl")  # read when it is imported
 mujoco: Any = importlib.import_module("mujoco")  # it has no types
 
 MODEL = """

@@ -33,6 +33,7 @@ from rlinf_async.observe.sinks.mlflow import MlflowConfig
 from rlinf_async.observe.sinks.prometheus import PrometheusConfig
 from rlinf_async.observe.sinks.trackio import TrackioConfig
 from rlinf_async.observe.sinks.wandb import WandbConfig
+from rlinf_async.realtime import ControlConfig, SafetyConfig
 from rlinf_async.runtime.jobs.config import RayConfig
 from rlinf_async.runtime.jobs.embodied.settings import (
     DemonstrationsConfig,
@@ -56,6 +57,7 @@ __all__ = [
     "ActionSpec",
     "AdvantageConfig",
     "CloningConfig",
+    "ControlConfig",
     "DemonstrationsConfig",
     "EmbodiedClusterConfig",
     "EmbodiedConfig",
@@ -92,6 +94,7 @@ __all__ = [
     "SacShardingConfig",
     "SacTrainerConfig",
     "SacTrainingConfig",
+    "SafetyConfig",
     "SamplesConfig",
     "SchedulerConfig",
     "StopAtConfig",

@@ -29,8 +29,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from types import TracebackType
@@ -87,6 +88,9 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     of a chunk; 0: the largest up to half of them"""
     deadline: float | None = None
     """seconds after a step is due until which its command has to be sent; None: half a period"""
+    priority: int = 0
+    """priority of the loop's thread among real-time ones (SCHED_FIFO, 1 to 99), so that nothing
+    else on a busy host holds it up; 0: that of any thread"""
     on_late: OnLate = "hold"
     """what follows a step for which there is no action in time: ``hold``, the robot holds;
     ``chunk``, it goes on with the newest chunk, though that is late; ``stop``, the episode ends"""
@@ -106,6 +110,8 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             return
         if self.every < 0:
             raise ConfigError(f"{self.every} must be at least 0", path=("every",))
+        if not 0 <= self.priority <= 99:
+            raise ConfigError(f"{self.priority} must lie between 0 and 99", path=("priority",))
         if self.deadline is not None and not 0.0 <= self.deadline <= self.period:
             raise ConfigError(
                 f"{self.deadline} must lie between 0 and the {self.period:g} seconds of a step "
@@ -326,6 +332,34 @@ class Controller:
         return counts
 
 
+@contextlib.contextmanager
+def prioritised(priority: int) -> Iterator[None]:
+    """Give the calling thread this real-time priority while the block lasts; not what it starts.
+
+    Raises:
+        ConfigError: this process must not, or the system has no such priorities.
+    """
+    if not priority:
+        yield
+        return
+    try:
+        # Of the calling thread alone, though the system calls it that of a process.
+        policy = os.SCHED_FIFO | os.SCHED_RESET_ON_FORK
+        before = os.sched_getscheduler(0), os.sched_getparam(0)
+        os.sched_setscheduler(0, policy, os.sched_param(priority))
+    except (OSError, AttributeError) as error:
+        raise ConfigError(
+            f"{priority}, but this process must not have a real-time priority ({error}): give it "
+            "CAP_SYS_NICE or a limit (ulimit -r), or leave it out",
+            path=("priority",),
+        ) from error
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # without CAP_SYS_NICE there may be no way back
+            os.sched_setscheduler(0, *before)
+
+
 class Clock(Protocol):
     """Seconds, and waiting for some."""
 
@@ -476,6 +510,7 @@ class RealTimeLoop:
         chunk: int = 1,
         every: int = 0,
         deadline: float | None = None,
+        priority: int = 0,
         on_late: OnLate = "hold",
         safety: SafetyConfig | None = None,
         executor: Executor | None = None,
@@ -491,6 +526,7 @@ class RealTimeLoop:
             hz=hz,
             every=every,
             deadline=deadline,
+            priority=priority,
             on_late=on_late,
             safety=safety or SafetyConfig(),
         )
@@ -537,7 +573,8 @@ class RealTimeLoop:
         with a command of rest gets that before the error is raised."""
         self.controller.begin(at)
         try:
-            self._episode(observation, steps)
+            with prioritised(self._config.priority):
+                self._episode(observation, steps)
         except BaseException:
             if self._rest is not None:
                 with contextlib.suppress(Exception):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -25,6 +26,7 @@ from rlinf_async.realtime import (
     Shown,
     Stepped,
     limits_for,
+    prioritised,
 )
 
 HZ = 10.0
@@ -490,6 +492,7 @@ def test_an_error_of_the_policy_is_raised_where_it_is_waited_for() -> None:
         ({"on_late": "stop"}, "on_late: is set, but without hz"),
         ({"safety": SafetyConfig(low=[1.0])}, "safety: is set, but without hz"),
         ({"hz": 50.0, "every": -1}, "every: -1 must be at least 0"),
+        ({"hz": 50.0, "priority": 100}, "priority: 100 must lie between 0 and 99"),
         ({"hz": 50.0, "deadline": 0.021}, "deadline: 0.021 must lie between 0 and the 0.02 sec"),
     ],
 )
@@ -534,6 +537,20 @@ def test_questions_are_asked_every_half_chunk(chunk: int, every: int) -> None:
 def test_questions_that_do_not_divide_a_chunk_are_refused() -> None:
     with pytest.raises(ConfigError, match="every: 3 steps between two questions do not divide"):
         ControlConfig(hz=HZ, every=3).steps_between(8)
+
+
+def test_a_priority_is_that_of_the_thread_while_the_block_lasts_or_refused() -> None:
+    before = os.sched_getscheduler(0)
+    problem = ""
+    try:
+        with prioritised(1):
+            assert os.sched_getscheduler(0) & ~os.SCHED_RESET_ON_FORK == os.SCHED_FIFO
+            [policy] = ThreadPoolExecutor(1).map(os.sched_getscheduler, [0])
+            assert policy == os.SCHED_OTHER
+    except ConfigError as error:
+        problem = str(error)
+    assert problem == "" or problem.startswith("priority: 1, but this process must not")
+    assert os.sched_getscheduler(0) == before
 
 
 def test_counts_add_up() -> None:

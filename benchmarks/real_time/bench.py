@@ -34,6 +34,8 @@ BENCH = Bench(
     repetitions=1,
     notes=(
         "a step has until half a period (10 ms) after it is due; a miss: no action, or sent later",
-        "answers compute for 30 ms in a thread; one in three is thrice as fast as the limits allow",
+        "answers take 30 ms in another process, which waits as for an accelerator; one in three",
+        "asks for thrice the speed, which is beyond the limits",
+        "the loop's thread has a real-time priority (SCHED_FIFO 50) where the process may have one",
     ),
 )

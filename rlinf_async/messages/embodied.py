@@ -225,6 +225,8 @@ class Trajectory(msgspec.Struct, kw_only=True):
     final_observation: ObservationArray | None = None
     """``[K, D]``, with ``Collect.transitions``: the last observations of the K episodes that were
     truncated, in the order of steps, then envs; None: there are none"""
+    control: ControlCounts | None = None
+    """what was counted in real time; None: it was not in real time"""
     episode_return: list[float] = []
     """undiscounted return of each episode that ended in here"""
     episode_length: list[int] = []
@@ -263,6 +265,8 @@ class TrainReport(msgspec.Struct, kw_only=True):
     episode_success: list[bool | None] = []
     ranks: int = 1
     """number of ranks that train the next iteration and share its data"""
+    control: ControlCounts | None = None
+    """what was counted in real time in this rank's share"""
 
 
 class BatchRequest(msgspec.Struct, kw_only=True):
@@ -305,6 +309,9 @@ class ReplayBatch(msgspec.Struct, kw_only=True):
 
 class Collected(msgspec.Struct, kw_only=True):
     """replay -> runtime: an iteration's trajectories are in the store."""
+
+    control: ControlCounts | None = None
+    """what was counted in real time"""
 
     iteration: int
     env_steps: int

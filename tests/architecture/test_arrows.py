@@ -41,7 +41,7 @@ ARROWS: dict[str, set[str]] = {
     | {"backends", "channels", "episodes", "observe", "runtime", "testing", "workers"},
     "language": LIGHT
     | {"algorithms", "backends", "data", "episodes", "observe", "runtime", "workers"},
-    "embodied": LIGHT | {"algorithms", "backends", "observe", "runtime", "workers"},
+    "embodied": LIGHT | {"algorithms", "backends", "observe", "realtime", "runtime", "workers"},
     "policy": LIGHT | {"backends"},
     "realtime": {"config", "messages"},
     "testing": LIGHT | {"channels", "data", "episodes", "runtime", "workers"},

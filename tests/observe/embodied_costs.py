@@ -124,6 +124,9 @@ class CostStage:
             episodes=[],
         )
 
+    def pause(self) -> None:
+        """Nothing to do."""
+
     def close(self) -> None:
         """Nothing to do."""
 

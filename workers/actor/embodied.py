@@ -42,6 +42,7 @@ from rlinf_async.messages.embodied import (
     ReplayBatch,
     TrainReport,
     Trajectory,
+    all_counts,
     samples_of,
 )
 from rlinf_async.messages.weights import WeightUpdate
@@ -224,6 +225,7 @@ class EmbodiedFSDPActor(TrainingWorker[TrainerBackend]):
             episode_length=[value for one in batch for value in one.episode_length],
             episode_success=[value for one in batch for value in one.episode_success],
             ranks=self.active_world_size,
+            control=all_counts(one.control for one in batch),
         )
 
 

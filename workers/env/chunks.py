@@ -15,6 +15,15 @@ from gymnasium import spaces
 from rlinf_async.workers.env.stage import ACTION_REWARDS
 
 
+def chunks_of(single: Any, size: int) -> spaces.Box:
+    """The space ``[size, A]`` of so many actions of a Box."""
+    return spaces.Box(
+        np.stack([single.low.reshape(-1)] * size),
+        np.stack([single.high.reshape(-1)] * size),
+        dtype=single.dtype,
+    )
+
+
 class ActionChunks(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Executes ``size`` actions of a Box in each step.
 
@@ -26,11 +35,7 @@ class ActionChunks(gymnasium.Wrapper[Any, Any, Any, Any]):
         single = env.action_space
         if not isinstance(single, spaces.Box):
             raise ValueError(f"chunks are of continuous actions; the action space is {single}")
-        self.action_space = spaces.Box(
-            np.stack([single.low.reshape(-1)] * size),
-            np.stack([single.high.reshape(-1)] * size),
-            dtype=single.dtype,
-        )
+        self.action_space = chunks_of(single, size)
         self._single = single
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:

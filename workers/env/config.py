@@ -24,6 +24,7 @@ from rlinf_async.channels import ChannelError
 from rlinf_async.config import ConfigError
 from rlinf_async.config.registry import Registry, raised
 from rlinf_async.messages.described import EnvError
+from rlinf_async.realtime import ControlConfig
 from rlinf_async.workers.foreign_calls import Limits
 
 Autoreset = Literal["same_step", "next_step", "disabled"]
@@ -86,6 +87,8 @@ class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     action_chunk: int = 1
     """actions that the policy answers with at once, and that are executed one by one"""
+    control: ControlConfig = ControlConfig()
+    """commands at a fixed rate: real time"""
     group_size: int = 1
     """environments that begin an iteration in the same state; above 1, an iteration is one episode
     of each: steps after its end are not trained"""
@@ -153,6 +156,7 @@ class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 "out, or use simulator = 'vector', 'envpool' or 'async', which step many in a call"
             )
         self._check_limits()
+        self._check_control()
         self._check_ready()
         self._check_steps()
 
@@ -170,6 +174,36 @@ class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             )
         if self.max_failures < 0:
             raise ValueError(f"max_failures is {self.max_failures}; it must be at least 0")
+
+    def _check_control(self) -> None:
+        """Each environment needs somebody who answers it at once, and time of its own."""
+        control = self.control
+        if not control.hz:
+            return
+        try:
+            control.steps_between(self.action_chunk)
+        except ConfigError as error:
+            raise ConfigError(error.problem, path=("control", *error.path)) from None
+        if self.many_in_a_call:
+            raise ConfigError(
+                f"{control.hz:g}, but simulator = {self.simulator!r} steps many environments in a "
+                "call: leave it out, or use simulator = 'single' or 'pool'",
+                path=("control", "hz"),
+            )
+        alone = self.envs == self.stages and (self.stages == 1 or self.parallel)
+        if self.simulator == "single" and not alone:
+            raise ConfigError(
+                f"{control.hz:g}, but with simulator = 'single' and envs = {self.envs} in stages = "
+                f"{self.stages} one environment waits for another: set envs = 1 and stages = 1, or "
+                "stages = envs and parallel = true, or simulator = 'pool'",
+                path=("control", "hz"),
+            )
+        if self.group_size > 1:
+            raise ConfigError(
+                f"{control.hz:g}, but in real time no two episodes of a group are alike: leave "
+                "group_size out",
+                path=("control", "hz"),
+            )
 
     def _check_steps(self) -> None:
         """Vector environments take this argument of Gymnasium unseen: their steps would fail."""
@@ -219,6 +253,13 @@ class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             step=self.step_seconds or 0.0,
             memory=self.max_memory_mb or 0.0,
         )
+
+    @property
+    def steps_per_answer(self) -> int:
+        """Steps of an environment between two questions to the policy."""
+        if not self.control.hz:
+            return self.action_chunk
+        return self.control.steps_between(self.action_chunk)
 
     @property
     def envs_per_stage(self) -> int:

@@ -39,7 +39,7 @@ import msgspec
 import numpy as np
 
 from rlinf_async.messages.converting import ActionReader
-from rlinf_async.messages.embodied import Choice, Floats
+from rlinf_async.messages.embodied import Choice, ControlCounts, Floats, all_counts
 from rlinf_async.messages.spaces import ObservationArray, ObservationSpec
 from rlinf_async.workers.env.config import episode_seed
 from rlinf_async.workers.env.stage import EnvStage, Episode, Slot, after_step
@@ -66,6 +66,8 @@ class EvaluatedEpisode(msgspec.Struct, frozen=True, kw_only=True):
     failed: bool = False
     """whether its environment's process ended in it: it has not succeeded, and counts for no return
     """
+    control: ControlCounts | None = None
+    """what was counted in real time; None: it was not in real time"""
 
 
 def failed_episodes(episodes: Sequence[int], version: int) -> list[EvaluatedEpisode]:
@@ -97,6 +99,8 @@ class SerialEvaluation:
         self._running: list[tuple[Slot, int, int | None]] = []
         self._rows: list[ObservationArray] = []
         self._warn_at = LONG_EPISODE
+        self._control: dict[int, ControlCounts | None] = {}
+        """what was counted in real time, by episode"""
         self.memory: Floats | None = None
         """``[E, H]``: what a recurrent policy remembers of the running episodes"""
         self.done: list[EvaluatedEpisode] = []
@@ -145,6 +149,8 @@ class SerialEvaluation:
             row = self._spec.empty()
             _, _, _, ended = slot.step(action, row)
             slot.check(row)
+            counts = all_counts((self._control.get(episode), slot.control))
+            self._control[episode] = counts
             acted = version if oldest is None else min(version, oldest)
             if ended is None:
                 if slot.length >= self._warn_at:
@@ -154,18 +160,21 @@ class SerialEvaluation:
                 go_on.append(place)
             else:
                 self._idle.append(slot)
-                self.done.append(_evaluated(episode, ended, acted))
+                self.done.append(_evaluated(episode, ended, acted, self._control.pop(episode)))
         if self.memory is not None:
             self.memory = self.memory[go_on]
 
 
-def _evaluated(number: int, ended: Episode, version: int) -> EvaluatedEpisode:
+def _evaluated(
+    number: int, ended: Episode, version: int, control: ControlCounts | None
+) -> EvaluatedEpisode:
     return EvaluatedEpisode(
         episode=number,
         episode_return=ended.episode_return,
         length=ended.length,
         success=ended.success,
         version=version,
+        control=control,
     )
 
 

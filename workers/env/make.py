@@ -39,14 +39,9 @@ def make_env(config: EnvConfig, *, render_mode: str | None = None) -> Env:
         EnvError: the entry point raised.
     """
     gymnasium_for(config)  # an entry point needs it, too
-    env = _make_one(config, render_mode)
-    for space in ("observation_space", "action_space"):
-        if getattr(env, space, None) is None:
-            raise ConfigError(
-                f"env {config.name}: a {type(env.unwrapped).__name__} without {space}, which every "
-                "gymnasium.Env has to have",
-                path=("entry_point" if config.entry_point else "id",),
-            )
+    if config.control.hz:
+        return _in_real_time(config, render_mode)
+    env = _checked(config, render_mode)
     if config.action_chunk == 1:
         return env
     from rlinf_async.workers.env.chunks import ActionChunks
@@ -56,6 +51,39 @@ def make_env(config: EnvConfig, *, render_mode: str | None = None) -> Env:
     except ValueError as error:
         env.close()
         raise ConfigError(f"env {config.name}: {error}", path=("action_chunk",)) from error
+
+
+def _in_real_time(config: EnvConfig, render_mode: str | None) -> Env:
+    from rlinf_async.workers.env.real_time import RealTimeEnv
+
+    def make() -> Env:
+        return _checked(config, render_mode)
+
+    # What `make` raises has a path of its own; the loop's settings are a section of the env's.
+    made: list[Env] = []
+
+    def noted() -> Env:
+        made.append(make())
+        return made[0]
+
+    try:
+        return RealTimeEnv(noted, config.control, config.action_chunk)
+    except ConfigError as error:
+        if not made:
+            raise
+        raise ConfigError(error.problem, path=("control", *error.path)) from error
+
+
+def _checked(config: EnvConfig, render_mode: str | None) -> Env:
+    env = _make_one(config, render_mode)
+    for space in ("observation_space", "action_space"):
+        if getattr(env, space, None) is None:
+            raise ConfigError(
+                f"env {config.name}: a {type(env.unwrapped).__name__} without {space}, which every "
+                "gymnasium.Env has to have",
+                path=("entry_point" if config.entry_point else "id",),
+            )
+    return env
 
 
 def _make_one(config: EnvConfig, render_mode: str | None) -> Env:

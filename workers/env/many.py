@@ -48,7 +48,15 @@ from numpy.typing import NDArray
 
 from rlinf_async.config.registry import raised
 from rlinf_async.messages.converting import ActionReader, ObservationWriter, array_of
-from rlinf_async.messages.embodied import Bools, Choice, Floats, Ints, success_at
+from rlinf_async.messages.embodied import (
+    Bools,
+    Choice,
+    ControlCounts,
+    Floats,
+    Ints,
+    all_counts,
+    success_at,
+)
 from rlinf_async.messages.language import MAX_REWARD
 from rlinf_async.messages.spaces import ObservationArray, ObservationSpec, all_finite, numbers_of
 from rlinf_async.workers.env.config import Autoreset, EnvFailed
@@ -210,6 +218,9 @@ class BatchedStage(SimulatorOfMany[BatchedEnv]):
         self.observation, self._ended = shown, ended
         return StageOutcome(reward, terminated, cut, final, episodes, valid=valid)
 
+    def pause(self) -> None:
+        """Do nothing: none of these is in real time."""
+
     def close(self) -> None:
         """Close the simulator.
 
@@ -325,6 +336,8 @@ class Ready(msgspec.Struct, kw_only=True):
     """rewards of the executed actions, where actions come in chunks"""
     valid: bool = True
     """whether the step is a sample; else it only began an episode"""
+    control: ControlCounts | None = None
+    """what was counted in real time"""
 
 
 class AsyncEnvs(Protocol):
@@ -344,6 +357,10 @@ class AsyncEnvs(Protocol):
     def receive(self, timeout: float | None) -> list[Ready]:
         """Wait for at least one environment, and return all that are ready; none after ``timeout``
         seconds. None waits without limit."""
+        ...
+
+    def pause(self) -> None:
+        """Stop the time of those in real time, until their next step."""
         ...
 
     def close(self) -> None:
@@ -420,6 +437,10 @@ class AsyncStage:
         self._shown_at = self._clock()
         return self._outcome(ready)
 
+    def pause(self) -> None:
+        """Stop the time of environments in real time until their next step."""
+        self._envs.pause()
+
     def close(self) -> None:
         """Close the environments."""
         self._envs.close()
@@ -472,6 +493,7 @@ class AsyncStage:
             if all(one.valid for one in ready)
             else np.array([one.valid for one in ready], np.bool_),
             np.array([one.env for one in ready], np.int64),
+            all_counts(one.control for one in ready),
         )
 
     def _stacked(self, observations: Sequence[Any]) -> ObservationArray:
@@ -564,6 +586,9 @@ class SimulatorEnvs(SimulatorOfMany[AsyncEnv]):
                 ready += self._read(self._came.get_nowait())
         except queue.Empty:
             return ready
+
+    def pause(self) -> None:
+        """Do nothing: none of these is in real time."""
 
     def close(self) -> None:
         """Wait for the steps that are under way, and close the simulator."""

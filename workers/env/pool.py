@@ -11,6 +11,7 @@ A socket for each environment: what it shows comes when it is ready, whatever th
 
     Begin   worker -> env process    begin an episode
     Act     worker -> env process    take a step
+    Pause   worker -> env process    stop the time of an environment in real time
     Made    env process -> worker    the environment is made
     Shown   env process -> worker    the episode has begun, or the step is taken
     Broken  env process -> worker    the environment cannot be made, or it raised
@@ -40,7 +41,7 @@ import numpy as np
 
 from rlinf_async.config import ConfigError
 from rlinf_async.messages.described import EnvError
-from rlinf_async.messages.embodied import Choice, Ints
+from rlinf_async.messages.embodied import Choice, ControlCounts, Ints
 from rlinf_async.messages.spaces import ObservationSpec
 from rlinf_async.processes import frame, how_it_ended, read_message
 from rlinf_async.workers import foreign_calls
@@ -66,6 +67,10 @@ class Act(msgspec.Struct, frozen=True, tag=True):
     """numpy's name of the action's dtype"""
 
 
+class Pause(msgspec.Struct, frozen=True, tag=True):
+    """worker -> env process: stop the time until the next step; nothing is answered."""
+
+
 class Made(msgspec.Struct, frozen=True, tag=True):
     """env process -> worker: the environment is made."""
 
@@ -81,6 +86,7 @@ class Shown(msgspec.Struct, frozen=True, tag=True):
     final_observation: bytes | None = None
     episode: Episode | None = None
     action_rewards: tuple[float, ...] = ()
+    control: ControlCounts | None = None
 
 
 class Broken(msgspec.Struct, frozen=True, tag=True):
@@ -97,7 +103,7 @@ class EnvEnded(msgspec.Struct, frozen=True, tag=True):
     """exit code; of a signal its number, negative"""
 
 
-ToEnv = Begin | Act
+ToEnv = Begin | Act | Pause
 FromEnv = Made | Shown | Broken
 
 MODULE: Final = "rlinf_async.workers.env.pool_process"
@@ -137,6 +143,7 @@ class EnvPool:
         """
         _check_plain(config)
         self._spec, self._labels, self._made = spec, labels, False
+        self._control_hz = config.control.hz
         self._row = spec.empty(1).dtype
         self._decoder = msgspec.msgpack.Decoder(FromEnv)
         pairs = [socket.socketpair() for _ in labels]
@@ -201,6 +208,12 @@ class EnvPool:
             for key, _ in self._selector.select(timeout)
         ]
 
+    def pause(self) -> None:
+        """Stop the time of environments in real time until their next step."""
+        if self._control_hz:
+            for env in range(len(self._sockets)):
+                self._send(env, Pause())
+
     def close(self) -> None:
         """Have the environments closed, and wait for their processes. One in the middle of a step
         has `LIMIT` seconds, and is then killed."""
@@ -246,6 +259,7 @@ class EnvPool:
             else self._seen(said.final_observation),
             episode=said.episode,
             action_rewards=said.action_rewards,
+            control=said.control,
         )
 
     def _seen(self, row: bytes) -> Any:

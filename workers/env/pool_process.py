@@ -40,6 +40,7 @@ from rlinf_async.workers.env.pool import (
     EnvEnded,
     FromEnv,
     Made,
+    Pause,
     PoolStart,
     Shown,
     ToEnv,
@@ -146,6 +147,9 @@ class EnvProcess:
         self._rows = writer.spec.empty(1)
         self._say(Made())
         while (asked := read_message(self._reading, self._decoder)) is not None:
+            if isinstance(asked, Pause):
+                self._slot.pause()
+                continue
             said: FromEnv
             try:
                 said = self._begin(asked) if isinstance(asked, Begin) else self._step(asked)
@@ -166,13 +170,21 @@ class EnvProcess:
         )
         self._slot.check(row)
         observation, final = self._rows.tobytes(), None
-        action_rewards = tuple(self._slot.action_rewards)
+        action_rewards, control = tuple(self._slot.action_rewards), self._slot.control
         cut = truncated and not terminated
         if episode is not None:
             final = observation if cut else None
             observation = self._reset(None)
         return Shown(
-            time.monotonic(), observation, reward, terminated, cut, final, episode, action_rewards
+            time.monotonic(),
+            observation,
+            reward,
+            terminated,
+            cut,
+            final,
+            episode,
+            action_rewards,
+            control,
         )
 
     def _reset(self, seed: int | None) -> bytes:

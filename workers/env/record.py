@@ -8,7 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlinf_async.messages.described import EnvError
-from rlinf_async.messages.embodied import Actions, Collect, Floats, Ints, Trajectory
+from rlinf_async.messages.embodied import (
+    Actions,
+    Collect,
+    Floats,
+    Ints,
+    Trajectory,
+    all_counts,
+)
 from rlinf_async.messages.spaces import ObservationArray
 from rlinf_async.workers.env.stage import Episode, StageOutcome
 
@@ -134,6 +141,7 @@ class Record:
                 made.executed = self._like(outcome.executed, self._length)
             made.action_reward[place] = outcome.action_reward
             made.executed[place] = outcome.executed
+        made.control = all_counts((made.control, outcome.control))
         made.terminated[place] = outcome.terminated
         made.truncated[place] = outcome.truncated
         if outcome.valid is not None:

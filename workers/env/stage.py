@@ -25,7 +25,15 @@ import numpy as np
 
 from rlinf_async.config.registry import raised
 from rlinf_async.messages.converting import ActionReader
-from rlinf_async.messages.embodied import Bools, Choice, Floats, Ints, success_of
+from rlinf_async.messages.embodied import (
+    Bools,
+    Choice,
+    ControlCounts,
+    Floats,
+    Ints,
+    all_counts,
+    success_of,
+)
 from rlinf_async.messages.language import MAX_REWARD
 from rlinf_async.messages.spaces import ObservationArray, all_finite, numbers_of
 from rlinf_async.workers.env.config import EnvFailed, is_interrupt
@@ -45,6 +53,9 @@ if TYPE_CHECKING:
 
 ACTION_REWARDS = "action_rewards"
 """key in the info of a step that executed several actions: the reward of each"""
+
+CONTROL = "control"
+"""key in the info of a step in real time: its `ControlCounts`"""
 
 Write = Callable[[Any, Any], None]
 """``(observation, row)``: fills the row, or raises"""
@@ -139,6 +150,8 @@ class Slot(ForeignEnv):
         self._write = write
         self.action_rewards: list[float] = []
         """rewards of the actions that the last step executed, where actions come in chunks"""
+        self.control: ControlCounts | None = None
+        """what the last step counted, where it was in real time"""
         self._return = 0.0
 
     def reset(self, row: Any, seed: int | None = None) -> None:
@@ -167,14 +180,24 @@ class Slot(ForeignEnv):
             self._write(observation, row)
             gained, going_on = float(reward), not (terminated or truncated)
             self.action_rewards = info.get(ACTION_REWARDS, [])
+            self.control = info.get(CONTROL)
         if problem := reward_problem(gained):
             raise self.failed(STEP, f"returned {problem}")
-        self.length += max(len(self.action_rewards) - 1, 0)
+        if self.control is not None:
+            self.length += self.control.steps - self.control.skipped - 1
+        else:
+            self.length += max(len(self.action_rewards) - 1, 0)
         self._return += gained
         if going_on:
             return gained, False, False, None
         ended = Episode(self._return, self.length, success_of(info))
         return gained, bool(terminated), bool(truncated), ended
+
+    def pause(self) -> None:
+        """Stop its time until the next step, if it is in real time."""
+        if self.control is not None:
+            pause: Callable[[], None] = self.env.get_wrapper_attr("pause")
+            pause()
 
     def close(self) -> None:
         """Close the environment.
@@ -223,6 +246,8 @@ class StageOutcome(msgspec.Struct):
     """``[E]``: False where the step only began an episode; None: all are samples"""
     rows: Ints | None = None
     """``[E]``: which environments of the stage these are, in ascending order; None: all"""
+    control: ControlCounts | None = None
+    """what was counted in real time, over these environments"""
 
 
 class EnvStage(Protocol):
@@ -251,6 +276,10 @@ class EnvStage(Protocol):
     def step(self, answer: Choice | None, rows: Ints | None = None) -> StageOutcome:
         """Take one step with actions ``[E, A]`` (or int64 ``[E]``): in every environment, or begin
         it in those of ``rows`` and return the steps that have ended."""
+        ...
+
+    def pause(self) -> None:
+        """Until the next step nobody answers: the time of environments in real time stops."""
         ...
 
     def close(self) -> None:
@@ -334,7 +363,13 @@ class Stage:
             shown[cut] if self._to_reset and cut.any() else None,
             [episode for episode in episodes if episode is not None],
             *self._chunks(),
+            control=all_counts(slot.control for slot in self._slots),
         )
+
+    def pause(self) -> None:
+        """Stop the time of environments in real time until the next step."""
+        for slot in self._slots:
+            slot.pause()
 
     def _chunks(self) -> tuple[Floats | None, Bools | None]:
         """Rewards ``[E, k]`` of the actions of a chunk, and which were executed."""

@@ -115,7 +115,7 @@ class Environments:
             slots,
             self._writer.spec.empty(len(slots)),
             self._reader,
-            action_chunk=config.action_chunk,
+            action_chunk=config.steps_per_answer,
             group_size=config.group_size,
         )
 
@@ -128,9 +128,11 @@ class Environments:
             label = f"{self.config.name}[evaluation]"
             own = episode_seed(seed, self._rank)
             return BatchedEvaluation(self._simulator(count, label, own, lock_step=True), episodes)
-        while len(self._evaluation_slots) < min(len(episodes), self.config.envs):
+        # One that waits for its time would hold up the others.
+        most = 1 if self.config.control.hz else min(len(episodes), self.config.envs)
+        while len(self._evaluation_slots) < most:
             self._add_evaluation_slot()
-        slots = self._evaluation_slots[: len(episodes)]
+        slots = self._evaluation_slots[:most]
         return SerialEvaluation(slots, self._writer.spec, self._reader, iter(episodes), seed)
 
     def close(self) -> None:
@@ -188,7 +190,7 @@ class Environments:
             self._writer.spec,
             self._reader,
             readiness or Readiness("adaptive" if ready == "auto" else ready),
-            action_chunk=self.config.action_chunk,
+            action_chunk=self.config.steps_per_answer,
             group_size=self.config.group_size,
             seeds=seeds,
         )
@@ -524,6 +526,8 @@ class EnvWorker(Worker):
             self._memories[number], final_memory = after_step(self._memories[number], outcome)
             record.stepped(outcome, final_memory)
             rows = record.unfinished(outcome.rows)
+        if self.config.control.hz:
+            await self._pace_of(number).run("pause", stage.pause)
         # Rows of environments that get ready by themselves change in place.
         last = stage.observation if rows is None else stage.observation.copy()
         if ticket.transitions:

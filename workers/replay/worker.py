@@ -52,6 +52,7 @@ from rlinf_async.messages.embodied import (
     Collected,
     ReplayBatch,
     Trajectory,
+    all_counts,
     samples_of,
 )
 from rlinf_async.messages.spaces import ActionSpec, ObservationSpec
@@ -306,6 +307,7 @@ class ReplayWorker(Worker):
         lags = iteration - np.concatenate([one.version for one in ordered])
         return Collected(
             iteration=iteration,
+            control=all_counts(one.control for one in ordered),
             env_steps=sum(samples_of(one) for one in ordered),
             size=len(self._store),
             age_mean=float(ages.mean()),

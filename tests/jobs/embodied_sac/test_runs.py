@@ -134,3 +134,14 @@ def test_a_killed_driver_leaves_a_run_that_can_be_resumed(job: Job, start_driver
     iterations = booked() + 4
     job.succeed("--resume", "--training.total_steps", iterations * STEPS)
     job.check_books(iterations)
+
+
+def test_a_robot_in_real_time_learns_from_each_of_its_steps_once(job: Job) -> None:
+    line = ("--env.id", "", "--env.entry_point", "tests.workers.env.test_real_time:Line")
+    form = ("--env.kwargs.limit", 8, "--env.envs", 1, "--env.stages", 1, "--env.control.hz", 500)
+    ended = job.train(*line, *form)
+    assert ended.code == 0, ended.err
+    for row in job.iterations:
+        assert float(row["control_steps"]) - float(row["control_skipped"]) > 0
+        assert row["return"] in ("", "8")
+    assert job.summary.return_ == 8.0

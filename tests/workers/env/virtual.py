@@ -66,6 +66,9 @@ class Virtual:
         self.under_way = [one for one in self.under_way if one.ready_at > self._clock.now]
         return came
 
+    def pause(self) -> None:
+        pass
+
     def close(self) -> None:
         for slot in self._slots:
             slot.close()

@@ -134,6 +134,8 @@ def decided(config: EnvironmentSettings, devices: Sequence[Device] | None = None
         return Choice(rollout_workers=1, reason="the policy has a device of its own")
     if not config.env.probe:
         return Choice(rollout_workers=1, reason="not measured, because env.probe = false")
+    if config.env.control.hz and config.env.simulator == "single":
+        return Choice(rollout_workers=1, reason="the policy does not hold up a robot's loop")
     if config.env.asynchronous:
         # Its own process only hands on what is ready: the policy is answered there soonest.
         return Choice(rollout_workers=0, reason="the environments step beside the policy already")

@@ -164,7 +164,9 @@ def record_demonstrations(
     if out.exists() and any(out.iterdir()):
         raise UsageError(f"--out {out}: is not empty; name a new folder")
     make_policy = load_scripted_policy(wanted.policy)
-    single = msgspec.structs.replace(config.env, action_chunk=1, group_size=1)
+    replace = msgspec.structs.replace
+    control = replace(config.env.control, every=0)
+    single = replace(config.env, action_chunk=1, group_size=1, control=control)
     env = NamedEnv(single)
     try:
         writer = ObservationWriter(env.env.observation_space, single.name)
@@ -564,7 +566,7 @@ def film_of(
         policy,
         path,
         seed=episode_seed(seed, episode.episode),
-        max_steps=-(-episode.length // env.action_chunk),
+        max_steps=-(-episode.length // env.steps_per_answer),
         until_success=True,
     )
 

@@ -40,7 +40,7 @@ from typing import Generic, Literal, NamedTuple, TypeVar
 import msgspec
 
 from rlinf_async.backends.base import FirstWeights, TrainerBackend
-from rlinf_async.messages.embodied import Collect, TrainReport, success_rate
+from rlinf_async.messages.embodied import Collect, TrainReport, all_counts, success_rate
 from rlinf_async.observe.metrics import MetricsWriter
 from rlinf_async.observe.pictures import draw_learning_curve
 from rlinf_async.observe.progress import ProgressState, ProgressView, figure
@@ -151,6 +151,7 @@ def merged(parts: Sequence[TrainReport]) -> TrainReport:
         episode_return=[value for one in parts for value in one.episode_return],
         episode_length=[value for one in parts for value in one.episode_length],
         episode_success=[value for one in parts for value in one.episode_success],
+        control=all_counts(one.control for one in parts),
     )
 
 
@@ -202,6 +203,7 @@ def row(progress: EmbodiedProgress, report: TrainReport) -> dict[str, float]:
         "staleness_mean": report.lag_mean,
         "staleness_max": float(report.lag_max),
         "second_trajectories": float(report.duplicates),
+        **(report.control.metrics() if report.control is not None else {}),
     }
     if taken := sorted(row.keys() & report.metrics.keys()):
         raise ValueError(f"a loss returned the metric {taken[0]!r}, which is a column already")
@@ -372,6 +374,10 @@ def summarized(
         summary.return_ = mean_return(episodes)
         summary.evaluation_episodes = len(episodes)
         summary.evaluation_failed = sum(one.failed for one in episodes)
+        if (counts := all_counts(one.control for one in episodes)) is not None:
+            summary.extra["evaluation_missed_deadlines"] = (
+                f"{counts.missed:,} of {counts.steps:,} steps"
+            )
         if rate is None and config.evaluation.target_success_rate is not None:
             summary.extra["target_success_rate"] = "not reached: no success was reported"
     return summary
@@ -549,6 +555,8 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
         """iterations of the whole run; no more than were trained once the target is reached"""
         if self.progress.reached.why:
             self._iterations = self.progress.version
+        self._answers = config.training.steps_per_iteration // config.env.steps_per_answer
+        """answers of the policy in an iteration, of each environment"""
         self._failed_before = self.progress.failed_episodes
         """episodes that failed before this start"""
         self._collectors: Collectors | None = None
@@ -651,7 +659,7 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
     def _ticket(self, iteration: int) -> Collect:
         return Collect(
             iteration=iteration,
-            steps=self.config.training.steps_per_iteration // self.config.env.action_chunk,
+            steps=self._answers,
             min_version=max(0, iteration - self.config.training.max_staleness),
         )
 
@@ -932,7 +940,7 @@ class EmbodiedRun(EnvironmentRun[EmbodiedConfig, EmbodiedProgress, EmbodiedChann
             kind="embodied",
             samples=self.config.trajectories,
             max_staleness=training.max_staleness,
-            steps=training.rollout_epochs * training.steps_per_iteration // env.action_chunk,
+            steps=training.rollout_epochs * training.steps_per_iteration // env.steps_per_answer,
             stages=env.stages,
         )
 

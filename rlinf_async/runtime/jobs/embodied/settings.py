@@ -57,6 +57,7 @@ ALWAYS_MAY_DIFFER = (
     "env.step_seconds",
     "env.max_memory_mb",
     "env.max_failures",
+    "env.control.safety",
     "rollout.max_batch",
     "rollout.torch_threads",
     "actor.bucket_bytes",
@@ -550,11 +551,16 @@ def check_sizes(config: EmbodiedConfig) -> None:
             path=("cluster", "actors"),
         )
     check_processes(cluster)
-    chunk = config.env.action_chunk
+    chunk = config.env.steps_per_answer
     if config.training.steps_per_iteration % chunk:
+        what = (
+            f"answers, which are {chunk} steps apart (env.control.every)"
+            if config.env.control.hz
+            else f"chunks of env.action_chunk = {chunk} actions"
+        )
         raise ConfigError(
-            f"{config.training.steps_per_iteration} steps are no whole chunks of "
-            f"env.action_chunk = {chunk} actions: take a multiple of {chunk}",
+            f"{config.training.steps_per_iteration} steps are no whole {what}: take a multiple of "
+            f"{chunk}",
             path=("training", "steps_per_iteration"),
         )
     _check_levels(config)
@@ -583,6 +589,13 @@ def _check_levels(config: EmbodiedConfig) -> None:
             f"{' or '.join(repr(one) for one in reversed(finer))}",
             path=("actor", "ppo", "log_prob_level"),
         )
+    for setting, chosen in ((("advantage", "level"), level), (("ppo", "log_prob_level"), ratio)):
+        if env.control.hz and chosen != "chunk":
+            raise ConfigError(
+                f"{chosen!r}, but in real time (env.control.hz) the actions of an answer overlap "
+                "with those of the one before: which were executed is not known; set 'chunk'",
+                path=("actor", *setting),
+            )
     if actor.advantage.group_size not in (1, env.group_size):
         raise ConfigError(
             f"{actor.advantage.group_size} was given, but env.group_size is {env.group_size}: "

@@ -332,4 +332,5 @@ def _report(collected: Collected, version: int, metrics: dict[str, float]) -> Tr
         episode_return=collected.episode_return,
         episode_length=collected.episode_length,
         episode_success=collected.episode_success,
+        control=collected.control,
     )
