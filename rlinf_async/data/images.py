@@ -32,13 +32,16 @@ from rlinf_async.messages.language import Images, Tokens
 
 PROCESSOR_FILES: Final = ("processor_config.json", "preprocessor_config.json")
 """files of a model's folder of which one describes how images are prepared"""
-PIXELS: Final = ("pixel_values", "pixel_attention_mask")
+GRID: Final = "image_grid_thw"
+"""patches of an image along time, height and width ``[1, 3]``, where images are of many sizes"""
+PIXELS: Final = ("pixel_values", "pixel_attention_mask", GRID)
 """what a vision tower reads, by the names of transformers"""
 REMEMBERED: Final = 256 * 1024 * 1024
 """bytes of pixels that a process keeps"""
 
 Pixels = Mapping[str, NDArray[Any]]
-"""`PIXELS` of one image, ``[parts, ...]``: a processor may cut it into several"""
+"""`PIXELS` of one image, ``[parts, ...]``: a processor may cut it into several; the parts of an image
+with a grid are its patches"""
 
 
 def has_processor(folder: Path) -> bool:
@@ -132,13 +135,15 @@ class ImageProcessor:
             )
         library = needed("transformers", extra="llm", needed_for=f"the processor in {path}")
         try:
-            self._processor: Any = library.AutoProcessor.from_pretrained(
-                str(path), local_files_only=True, trust_remote_code=False, backend="pil"
-            )
+            self._processor: Any = _loaded(library, path)
             self.image_token: str = self._processor.image_token
             """placeholder of an image in a text"""
             self.image_token_id: int = self._processor.image_token_id
             """token in the place of which a vector of an image is read"""
+            self.special_ids: Mapping[str, int] = getattr(
+                self._processor, "special_ids", {"image_token_id": self.image_token_id}
+            )
+            """tokens around and of images, by their names in a config.json"""
         except Exception as error:  # transformers raises errors of many types
             raise DataError(f"the processor in {path} cannot be loaded: {error}") from error
         self._known: OrderedDict[bytes, Pixels] = OrderedDict()
@@ -176,6 +181,34 @@ class ImageProcessor:
             raise DataError(f"{where}: the prompt ends in an image: put a text behind it")
         return token_ids
 
+    @property
+    def has_grids(self) -> bool:
+        """Whether tokens of an image have positions in a grid (M-RoPE)."""
+        return isinstance(self._processor, _GridProcessor)
+
+    def positions(self, token_ids: Tokens, images: Sequence[bytes]) -> NDArray[np.int64]:
+        """Return the positions ``[3, P]`` of a prompt's tokens along time, height and width.
+
+        Those of a text are one after another; those of an image are its rows and columns, behind
+        what is before it; what follows goes on behind the largest of them. An answer goes on behind
+        the largest of all.
+        """
+        found, merge = np.empty((3, len(token_ids)), np.int64), self._processor.merge_size
+        places = np.flatnonzero(token_ids == self.image_token_id)
+        done = seen = following = 0
+        for image in images:
+            time, height, width = self.pixels(image)[GRID][0].tolist()
+            cells = np.indices((time, height // merge, width // merge)).reshape(3, -1)
+            first = int(places[seen])
+            found[:, done:first] = following + np.arange(first - done)
+            following += first - done
+            seen += cells.shape[1]
+            done = first + cells.shape[1]
+            found[:, first:done] = following + cells
+            following += max(height, width) // merge
+        found[:, done:] = following + np.arange(len(token_ids) - done)
+        return found
+
     def pixels(self, image: bytes) -> Pixels:
         """Return what the vision tower reads of an image."""
         found = self._known.get(image)
@@ -183,13 +216,62 @@ class ImageProcessor:
             self._known.move_to_end(image)
             return found
         made = self._processor.image_processor([[_decoded(image)]], return_tensors="np")
-        found = {name: np.asarray(made[name])[0] for name in PIXELS if name in made}
+        # Patches of all images are in one row; else images are stacked by prompts.
+        found = {
+            name: np.asarray(made[name]) if GRID in made else np.asarray(made[name])[0]
+            for name in PIXELS
+            if name in made
+        }
         self._known[image] = found
         self._bytes += _size(found)
         while self._bytes > REMEMBERED and len(self._known) > 1:
             _, forgotten = self._known.popitem(last=False)
             self._bytes -= _size(forgotten)
         return found
+
+
+def _loaded(library: Any, path: Path) -> Any:
+    """Return the processor of a folder."""
+    images = library.AutoImageProcessor.from_pretrained(
+        str(path), local_files_only=True, trust_remote_code=False, backend="pil"
+    )
+    if GRID in images.model_input_names:
+        return _GridProcessor(
+            images, library.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        )
+    return library.AutoProcessor.from_pretrained(
+        str(path), local_files_only=True, trust_remote_code=False, backend="pil"
+    )
+
+
+class _GridProcessor:
+    """What the processor of Qwen2-VL does with text and images. That one reads videos too, for
+    which it needs torchvision."""
+
+    def __init__(self, images: Any, tokenizer: Any) -> None:
+        self.image_processor, self._tokenizer = images, tokenizer
+        self.merge_size = int(images.merge_size)
+        self.image_token = getattr(tokenizer, "image_token", None) or "<|image_pad|>"
+        known, vocabulary = tokenizer.get_vocab(), ("vision_start", "vision_end", "video_pad")
+        if self.image_token not in known:
+            raise ValueError(f"the tokenizer has no {self.image_token}, the placeholder of images")
+        self.image_token_id = int(known[self.image_token])
+        names = {name: f"{name.removesuffix('_pad')}_token_id" for name in vocabulary}
+        self.special_ids = {"image_token_id": self.image_token_id} | {
+            names[name]: int(known[f"<|{name}|>"])
+            for name in vocabulary
+            if f"<|{name}|>" in known
+        }
+
+    def __call__(
+        self, text: list[str], images: list[list[Any]] | None, *, add_special_tokens: bool
+    ) -> Any:
+        """Return the tokens of one text, each placeholder as many times as its image has vectors."""
+        first, *behind = text[0].split(self.image_token)
+        grids = self.image_processor(images)[GRID] if images else []
+        for grid, part in zip(grids, behind, strict=True):
+            first += self.image_token * int(np.prod(grid) // self.merge_size**2) + part
+        return self._tokenizer([first], add_special_tokens=add_special_tokens)
 
 
 def _size(pixels: Pixels) -> int:

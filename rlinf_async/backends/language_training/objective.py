@@ -48,7 +48,13 @@ from rlinf_async.algorithms.language.losses import (
 from rlinf_async.backends.base import TrainingDiverged
 from rlinf_async.backends.language import EngineDisagrees
 from rlinf_async.backends.language_training.config import LanguageTrainingConfig
-from rlinf_async.backends.transformers.images import ImageInputs, SeeingPrompt, image_inputs
+from rlinf_async.backends.transformers.images import (
+    ImageInputs,
+    SeeingPrompt,
+    image_inputs,
+    prompt_positions,
+    with_answer,
+)
 from rlinf_async.data.images import ImageProcessor
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Biases, Kept, TrainingSample
@@ -366,7 +372,8 @@ class PackedTokens(NamedTuple):
     input_ids: Tensor
     """``[1, T]``"""
     position_ids: Tensor
-    """``[1, T]``"""
+    """``[1, T]``; of a model whose images are grids ``[4, 1, T]``: in the order of the tokens, and
+    along time, height and width"""
     lengths: list[int]
     """tokens of each sequence in the row; their sum is ``T``"""
     rows: Tensor
@@ -410,6 +417,7 @@ def pack_samples(
     start = 0
     for sample, mask in zip(samples, masks, strict=True):
         prompts.append(SeeingPrompt(start, sample.prompt_ids, sample.images))
+        grid = prompt_positions(prompts[-1], processor)
         for prompt_ids, part in sample.sequences:
             if len(prompt_ids) == 0:
                 raise ValueError(
@@ -420,7 +428,12 @@ def pack_samples(
             whole = np.concatenate([prompt_ids, sample.response_ids[part]]).astype(np.int64)
             length = max(len(whole) - 1, 1)
             ids.append(whole[:length])
-            positions.append(np.arange(length))
+            order = np.arange(length)
+            if grid is not None and prompt_ids is sample.prompt_ids:
+                order = np.concatenate([order[None], with_answer(grid, length)])
+            elif grid is not None:
+                order = np.broadcast_to(order, (4, length))
+            positions.append(order)
             rows.append(start + len(prompt_ids) - 1 + np.flatnonzero(mask[part]))
             lengths.append(length)
             start += length
@@ -435,7 +448,7 @@ def pack_samples(
     inverse_temperature = tensor(inverse)
     return PackedTokens(
         tensor(ids)[None],
-        tensor(positions)[None],
+        torch.from_numpy(np.concatenate(positions, -1)).to(device).unsqueeze(-2),
         lengths,
         tensor(rows),
         tensor(targets),

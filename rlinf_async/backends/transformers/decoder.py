@@ -28,7 +28,13 @@ from torch import Tensor, nn
 
 from rlinf_async.backends.language import LAYER_KINDS
 from rlinf_async.backends.transformers.formats import ResponseFormat, ResponseFormats
-from rlinf_async.backends.transformers.images import SeeingPrompt, image_inputs, image_vectors
+from rlinf_async.backends.transformers.images import (
+    SeeingPrompt,
+    image_inputs,
+    image_vectors,
+    prompt_positions,
+    with_answer,
+)
 from rlinf_async.backends.transformers.routing import RecordedRoutes
 from rlinf_async.backends.transformers.sampling import NOTHING, Rules, draw, kept_sets, uniforms
 from rlinf_async.backends.transformers.tensors import ModelTensors, check_kind, load_weights
@@ -165,6 +171,7 @@ class DecodedRow:
         "format",
         "images",
         "name",
+        "positions",
         "sampling",
         "tokens",
     )
@@ -176,6 +183,8 @@ class DecodedRow:
         self.sampling = request.sampling
         self.images = request.prompt.images
         """images of the prompt"""
+        self.positions: NDArray[np.int64] | None = None
+        """``[3, P]`` of the prompt, where they are not the order of its tokens, and it has joined"""
         self.tokens: list[int] = request.prompt.token_ids.tolist()
         """tokens of the prompt and the response"""
         self._prompt = len(self.tokens)
@@ -211,6 +220,11 @@ class DecodedRow:
     def response(self) -> list[int]:
         """Tokens of the response so far."""
         return self.tokens[self._prompt :]
+
+    @property
+    def shift(self) -> int:
+        """What the position of a token of the response is more than its place."""
+        return 0 if self.positions is None else int(self.positions.max()) + 1 - self._prompt
 
     @property
     def random(self) -> float:
@@ -393,6 +407,9 @@ class BatchDecoder:
             if row.sampling.grammar and row.format is None:
                 assert self._formats is not None
                 row.format = self._formats.begin(row.sampling.grammar, row.name, row.response)
+            if row.images and row.positions is None:
+                prompt = SeeingPrompt(0, np.array(row.prompt), row.images)
+                row.positions = prompt_positions(prompt, self._processor)
         waiting = sorted(rows, key=lambda row: len(row.tokens))
         while waiting:
             count = 1
@@ -429,7 +446,9 @@ class BatchDecoder:
         width = _spanned(max(len(row.tokens) for row in self.rows))
         self._cache.step(at, width)
         self._routes.want(self.rows)
-        logits = self._forward(last[:, None], at[:, None], width, 1)[:count, -1]
+        shifts = [*(row.shift for row in self.rows), *filling]
+        positions = (at + torch.tensor(shifts, device=self.device))[:, None] if any(shifts) else None
+        logits = self._forward(last[:, None], at[:, None], width, 1, positions=positions)[:count, -1]
         if (routes := self._routes.take()) is not None:
             for number, row in enumerate(self.rows):
                 row.add_routes(routes[number : number + 1])
@@ -507,7 +526,14 @@ class BatchDecoder:
             self._cache.join(len(self.rows), torch.tensor(source, device=self.device), width)
             self._routes.want(rows)
             seen = {number: row for number, row in zip(source, rows, strict=True) if row.images}
-            self._forward(ids, at, width, 1, embedded=self._embedded(ids, seen))
+            self._forward(
+                ids,
+                at,
+                width,
+                1,
+                embedded=self._embedded(ids, seen),
+                positions=_grid_positions(at.expand_as(ids), seen),
+            )
             if (routes := self._routes.take()) is not None:
                 for number, row in zip(source, rows, strict=True):
                     first = slice(number * width, number * width + len(row.tokens) - 1)
@@ -540,20 +566,36 @@ class BatchDecoder:
         *,
         cached: bool = True,
         embedded: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """Run the model; logits ``[rows, keep or all, vocabulary]``. ``embedded``: what it reads in
-        place of ``ids``."""
+        place of ``ids``; ``positions``: where they are not the places ``at``."""
         masks = make_masks(self._config, self._kinds, at, width, self._dtype)
         output = self.model(
             **({"input_ids": ids} if embedded is None else {"inputs_embeds": embedded}),
             attention_mask=masks,
-            position_ids=at.expand_as(ids),
+            position_ids=at.expand_as(ids) if positions is None else positions,
             past_key_values=self._cache if cached else None,
             use_cache=cached,
             logits_to_keep=keep,
         )
         logits: Tensor = output.logits
         return logits
+
+
+def _grid_positions(at: Tensor, rows: Mapping[int, DecodedRow]) -> Tensor | None:
+    """Return the positions ``[3, rows, T]`` of rows at places ``[rows, T]``, of which some, by their
+    number, have positions of their own; None where none has."""
+    own = {number: row for number, row in rows.items() if row.positions is not None}
+    if not own:
+        return None
+    found = at.expand(3, -1, -1).clone()
+    for number, row in own.items():
+        assert row.positions is not None
+        length = len(row.tokens) - 1
+        placed = torch.from_numpy(with_answer(row.positions, length))
+        found[:, number, :length] = placed.to(at.device)
+    return found
 
 
 def _spanned(width: int) -> int:

@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rlinf_async.backends.language import sees_images
-from rlinf_async.data.images import ImageProcessor, has_processor
+from rlinf_async.data.images import GRID, ImageProcessor, has_processor
 from rlinf_async.messages.language import Images, Tokens
 
 
@@ -87,17 +88,57 @@ def image_inputs(
     )
 
 
+def prompt_positions(
+    prompt: SeeingPrompt, processor: ImageProcessor | None
+) -> NDArray[np.int64] | None:
+    """Return the positions ``[3, P]`` of a prompt's tokens; None where a model has no others than
+    their order."""
+    if processor is None or not processor.has_grids:
+        return None
+    return processor.positions(prompt.token_ids, prompt.images)
+
+
+def with_answer(positions: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+    """Return the positions ``[3, length]`` of a prompt and its answer: the first of them."""
+    prompt = positions.shape[1]
+    after = positions.max() + 1 + np.arange(max(length - prompt, 0))
+    return np.concatenate([positions, np.broadcast_to(after, (3, len(after)))], 1)[:, :length]
+
+
+def vain_vectors(model: Any) -> Tensor:
+    """Return the vectors of a white image, as small as one may be."""
+    config = model.config.vision_config
+    first = next(model.parameters())
+    if hasattr(config, "spatial_merge_size"):
+        side = config.spatial_merge_size
+        size = config.in_channels * config.temporal_patch_size * config.patch_size**2
+        grid = torch.tensor([[1, side, side]], device=first.device)
+        pixels = {"pixel_values": torch.ones(side**2, size, device=first.device), GRID: grid}
+    else:
+        side = config.image_size
+        pixels = {"pixel_values": torch.ones(1, 3, side, side, device=first.device)}
+    return _vectors(model, pixels)
+
+
 def image_vectors(model: Any, images: ImageInputs) -> Tensor:
     """Return the vectors ``[M, hidden]`` for the places of image tokens.
 
     Raises:
         ValueError: images have another number of vectors than tokens.
     """
-    inputs = {name: one[None] for name, one in images.pixels.items()}
-    vectors: Tensor = model.get_image_features(**inputs).pooler_output.flatten(0, -2)
+    vectors = _vectors(model, images.pixels)
     if len(vectors) != images.vectors:
         raise ValueError(
             f"the vision tower makes {len(vectors)} vectors of images that have {images.vectors} "
             "tokens: the sizes in the processor's files are not those of config.json"
         )
     return vectors.index_select(0, images.source)
+
+
+def _vectors(model: Any, pixels: Mapping[str, Tensor]) -> Tensor:
+    """Return all vectors ``[vectors, hidden]`` that the vision tower makes."""
+    if GRID in pixels:
+        return torch.cat(model.get_image_features(**pixels).pooler_output)
+    inputs = {name: one[None] for name, one in pixels.items()}
+    vectors: Tensor = model.get_image_features(**inputs).pooler_output.flatten(0, -2)
+    return vectors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 from rlinf_async.backends.fsdp.language.trainer import CriticTrainer, PolicyTrainer
 from rlinf_async.backends.language import (
     MicroBatch,
+    SEEING,
     UnsupportedModel,
     check_family,
     model_factory,
@@ -42,9 +44,10 @@ from tests.backends.seeing import prompts, seeing_folder, seeing_trainer
 class Drawn:
     """Samples that an engine has drawn under a trainer's second version."""
 
-    def __init__(self, folder: Path) -> None:
-        self.model = seeing_folder(folder)
-        self.prompts = prompts(folder, self.model)
+    def __init__(self, folder: Path, family: str) -> None:
+        self.family = family
+        self.model = seeing_folder(folder, family)
+        self.prompts = prompts(folder, self.model, 50 if family == "idefics3" else 22)
         self.trainer = PolicyTrainer(seeing_trainer(self.model), 1, 0)
         first = self.trainer.publish()
         with torch.no_grad():
@@ -93,20 +96,24 @@ async def drawn(
     ]
 
 
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Drawn:
-    return Drawn(tmp_path_factory.mktemp("seen"))
+@pytest.fixture(scope="module", params=SEEING)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Drawn:
+    return Drawn(tmp_path_factory.mktemp("seen"), request.param)
 
 
 def plain_model(folder: Path, state: dict[str, Tensor]) -> Any:
-    """The model of transformers, with published weights."""
+    """The model of transformers, with published weights, which have the names of checkpoints."""
+    from safetensors.torch import save_file
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder)
-    model: Any = model_factory(config.model_type).from_config(config, attn_implementation="eager")
-    missing, unknown = model.load_state_dict(state, strict=False)
-    assert not unknown
-    assert set(missing) <= {"lm_head.weight"}  # which is tied
+    with tempfile.TemporaryDirectory() as into:
+        config.save_pretrained(into)
+        save_file(state, Path(into, "model.safetensors"), {"format": "pt"})
+        model, report = model_factory(config.model_type).from_pretrained(
+            into, attn_implementation="eager", output_loading_info=True
+        )
+    assert not any(report.values()), report
     return model
 
 
@@ -115,12 +122,17 @@ def plain_log_prob(model: Any, processor: ImageProcessor, prompt: Prompt, ids: A
     would make, as a response may have image tokens of its own."""
     seen = [processor.pixels(one) for one in prompt.images]
     inputs = {
-        name: torch.from_numpy(np.concatenate([one[name] for one in seen]))[None]
+        name: torch.from_numpy(np.concatenate([one[name] for one in seen]))
         for name in (seen[0] if seen else ())
     }
     asked, answer = (
         torch.from_numpy(one.astype(np.int64))[None] for one in (prompt.token_ids, ids)
     )
+    if "image_grid_thw" not in inputs:
+        inputs = {name: one[None] for name, one in inputs.items()}
+    else:
+        inputs["mm_token_type_ids"] = (asked == processor.image_token_id).int()
+    model.model.rope_deltas = None  # the model would keep those of the sample before
     first = model(input_ids=asked, **inputs, use_cache=True)
     rest = model(input_ids=answer, past_key_values=first.past_key_values, use_cache=True)
     logits = torch.cat([first.logits[0, -1:], rest.logits[0, :-1]]).float()
@@ -130,9 +142,14 @@ def plain_log_prob(model: Any, processor: ImageProcessor, prompt: Prompt, ids: A
 def test_processor_and_placeholders(case: Drawn) -> None:
     two, first, second, none = case.prompts
     token = ImageProcessor(case.model).image_token_id
-    assert [int((one.token_ids == token).sum()) for one in case.prompts] == [40, 20, 20, 0]
-    assert first.text == second.text == "<user><image>How many?<assistant>"
-    assert two.text == "<user><image>Which?<image>!<assistant>"
+    # Of Qwen: images of 8 x 8 patches, and one of 6 x 12 which was scaled to 4 x 12 or so.
+    expected = [40, 20, 20, 0] if case.family == "idefics3" else [28, 16, 16, 0]
+    assert [int((one.token_ids == token).sum()) for one in case.prompts] == expected
+    image = "<image>"
+    if case.family != "idefics3":
+        image = "<|vision_start|><|image_pad|><|vision_end|>"
+    assert first.text == second.text == f"<user>{image}How many?<assistant>"
+    assert two.text == f"<user>{image}Which?{image}!<assistant>"
     assert (len(two.images), first.images != second.images, none.images) == (2, True, ())
 
 
@@ -180,8 +197,9 @@ def test_gradients_of_text_and_vision_are_those_of_the_plain_model(case: Drawn) 
     language: Any = case.trainer.language
     packed = pack_responses(bare, torch.device("cpu"), processor)
     assert packed.images is not None
-    # Four images of five parts each, once and not for each sample.
-    assert len(packed.images.pixels["pixel_values"]) == 4 * 5
+    # Four images of five parts each (or of their patches), once and not for each sample.
+    parts = 4 * 5 if case.family == "idefics3" else 4 * (28 + 2 * 16)
+    assert len(packed.images.pixels["pixel_values"]) == parts
     total = case.trainer.manager.model(packed).log_prob.sum()
     total.backward()
     expected = dict(plain.named_parameters())
@@ -190,7 +208,7 @@ def test_gradients_of_text_and_vision_are_those_of_the_plain_model(case: Drawn) 
         torch.testing.assert_close(
             parameter.grad, expected[name].grad, atol=1e-4, rtol=1e-4, msg=name
         )
-        seen += "vision_model" in name and bool(parameter.grad.abs().max() > 1e-6)
+        seen += ("vision_model" in name or "visual" in name) and bool(parameter.grad.abs().max() > 1e-6)
     language.zero_grad()
     assert seen > 20
 

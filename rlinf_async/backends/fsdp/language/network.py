@@ -33,7 +33,7 @@ from rlinf_async.backends.language_training.objective import (
     PackedTokens,
     TokenStatistics,
 )
-from rlinf_async.backends.transformers.images import image_vectors
+from rlinf_async.backends.transformers.images import image_vectors, vain_vectors
 from rlinf_async.backends.transformers.routing import ReplayedRoutes
 from rlinf_async.backends.transformers.tensors import ModelTensors
 
@@ -236,10 +236,7 @@ class LanguageNetwork(nn.Module):
         language = cast(Any, self.language)
         embedded: Tensor = language.get_input_embeddings()(packed.input_ids)
         if packed.images is None:
-            side = language.config.vision_config.image_size
-            white = embedded.new_ones(1, 1, 3, side, side, dtype=torch.float32)
-            vain: Tensor = language.get_image_features(white).pooler_output.sum()
-            return embedded + 0.0 * vain
+            return embedded + 0.0 * vain_vectors(language).sum()
         vectors = image_vectors(language, packed.images).to(embedded.dtype)
         return embedded.index_copy(1, packed.images.places, vectors[None])
 

@@ -200,7 +200,7 @@ def _config_json(model: ModelConfig, folder: Path) -> bytes:
         )
     _check_kind(kind)
     if sees:
-        image = {"image_token_id": _processor(folder).image_token_id}
+        image = dict(_processor(folder).special_ids)
         ids = image | {"pad_token_id": tokenizer.pad_token_id, "text_config": ids | own}
         given.pop("text_config", None)
     try:
