@@ -40,8 +40,8 @@ REMEMBERED: Final = 256 * 1024 * 1024
 """bytes of pixels that a process keeps"""
 
 Pixels = Mapping[str, NDArray[Any]]
-"""`PIXELS` of one image, ``[parts, ...]``: a processor may cut it into several; the parts of an image
-with a grid are its patches"""
+"""`PIXELS` of one image, ``[parts, ...]``: a processor may cut it into several; the parts of an
+image with a grid are its patches"""
 
 
 def has_processor(folder: Path) -> bool:
@@ -258,15 +258,13 @@ class _GridProcessor:
         self.image_token_id = int(known[self.image_token])
         names = {name: f"{name.removesuffix('_pad')}_token_id" for name in vocabulary}
         self.special_ids = {"image_token_id": self.image_token_id} | {
-            names[name]: int(known[f"<|{name}|>"])
-            for name in vocabulary
-            if f"<|{name}|>" in known
+            names[name]: int(known[f"<|{name}|>"]) for name in vocabulary if f"<|{name}|>" in known
         }
 
     def __call__(
         self, text: list[str], images: list[list[Any]] | None, *, add_special_tokens: bool
     ) -> Any:
-        """Return the tokens of one text, each placeholder as many times as its image has vectors."""
+        """Return the tokens of one text, a placeholder for each vector of an image."""
         first, *behind = text[0].split(self.image_token)
         grids = self.image_processor(images)[GRID] if images else []
         for grid, part in zip(grids, behind, strict=True):

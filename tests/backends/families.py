@@ -29,7 +29,7 @@ from rlinf_async.messages.language import Tokens
 from tests.backends.language.kit import sample, trainer_config
 from tests.backends.models import VOCABULARY, save_tokenizer
 from tests.backends.requests import request
-from tests.backends.seeing import IDEFICS3
+from tests.backends.seeing import IDEFICS3, QWEN2_5_VL, QWEN2_VL, QWEN_TEXT
 
 TOLERANCE = 1e-3
 """of a log-prob: the default of ``check_weights_tolerance``"""
@@ -65,8 +65,19 @@ DEEPSEEK = {
     "head_dim": 32,
 }
 TIED = {"tie_word_embeddings": True}
-KEPT = ("gpt2", "opt", "idefics3")
+KEPT = ("gpt2", "opt", "idefics3", "qwen2_vl", "qwen2_5_vl")
 """families that do not know all fields of `COMMON`"""
+
+
+def seeing(config: dict[str, Any], width: str) -> dict[str, Any]:
+    """A model with positions in grids, whose vision tower has the text's width by this name."""
+    rope = QWEN_TEXT["rope_parameters"] | {"mrope_section": [4, 6, 6]}
+    return config | {
+        "text_config": config["text_config"] | COMMON | TIED | {"rope_parameters": rope},
+        "vision_config": config["vision_config"] | {width: COMMON["hidden_size"]},
+        "image_token_id": 2,
+    }
+
 
 TINY: dict[str, dict[str, Any]] = {
     "arcee": {},
@@ -130,6 +141,8 @@ TINY: dict[str, dict[str, Any]] = {
     "phi": {"num_key_value_heads": 2},
     "phi3": {},
     "qwen2": {},
+    "qwen2_5_vl": seeing(QWEN2_5_VL, "out_hidden_size"),
+    "qwen2_vl": seeing(QWEN2_VL, "hidden_size"),
     "qwen2_moe": {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32},
     "qwen3": {},
     "qwen3_moe": {**EXPERTS, "num_experts": 4},

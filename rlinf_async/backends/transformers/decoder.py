@@ -184,7 +184,7 @@ class DecodedRow:
         self.images = request.prompt.images
         """images of the prompt"""
         self.positions: NDArray[np.int64] | None = None
-        """``[3, P]`` of the prompt, where they are not the order of its tokens, and it has joined"""
+        """``[3, P]`` of the prompt, once it has joined; None: the order of its tokens"""
         self.tokens: list[int] = request.prompt.token_ids.tolist()
         """tokens of the prompt and the response"""
         self._prompt = len(self.tokens)
@@ -447,8 +447,12 @@ class BatchDecoder:
         self._cache.step(at, width)
         self._routes.want(self.rows)
         shifts = [*(row.shift for row in self.rows), *filling]
-        positions = (at + torch.tensor(shifts, device=self.device))[:, None] if any(shifts) else None
-        logits = self._forward(last[:, None], at[:, None], width, 1, positions=positions)[:count, -1]
+        positions = (
+            (at + torch.tensor(shifts, device=self.device))[:, None] if any(shifts) else None
+        )
+        logits = self._forward(last[:, None], at[:, None], width, 1, positions=positions)[
+            :count, -1
+        ]
         if (routes := self._routes.take()) is not None:
             for number, row in enumerate(self.rows):
                 row.add_routes(routes[number : number + 1])
@@ -584,8 +588,8 @@ class BatchDecoder:
 
 
 def _grid_positions(at: Tensor, rows: Mapping[int, DecodedRow]) -> Tensor | None:
-    """Return the positions ``[3, rows, T]`` of rows at places ``[rows, T]``, of which some, by their
-    number, have positions of their own; None where none has."""
+    """Return the positions ``[3, rows, T]`` of rows at places ``[rows, T]``, of which some, by
+    their number, have positions of their own; None where none has."""
     own = {number: row for number, row in rows.items() if row.positions is not None}
     if not own:
         return None

@@ -102,7 +102,8 @@ def with_answer(positions: NDArray[np.int64], length: int) -> NDArray[np.int64]:
     """Return the positions ``[3, length]`` of a prompt and its answer: the first of them."""
     prompt = positions.shape[1]
     after = positions.max() + 1 + np.arange(max(length - prompt, 0))
-    return np.concatenate([positions, np.broadcast_to(after, (3, len(after)))], 1)[:, :length]
+    whole: NDArray[np.int64] = np.concatenate([positions, np.tile(after, (3, 1))], 1)
+    return whole[:, :length]
 
 
 def vain_vectors(model: Any) -> Tensor:

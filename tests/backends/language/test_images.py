@@ -16,8 +16,8 @@ from torch import Tensor
 
 from rlinf_async.backends.fsdp.language.trainer import CriticTrainer, PolicyTrainer
 from rlinf_async.backends.language import (
-    MicroBatch,
     SEEING,
+    MicroBatch,
     UnsupportedModel,
     check_family,
     model_factory,
@@ -208,7 +208,9 @@ def test_gradients_of_text_and_vision_are_those_of_the_plain_model(case: Drawn) 
         torch.testing.assert_close(
             parameter.grad, expected[name].grad, atol=1e-4, rtol=1e-4, msg=name
         )
-        seen += ("vision_model" in name or "visual" in name) and bool(parameter.grad.abs().max() > 1e-6)
+        seen += ("vision_model" in name or "visual" in name) and bool(
+            parameter.grad.abs().max() > 1e-6
+        )
     language.zero_grad()
     assert seen > 20
 
@@ -220,7 +222,7 @@ def test_images_without_a_processor_are_an_error(case: Drawn) -> None:
 
 
 def test_other_vision_language_families_are_refused_by_name() -> None:
-    for kind in ("qwen2_vl", "qwen2_5_vl", "smolvlm", "llava"):
+    for kind in ("qwen3_vl", "smolvlm", "llava"):
         with pytest.raises(UnsupportedModel, match=f"'{kind}' cannot be trained: of vision-lang"):
             check_family({"model_type": kind})
 
@@ -242,6 +244,80 @@ def ready(case_samples: list[Sample]) -> list[TrainingSample]:
             )
         )
     return found
+
+
+async def cut_and_resumed(
+    model: Path, given: Sequence[Prompt], weights: WeightUpdate
+) -> list[Sample]:
+    """Samples whose answers were interrupted, and went on in an engine that was started anew."""
+    found: list[Sample] = []
+    begun: dict[str, Generated] = {}
+    for last in (False, True):
+        engine = TransformersEngine(TransformersEngineConfig(model=str(model)))
+        await engine.start()
+        try:
+            await engine.load(weights)
+            requests = [
+                msgspec.structs.replace(one, partial=begun.get(one.name))
+                for one in (asked(prompt, group, 0) for group, prompt in enumerate(given))
+            ]
+            tasks = [asyncio.create_task(engine.generate(one)) for one in requests]
+            if not last:
+                least = 0
+                while least < 3 and not any(one.done() for one in tasks):
+                    await asyncio.sleep(0)
+                    made = await engine.so_far()
+                    least = min(
+                        len(made[one.name].token_ids) if one.name in made else 0 for one in requests
+                    )
+                await engine.abort()
+            ended = await asyncio.gather(*tasks)
+            begun = {one.name: made for one, made in zip(requests, ended, strict=True)}
+            found = [
+                Sample(request=one, generated=made, text="", rollout_rank=0)
+                for one, made in zip(requests, ended, strict=True)
+            ]
+        finally:
+            await engine.close()
+    assert {one.request.partial.finish for one in found if one.request.partial} >= {"abort"}
+    return found
+
+
+def test_an_answer_that_was_interrupted_goes_on_as_if_it_had_not_been(case: Drawn) -> None:
+    """By its last bit; and the trainer computes the same log-probs, with and without images."""
+    samples = asyncio.run(cut_and_resumed(case.model, case.prompts, case.second))
+    for one, whole in zip(samples, case.samples[::2], strict=True):
+        np.testing.assert_array_equal(one.generated.token_ids, whole.generated.token_ids)
+        np.testing.assert_allclose(one.generated.log_prob, whole.generated.log_prob, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", ["qwen2_5_vl"], indirect=True)
+@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("mini_batches", [1, 2])
+def test_packing_mixes_no_samples(case: Drawn, epochs: int, mini_batches: int) -> None:
+    """Several images, one and none: all in one row, in pairs, or each in a row of its own."""
+    batch = ready(case.samples)
+    size = len(batch) // mini_batches
+    order = [0, 6, 2, 4, 1, 7, 3, 5]  # of groups of two: each mini-batch has all kinds of prompts
+    states, log_probs = [], []
+    for packed in (size, 2, 1):
+        trainer = PolicyTrainer(seeing_trainer(case.model), 1, 0)
+        trained = trainer.compute_advantages(batch)
+        for epoch in range(epochs):
+            for first in range(0, len(batch), size):
+                chosen = [trained[at] for at in order[first : first + size]][:: 1 - 2 * epoch]
+                rows = [
+                    MicroBatch(chosen[at : at + packed], at + packed == size)
+                    for at in range(0, size, packed)
+                ]
+                assert trainer.training_step(rows)["grad_norm"] > 0.0
+        states.append(unpack(trainer.publish()))
+        log_probs.append(trainer.log_probs(batch))
+    for state, found in zip(states[:-1], log_probs[:-1], strict=True):
+        for name, alone in states[-1].items():
+            torch.testing.assert_close(state[name], alone, atol=1e-4, rtol=0.0, msg=name)
+        for one, other in zip(found, log_probs[-1], strict=True):
+            np.testing.assert_allclose(one, other, atol=2e-4)
 
 
 def train(rank: int, world_size: int, folder: Path, model: Path, encoded: bytes) -> None:
@@ -274,6 +350,7 @@ def decoded(kind: Any, thing: Any) -> Any:
     return np.frombuffer(content, dtype).reshape(shape).copy()
 
 
+@pytest.mark.parametrize("case", ["idefics3", "qwen2_5_vl"], indirect=True)
 def test_two_ranks_train_like_one_where_one_of_them_has_no_image(
     case: Drawn, tmp_path: Path
 ) -> None:

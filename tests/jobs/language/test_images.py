@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.backends.seeing import IDEFICS3, example, picture
+from tests.backends.seeing import TINY as FAMILIES
+from tests.backends.seeing import picture, save_processor
 from tests.jobs.language.kit import TINY, Job
 
 SEEING = (
@@ -19,6 +20,7 @@ SEEING = (
     .replace("iterations = 4", "iterations = 2")
 )
 MODEL = re.compile(r"\[model\.config\].*?(?=\[data\])", re.DOTALL)
+VARIED = "def score(answer):\n    return sum(map(ord, answer.text)) % 97 / 97\n"
 WARM = ("--warm_start.steps", 2, "--warm_start.batch_size", 8)
 INFERENCE = ("--cluster.inference_workers", 1, "--actor.loss.kl_coefficient", 0.01)
 
@@ -36,17 +38,20 @@ def described(config: dict[str, Any], at: str = "model.config") -> str:
 class SeeingJob(Job):
     """A run over the same question about 24 images."""
 
-    def __init__(self, folder: pathlib.Path, capture: pytest.CaptureFixture[str]) -> None:
-        example().processor().save_pretrained(folder / "processor")
-        text = MODEL.sub(lambda _: described(IDEFICS3), SEEING)
-        super().__init__(folder, capture, text.replace("{folder}", str(folder)))
+    def __init__(
+        self, folder: pathlib.Path, capture: pytest.CaptureFixture[str], family: str = "idefics3"
+    ) -> None:
+        save_processor(family, folder / "processor")
+        config = MODEL.sub(lambda _: described(FAMILIES[family]), SEEING)
+        super().__init__(folder, capture, config.replace("{folder}", str(folder)))
         records = []
         for at in range(24):
-            (folder / f"{at}.png").write_bytes(picture(at))
-            asked = [
-                {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}
-            ]
-            records.append({"prompt": asked, "images": [f"{at}.png"], "answer": str(at % 5)})
+            (folder / f"{at}.png").write_bytes(picture(at, height=16 if at % 2 else 32))
+            image, text = {"type": "image"}, {"type": "text", "text": "?"}
+            seen = at % 4 if family != "idefics3" else 1  # of Qwen: none to three
+            asked = [{"role": "user", "content": [*[image] * seen, text]}]
+            images = [f"{one}.png" for one in range(at, at - seen, -1)]
+            records.append({"prompt": asked, "images": images, "answer": str(at % 5)})
         write(folder / "sums.jsonl", records)
 
 
@@ -83,6 +88,34 @@ def test_a_run_learns_from_images_goes_on_and_is_evaluated_again(seeing: SeeingJ
     assert "AutoModelForImageTextToText" in (trained / "README.md").read_text()
 
 
+def test_a_model_with_positions_in_grids_learns_goes_on_and_is_loaded_again(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two mini-batches, two epochs, a resume; then a run that begins in the exported folder."""
+    job = SeeingJob(tmp_path, capsys, "qwen2_5_vl")
+    (tmp_path / "score.py").write_text(VARIED)
+    job.file.write_text(job.file.read_text().replace('"exact"', f'"{tmp_path}/score.py:score"'))
+    options = (*INFERENCE, "--actor.global_batches", 2, "--actor.epochs", 2)
+    job.succeed(*options, "--training.iterations", 1)
+    job.succeed(*options, "--training.iterations", 2, "--resume")
+    assert [float(row["engine_actor_difference"]) < 1e-5 for row in job.iterations] == [True] * 2
+    assert all(float(row["grad_norm"]) > 0.0 for row in job.iterations)
+    trained = job.out / "trained"
+    assert (trained / "preprocessor_config.json").is_file()
+
+    from transformers import AutoModelForImageTextToText
+
+    factory: Any = AutoModelForImageTextToText
+    _, report = factory.from_pretrained(trained, output_loading_info=True)
+    assert not any(report.values())
+    model = f'[model]\npath = "{trained}"\n\n'
+    text = re.sub(r"\[model\].*?(?=\[data\])", model, job.file.read_text(), flags=re.DOTALL)
+    job.file.write_text(text)
+    job.out = tmp_path / "again"
+    job.succeed(*INFERENCE, "--training.iterations", 1)
+    assert float(job.iterations[0]["engine_actor_difference"]) < 1e-5
+
+
 @pytest.mark.usefixtures("no_cluster")
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -100,7 +133,7 @@ def test_a_run_learns_from_images_goes_on_and_is_evaluated_again(seeing: SeeingJ
             ("--model.config.scale_factor", 4),
             "the vision tower makes 1 vectors of images that have",
         ),
-        (("--model.config.model_type", "qwen2_vl"), "a model of the family 'qwen2_vl' takes none"),
+        (("--model.config.model_type", "qwen3_vl"), "a model of the family 'qwen3_vl' takes none"),
     ],
 )
 def test_what_was_not_made_for_images_is_refused(
