@@ -424,6 +424,9 @@ class Family(NamedTuple):
     """whether its prompts may have images"""
 
 
+QWEN_VL: Final = (
+    "vLLM loads a processor of videos with it, which needs torchvision, and was not tried with one"
+)
 FAMILIES: Final[Mapping[str, Family]] = {
     "arcee": Family("untried"),
     "cohere": Family(),
@@ -444,7 +447,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "granite": Family(),
     "granitemoe": Family(),
     "helium": Family("untried"),
-    "idefics3": Family("no", "prompts with images were not tried with it", sees=True),
+    "idefics3": Family(sees=True),
     "llama": Family(),
     "mistral": Family(),
     "mixtral": Family(routes=True),
@@ -456,9 +459,9 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "phi": Family("untried"),
     "phi3": Family(),
     "qwen2": Family(),
-    "qwen2_5_vl": Family("no", "prompts with images were not tried with it", sees=True),
+    "qwen2_5_vl": Family("no", QWEN_VL, sees=True),
     "qwen2_moe": Family(routes=True),
-    "qwen2_vl": Family("no", "prompts with images were not tried with it", sees=True),
+    "qwen2_vl": Family("no", QWEN_VL, sees=True),
     "qwen3": Family(),
     "qwen3_moe": Family(routes=True),
     "seed_oss": Family("untried"),

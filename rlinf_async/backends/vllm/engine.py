@@ -30,9 +30,11 @@ from rlinf_async.backends.language import EngineDied
 from rlinf_async.backends.language_training.lora import write_update
 from rlinf_async.backends.transformers.folder import ModelFolder, open_folder
 from rlinf_async.backends.transformers.formats import ResponseFormats
+from rlinf_async.backends.transformers.images import processor_in
 from rlinf_async.backends.transformers.tensors import ModelTensors, check_fit, check_kind
 from rlinf_async.backends.vllm.config import VllmEngineConfig, asked_log_probs
 from rlinf_async.backends.vllm.formats import RequestedFormat
+from rlinf_async.backends.vllm.images import engine_input
 from rlinf_async.backends.vllm.library import (
     adapter_request,
     collect_in_arrays,
@@ -43,6 +45,7 @@ from rlinf_async.backends.vllm.library import (
     start_llm,
 )
 from rlinf_async.backends.vllm.shared import Known, UpdateSharing
+from rlinf_async.data.images import ImageProcessor
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Generated, Request, Tokens
 from rlinf_async.messages.weights import WeightUpdate, refuse_older
@@ -70,6 +73,7 @@ class VllmEngine:
         self._device = device
         self._folder: ModelFolder | None = None
         self._tensors: ModelTensors | None = None
+        self._processor: ImageProcessor | None = None
         self._formats: ResponseFormats | None = None
         self._llm: Any = None
         self.version = -1
@@ -112,11 +116,13 @@ class VllmEngine:
             open_folder, config.model, context=config.context, needs_weights=needs_weights
         )
         self._formats = ResponseFormats(folder)
-        self._tensors = await asyncio.to_thread(ModelTensors, folder.config)
+        self._tensors = await asyncio.to_thread(ModelTensors, folder.described)
+        if folder.sees:
+            self._processor = await asyncio.to_thread(processor_in, Path(folder.path))
         self._llm = await asyncio.to_thread(start_llm, config, folder, self._seed, self._device)
         self._check_alive()  # it may have been closed meanwhile
         collect_in_arrays(self._llm.output_processor, self._watch)
-        await self._ask([0], make_sampling(max_tokens=1), "warm up", 0)  # it takes seconds
+        await self._ask(_tokens([0]), make_sampling(max_tokens=1), "warm up", 0)  # it takes seconds
         await self._set_version(0 if config.weights == "folder" else -1)
 
     async def generate(self, request: Request) -> Generated:
@@ -148,7 +154,8 @@ class VllmEngine:
         identity = f"{request.name}#{self._asked}"
         self._running[identity] = request
         try:
-            output = await self._ask(prompt, params, identity, request.priority)
+            given = engine_input(request.prompt, prompt, self._processor)
+            output = await self._ask(given, params, identity, request.priority)
         finally:
             del self._running[identity]
         cached = output.num_cached_tokens
@@ -328,18 +335,18 @@ class VllmEngine:
         tokens: list[int] = [*prompt.tolist(), *response.tolist()]
         params = make_sampling(max_tokens=1, prompt_logprobs=0)
         self._asked += 1
-        output = await self._ask(tokens, params, f"log-probs#{self._asked}", 0)
+        output = await self._ask(_tokens(tokens), params, f"log-probs#{self._asked}", 0)
         found = output.prompt_logprobs
         # Of each position, the first entry is of the token that stands there; the first has none.
         starts = found.start_indices[len(prompt) : len(tokens)]
         return np.array([found.logprobs[at] for at in starts], np.float32)
 
-    async def _ask(self, prompt: list[int], params: Any, identity: str, priority: int) -> Any:
+    async def _ask(self, prompt: Any, params: Any, identity: str, priority: int) -> Any:
         """Return the final output of one request."""
         output = None
         try:
             async for part in self._llm.generate(
-                {"prompt_token_ids": prompt},
+                prompt,
                 params,
                 identity,
                 priority=priority,
@@ -379,6 +386,11 @@ class VllmEngine:
     def _check_alive(self) -> None:
         if self._failure is not None:
             raise EngineDied(self._failure)
+
+
+def _tokens(token_ids: list[int]) -> Any:
+    """A prompt without images, as vLLM takes it."""
+    return {"prompt_token_ids": token_ids}
 
 
 def _nothing() -> None:

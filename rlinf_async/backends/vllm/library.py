@@ -222,7 +222,8 @@ def _arguments(
         # The default is the model's own log-probs, before temperature, top-k and top-p.
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": 2 * MOST_KEPT,
-        "skip_tokenizer_init": True,
+        # Of models that see images, vLLM's processor wants one, though it has nothing to prepare.
+        "skip_tokenizer_init": not folder.sees,
         "generation_config": "vllm",  # no sampling settings from the model's folder
         "disable_log_stats": True,
         "worker_extension_cls": EXTENSION,

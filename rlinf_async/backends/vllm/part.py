@@ -27,6 +27,7 @@ class Vllm(EnginePart):
     library = "vllm"
     extra = "vllm"
     factory = "rlinf_async.backends.vllm.engine:VllmEngine"
+    sees_images = True
     honours = frozenset({"min_p", "logit_bias", "repetition_penalty", "grammar"})
 
     def placed(

@@ -120,7 +120,6 @@ def test_a_model_with_positions_in_grids_learns_goes_on_and_is_loaded_again(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--rollout.backend", "vllm"), "'vllm' does not serve models that see images"),
         (("--actor.backend", "megatron"), "'megatron' does not train models that see images"),
         (("--rollout.backend", "toy", "--actor.backend", "toy"), "data.image_column: prompts have"),
         (("--actor.lora.rank", 4), "actor.lora.rank: this was not made for models that see"),
@@ -143,6 +142,20 @@ def test_what_was_not_made_for_images_is_refused(
     assert ended.code == 2, ended.err
     assert message in ended.err
     assert not seeing.out.exists()
+
+
+@pytest.mark.usefixtures("no_cluster")
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+def test_vllm_is_refused_where_it_needs_a_processor_of_videos(
+    family: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = SeeingJob(tmp_path, capsys, family)
+    ended = job.train("--rollout.backend", "vllm")
+    assert ended.code == 2
+    assert "model.config.model_type: models of the family" in ended.err
+    assert "torchvision" in ended.err
+    assert "set rollout.backend to 'transformers'" in ended.err
+    assert not job.out.exists()
 
 
 @pytest.mark.usefixtures("no_cluster")
