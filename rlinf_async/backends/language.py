@@ -424,9 +424,7 @@ class Family(NamedTuple):
     """whether its prompts may have images"""
 
 
-QWEN_VL: Final = (
-    "vLLM loads a processor of videos with it, which needs torchvision, and was not tried with one"
-)
+QWEN_VL: Final = "vLLM's model of it (qwen2_vl.py) imports torchvision, with which it was not tried"
 FAMILIES: Final[Mapping[str, Family]] = {
     "arcee": Family("untried"),
     "cohere": Family(),

@@ -146,7 +146,7 @@ def test_what_was_not_made_for_images_is_refused(
 
 @pytest.mark.usefixtures("no_cluster")
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
-def test_vllm_is_refused_where_it_needs_a_processor_of_videos(
+def test_vllm_is_refused_where_its_model_needs_torchvision(
     family: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = SeeingJob(tmp_path, capsys, family)
