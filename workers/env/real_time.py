@@ -89,8 +89,10 @@ class _Outcome(NamedTuple):
     rewards: list[float]
     """those of the steps since it asked last"""
     counts: ControlCounts
+    over: bool = False
+    """whether the episode is over"""
     ended: Stepped | None = None
-    """the last step of an episode that is over"""
+    """its last step, if it had one"""
     stopped: str = ""
     """why an episode has ended that the environment did not end"""
 
@@ -240,7 +242,7 @@ class RealTimeEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._thread, self._clock, self._config = _Thread(), clock, config
         self._questions: _Questions | None = None
         self._playing: Future[None] | None = None
-        self._emergency, self._closed = "", False
+        self._emergency, self._closed, self._over = "", False, False
         try:
             super().__init__(self._thread.begin(make).result())
         except BaseException:
@@ -292,7 +294,7 @@ class RealTimeEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
                 ended = last[0] if last else None
                 over = gather(ended.observation if ended else shown)
                 stopped = loop.controller.stopped
-                questions.asked.put(over._replace(ended=ended, stopped=stopped))
+                questions.asked.put(over._replace(over=True, ended=ended, stopped=stopped))
             except _Left:
                 pass
             except BaseException as error:
@@ -305,8 +307,8 @@ class RealTimeEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         questions = self._questions
-        if questions is None:
-            raise RuntimeError("step before reset")
+        if questions is None or self._over:
+            raise RuntimeError("no episode is played: call reset before step")
         questions.answer(np.asarray(action))
         told = self._told(questions)
         self._raise_emergency()
@@ -344,6 +346,7 @@ class RealTimeEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def _told(self, questions: _Questions) -> _Outcome:
         told = questions.asked.get()
+        self._over = isinstance(told, BaseException) or told.over
         if isinstance(told, BaseException):
             raise told
         return told

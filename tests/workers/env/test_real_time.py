@@ -118,17 +118,17 @@ def test_each_step_of_the_robot_is_in_the_reward_of_one_step_and_has_one_command
 
 
 def test_a_single_action_is_one_command_where_it_comes_in_time() -> None:
-    slow = ControlConfig(hz=1.0, deadline=1.0)
+    slow = ControlConfig(hz=0.01, deadline=100.0)
     clock = Skipping()
     with playing(slow, size=1, clock=clock, limit=3) as (env, line):
         env.reset()
         questions = env._questions
         assert questions is not None
         for number in range(3):
-            # The next step is due, as its question is asked, only when a second has gone by.
+            # The next step is due, as its question is asked, only when 100 seconds have gone by.
             questions.answer(np.full(2, float(number)))
             if number < 2:
-                clock.ahead += 1.0
+                clock.ahead += 100.0
                 with questions._changed:
                     questions._changed.notify_all()
                 told = questions.asked.get()
@@ -179,15 +179,24 @@ def test_a_missed_deadline_may_cut_the_episode_and_the_next_one_begins() -> None
     control = ControlConfig(hz=100.0, on_late="stop")
     with playing(control, clock=clock, limit=10_000) as (env, line):
         env.reset()
-        env.step(chunk(0))
-        clock.ahead += 3600.0
         over = cut = False
         while not cut:
+            clock.ahead += 3600.0
             _, _, over, cut, _ = env.step(chunk(1))
         assert not over
         env.reset()
         assert line.commands == []
         env.step(chunk(1))
+
+
+def test_a_step_without_an_episode_is_an_error_and_waits_for_nothing() -> None:
+    with playing(limit=1) as (env, _):
+        with pytest.raises(RuntimeError, match="call reset before step"):
+            env.step(chunk(0))
+        env.reset()
+        assert env.step(chunk(0))[2]
+        with pytest.raises(RuntimeError, match="call reset before step"):
+            env.step(chunk(0))
 
 
 def test_an_emergency_ends_the_run_and_no_episode_follows() -> None:
