@@ -219,6 +219,20 @@ def soft_target(
     return reward + discount * soft_value
 
 
+def soft_value(values: Tensor, log_probs: Tensor, entropy_coefficient: Tensor) -> Tensor:
+    """Return ``sum of pi (min Q - alpha log pi)`` over the choices, ``[B]``: what `soft_target` has
+    for one sample, as an expectation (Christodoulou 2019, equation 10). Less its mean is the
+    policy's loss (equation 12).
+
+    Args:
+        values: ``[E, B, A]``: those of every choice.
+        log_probs: ``[B, A]``.
+        entropy_coefficient: a scalar, "alpha".
+    """
+    each = values.amin(0) - entropy_coefficient * log_probs
+    return (log_probs.exp() * each).sum(-1)
+
+
 def critic_loss(values: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
     """Return the sum over the critics of half their mean squared error: 2019, equation 5.
 

@@ -55,8 +55,8 @@ class SacLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     initial_entropy_coefficient: float = 1.0
     """entropy coefficient at first, where it is learnt"""
     target_entropy: float | None = None
-    """target of the entropy, where its coefficient is learnt; minus the number of values of an
-    action when left out"""
+    """target of the entropy, where its coefficient is learnt; when left out, minus the number of
+    values of an action, and of choices ``0.98 log(choices)``"""
     critics: int = 2
     """number of critics, which learn the same target"""
     target_critics: int | None = None

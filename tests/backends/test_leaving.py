@@ -75,6 +75,8 @@ KINDS = (
     Kind("gru", VECTOR, DiscreteSpace(3)),
     Kind("mlp_squashed_gaussian", VECTOR, REACH, "rescale"),
     Kind("cnn_squashed_gaussian", IMAGE, REACH, "rescale"),
+    Kind("mlp_soft_categorical", NUMBERS, DiscreteSpace(4, start=-1)),
+    Kind("cnn_soft_categorical", ARM, DiscreteSpace(3)),
     Kind("flow_action", ARM, BoxSpace((3, 2), "float32", -2.0, 1.0), "rescale", 3),
 )
 

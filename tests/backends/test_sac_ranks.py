@@ -19,11 +19,13 @@ from rlinf_async.backends.sac_config import (
 )
 from rlinf_async.messages.embodied import ReplayBatch
 from tests.backends.fsdp_helpers import in_processes, load_result, save_result
+from tests.backends.test_sac_choices import POLICY as CHOOSING
+from tests.backends.test_sac_choices import chosen
 from tests.backends.test_sac_images import IMAGES, image_batch
 from tests.backends.test_sac_trainer import POLICY, batch
 
 UPDATES = 10
-POLICIES = {"vector": POLICY, "images": IMAGES, "rlpd": POLICY}
+POLICIES = {"vector": POLICY, "images": IMAGES, "rlpd": POLICY, "choices": CHOOSING}
 COLUMNS = ("weight", "observation", "action", "reward", "next_observation", "discount", "version")
 CONFIG = SacTrainerConfig(
     fsdp=SacShardingConfig(optimizer=SacOptimizerConfig(lr=3e-3, value_lr=1e-2, max_grad_norm=5.0))
@@ -43,7 +45,8 @@ def share(whole: ReplayBatch, world_size: int, rank: int) -> ReplayBatch:
 
 
 def weighted(kind: str, number: int) -> ReplayBatch:
-    one = image_batch(number) if kind == "images" else batch(number)
+    drawn = {"images": image_batch, "choices": chosen}
+    one = drawn.get(kind, batch)(number)
     one.weight = np.random.default_rng(number).uniform(0.2, 1.0, len(one.weight)).astype("f4")
     if kind == "rlpd":
         one.demonstrated = np.arange(len(one.weight)) < 4  # all on the first rank

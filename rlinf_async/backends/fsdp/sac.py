@@ -38,6 +38,7 @@ from rlinf_async.algorithms.losses import (
     policy_loss,
     polyak_update,
     soft_target,
+    soft_value,
 )
 from rlinf_async.backends.base import FirstWeights, GradientStep, TrainingDiverged
 from rlinf_async.backends.building import building
@@ -47,6 +48,7 @@ from rlinf_async.backends.fsdp.state import local_shard
 from rlinf_async.backends.policies.base import ObservationTensors, find_policy, to_tensors
 from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.backends.policies.images import random_shift
+from rlinf_async.backends.policies.off_policy import SoftCategoricalPolicy
 from rlinf_async.backends.policies.squashed import SquashedGaussianPolicy
 from rlinf_async.backends.sac_config import SacLossConfig, SacTrainerConfig
 from rlinf_async.messages.embodied import Bools, Floats, ReplayBatch
@@ -66,7 +68,7 @@ class SacBatch(NamedTuple):
     """``[N, D]``, or fields ``[N, ...]``"""
     next_observation: ObservationTensors
     action: Tensor
-    """``[N, A]``"""
+    """``[N, A]``; int64 ``[N]`` of choices"""
     reward: Tensor
     """``[N]``"""
     discount: Tensor
@@ -100,11 +102,15 @@ class SacLosses(NamedTuple):
 class Critics(nn.Module):
     """``E`` MLPs of features and an action, ReLU between the layers, in one multiplication.
 
+    Where actions are choices, ``action`` is None: the values are those of every choice, ``[E, N,
+    A]``.
+
     Weights begin as those of `torch.nn.Linear`. All share the head of the features.
 
     Args:
-        head: head for the features ``[N, F]``, see `SquashedGaussianPolicy`.
-        sizes: sizes of the layers, from what the head makes and an action to the value.
+        head: head for the features ``[N, F]``, see `OffPolicyPolicy`.
+        sizes: sizes of the layers, from what the head makes, and a continuous action, to the value,
+            or to those of all choices.
         count: ``E``.
         layer_norm: whether each hidden layer is normalised before its ReLU, with a scale and a
             shift of its own in each critic (Ba et al. 2016).
@@ -128,7 +134,9 @@ class Critics(nn.Module):
             self.scales.append(nn.Parameter(torch.ones(count, 1, size)))
             self.shifts.append(nn.Parameter(torch.zeros(count, 1, size)))
 
-    def forward(self, features: Tensor, action: Tensor, which: Tensor | None = None) -> Tensor:
+    def forward(
+        self, features: Tensor, action: Tensor | None, which: Tensor | None = None
+    ) -> Tensor:
         """Return values ``[E, N]``, or ``[K, N]`` of the critics ``which [K]``."""
         layers = self._layers
         if which is not None:
@@ -151,14 +159,15 @@ class Critics(nn.Module):
         return [[*pair, *norm] for pair, norm in zip(linear, norms, strict=True)]
 
     @staticmethod
-    def _values(seen: Tensor, action: Tensor, layers: list[list[Tensor]]) -> Tensor:
-        hidden = torch.cat([seen, action], -1).expand(len(layers[0][0]), -1, -1)
+    def _values(seen: Tensor, action: Tensor | None, layers: list[list[Tensor]]) -> Tensor:
+        inputs = seen if action is None else torch.cat([seen, action], -1)
+        hidden = inputs.expand(len(layers[0][0]), -1, -1)
         for index, (weight, bias, *norm) in enumerate(layers):
             hidden = torch.baddbmm(bias, hidden if index == 0 else functional.relu(hidden), weight)
             if norm:
                 scale, shift = norm
                 hidden = functional.layer_norm(hidden, hidden.shape[-1:]) * scale + shift
-        return hidden.squeeze(-1)
+        return hidden if action is None else hidden.squeeze(-1)
 
 
 class SacModel(nn.Module):
@@ -183,10 +192,7 @@ class SacModel(nn.Module):
 
     def __init__(self, policy: PolicyConfig, sac: SacLossConfig) -> None:
         super().__init__()
-        found = find_policy(policy.name)(policy)
-        if not isinstance(found, SquashedGaussianPolicy):
-            raise ValueError(f"soft actor-critic cannot train the policy {policy.name!r}")
-        self.policy: SquashedGaussianPolicy[Any] = found
+        self.policy = self._policy(policy)
         self._sac = sac
         self.critic, self.target = self._critics(policy), self._critics(policy)
         self.target.load_state_dict(self.critic.state_dict())
@@ -195,7 +201,19 @@ class SacModel(nn.Module):
             torch.full((1,), math.log(sac.initial_entropy_coefficient))
         )
         asked = sac.target_entropy
-        self._target_entropy = -float(policy.action_size) if asked is None else asked
+        self._target_entropy = self.entropy_aimed_at(policy) if asked is None else asked
+
+    @staticmethod
+    def _policy(config: PolicyConfig) -> Any:
+        found = find_policy(config.name)(config)
+        if not isinstance(found, SquashedGaussianPolicy):
+            raise ValueError(f"soft actor-critic cannot train the policy {config.name!r}")
+        return found
+
+    @staticmethod
+    def entropy_aimed_at(policy: PolicyConfig) -> float:
+        """Return the target of the entropy where none is set: Haarnoja et al. 2018."""
+        return -float(policy.action_size)
 
     def _critics(self, policy: PolicyConfig) -> Critics:
         head, size = self.policy.new_head()
@@ -215,14 +233,9 @@ class SacModel(nn.Module):
         if fixed is not None:
             coefficient = coefficient.new_full((1,), fixed)
         with torch.no_grad():
-            following = self.policy.features(batch.next_observation)
-            next_action, next_log_prob = self.policy.sample(following, batch.next_noise)
-            next_values = self.target(following, next_action, batch.target_critics)
-            target = soft_target(
-                batch.reward, batch.discount, next_values, next_log_prob, coefficient
-            )
+            target = self._aimed_at(batch, coefficient)
         seen = self.policy.features(batch.observation)
-        values = self.critic(seen, batch.action)
+        values = self._valued(seen, batch.action)
         total = of_critics = critic_loss(values, target, batch.weight)
         of_policy = entropy = coefficient.new_full((), math.nan)
         if batch.trains_policy:
@@ -241,15 +254,81 @@ class SacModel(nn.Module):
         # A sum and no view: FSDP2 loses its hooks on outputs that are views.
         return SacLosses(total.sum(), error, value, stacked)
 
+    def _aimed_at(self, batch: SacBatch, coefficient: Tensor) -> Tensor:
+        """The target of the critics, ``[N]``."""
+        following = self.policy.features(batch.next_observation)
+        next_action, next_log_prob = self.policy.sample(following, batch.next_noise)
+        next_values = self.target(following, next_action, batch.target_critics)
+        return soft_target(batch.reward, batch.discount, next_values, next_log_prob, coefficient)
+
+    def _valued(self, seen: Tensor, action: Tensor) -> Tensor:
+        """The critics' values of the actions that were taken, ``[E, N]``."""
+        values: Tensor = self.critic(seen, action)
+        return values
+
     def _policy_loss(
         self, seen: Tensor, noise: Tensor, coefficient: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The policy's loss, and the log-probs ``[N]`` of the actions that it sampled."""
+        """The policy's loss, and the log-probs ``[N]`` of the actions that it sampled, or what is
+        expected of them."""
         acted, log_prob = self.policy.sample(seen, noise)
         values = self.critic.frozen(seen, acted)
         if self._sac.target_critics is not None:
             values = values.mean(0, keepdim=True)
         return policy_loss(log_prob, values, coefficient), log_prob
+
+
+class ChoosingSacModel(SacModel):
+    """The same where an action is one choice: the critics know the values of all, so what else is
+    sampled is an expectation.
+
+    Source: Christodoulou 2019, "Soft Actor-Critic for Discrete Action Settings"; its target of the
+    entropy is 0.98 of that of uniform choices.
+    """
+
+    @staticmethod
+    def _policy(config: PolicyConfig) -> Any:
+        found = find_policy(config.name)(config)
+        if not isinstance(found, SoftCategoricalPolicy):
+            raise ValueError(f"soft actor-critic cannot train the policy {config.name!r}")
+        return found
+
+    @staticmethod
+    def entropy_aimed_at(policy: PolicyConfig) -> float:
+        """Return the target of the entropy where none is set."""
+        return 0.98 * math.log(policy.action_size)
+
+    def _critics(self, policy: PolicyConfig) -> Critics:
+        head, size = self.policy.new_head()
+        sizes, sac = (size, *policy.hidden_sizes, policy.action_size), self._sac
+        return Critics(head, sizes, sac.critics, layer_norm=sac.critic_layer_norm)
+
+    def _aimed_at(self, batch: SacBatch, coefficient: Tensor) -> Tensor:
+        following = self.policy.features(batch.next_observation)
+        values = self.target(following, None, batch.target_critics)
+        following_value = soft_value(values, self.policy.log_probs(following), coefficient)
+        return batch.reward + batch.discount * following_value
+
+    def _valued(self, seen: Tensor, action: Tensor) -> Tensor:
+        values: Tensor = self.critic(seen, None)
+        taken = action.expand(len(values), -1).unsqueeze(-1)
+        return values.gather(-1, taken).sum(-1)
+
+    def _policy_loss(
+        self, seen: Tensor, noise: Tensor, coefficient: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            values = self.critic(seen, None)
+            if self._sac.target_critics is not None:
+                values = values.mean(0, keepdim=True)
+        log_probs = self.policy.log_probs(seen)
+        expected = (log_probs.exp() * log_probs).sum(-1)
+        return -soft_value(values, log_probs, coefficient).mean(), expected
+
+
+def model_for(policy: PolicyConfig) -> type[SacModel]:
+    """Return the model that learns actions of this kind."""
+    return ChoosingSacModel if policy.acts.discrete else SacModel
 
 
 SKIPPED_IN_A_ROW = 100
@@ -279,12 +358,13 @@ class SacTrainer:
                 "than of their targets, which follow them; over several ranks take 'fsdp2'"
             )
         self.config = config
-        model = partial(SacModel, policy, config.sac)
+        model = partial(model_for(policy), policy, config.sac)
         self.manager = FSDPModelManager(config.fsdp, world_size, rank, model)
         with building(config.seed):
             self.manager.setup_model_and_optimizer()
         self._generator = torch.Generator(self.manager.device).manual_seed(config.seed)
-        self._action_size = policy.action_size
+        self._noise_size = 0 if policy.acts.discrete else policy.action_size
+        """numbers of noise for an action; choices need none"""
         self._images = [image.name for image in policy.sees.of_kind("image")]
         self.version = 0
         """number of iterations that were trained"""
@@ -391,10 +471,11 @@ class SacTrainer:
         return observed
 
     def _noise(self, share: int) -> Tensor:
-        """Standard normal noise ``[share, A]``: this rank's part of that of all."""
+        """This rank's part of the standard normal noise of all: ``[share, A]``, or ``[share, 0]``
+        for choices."""
         manager = self.manager
         whole = torch.randn(
-            (manager.world_size, share, self._action_size),
+            (manager.world_size, share, self._noise_size),
             generator=self._generator,
             device=manager.device,
         )

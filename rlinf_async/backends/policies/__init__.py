@@ -7,7 +7,8 @@
     mlp.py        one vector of numbers; actions of one or several factors
     images.py     images
     recurrent.py  one vector of numbers, and a memory
-    squashed.py   continuous actions within [-1, 1], for soft actor-critic
+    off_policy.py for soft actor-critic: what its policies share, and that of one choice
+    squashed.py   and that of continuous actions within [-1, 1]
     vision_language/   images and text, actions as tokens
     flow_action/       chunks of actions, integrated from noise
     moments.py    running statistics, published with the weights

@@ -184,6 +184,7 @@ policies: Registry[PolicyBuilder] = Registry(
         "rlinf_async.backends.policies.mlp",
         "rlinf_async.backends.policies.images",
         "rlinf_async.backends.policies.recurrent",
+        "rlinf_async.backends.policies.off_policy",
         "rlinf_async.backends.policies.squashed",
         "rlinf_async.backends.policies.vision_language.policy",
         "rlinf_async.backends.policies.flow_action.policy",

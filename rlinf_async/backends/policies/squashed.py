@@ -9,71 +9,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Final
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
 from rlinf_async.algorithms.losses import squashed_log_prob
 from rlinf_async.backends.policies.base import (
     Evaluation,
     ObservedT,
-    Policy,
     Step,
     register_policy,
 )
 from rlinf_async.backends.policies.config import PolicyConfig, cnn_misfit, mlp_misfit
-from rlinf_async.backends.policies.images import FeatureHead, ImageEncoder
+from rlinf_async.backends.policies.images import ImageEncoder
+from rlinf_async.backends.policies.off_policy import OffPolicyPolicy, count
 
 LOG_STD_MIN: Final = -20.0
 LOG_STD_MAX: Final = 2.0
 
 
-class SquashedGaussianPolicy(Policy[ObservedT]):
-    """Mean and deviation of each number of an action, from one MLP with ReLU between its layers.
-
-    It has no value: where one is asked for, it is 0. Observations are not normalised. As long as
-    ``uniform`` is set it samples uniformly in [-1, 1], whatever it sees.
-
-    Features ``[N, F]`` of an observation are what the critics see, too: the vector itself, or what
-    an encoder makes of images. A head makes of them the inputs of an MLP; policy and critics have
-    one each.
-
-    Args:
-        config: sizes of the layers, and spaces.
-        encoder: encoder of images; None: observations are one vector.
-    """
-
-    off_policy = True
-    normalizes = False
-    uniform: Tensor
+class SquashedGaussianPolicy(OffPolicyPolicy[ObservedT]):
+    """Mean and deviation of each number of an action."""
 
     def __init__(self, config: PolicyConfig, encoder: ImageEncoder | None = None) -> None:
-        super().__init__(config)
-        self._size, self._vector = config.action_size, config.observation_size
-        self.encoder = encoder
-        self.head, inputs = self.new_head()
-        sizes = (inputs, *config.hidden_sizes, 2 * config.action_size)
-        self.actor = nn.Sequential(*(nn.Linear(*pair) for pair in pairwise(sizes)))
-        self.register_buffer("uniform", torch.ones((), dtype=torch.bool))
-
-    def new_head(self) -> tuple[nn.Module, int]:
-        """Return a new head for features, and the number of its outputs."""
-        if self.encoder is None:
-            return nn.Identity(), self._vector
-        head = FeatureHead(self.encoder)
-        return head, head.size
-
-    def features(self, observation: ObservedT) -> Tensor:
-        """Return what the critics see too, ``[N, F]``, with gradients."""
-        if self.encoder is not None:
-            encoded: Tensor = self.encoder(observation)
-            return encoded
-        if not isinstance(observation, Tensor):
-            raise TypeError("a policy without an encoder takes one vector")
-        return observation
+        super().__init__(config, 2 * config.action_size, encoder)
 
     def sample(self, features: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Return the actions ``[N, A]`` of standard normal ``noise [N, A]``, with gradients, and
@@ -88,7 +48,7 @@ class SquashedGaussianPolicy(Policy[ObservedT]):
 
     @torch.no_grad()
     def act(self, observation: ObservedT, generator: torch.Generator | None = None) -> Step:
-        shape, device = (_count(observation), self._size), self.uniform.device
+        shape, device = (count(observation), self._size), self.uniform.device
         value = torch.zeros(shape[0], device=device)
         if self.uniform.item():
             drawn = torch.rand(shape, generator=generator, device=device)
@@ -105,14 +65,6 @@ class SquashedGaussianPolicy(Policy[ObservedT]):
         self.require_finite(mean=mean)
         return mean.tanh()
 
-    @torch.no_grad()
-    def value(self, observation: ObservedT) -> Tensor:
-        return torch.zeros(_count(observation), device=self.uniform.device)
-
-    def normalized(self, observation: ObservedT) -> ObservedT:
-        """Return observations as they are."""
-        return observation
-
     def forward(self, normalized: ObservedT, action: Tensor) -> Evaluation:
         """Log-probs of ``action``, whose entropy has no closed form: a single-sample estimate."""
         mean, log_std = self._outputs(self.features(normalized))
@@ -122,10 +74,7 @@ class SquashedGaussianPolicy(Policy[ObservedT]):
         return Evaluation(log_prob, -log_prob, log_prob.new_zeros(len(log_prob)))
 
     def _outputs(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = self.head(features)
-        for index, layer in enumerate(self.actor):
-            hidden = layer(hidden if index == 0 else functional.relu(hidden))
-        mean, log_std = hidden.chunk(2, -1)
+        mean, log_std = self.outputs(features).chunk(2, -1)
         return mean, log_std.clamp(LOG_STD_MIN, LOG_STD_MAX)
 
 
@@ -158,10 +107,3 @@ def _action_misfit(config: PolicyConfig) -> str:
     if config.acts.continuous:
         return ""
     return "it samples one Box of continuous actions; the environment's are others"
-
-
-def _count(observation: Tensor | Mapping[str, Tensor]) -> int:
-    """``N``, of observations of either form."""
-    if isinstance(observation, Tensor):
-        return len(observation)
-    return len(next(iter(observation.values())))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from typing import Any
 
 import gymnasium
@@ -78,7 +79,7 @@ TAKEN = BOXES | OPEN | CHOICE | CHOICES | MIXED
 POLICIES = (
     *("auto", "mlp_gaussian", "mlp_categorical", "mlp_factored", "cnn", "gru"),
     *("mlp_squashed_gaussian", "cnn_squashed_gaussian", "vision_language_action"),
-    "flow_action",
+    *("mlp_soft_categorical", "cnn_soft_categorical", "flow_action"),
 )
 
 
@@ -160,11 +161,12 @@ def test_a_policy_acts_in_its_spaces_as_its_name_says_or_is_refused(policy: str,
 
 
 @pytest.mark.parametrize("seen", SEEN)
-def test_soft_actor_critic_takes_bounded_boxes_and_reads_no_text(seen: str) -> None:
+def test_soft_actor_critic_takes_bounded_boxes_and_choices_and_reads_no_text(seen: str) -> None:
     wrong: list[str] = []
-    for taken in TAKEN:
+    modes: tuple[Bounds, ...] = ("clip", "rescale")
+    for taken, mode in itertools.product(TAKEN, modes):
         config = SacConfig(
-            env=configured(PolicyConfig(), seen, taken, "rescale").env,
+            env=configured(PolicyConfig(), seen, taken, mode).env,
             training=SacTrainingConfig(total_steps=640, steps_per_iteration=16),
             replay=ReplayConfig(capacity=1000),
             cluster=HERE,
@@ -175,8 +177,9 @@ def test_soft_actor_critic_takes_bounded_boxes_and_reads_no_text(seen: str) -> N
             accepted = False
         else:
             accepted = True
-        if accepted != (seen in (*FLAT, *PICTURES) and taken in BOXES):
-            wrong.append(f"{seen}, {taken}: accepted is {accepted}")
+        acts = taken in (BOXES if mode == "rescale" else CHOICE)
+        if accepted != (seen in (*FLAT, *PICTURES) and acts):
+            wrong.append(f"{seen}, {taken}, {mode}: accepted is {accepted}")
     assert not wrong
 
 

@@ -71,6 +71,16 @@ def test_images_are_stored_as_bytes_and_learnt_from(job: Job, storage: tuple[obj
         assert (job.out / "replay/observation.bin").stat().st_size == slots
 
 
+def test_choices_are_learnt_from_and_a_resumed_run_goes_on(job: Job) -> None:
+    choosing = ("--env.id", "CartPole-v1", "--env.actions", "clip")
+    job.succeed(*choosing, "--training.total_steps", 4 * STEPS)
+    job.check_books(4)
+    job.succeed(*choosing, "--resume")
+    job.check_books(6)
+    trained = [row for row in job.iterations if row["updates"]]
+    assert all(0.0 < float(row["entropy"]) <= math.log(2) for row in trained)
+
+
 @pytest.mark.parametrize("storage", [(), MEMORY], ids=["disk", "memory"])
 def test_a_resumed_run_goes_on_with_the_same_store(job: Job, storage: tuple[object, ...]) -> None:
     job.succeed(*PRIORITIZED, *storage, "--training.total_steps", 4 * STEPS)

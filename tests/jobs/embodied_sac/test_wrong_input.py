@@ -15,8 +15,12 @@ KITCHEN = "tests.jobs.embodied.envs:Kitchen"
 @pytest.mark.parametrize(
     ("setting", "value", "message"),
     [
-        ("env.id", "CartPole-v1", "CartPole-v1 takes actions that are no single Box (choice (2))"),
-        ("env.entry_point", KITCHEN, "takes actions that are no single Box"),
+        (
+            "env.id",
+            "CartPole-v1",
+            "env.actions: 'rescale' stretches numbers to the bounds of a Box",
+        ),
+        ("env.entry_point", KITCHEN, "takes actions that are no single Box or Discrete"),
         ("env.actions", "clip", "env.actions: 'clip', but the policy's actions lie in [-1, 1]"),
         ("env.group_size", 2, "env.group_size: 2 was given; soft actor-critic learns from single"),
         ("replay.capacity", 8, "batch_size is 16, which is more than the capacity of 8"),

@@ -624,6 +624,16 @@ def _unnormalized(config: EmbodiedConfig) -> PolicyConfig:
     return msgspec.structs.replace(policy, observation_clip=math.inf)
 
 
+def check_rescaled(env: EnvConfig, spec: EnvSpec) -> None:
+    """Refuse ``actions = "rescale"`` where no action has numbers."""
+    if env.actions == "rescale" and not spec.action.numbers:
+        raise ConfigError(
+            f"'rescale' stretches numbers to the bounds of a Box, but {env.name} takes "
+            f"{spec.action}: leave it out",
+            path=("env", "actions"),
+        )
+
+
 def fitted(config: EmbodiedConfig, spec: EnvSpec) -> EmbodiedConfig:
     """The configuration with the environment's sizes filled in, and one seed spread over all.
 
@@ -660,12 +670,7 @@ def fitted(config: EmbodiedConfig, spec: EnvSpec) -> EmbodiedConfig:
     )
     if name in MLPS and (problem := mlp_misfit(policy, name)):
         raise ConfigError(problem, path=("actor", "fsdp", "policy", "name"))
-    if config.env.actions == "rescale" and not spec.action.numbers:
-        raise ConfigError(
-            f"'rescale' stretches numbers to the bounds of a Box, but {config.env.name} takes "
-            f"{spec.action}: leave it out",
-            path=("env", "actions"),
-        )
+    check_rescaled(config.env, spec)
     fsdp = replace(config.actor.fsdp, policy=policy)
     advantage = replace(config.actor.advantage, group_size=config.env.group_size)
     return replace(

@@ -31,6 +31,7 @@ from rlinf_async.runtime.jobs.embodied.settings import (
     EnvironmentSettings,
     LengthConfig,
     check_processes,
+    check_rescaled,
 )
 from rlinf_async.workers.env.config import EnvConfig
 from rlinf_async.workers.replay.worker import ReplayConfig
@@ -45,6 +46,7 @@ MAY_DIFFER = (*ALWAYS_MAY_DIFFER, "replay.prefetch")
 """settings and sections that a resumed run may change"""
 
 MLP, CNN = "mlp_squashed_gaussian", "cnn_squashed_gaussian"
+MLP_OF_CHOICES, CNN_OF_CHOICES = "mlp_soft_categorical", "cnn_soft_categorical"
 """policies for one vector, and for images"""
 
 
@@ -153,12 +155,6 @@ def check_sizes(config: SacConfig) -> None:
                 "actions: leave it out",
                 path=("env", setting),
             )
-    if config.env.actions != "rescale":
-        raise ConfigError(
-            f"{config.env.actions!r}, but the policy's actions lie in [-1, 1], which the "
-            "environment stretches to its bounds: set actions = 'rescale'",
-            path=("env", "actions"),
-        )
     if config.actor.fsdp.critic_warmup_steps:
         raise ConfigError(
             f"{config.actor.fsdp.critic_warmup_steps} was given; soft actor-critic has "
@@ -237,14 +233,21 @@ def fitted(config: SacConfig, spec: EnvSpec) -> FittedSac:
     Raises:
         ConfigError: the policy cannot have the environment's spaces.
     """
-    if not spec.action.continuous:
+    if not (spec.action.continuous or spec.action.discrete):
         kinds = ", ".join(f"{factor.kind} ({factor.size})" for factor in spec.action.factors)
         raise ConfigError(
-            f"{config.env.name} takes actions that are no single Box ({kinds}); soft "
-            "actor-critic takes one Box of continuous actions: wrap the environment, or use "
-            "job = 'embodied_ppo'",
+            f"{config.env.name} takes actions that are no single Box or Discrete ({kinds}); soft "
+            "actor-critic takes one Box of continuous actions, or one choice: wrap the "
+            "environment, or use job = 'embodied_ppo'",
             path=("env",),
         )
+    if spec.action.continuous and config.env.actions != "rescale":
+        raise ConfigError(
+            f"{config.env.actions!r}, but the policy's actions lie in [-1, 1], which the "
+            "environment stretches to its bounds: set actions = 'rescale'",
+            path=("env", "actions"),
+        )
+    check_rescaled(config.env, spec)
     if spec.observation.of_kind("text"):
         raise ConfigError(
             f"{config.env.name} shows {spec.observation}; the networks of soft actor-critic "
@@ -265,7 +268,7 @@ def fitted(config: SacConfig, spec: EnvSpec) -> FittedSac:
             for name in ("env", "rollout", "demonstrations", "replay", "actor")
         },
         policy=PolicyConfig(
-            name=MLP if spec.observation.flat else CNN,
+            name=_policy_for(spec),
             observation_size=spec.observation_size,
             action_size=spec.action_size,
             observation=spec.observation,
@@ -275,6 +278,12 @@ def fitted(config: SacConfig, spec: EnvSpec) -> FittedSac:
             action_chunk=1,
         ),
     )
+
+
+def _policy_for(spec: EnvSpec) -> str:
+    if spec.observation.flat:
+        return MLP_OF_CHOICES if spec.action.discrete else MLP
+    return CNN_OF_CHOICES if spec.action.discrete else CNN
 
 
 class SacChannels(EmbodiedChannels):
