@@ -36,6 +36,7 @@ MAY_DIFFER: Final = ("evaluation", "rollout", "reward", "episode", "cluster")
 """sections that an evaluation has another use for than a training"""
 INHERITED: Final = (
     *("split", "prompt_column", "reference_column", "verifier", "verifier_column", "chat"),
+    "image_column",
     *("chat_template", "chat_options", "system_prompt", "max_prompt_tokens", "too_long"),
 )
 """settings of a run's data that hold for other data, too"""
@@ -192,6 +193,8 @@ def _with_data(document: Document, what: _Model) -> dict[str, str | None]:
         return others
     tables, names = document.tables, {path_of(name)[1:2] for name in data}
     base = {name: one for name, one in tables["data"].items() if name in INHERITED}
+    if ("tasks",) in names:
+        base.pop("image_column", None)
     if names & {("verifier",), ("verifier_column",), ("tasks",)}:
         base = {name: one for name, one in base.items() if not name.startswith("verifier")}
     evaluation = {**tables.get("evaluation", {}), "samples": 0, "sets": {OWN: {"data": base}}}

@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rlinf_async.backends.language import LAYER_KINDS
+from rlinf_async.backends.language import LAYER_KINDS, ModelOutputError
 from rlinf_async.backends.transformers.formats import ResponseFormat, ResponseFormats
 from rlinf_async.backends.transformers.images import (
     SeeingPrompt,
@@ -38,6 +38,7 @@ from rlinf_async.backends.transformers.images import (
 from rlinf_async.backends.transformers.routing import RecordedRoutes
 from rlinf_async.backends.transformers.sampling import NOTHING, Rules, draw, kept_sets, uniforms
 from rlinf_async.backends.transformers.tensors import ModelTensors, check_kind, load_weights
+from rlinf_async.config import MissingExtra
 from rlinf_async.data.images import ImageProcessor
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Generated, Images, Kept, Request, Routes, Tokens
@@ -167,6 +168,7 @@ class DecodedRow:
         "_routes",
         "_stop_texts",
         "_versions",
+        "failure",
         "finish",
         "format",
         "images",
@@ -193,6 +195,8 @@ class DecodedRow:
         self._kept: list[NDArray[Any]] = []
         self._routes: list[Routes] = []
         self._routed_by = -1
+        self.failure: Exception | None = None
+        """why it cannot go on; None: it can"""
         self.format: ResponseFormat | None = None
         """what its next token may be, where the sampling has a grammar and it has joined"""
         self.finish: Finish | None = None
@@ -401,12 +405,12 @@ class BatchDecoder:
         self._least = ROWS if self.device.type == "cpu" else 1
 
     @torch.inference_mode()
-    def join(self, rows: Sequence[DecodedRow]) -> None:
-        """Compute the keys and values of these rows' tokens, but of each one's last."""
+    def join(self, rows: Sequence[DecodedRow]) -> list[DecodedRow]:
+        """Compute the keys and values of these rows' tokens, but of each one's last; return those
+        that cannot begin (`DecodedRow.failure`)."""
+        failed = [row for row in rows if not self._has_format(row)]
+        rows = [row for row in rows if row.failure is None]
         for row in rows:
-            if row.sampling.grammar and row.format is None:
-                assert self._formats is not None
-                row.format = self._formats.begin(row.sampling.grammar, row.name, row.response)
             if row.images and row.positions is None:
                 prompt = SeeingPrompt(0, np.array(row.prompt), row.images)
                 row.positions = prompt_positions(prompt, self._processor)
@@ -421,6 +425,31 @@ class BatchDecoder:
             self._prefill(waiting[:count])
             waiting = waiting[count:]
         self._rules = None
+        return failed
+
+    def _has_format(self, row: DecodedRow) -> bool:
+        """Begin its format, where it has one; whether it can."""
+        if row.sampling.grammar and row.format is None:
+            assert self._formats is not None
+            try:
+                row.format = self._formats.begin(row.sampling.grammar, row.name, row.response)
+            except (ValueError, ModelOutputError, MissingExtra) as error:
+                row.failure = error
+        return row.failure is None
+
+    def _allowed(self) -> Tensor | None:
+        """The tokens ``[rows, vocabulary]`` that the formats of the rows allow; None: there are no
+        formats. A row that cannot go on fails alone."""
+        formats = [row.format for row in self.rows]
+        if self._formats is None or not any(formats):
+            return None
+        found = self._formats.possible(formats)
+        for at in (~found.any(-1)).nonzero().flatten().tolist():
+            stuck = formats[at]
+            assert stuck is not None
+            self.rows[at].failure = self._formats.no_token(stuck)
+            found[at] = True  # whatever is drawn is dropped
+        return found.to(self.device)
 
     @torch.inference_mode()
     def leave(self, rows: Sequence[DecodedRow]) -> None:
@@ -434,7 +463,7 @@ class BatchDecoder:
 
     @torch.inference_mode()
     def step(self) -> list[DecodedRow]:
-        """Add a token to each row; remove and return the finished rows."""
+        """Add a token to each row; remove and return the rows that are finished or have failed."""
         if self._rules is None:
             self._rules = Rules.of([row.sampling for row in self.rows], self.device)
         count = len(self.rows)
@@ -458,18 +487,14 @@ class BatchDecoder:
                 row.add_routes(routes[number : number + 1])
         numbers = [row.random for row in self.rows]
         random = torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        formats = [row.format for row in self.rows]
-        allowed = None
-        if self._formats is not None and any(formats):
-            allowed = self._formats.allowed(formats).to(self.device)
-        drawn = draw(logits, self._rules, random, self._seen(logits), allowed)
+        drawn = draw(logits, self._rules, random, self._seen(logits), self._allowed())
         kept = [NOTHING] * count if drawn.kept is None else kept_sets(drawn.kept)
         done = [
             row
             for row, token, log_prob, one in zip(
                 self.rows, drawn.tokens.tolist(), drawn.log_probs.tolist(), kept, strict=True
             )
-            if row.add(token, log_prob, self.version, one, self._stops)
+            if row.failure or row.add(token, log_prob, self.version, one, self._stops)
         ]
         if done:
             self.leave(done)

@@ -234,8 +234,8 @@ class TransformersEngine:
     ) -> list[DecodedRow]:
         """Compute a stretch of steps. Runs in the thread."""
         decoder.leave(leaving)
-        if joining:
-            decoder.join(joining)
+        if joining and (failed := decoder.join(joining)):
+            return failed
         for _ in range(STRETCH):
             if not decoder.rows:
                 break
@@ -248,7 +248,11 @@ class TransformersEngine:
     def _answer(self, row: DecodedRow) -> None:
         self._ending.discard(row)
         answer = self._answers.pop(row, None)
-        if answer is not None and not answer.done():
+        if answer is None or answer.done():
+            return
+        if row.failure is not None:
+            answer.set_exception(row.failure)
+        else:
             answer.set_result(row.generated())
 
     def _fail(self, how: str) -> None:

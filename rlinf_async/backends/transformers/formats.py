@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rlinf_async.backends.language import ModelOutputError
@@ -88,38 +87,29 @@ class ResponseFormats:
         for at in (~found.any(-1)).nonzero().flatten().tolist():
             named = formats[at]
             assert named is not None
-            raise ModelOutputError(
-                f"request {named.name}: the format of rollout.sampling.grammar wants something for "
-                f"which the tokenizer of {self._folder.path} has no token"
-            )
+            raise self.no_token(named)
         return found
 
     def possible(self, formats: Sequence[ResponseFormat | None]) -> Tensor:
         """Return the same, where a row may have none."""
+        bits = np.unpackbits(self.masks(formats).numpy().view(np.uint8), axis=1, bitorder="little")
+        return torch.from_numpy(bits[:, : self._vocabulary].astype(np.bool_))
+
+    def masks(self, formats: Sequence[ResponseFormat | None]) -> Tensor:
+        """Return the same as bits of int32 ``[rows, words]``, the lowest first."""
         words = -(-self._vocabulary // BITS)
         mask = torch.full((len(formats), words), -1, dtype=torch.int32)
         for at, one in enumerate(formats):
             if one is not None:
                 one.matcher.fill_next_token_bitmask(mask, at)
-        bits = mask.unsqueeze(-1) >> torch.arange(BITS, dtype=torch.int32) & 1
-        return bits.flatten(1)[:, : self._vocabulary].bool()
+        return mask
 
-    def sets(
-        self, grammar: Grammar, name: str, begun: Sequence[int], tokens: Sequence[int]
-    ) -> list[NDArray[np.int64]]:
-        """Return the tokens that each of ``tokens``, which follow those that a response has begun
-        with, could be; none where it could be any.
-
-        Raises:
-            ModelOutputError: one of them does not go on in the format, or nothing could.
-        """
-        row, found = self.begin(grammar, name, begun), []
-        for token in tokens:
-            [allowed] = self.allowed([row])
-            kept = allowed.numpy().nonzero()[0]
-            found.append(kept[:0] if len(kept) == self._vocabulary else kept)
-            row.accept(token)
-        return found
+    def no_token(self, named: ResponseFormat) -> ModelOutputError:
+        """Return the error of a response that cannot go on."""
+        return ModelOutputError(
+            f"request {named.name}: the format of rollout.sampling.grammar wants something for "
+            f"which the tokenizer of {self._folder.path} has no token"
+        )
 
     def _compile(self, grammar: Grammar) -> Any:
         self._library = needed("xgrammar", extra="grammars", needed_for="rollout.sampling.grammar")
@@ -152,4 +142,6 @@ NAMES = {
 
 def _one_of(texts: Sequence[str]) -> str:
     """Return the grammar of these texts, in GBNF."""
-    return f"root ::= {' | '.join(json.dumps(one) for one in texts)}"
+    # Escapes of surrogates, two for a character beyond the 16 bits, would be no character.
+    quoted = (json.dumps(one, ensure_ascii=False) for one in texts)
+    return f"root ::= {' | '.join(quoted)}"

@@ -18,6 +18,7 @@ reports which tokens were made under which version; that is exact because it is 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import tempfile
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
@@ -26,16 +27,17 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from rlinf_async.backends.base import ShieldedTasks
-from rlinf_async.backends.language import EngineDied
+from rlinf_async.backends.language import EngineDied, ModelOutputError
 from rlinf_async.backends.language_training.lora import write_update
 from rlinf_async.backends.transformers.folder import ModelFolder, open_folder
 from rlinf_async.backends.transformers.formats import ResponseFormats
 from rlinf_async.backends.transformers.images import processor_in
 from rlinf_async.backends.transformers.tensors import ModelTensors, check_fit, check_kind
 from rlinf_async.backends.vllm.config import VllmEngineConfig, asked_log_probs
-from rlinf_async.backends.vllm.formats import RequestedFormat
+from rlinf_async.backends.vllm.following import Following, RequestedFormat
 from rlinf_async.backends.vllm.images import engine_input
 from rlinf_async.backends.vllm.library import (
+    Output,
     adapter_request,
     collect_in_arrays,
     collected,
@@ -82,6 +84,7 @@ class VllmEngine:
         self._adapter: Any = None
         """names the adapter that all requests are under; None: there is none"""
         self._running: dict[str, Request] = {}
+        self._following: dict[str, Following] = {}
         self._asked = 0
         self._changing = asyncio.Lock()
         self._shielded = ShieldedTasks()
@@ -150,23 +153,30 @@ class VllmEngine:
             seed=(request.seed + made) % 2**63 if self._config.seeded else None,
             extra_args=self._format(request, begun),
         )
+        following = None
+        if sampling.grammar:
+            assert self._formats is not None
+            following = await asyncio.to_thread(Following, self._formats, request, begun)
         self._asked += 1
         identity = f"{request.name}#{self._asked}"
         self._running[identity] = request
+        if following is not None:
+            self._following[identity] = following
         try:
             given = engine_input(request.prompt, prompt, self._processor)
             output = await self._ask(given, params, identity, request.priority)
         finally:
             del self._running[identity]
+            self._following.pop(identity, None)
         cached = output.num_cached_tokens
         if cached is not None:
             cached = min(cached, len(request.prompt.token_ids))  # of a partial response more
-        made = output.outputs[0]
-        if request.sampling.grammar:  # following a long response takes a while
-            return await asyncio.to_thread(
-                joined, request, made, self._vocabulary, cached, self._formats
-            )
-        return joined(request, made, self._vocabulary, cached)
+        ended = output.outputs[0]
+        if following is None:
+            return joined(request, ended, self._vocabulary, cached)
+        return await asyncio.to_thread(  # a long response takes a while
+            joined, request, ended, self._vocabulary, cached, following
+        )
 
     def _format(self, request: Request, begun: list[int]) -> dict[str, Any] | None:
         """Return what tells vLLM the format of a response, after the tokens that it begun with."""
@@ -177,8 +187,6 @@ class VllmEngine:
                 "a request has a grammar, and the vllm engine was started without formats: set "
                 "formats = true in its configuration"
             )
-        assert self._formats is not None
-        self._formats.begin(request.sampling.grammar, request.name, begun)  # or it is named here
         wanted = RequestedFormat(request.sampling.grammar, request.name, tuple(begun))
         return wanted.as_arguments()
 
@@ -215,7 +223,21 @@ class VllmEngine:
     async def so_far(self) -> dict[str, Generated]:
         """Return what each request under way has by now. See `GenerationEngine.so_far`."""
         self._check_alive()
-        return collected(self._llm, self._running, self._vocabulary, self._formats)
+        asked = [
+            (self._running[identity], made, self._following.get(identity))
+            for identity, made in collected(self._llm, self._running).items()
+        ]
+        return await asyncio.to_thread(_joined, asked, self._vocabulary)
+
+    async def made(self) -> dict[str, int]:
+        """Return the tokens of each response so far. See `CountsTokens.made`."""
+        self._check_alive()
+        found = {}
+        for identity, one in collected(self._llm, self._running).items():
+            request = self._running[identity]
+            brought = 0 if request.partial is None else len(request.partial.token_ids)
+            found[request.name] = brought + len(one.token_ids)
+        return found
 
     async def load(self, update: WeightUpdate) -> int:
         """Take new weights in flight. See `GenerationEngine.load`."""
@@ -391,6 +413,18 @@ class VllmEngine:
 def _tokens(token_ids: list[int]) -> Any:
     """A prompt without images, as vLLM takes it."""
     return {"prompt_token_ids": token_ids}
+
+
+def _joined(
+    asked: Sequence[tuple[Request, Output, Following | None]], vocabulary: int
+) -> dict[str, Generated]:
+    """Responses so far, by the names of their requests; without those that cannot go on in their
+    format, which the end of their request says."""
+    found = {}
+    for request, made, following in asked:
+        with contextlib.suppress(ModelOutputError):
+            found[request.name] = joined(request, made, vocabulary, following=following)
+    return found
 
 
 def _nothing() -> None:

@@ -8,32 +8,16 @@ where `VllmEngine` says what each token was drawn from.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 
 from rlinf_async.backends.transformers.folder import open_folder
-from rlinf_async.backends.transformers.formats import ResponseFormat, ResponseFormats
-from rlinf_async.messages.language import Grammar
-
-FORMAT = "rlinf_async_format"
-"""name of the argument of a request (``extra_args``) that has its `RequestedFormat`"""
-
-
-class RequestedFormat(msgspec.Struct, frozen=True):
-    """The format of one response."""
-
-    grammar: Grammar
-    name: str
-    """name of the request"""
-    begun: tuple[int, ...]
-    """tokens of the response that vLLM takes for the end of the prompt"""
-
-    def as_arguments(self) -> dict[str, Any]:
-        """Return ``extra_args`` of a request."""
-        return {FORMAT: msgspec.to_builtins(self)}
+from rlinf_async.backends.transformers.formats import BITS, ResponseFormat, ResponseFormats
+from rlinf_async.backends.vllm.following import FORMAT, RequestedFormat
 
 
 class _Row:
@@ -44,10 +28,14 @@ class _Row:
         self._made = made
         """tokens of the response so far, which vLLM adds to"""
         self._accepted = 0
+        self.over = False
+        """it could not go on, and was ended"""
 
     def advance(self) -> bool:
         """Go on to the newest token; False: the response has ended, and vLLM does not know it
-        yet."""
+        yet: where steps are scheduled ahead, one more is computed."""
+        if self.over:
+            return False
         for token in self._made[self._accepted :]:
             if self.format.matcher.is_terminated():
                 break
@@ -62,8 +50,8 @@ class FormatProcessor:
     def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
         folder = open_folder(vllm_config.model_config.model)
         self._formats = ResponseFormats(folder)
-        self._ends = torch.zeros(int(folder.config.vocab_size), dtype=torch.bool)
-        self._ends[sorted(folder.stop_token_ids)] = True
+        self._ends = _bits(folder.stop_token_ids, int(folder.config.vocab_size))
+        self._library: Any = importlib.import_module("xgrammar")
         self._rows: dict[int, _Row] = {}
         """by their place in the batch"""
         self._update = importlib.import_module(
@@ -84,14 +72,18 @@ class FormatProcessor:
 
     def apply(self, logits: Any) -> Any:
         """Leave only what the formats allow of ``logits [rows, vocabulary]``."""
-        rows = {at: row.format for at, row in self._rows.items() if row.advance()}
-        if rows:
-            allowed = self._formats.possible(list(rows.values()))
-            # An error would end the engine: a response that cannot go on ends, and `VllmEngine`,
-            # which follows its format as well, says why.
-            allowed[~allowed.any(-1)] |= self._ends
-            left = logits[list(rows)]
-            logits[list(rows)] = left.masked_fill(~allowed.to(left.device), -float("inf"))
+        going = {at: row for at, row in self._rows.items() if row.advance()}
+        if not going:
+            return logits
+        every = [going[at].format if at in going else None for at in range(len(logits))]
+        masks = self._formats.masks(every)
+        for at, row in going.items():
+            if not masks[at].any():
+                # An error would end the engine: a response that cannot go on ends, and
+                # `VllmEngine`, which follows its format as well, says why.
+                row.over = True
+                masks[at] = self._ends
+        self._library.apply_token_bitmask_inplace(logits, masks.to(logits.device))
         return logits
 
     def _begin(self, params: Any, prompt: Any, made: list[int]) -> _Row | None:
@@ -100,6 +92,13 @@ class FormatProcessor:
             return None
         wanted = msgspec.convert(given, RequestedFormat)
         return _Row(self._formats.begin(wanted.grammar, wanted.name, wanted.begun), made)
+
+
+def _bits(tokens: Iterable[int], vocabulary: int) -> torch.Tensor:
+    """Return these tokens as `ResponseFormats.masks` has them, int32 ``[words]``."""
+    every = np.zeros(-(-vocabulary // BITS) * BITS, np.bool_)
+    every[sorted(tokens)] = True
+    return torch.from_numpy(np.packbits(every, bitorder="little").view(np.int32).copy())
 
 
 importlib.import_module("vllm.v1.sample.logits_processor").LogitsProcessor.register(FormatProcessor)

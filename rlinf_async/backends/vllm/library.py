@@ -16,7 +16,7 @@ import re
 import tempfile
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
@@ -25,13 +25,13 @@ import numpy as np
 
 from rlinf_async.backends.language import ModelOutputError
 from rlinf_async.backends.transformers.folder import ModelFolder, ModelFolderError
-from rlinf_async.backends.transformers.formats import ResponseFormats
 from rlinf_async.backends.vllm.config import (
     GPU_MEMORY,
     MOST_KEPT,
     VllmEngineConfig,
     asked_log_probs,
 )
+from rlinf_async.backends.vllm.following import Following
 from rlinf_async.config.registry import nearest
 from rlinf_async.messages.language import Generated, Kept, Request
 
@@ -183,7 +183,14 @@ def _set_environment(config: VllmEngineConfig, on_cpu: bool) -> None:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(config.threads),
         }
-    if config.formats:  # its second model runner has logits processors of another kind
+    if config.formats:
+        if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0") != "0":
+            raise ValueError(
+                "the environment has VLLM_USE_V2_MODEL_RUNNER = "
+                f"{os.environ['VLLM_USE_V2_MODEL_RUNNER']}, but responses have a format "
+                "(rollout.sampling.grammar), which only vLLM's first model runner can have here: "
+                "leave it out"
+            )
         wanted["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if not on_cpu and config.dtype == "float32":
         # Triton, in which vLLM's attention in float32 is written, rounds to TF32 by default,
@@ -284,35 +291,27 @@ def _update(
     return None
 
 
-def collected(
-    llm: Any,
-    running: Mapping[str, Request],
-    vocabulary: int,
-    formats: ResponseFormats | None = None,
-) -> dict[str, Generated]:
-    """Return the tokens that each request has by now, by its name.
+def collected(llm: Any, running: Iterable[str]) -> dict[str, Output]:
+    """Return what each request has by now, by the library's request id.
 
     The library returns a response when it is complete, but collects its tokens in this process, in
     the states that are read here.
 
     Args:
         llm: an ``AsyncLLM``.
-        running: the requests, by the library's request id.
-        vocabulary: number of tokens.
-        formats: those that responses may have; None: no request asks for one.
+        running: the library's ids of the requests.
     """
-    found: dict[str, Generated] = {}
-    for state in llm.output_processor.request_states.values():
-        request = running.get(state.external_req_id)
-        if request is not None:
-            made = Output(
-                state.detokenizer.output_token_ids,
-                state.logprobs_processor.logprobs,
-                state._weight_version_spans(),
-                "abort",
-            )
-            found[request.name] = joined(request, made, vocabulary, formats=formats)
-    return found
+    wanted = set(running)
+    return {
+        state.external_req_id: Output(
+            list(state.detokenizer.output_token_ids),
+            state.logprobs_processor.logprobs,
+            state._weight_version_spans(),
+            "abort",
+        )
+        for state in llm.output_processor.request_states.values()
+        if state.external_req_id in wanted
+    }
 
 
 def joined(
@@ -320,7 +319,7 @@ def joined(
     output: Any,
     vocabulary: int,
     cached: int | None = None,
-    formats: ResponseFormats | None = None,
+    following: Following | None = None,
 ) -> Generated:
     """Return the response: the tokens of the partial one, and those of the engine, which had
     ``cached`` tokens of the prompt in its prefix cache.
@@ -335,11 +334,8 @@ def joined(
         starts = flat.start_indices[: len(tokens)]
     log_probs = np.array([flat.logprobs[at] for at in starts], np.float32)
     kept = _kept(request, flat, len(tokens), vocabulary)
-    if formats is not None and request.sampling.grammar:
-        begun = [] if partial is None else partial.token_ids.tolist()
-        sets = formats.sets(request.sampling.grammar, request.name, begun, tokens.tolist())
-        if kept is None and request.sampling.truncates and not request.sampling.cuts:
-            kept = Kept.of(sets)
+    if following is not None:
+        kept = following.kept(tokens.tolist()) or kept
     versions = np.empty(len(tokens), np.int32)
     for span in output.weight_versions or ():
         versions[span.start : span.end] = int(span.version)

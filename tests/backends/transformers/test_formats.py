@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from pathlib import Path
@@ -17,6 +18,7 @@ from rlinf_async.backends.transformers.folder import ModelFolder, open_folder
 from rlinf_async.backends.transformers.formats import ResponseFormats
 from rlinf_async.messages.language import Grammar
 from tests.backends.formats import CHOICES, GRAMMARS, answered, check_formats
+from tests.backends.requests import request
 from tests.jobs.language.checkpoints import save_checkpoint
 
 SCHEMA = '{"type": "object", "properties": {"a": {"enum": [1, 23]}}, "required": ["a"]}'
@@ -103,3 +105,38 @@ def test_a_response_has_one_format() -> None:
         Grammar(regex="a", ebnf='root ::= "a"')
     with pytest.raises(ValueError, match="empty text"):
         Grammar(choices=("a", ""))
+
+
+@pytest.mark.parametrize(
+    "text", ["a\N{GRINNING FACE}", 'say "a\\b"', "tab\tand\nline", "\x7f", "\u00e9"]
+)
+def test_every_text_can_be_a_choice(folder: ModelFolder, text: str) -> None:
+    """Also one beyond the characters of 16 bits; one token has all of it."""
+    words = folder.tokenizer
+    words.add_tokens([text])
+    vocabulary = len(words)
+    grown = folder._replace(tokenizer=words)
+    grown.config.vocab_size = vocabulary
+    row = ResponseFormats(grown).begin(Grammar(choices=(text,)), "r")
+    row.accept(words.convert_tokens_to_ids(text))
+    assert row.matcher.accept_token(next(iter(folder.stop_token_ids)))
+
+
+async def test_a_response_that_cannot_go_on_fails_alone(folder: ModelFolder) -> None:
+    engine = TransformersEngine(TransformersEngineConfig(model=folder.path, weights="folder"))
+    await engine.start()
+    try:
+        stuck = request(1, grammar=Grammar(choices=("1\N{SNOWMAN}",)), max_tokens=9)
+        wrong = request(2, grammar=Grammar(regex="["))
+        asked = [stuck, request(3, max_tokens=9), wrong, request(4, grammar=Grammar(regex="1+"))]
+        got = await asyncio.gather(*map(engine.generate, asked), return_exceptions=True)
+        assert isinstance(got[0], ModelOutputError)
+        assert "has no token" in str(got[0])
+        assert isinstance(got[2], ValueError)
+        alone = await engine.generate(asked[1])
+    finally:
+        await engine.close()
+    assert not isinstance(got[1], BaseException)
+    assert not isinstance(got[3], BaseException)
+    assert got[1].token_ids.tolist() == alone.token_ids.tolist()
+    assert set(folder.decode(got[3].token_ids)) == {"1"}

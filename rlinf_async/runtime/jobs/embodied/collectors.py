@@ -107,12 +107,6 @@ class Collectors(ABC):
     async def evaluate(self, plan: EvaluationPlan) -> list[EvaluatedEpisode]:
         """Run the plan's episodes. Each also goes into the channel ``evaluated`` when it ends."""
 
-    @property
-    def failed_episodes(self) -> int:
-        """Episodes that have ended with the process of their environment since the run was
-        started."""
-        return sum(one.failed_episodes for one in self._supervisors)
-
     async def limit_failures(self, before: int) -> None:
         """Go on until more episodes have failed than the run may have, ``before`` of them in
         earlier starts.
@@ -121,14 +115,14 @@ class Collectors(ABC):
             EnvError: they have; it names the last.
         """
         while True:
-            self._check_failures(before + self.failed_episodes)
+            self._check_failures(before + sum(one.failed_episodes for one in self.env_workers))
             await asyncio.sleep(PERIOD)
 
     def _check_failures(self, failed: int) -> None:
         most = self._config.env.max_failures
         if failed <= most:
             return
-        last = max(self._supervisors, key=lambda one: one.failed_at).last_failure
+        last = max(self.env_workers, key=lambda one: one.failed_at).last_failure
         raise EnvError(
             f"{failed} episodes have ended with the process of their environment, more than "
             f"env.max_failures = {most}; the last: {last}. Mend the environment, or raise the "
@@ -136,7 +130,8 @@ class Collectors(ABC):
         )
 
     @property
-    def _supervisors(self) -> Sequence[Supervisor]:
+    def env_workers(self) -> Sequence[Supervisor]:
+        """The env workers, once they are launched."""
         group = self._cluster.groups.get(ENVS)
         return () if group is None else group.supervisors
 

@@ -84,6 +84,7 @@ from rlinf_async.runtime.jobs.placement import PlacementPlan
 from rlinf_async.runtime.jobs.run import Draw, TrainingClock
 from rlinf_async.runtime.jobs.targets import Best, check_targets
 from rlinf_async.runtime.jobs.view import Headline, LiveView
+from rlinf_async.runtime.supervise import Supervisor
 from rlinf_async.runtime.signals import RunSignals, run_signals
 from rlinf_async.workers.actor import EmbodiedFSDPActor, TrainingPlan
 from rlinf_async.workers.env import EnvReport, EvaluatedEpisode, EvaluationPlan
@@ -559,8 +560,8 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
         """answers of the policy in an iteration, of each environment"""
         self._failed_before = self.progress.failed_episodes
         """episodes that failed before this start"""
-        self._collectors: Collectors | None = None
-        """the workers of this start, once they are there"""
+        self._env_workers: Sequence[Supervisor] = ()
+        """those of this start, once they are there"""
 
     def _aim(self) -> None:
         """Judge by the settings of this start; say what of the earlier ones is gone."""
@@ -600,7 +601,7 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
         flow.view.note = ""
         kept = self.progress.env_steps if self.progress.version else None
         self._samples = SampleWriter(self.folder.path, self.config.samples, keep_to=kept)
-        self._collectors = flow.collectors
+        self._env_workers = flow.collectors.env_workers
         limit = flow.collectors.limit_failures(self._failed_before)
         with (
             flow.collectors.serving(),
@@ -728,8 +729,7 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
     @property
     def _failed_episodes(self) -> int:
         """Episodes that ended with the process of their environment by now."""
-        now = 0 if self._collectors is None else self._collectors.failed_episodes
-        return self._failed_before + now
+        return self._failed_before + sum(one.failed_episodes for one in self._env_workers)
 
     @property
     def title(self) -> str:

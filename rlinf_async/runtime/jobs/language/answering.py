@@ -35,6 +35,7 @@ from rlinf_async.runtime.jobs.language.checks import (
     check_engine,
     check_episodes,
     check_evaluation,
+    check_formats,
     check_honoured,
     check_reward,
     check_scoring,
@@ -98,6 +99,7 @@ def answers(
         names = sorted({one.verifier for each in sets for one in each.prompts})
         check_scoring(config, names)
         check_reward(config)
+        check_formats(config, model)
         check_engine(config, model, plan.device("rollout", own_process=config.cluster.processes))
         return run(_answered(config, model, sets, names, seed, on_answer))
 

@@ -1182,6 +1182,15 @@ def check_engine(config: LanguageConfig, model: Path, device: str) -> None:
         rollout.part.inspect(rollout.engine, model, device)
     except (ModelFolderError, ValueError) as error:
         raise ConfigError(str(error), path=rollout.where) from error
+
+
+def check_formats(config: LanguageConfig, model: Path) -> None:
+    """Refuse formats of responses that are none, or that no response can begin with.
+
+    Raises:
+        ConfigError: with the setting.
+        MissingExtra: xgrammar is not installed.
+    """
     formats = {one.grammar: where for where, one in reversed(_samplings(config).items())}
     for grammar, where in formats.items():
         if grammar:

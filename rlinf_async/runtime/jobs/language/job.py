@@ -31,6 +31,7 @@ from rlinf_async.runtime.jobs.language.checks import (
     check_endpoint,
     check_engine,
     check_families,
+    check_formats,
     check_reward,
     check_scoring,
     check_sizes,
@@ -260,6 +261,7 @@ def _inputs(config: LanguageConfig, into: Path) -> _Inputs:
             load_template(model, config.data.chat_options, tokenizer)
         if config.model.path and config.actor.part.has_weights:
             check_weights(Path(config.model.path).expanduser(), ("model", "path"))
+        check_formats(config, model)
         check_critic(config, model)
         check_teacher(config, model)
         check_reward(config)
