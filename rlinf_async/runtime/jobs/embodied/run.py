@@ -84,8 +84,8 @@ from rlinf_async.runtime.jobs.placement import PlacementPlan
 from rlinf_async.runtime.jobs.run import Draw, TrainingClock
 from rlinf_async.runtime.jobs.targets import Best, check_targets
 from rlinf_async.runtime.jobs.view import Headline, LiveView
-from rlinf_async.runtime.supervise import Supervisor
 from rlinf_async.runtime.signals import RunSignals, run_signals
+from rlinf_async.runtime.supervise import Supervisor
 from rlinf_async.workers.actor import EmbodiedFSDPActor, TrainingPlan
 from rlinf_async.workers.env import EnvReport, EvaluatedEpisode, EvaluationPlan
 

@@ -4,7 +4,7 @@
 
     job.py          checks a configuration, and runs it
     config.py       the configuration
-    checks.py       whether it can be run
+    checks/         whether it can be run
     backends.py     what trains and generates: configuration and devices of each backend
     roles.py        channels; rollout, inference and reward workers, actors, critics
     run.py          the flow, from the first prompt to the evaluation
