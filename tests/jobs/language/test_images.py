@@ -76,6 +76,11 @@ def test_a_run_learns_from_images_goes_on_and_is_evaluated_again(seeing: SeeingJ
     assert ended.code == 0, ended.err
     found = msgspec.json.decode(ended.out)["sets"]["held_out"]
     assert found["accuracy"] == msgspec.to_builtins(summary.evaluations["held_out"].accuracy)
+    other = seeing.file.parent / "other.jsonl"  # of other data the run's column is read, too
+    write(other, [{"prompt": "?", "images": ["gone.png"], "answer": "1"}])
+    ended = seeing.command("evaluate", seeing.out, "--data.path", other)
+    assert ended.code == 2, ended.out
+    assert "gone.png" in ended.err
     trained = seeing.out / "trained"
     assert (trained / "processor_config.json").is_file()
 

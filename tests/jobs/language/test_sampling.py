@@ -163,6 +163,9 @@ def test_a_format_that_cannot_be_is_refused_with_the_setting(tiny: Job) -> None:
         assert ended.code == 2, ended.out
         return ended.err
 
+    began = tiny.train(f"{FORMAT}.regex", "[")
+    assert began.code == 2, began.err
+    assert "rollout.sampling.grammar.regex: it is no regular expression" in began.err
     digits = (f"{FORMAT}.regex", "[0-9]+")
     assert "rollout.sampling.grammar.regex: it is no regular expression" in refused(
         f"{FORMAT}.regex", "["
