@@ -29,6 +29,11 @@ def expert(env: Any, seed: int) -> Callable[[Any], Any]:
     return lambda observation: np.clip(-observation[2:], -2.0, 2.0)
 
 
+def chooser(env: Any, seed: int) -> Callable[[Any], int]:
+    """One for CartPole: it pushes to where the pole falls."""
+    return lambda observation: int(observation[2] > 0)
+
+
 def digests(folder: pathlib.Path) -> dict[str, str]:
     files = sorted(one for one in folder.rglob("*") if one.is_file())
     return {one.name: hashlib.sha256(one.read_bytes()).hexdigest() for one in files}
@@ -50,6 +55,14 @@ def check_metrics(job: Job) -> None:
         for kind in ("demonstrations", "own"):
             assert bool(row[f"value_{kind}"]) is bool(row[f"error_{kind}"]) is trained
         assert float(row["demonstrations_share"] or 0.0) == (0.25 if trained else 0.0)
+
+
+def test_choices_are_demonstrated_and_learnt_from(job: Job) -> None:
+    choosing = ("--env.id", "CartPole-v1", "--env.actions", "clip")
+    script = ("--demonstrations.policy", f"{__name__}:chooser", "--demonstrations.episodes", 2)
+    job.succeed(*choosing, *script, *SHARE, *RLPD, "--training.total_steps", 4 * STEPS)
+    job.check_books(4)
+    check_metrics(job)
 
 
 def test_a_run_records_its_demonstrations_once_and_goes_on_with_them(job: Job) -> None:

@@ -100,7 +100,7 @@ def check_transitions(folder: Path, config: FittedSac, bounds: Bounds) -> None:
         folder,
         config.policy.sees,
         config.policy.acts.columns,
-        discrete=False,
+        discrete=config.policy.acts.discrete,
         bounds=bounds,
         transitions=True,
     )
