@@ -97,7 +97,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """tokens of the response, including those of a partial one"""
     temperature: float = 1.0
     """divisor of the logits, at least 0.01; 0: the most likely token (greedy), with log-probs at
-    temperature 1 of the whole vocabulary"""
+    temperature 1 of the whole vocabulary, or of what the grammar allows"""
     top_k: int = 0
     """number of most likely tokens to draw from; 0: all"""
     top_p: float = 1.0

@@ -10,9 +10,14 @@ import pathlib
 import signal
 from typing import Any
 
+import msgspec
 import pytest
 
+from rlinf_async.backends.transformers.config import TransformersEngineConfig
+from rlinf_async.config import Document, UsageError
 from rlinf_async.observe.samples import read_samples
+from rlinf_async.runtime.jobs.language.config import LanguageConfig
+from rlinf_async.runtime.jobs.language.job import LanguageRL
 from tests.jobs.kit import rows_of
 from tests.jobs.language.agents import WITH_TOOLS
 from tests.jobs.language.kit import Job
@@ -113,6 +118,20 @@ def test_a_verifier_is_swapped_again_and_again_and_holds_after_a_resume(
     assert (kept[0]["verifier"], kept[-1]["verifier"]) == ("numeric", f"{verifier}:score")
     swapped_in = [one["verifier"] == f"{verifier}:score" for one in kept]
     assert swapped_in == [one["reward"] in (0.25, 0.75) for one in kept]
+
+
+def test_engines_that_the_prompts_do_not_fit_are_refused(tiny: Job) -> None:
+    config = Document.read(str(tiny.file)).to(LanguageConfig)
+
+    def checked(**settings: int) -> None:
+        engine = TransformersEngineConfig(**settings)  # type: ignore[arg-type]
+        rollout = msgspec.structs.replace(config.rollout, transformers=engine)
+        swapped = msgspec.structs.replace(config, rollout=rollout)
+        LanguageRL().check_swap(swapped, "rollout")
+
+    checked(max_concurrent=3)
+    with pytest.raises(UsageError, match="max_tokens"):
+        checked(context=12)
 
 
 def test_what_cannot_be_swapped_is_refused_with_the_reason(

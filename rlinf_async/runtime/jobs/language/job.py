@@ -198,6 +198,8 @@ class LanguageRL:
             verifier = config.data.verifier
             check_scoring(config, (verifier,) if verifier else ())
             check_reward(config)
+        elif role == "rollout":  # the prompts have to fit the new engines, too
+            self.inspect(config, config.cluster.devices())
 
     def _training(self, config: LanguageConfig, folder: RunFolder) -> LanguageRun:
         inputs = _inputs(config, folder.path / "model")
