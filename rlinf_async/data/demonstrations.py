@@ -129,6 +129,7 @@ def read_info(folder: Path, wanted: ObservationSpec | None = None) -> Demonstrat
             env=found.robot,
             observation=found.spec(wanted or ObservationSpec()),
             action_size=found.action_size,
+            discrete=found.discrete,
             episodes=found.episodes,
         )
     try:

@@ -43,6 +43,8 @@ TASKS: Final = ("meta/tasks.jsonl", "meta/tasks.parquet")
 EPISODES: Final = "meta/episodes"
 DATA: Final = "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet"
 VIDEO: Final = "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4"
+DAMAGE: Final = (ValueError, LookupError, TypeError, AttributeError)
+"""what reading raises where something else is there than expected"""
 CHANNELS: Final = ("channel", "channels")
 """names of the axis of colours, in features"""
 
@@ -85,9 +87,12 @@ class LeRobotFolder:
             info: dict[str, Any] = json.loads((folder / INFO).read_text())
             self.action_size = int(np.prod(info["features"]["action"]["shape"]))
             self.episodes = int(info["total_episodes"])
+            kind = str(info["features"]["action"].get("dtype", "float32"))
+            self.discrete = kind.startswith("int") and self.action_size == 1
+            """whether an action is one choice"""
             version = str(info.get("codebase_version", "v2"))
             number = version.lstrip("v").partition(".")[0]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, *DAMAGE) as error:
             raise DataError(
                 f"{str(folder / INFO)!r} is no description of LeRobot: {error!r}"
             ) from error
@@ -105,7 +110,17 @@ class LeRobotFolder:
         return str(self._info.get("robot_type") or self.folder.name)
 
     def spec(self, wanted: ObservationSpec) -> ObservationSpec:
-        """Return those of the ``wanted`` parts that the folder has, with its own shapes."""
+        """Return those of the ``wanted`` parts that the folder has, with its own shapes.
+
+        Raises:
+            DataError: several are texts, of which a step has one.
+        """
+        if len(texts := [part.name for part in wanted.parts if part.kind == "text"]) > 1:
+            raise DataError(
+                f"{str(self.folder)!r} has one text for a step, its task, but the environment "
+                f"shows {', '.join(texts)}: which is it? Write the demonstrations in the format of "
+                "rlinf-async demonstrations"
+            )
         parts: list[ObservationPart] = []
         for part in wanted.parts:
             if part.kind == "text":
@@ -135,8 +150,10 @@ class LeRobotFolder:
                 table = parquet.read_table(
                     place.table, columns=sorted(columns | {"action"}), filters=own
                 )
-                action = np.array(table["action"].to_pylist(), np.float32)
-                arrays: dict[str, Any] = {"action": action.reshape(len(action), -1)}
+                kind = np.int64 if self.discrete else np.float32
+                action = np.array(table["action"].to_pylist(), kind)
+                rows = action.reshape(-1 if self.discrete else (len(action), -1))
+                arrays: dict[str, Any] = {"action": rows}
                 for part in spec.parts:
                     if part.name in filmed:
                         clip = self._clip(place, self._column(part))
@@ -144,7 +161,7 @@ class LeRobotFolder:
                         arrays[part.name] = pictures.reshape(len(action), *part.shape)
                     else:
                         arrays[part.name] = _cells(table[self._column(part)], part, tasks)
-            except (OSError, ValueError, KeyError) as error:
+            except (OSError, *DAMAGE) as error:
                 raise DataError(
                     f"{str(place.table)!r} is no episode of LeRobot: {error}"
                 ) from error
@@ -176,7 +193,7 @@ class LeRobotFolder:
                 names = [one for one in parquet.read_schema(path).names if "stats/" not in one]
                 table = parquet.read_table(path, columns=names)
                 rows |= {int(row["episode_index"]): row for row in table.to_pylist()}
-            except (OSError, ValueError, KeyError) as error:
+            except (OSError, *DAMAGE) as error:
                 raise DataError(f"{str(path)!r} says nothing of episodes: {error}") from error
         for number in range(self.episodes):
             if number not in rows:
@@ -233,17 +250,16 @@ class LeRobotFolder:
     def _tasks(self, parquet: Any) -> dict[int, str]:
         """The instructions, by their number."""
         lines, table = (self.folder / name for name in TASKS)
-        if lines.is_file():
-            rows = [json.loads(one) for one in lines.read_text().splitlines() if one.strip()]
-        elif table.is_file():
-            rows = parquet.read_table(table).to_pylist()
-        else:
-            return {}
-        # In a table the text is an index of pandas, which has a name in some versions.
-        return {
-            int(row["task_index"]): str(next(row[name] for name in row if name != "task_index"))
-            for row in rows
-        }
+        rows: list[dict[str, Any]] = []
+        try:
+            if lines.is_file():
+                rows = [json.loads(one) for one in lines.read_text().splitlines() if one.strip()]
+            elif table.is_file():
+                rows = parquet.read_table(table).to_pylist()
+            # In a table the text is an index of pandas, which has a name in some versions.
+            return {int(row["task_index"]): _task(row) for row in rows}
+        except (OSError, *DAMAGE) as error:
+            raise DataError(f"the tasks in {str(self.folder / 'meta')!r}: {error!r}") from error
 
     def _is_video(self, part: ObservationPart) -> bool:
         feature = self._features.get(self._column(part), {})
@@ -295,15 +311,38 @@ def _cells(column: Any, part: ObservationPart, tasks: Mapping[int, str]) -> Any:
     """The rows of a column, as an array of the part."""
     cells = column.to_pylist()
     if part.kind == "text":
-        rows = [tasks[index].encode()[: part.shape[0]] for index in cells]
+        rows = [tasks[index].encode() for index in cells]
+        if long := next((row for row in rows if len(row) > part.shape[0]), b""):
+            raise ValueError(
+                f"task {long.decode()!r} has {len(long)} bytes, but the environment shows texts of "
+                f"at most {part.shape[0]}"
+            )
         text = b"".join(row.ljust(part.shape[0], b"\0") for row in rows)
         return np.frombuffer(text, np.uint8).reshape(len(rows), -1)
     if part.kind == "state":
         return np.array(cells, np.float32).reshape(len(cells), -1)
-    pictures = np.stack([_picture(one) for one in cells])
-    return pictures.reshape(len(cells), *part.shape) if pictures[0].ndim == 2 else pictures
+    channels = part.shape[2] if len(part.shape) == 3 else 1
+    pictures = np.stack([_picture(one, channels) for one in cells])
+    if pictures.shape[1:] not in (part.shape, part.shape[:2]):
+        raise ValueError(
+            f"its pictures {part.name!r} are {list(pictures.shape[1:])}, but {INFO} says "
+            f"{list(part.shape)}"
+        )
+    return pictures.reshape(len(cells), *part.shape)
 
 
-def _picture(cell: Mapping[str, Any]) -> Any:
+def _task(row: Mapping[str, Any]) -> str:
+    """The text of a task; raises `ValueError` where there is none."""
+    [text] = (value for name, value in row.items() if name != "task_index")
+    return str(text)
+
+
+def _picture(cell: Mapping[str, Any], channels: int) -> Any:
+    """Pixels of a PNG or JPEG, uint8: grey, or of so many colours. Raises `ValueError` for more
+    than 8 bits."""
     picture: Any = importlib.import_module("PIL.Image")
-    return np.asarray(picture.open(io.BytesIO(cell["bytes"])))
+    found = picture.open(io.BytesIO(cell["bytes"]))
+    if found.mode.startswith(("I", "F")):
+        raise ValueError(f"a picture has the mode {found.mode!r}: those of 8 bits are read")
+    mode = {1: "L", 3: "RGB", 4: "RGBA"}.get(channels)
+    return np.asarray(found if mode is None else found.convert(mode))

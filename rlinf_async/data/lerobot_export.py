@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlinf_async.config import needed
+from rlinf_async.data.config import DataError
 from rlinf_async.data.demonstrations import DemonstratedEpisode, read_episodes, read_info
 from rlinf_async.data.lerobot import EPISODES, INFO
 from rlinf_async.messages.spaces import STATE, ObservationSpec
@@ -51,11 +52,28 @@ def write_lerobot(source: Path, out: Path, fps: int, file_bytes: int = FILE_BYTE
         MissingExtra: pyarrow, pandas or Pillow is not installed.
     """
     info = read_info(source)
+    _check(source, info.observation)
     written = _Writing(out, info.observation, info.env, fps, file_bytes)
     for episode in read_episodes(source):
         written.add(episode)
     written.finish(robot=info.env)
     return written.steps
+
+
+def _check(source: Path, spec: ObservationSpec) -> None:
+    """Raise `DataError` for what the format has no place for."""
+    texts = [part.name for part in spec.parts if part.kind == "text"]
+    if len(texts) > 1:
+        raise DataError(
+            f"{str(source)!r} shows {', '.join(texts)}, but LeRobot's format has one text for a "
+            "step, its task"
+        )
+    for part in spec.of_kind("image"):
+        if len(part.shape) == 3 and part.shape[2] not in (1, 3, 4):
+            raise DataError(
+                f"{str(source)!r} shows {part.name!r} with {part.shape[2]} channels, such as "
+                "stacked frames: LeRobot's format has pictures of 1, 3 or 4"
+            )
 
 
 class _Writing:
@@ -155,7 +173,7 @@ class _Writing:
             seen = episode.observation
             values = seen if self._spec.flat else seen[part.name]
             if part.kind == "text":
-                texts = [bytes(row).rstrip(b"\0").decode() for row in values]
+                texts = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in values]
             elif part.kind == "image":
                 self._pictures(columns, f"observation.images.{part.name}", values)
             else:

@@ -33,7 +33,7 @@ parquet: Any = importlib.import_module("pyarrow.parquet")
 
 STATE = ObservationPart(name="state", kind="state", shape=(2,))
 FRONT = ObservationPart(name="front", kind="image", shape=(4, 4, 3))
-WORDS = ObservationPart(name="instruction", kind="text", shape=(6,))
+WORDS = ObservationPart(name="instruction", kind="text", shape=(8,))
 SPEC = ObservationSpec((STATE, FRONT, WORDS))
 
 
@@ -79,8 +79,8 @@ def test_episodes_are_read_with_pictures_and_instructions(folder: Path) -> None:
     first, second = read_episodes(folder, SPEC)
     assert (info.episodes, len(first.action), len(second.action)) == (2, 3, 5)
     assert np.array_equal(second.observation["front"], pictures(1, 5))
-    assert bytes(first.observation["instruction"][0]) == b"red\0\0\0"
-    assert bytes(second.observation["instruction"][4]) == b"go gre"
+    assert bytes(first.observation["instruction"][0]) == b"red\0\0\0\0\0"
+    assert bytes(second.observation["instruction"][4]) == b"go green"
     assert second.observation["state"][4].tolist() == [8.0, 9.0]
     assert second.action[4].tolist() == pytest.approx([0.8, 0.9])
 
@@ -230,7 +230,7 @@ def test_every_step_has_its_own_picture_of_a_video(
         seen, steps = one.observation, SIZES[number]
         assert one.action[:, 0].tolist() == pytest.approx(rows(number, steps)["action"])
         assert seen["state"][:, 0].tolist() == rows(number, steps)["observation.state"]
-        assert bytes(seen["instruction"][0]) == (b"go gre" if number % 2 else b"red\0\0\0")
+        assert bytes(seen["instruction"][0]) == (b"go green" if number % 2 else b"red\0\0\0\0\0")
         pictures = seen["front"].astype(float)
         assert pictures.shape == (steps, 16, 24, 3)
         greys = np.array(shades(number, steps))[:, None, None, None]
@@ -299,7 +299,7 @@ def recorded(tmp_path: Path) -> Path:
         seen["state"] = drawn.normal(size=(steps + 1, 3))
         seen["front"] = drawn.integers(0, 256, (steps + 1, 4, 6, 3))
         seen["grey"] = drawn.integers(0, 256, (steps + 1, 4, 4))
-        seen["instruction"] = np.frombuffer((b"go up\0", b"down\0\0")[number % 2], np.uint8)
+        seen["instruction"] = np.frombuffer((b"go up\0\0\0", b"down\0\0\0\0")[number % 2], np.uint8)
         outcome = Outcome(np.arange(steps, dtype=np.float32), seen[-1:], number != 1)
         action = drawn.normal(size=(steps, 2)).astype(np.float32)
         write_episode(folder, number, DemonstratedEpisode(seen[:-1], action, outcome))
@@ -383,3 +383,73 @@ def test_demonstrations_leave_by_the_command(
     assert "--fps: is of demonstrations" in told(folder, out, "--fps", 3)
     assert "14 steps, a data set in LeRobot's format" in told(recorded, out, "--to", "lerobot")
     assert "out exists already" in told(recorded, out, "--to", "lerobot")
+
+
+def test_choices_are_written_and_read_back(tmp_path: Path) -> None:
+    spec = ObservationSpec((NUMBER,))
+    seen = spec.empty(4)
+    seen[:] = 0.5
+    source, out = tmp_path / "choices", tmp_path / "out"
+    source.mkdir()
+    outcome = Outcome(np.ones(4, np.float32), seen[:1], True)
+    write_episode(source, 0, DemonstratedEpisode(seen, np.array([0, 2, 1, 1]), outcome))
+    write_info(
+        source,
+        DemonstrationsInfo(
+            env="Cart", observation=spec, action_size=1, episodes=1, discrete=True, transitions=True
+        ),
+    )
+    write_lerobot(source, out, fps=5)
+    check_demonstrations(out, spec, 1, discrete=True)
+    [one] = read_episodes(out, spec)
+    assert one.action.dtype == np.int64
+    assert one.action.tolist() == [0, 2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ((WORDS, ObservationPart(name="hint", kind="text", shape=(6,))), "has one text for a step"),
+        ((ObservationPart(name="front", kind="image", shape=(4, 4, 6)),), "with 6 channels"),
+    ],
+)
+def test_what_the_format_has_no_place_for_is_refused(
+    tmp_path: Path, parts: tuple[ObservationPart, ...], said: str
+) -> None:
+    info = DemonstrationsInfo(
+        env="X", observation=ObservationSpec(parts), action_size=1, episodes=0
+    )
+    write_info(tmp_path, info)
+    with pytest.raises(DataError, match=said):
+        write_lerobot(tmp_path, tmp_path / "out", fps=5)
+
+
+def test_pictures_become_those_of_the_environment_or_are_named(folder: Path) -> None:
+    """Palettes and alpha become colours; 16 bits and other sizes are no pictures of 8 bits."""
+    path = folder / "data/chunk-000/episode_000000.parquet"
+    table = parquet.read_table(path).to_pydict()
+
+    def changed(picture: Image.Image) -> Any:
+        file = io.BytesIO()
+        picture.save(file, "png")
+        cells = [{"bytes": file.getvalue(), "path": ""}] * 3
+        parquet.write_table(pyarrow.table(table | {"observation.images.front": cells}), path)
+        return next(read_episodes(folder, SPEC)).observation["front"]
+
+    plain = Image.fromarray(pictures(7, 1)[0])
+    assert np.array_equal(changed(plain.convert("RGBA"))[1], pictures(7, 1)[0])
+    few = plain.convert("P")
+    assert np.array_equal(changed(few)[0], np.asarray(few.convert("RGB")))
+    with pytest.raises(DataError, match=r"episode_000000.* mode 'I;16'"):
+        changed(Image.fromarray(np.full((4, 4), 1000, np.uint16)))
+    with pytest.raises(DataError, match=r"episode_000000.*'front' are \[8, 8, 3\], but meta/info"):
+        changed(plain.resize((8, 8)))
+
+
+def test_tasks_that_are_damaged_or_longer_than_a_text_are_named(folder: Path) -> None:
+    longer = ObservationPart(name="instruction", kind="text", shape=(4,))
+    with pytest.raises(DataError, match=r"task 'go green' has 8 bytes, but .* at most 4"):
+        list(read_episodes(folder, ObservationSpec((STATE, longer))))
+    (folder / "meta/tasks.jsonl").write_text('{"task_index": 0, "ta')
+    with pytest.raises(DataError, match=r"the tasks in .*meta"):
+        list(read_episodes(folder, SPEC))

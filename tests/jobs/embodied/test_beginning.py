@@ -173,6 +173,18 @@ def test_other_actions_of_the_same_shape_begin_anew(job: Job, tmp_path: Path) ->
     assert "actor.fsdp.policy.initial_log_std: -1.0 would have no effect" in ended.err
 
 
+def test_soft_actor_critic_of_choices_begins_with_those_of_a_run(
+    sac: SacJob, sources: _Sources
+) -> None:
+    choosing = ("--env.id", "CartPole-v1", "--env.actions", "clip")
+    source = sources.made("choices", sac, *choosing)
+    sac.succeed(*choosing, "--model.path", source, *STILL)
+    before, after = weights(newest(source)), weights(newest(sac.out))
+    for name, one in after.items():
+        if not name.startswith("target."):
+            torch.testing.assert_close(one, before[name], rtol=0, atol=0)
+
+
 def test_sac_begins_with_policy_critics_and_coefficient_of_a_run(
     sac: SacJob, sources: _Sources
 ) -> None:

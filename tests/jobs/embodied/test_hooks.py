@@ -32,6 +32,10 @@ def raises(it):
         raise ValueError("enough")
     told(it)
 
+def raises_at_last(it):
+    if it.iteration == 2:
+        raise ValueError("enough")
+
 async def raises_later(it):
     await asyncio.sleep(0)
     raises(it)
@@ -83,6 +87,16 @@ def test_what_a_hook_raises_ends_the_run_and_names_it(job: Job, name: str, said:
     if name == "raises":
         job.succeed(*QUICK, "--resume", "--training.checkpoint_every", 1)
         job.check_records(3, 64, resumed=True)
+
+
+def test_what_a_hook_raises_loses_no_checkpoint_that_was_begun(job: Job) -> None:
+    """That after the last iteration has the whole training."""
+    ended = job.train(*QUICK, *hooks(job.file.parent, "raises_at_last"))
+    assert ended.code == 1
+    assert "raised in iteration 2: ValueError: enough" in ended.err
+    assert job.note["checkpoint"] == "version-000003"
+    job.succeed(*QUICK, "--resume")
+    job.check_records(3, 64, resumed=True)
 
 
 @pytest.mark.parametrize(

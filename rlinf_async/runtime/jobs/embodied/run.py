@@ -79,7 +79,7 @@ from rlinf_async.runtime.jobs.embodied.settings import (
     Settings,
     reseeded,
 )
-from rlinf_async.runtime.jobs.hooks import after_iteration
+from rlinf_async.runtime.jobs.hooks import HookFailed, after_iteration
 from rlinf_async.runtime.jobs.placement import PlacementPlan
 from rlinf_async.runtime.jobs.run import Draw, TrainingClock
 from rlinf_async.runtime.jobs.targets import Best, check_targets
@@ -702,14 +702,20 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
         self._warn()
         metrics.write(self.progress.env_steps, row(self.progress, report))
 
-    async def _call_hook(self, report: TrainReport) -> None:
-        """Call the hook with the row of an iteration, if there is one."""
+    async def _call_hook(self, report: TrainReport, checkpointer: Checkpointer) -> None:
+        """Call the hook with the row of an iteration, if there is one. What it raises does not lose
+        a checkpoint that was begun."""
         config = self.config
-        if config.hooks.on_iteration:
-            made = row(self.progress, report)
+        if not config.hooks.on_iteration:
+            return
+        made = row(self.progress, report)
+        try:
             await after_iteration(
                 config.hooks, config.name, self.folder, report.iteration, self._iterations, made
             )
+        except HookFailed:
+            await checkpointer.finish()
+            raise
 
     def _warn(self, evaluated: Sequence[bool | None] = ()) -> None:
         """Say once how the environment reports success: in the last episodes, and these."""
@@ -905,7 +911,7 @@ class EmbodiedRun(EnvironmentRun[EmbodiedConfig, EmbodiedProgress, EmbodiedChann
                     # The next one is trained while this process accounts for this one.
                     training = None if ends else train()
                     self._write_row(report, loop.metrics)
-                    await self._call_hook(report)
+                    await self._call_hook(report, checkpointer)
                     flow.view.show()
                     if leaving:
                         await checkpointer.finish()

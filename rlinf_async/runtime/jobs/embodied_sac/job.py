@@ -122,10 +122,10 @@ class EmbodiedSAC:
     def _begins_with(self, full: FittedSac, *, starts: bool = False) -> Beginning | None:
         def make_model() -> nn.Module:
             from rlinf_async.backends.building import building
-            from rlinf_async.backends.fsdp.sac import SacModel
+            from rlinf_async.backends.fsdp.sac import model_for
 
             with building(full.actor.seed):
-                return SacModel(full.policy, full.actor.sac)
+                return model_for(full.policy)(full.policy, full.actor.sac)
 
         beginning = begins_with(full, self, make_model, prefix="policy.", starts=starts)
         if beginning is not None and COEFFICIENT in beginning.first.tensors:

@@ -53,7 +53,7 @@ from rlinf_async.runtime.jobs.checkpoints import (
     versions_in,
 )
 from rlinf_async.runtime.jobs.config import HostConfig
-from rlinf_async.runtime.jobs.hooks import after_iteration
+from rlinf_async.runtime.jobs.hooks import HookFailed, after_iteration
 from rlinf_async.runtime.jobs.language.acceptance import Acceptance
 from rlinf_async.runtime.jobs.language.backends import earlier_versions
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
@@ -336,7 +336,7 @@ class LanguageRun:
                 row = self._account(flow, iteration, trained, clock())
                 accounted = clock()
                 self._write_row(flow.metrics, evaluated, row)
-                await self._call_hook(iteration, row)
+                await self._call_hook(iteration, row, flow.checkpointer)
                 await signals.unless_terminating(self._compare_weights_if_due(flow, version))
                 await self._evaluate_if_due(flow, beside)
                 # The step boundary: progress, ledger and weights are of this version, so a
@@ -534,12 +534,20 @@ class LanguageRun:
                 metrics.write(step, columns)
         metrics.write(self.progress.samples, row)
 
-    async def _call_hook(self, iteration: int, row: Mapping[str, float]) -> None:
-        """Call the hook with the row of an iteration, if there is one."""
+    async def _call_hook(
+        self, iteration: int, row: Mapping[str, float], checkpointer: Checkpointer
+    ) -> None:
+        """Call the hook with the row of an iteration, if there is one. What it raises does not lose
+        a checkpoint that was begun."""
         config = self.config
         iterations, hooks = config.training.iterations, config.hooks
-        if hooks.on_iteration:
+        if not hooks.on_iteration:
+            return
+        try:
             await after_iteration(hooks, config.name, self.folder, iteration, iterations, row)
+        except HookFailed:
+            await checkpointer.finish()
+            raise
 
     async def _evaluate_last(self, flow: Flow) -> None:
         step = self.progress.samples + 1
