@@ -50,6 +50,8 @@ OnLate = Literal["hold", "chunk", "stop"]
 EMERGENCY: Final = "emergency_stop"
 """key in the info of a step: True where the robot, or who watches it, has stopped it"""
 MOST_HZ: Final = 1000.0
+MOST_REFUSED: Final = 100
+"""commands that may be refused before the robot has had any"""
 
 
 class SafetyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -214,6 +216,10 @@ def _full(values: Row, size: int) -> Row:
     return np.broadcast_to(np.asarray(values, np.float64), size).copy()
 
 
+class NothingToHold(RuntimeError):
+    """All commands were refused before the robot had any: it would wait for ever."""
+
+
 class Command(NamedTuple):
     """What the robot gets at one step."""
 
@@ -243,6 +249,7 @@ class Controller:
         self.emergency = ""
         """the reason of an emergency, which only `release` ends; empty: there is none"""
         self._ended = ""
+        self._unmoved = 0
         self._last: Row | None = None
         self._forget()
 
@@ -315,7 +322,15 @@ class Controller:
         if self._limits.beyond(wanted, self._last):
             if not (self._limits.clips and np.isfinite(wanted).all()):
                 self.counts.refused += 1
-                return Command(step, self._held(), "hold")
+                held = self._held()
+                self._unmoved = 0 if held is not None else self._unmoved + 1
+                if self._unmoved == MOST_REFUSED:
+                    raise NothingToHold(
+                        f"the first {MOST_REFUSED} commands were all refused, the last "
+                        f"{wanted.tolist()}, and the robot has none to hold: set safety.rest, or "
+                        "other limits"
+                    )
+                return Command(step, held, "hold")
             self.counts.clipped += 1
             wanted = self._limits.clipped(wanted, self._last)
         self._last = wanted

@@ -21,6 +21,7 @@ from rlinf_async.realtime import (
     Controller,
     InThread,
     Limits,
+    NothingToHold,
     RealTimeLoop,
     SafetyConfig,
     Shown,
@@ -561,6 +562,15 @@ def test_counts_add_up() -> None:
     assert (both.steps, both.missed, both.jitter_max, both.answer_max) == (10, 3, 0.3, 0.1)
     assert both.metrics()["control_jitter_ms"] == pytest.approx(1000.0 / 9)
     assert all_counts([None]) is None
+
+
+def test_commands_that_are_all_refused_end_the_loop() -> None:
+    time = Time()
+    robot = Robot(time)
+    safety = SafetyConfig(low=[1e9], beyond="refuse")
+    with pytest.raises(NothingToHold, match="the first 100 commands were all refused"):
+        looped(robot, time, Delayed(time, [0.0], 1), safety).run(200)
+    assert robot.commands == []
 
 
 def test_a_first_command_that_is_refused_leaves_the_robot_as_it_is_and_the_loop_goes_on() -> None:

@@ -74,6 +74,11 @@ class ControlCounts(msgspec.Struct, kw_only=True):
         """Steps that have missed their deadline."""
         return self.starved + self.late + self.skipped
 
+    @property
+    def otherwise(self) -> int:
+        """Answers and commands that were not executed as the policy said."""
+        return self.stale_answers + self.clipped + self.refused
+
     def add_jitter(self, seconds: float) -> None:
         """Count a step that began so late."""
         self.jitter_sum += seconds

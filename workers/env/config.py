@@ -181,9 +181,16 @@ class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if not control.hz:
             return
         try:
-            control.steps_between(self.action_chunk)
+            between = control.steps_between(self.action_chunk)
         except ConfigError as error:
             raise ConfigError(error.problem, path=("control", *error.path)) from None
+        least = between * control.period
+        if self.step_seconds is not None and self.step_seconds <= least:
+            raise ConfigError(
+                f"{self.step_seconds:g}, but in real time the {between} steps between two "
+                f"questions (control.every) take {least:g} seconds: allow more",
+                path=("step_seconds",),
+            )
         if self.many_in_a_call:
             raise ConfigError(
                 f"{control.hz:g}, but simulator = {self.simulator!r} steps many environments in a "

@@ -90,7 +90,10 @@ async def after_iteration(
         returned = await asyncio.to_thread(hook, view)
         if inspect.isawaitable(returned):
             await returned
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise  # the run ends; else something of the hook's own was cancelled
         raise HookFailed(
             f"hooks.on_iteration: {config.on_iteration!r} raised in iteration {iteration}: "
             f"{raised(error)}"

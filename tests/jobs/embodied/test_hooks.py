@@ -43,6 +43,11 @@ async def raises_later(it):
 def changes(it):
     it.metrics["return"] = 1.0
 
+async def cancels(it):
+    task = asyncio.ensure_future(asyncio.sleep(60))
+    task.cancel()
+    await task
+
 def leaves(it):
     raise SystemExit(3)
 
@@ -74,6 +79,7 @@ def test_a_hook_is_called_with_the_row_of_each_iteration(job: Job, name: str) ->
         ("raises_later", "raised in iteration 1: ValueError: enough"),
         ("changes", "raised in iteration 0: TypeError: 'mappingproxy' object does not support"),
         ("leaves", "raised in iteration 0: SystemExit: 3"),
+        ("cancels", "raised in iteration 0: CancelledError"),
     ],
 )
 def test_what_a_hook_raises_ends_the_run_and_names_it(job: Job, name: str, said: str) -> None:

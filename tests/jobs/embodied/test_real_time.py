@@ -52,6 +52,15 @@ def test_an_episode_has_each_step_of_the_robot_once(job: Job, form: tuple[object
     assert str(job.summary.extra["evaluation_missed_deadlines"]).endswith(" steps")
 
 
+def test_commands_that_the_policy_did_not_say_are_told_once(job: Job) -> None:
+    narrow = ("--env.control.safety.max_step", "[0.001]", "--env.control.safety.rest", "[0.0]")
+    never = ("--training.stop_at.metric", "control_missed", "--training.stop_at.least", 1e9)
+    ended = job.train(*LINE, *STEPS, *ALONE, *narrow, *never)
+    assert ended.code == 0, ended.err
+    assert sum(float(row["control_clipped"]) for row in job.iterations) > 0
+    assert ended.err.count("the robot did not do what the policy said") == 1
+
+
 def test_an_emergency_stop_ends_the_run_with_its_reason(job: Job) -> None:
     ended = job.train(*LINE, *STEPS, *ALONE, "--env.kwargs.stops_at", 5, "--env.probe", "false")
     assert ended.code == 1
@@ -61,6 +70,7 @@ def test_an_emergency_stop_ends_the_run_with_its_reason(job: Job) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
+        (("--env.step_seconds", 0.002), "env.step_seconds: 0.002, but in real time the 1 steps"),
         (("--env.control.every", 2), "env.control.every: 2 steps between two questions do not"),
         (("--env.control.safety.low", "[0, 1, 2]"), "env.control.safety.low: 3 numbers, but an ac"),
         (

@@ -61,6 +61,14 @@ def test_it_is_named(job: Job, setting: str, value: object, message: str) -> Non
     assert not job.out.exists()
 
 
+def test_an_entropy_that_choices_never_have_is_refused(job: Job) -> None:
+    choosing = ("--env.id", "CartPole-v1", "--env.actions", "clip")
+    ended = job.command("check", job.file, *choosing, "--actor.sac.target_entropy", 0.7)
+    assert ended.code == 2
+    assert "target_entropy: 0.7, but the entropy of 2 choices is below 0.6931" in ended.err
+    assert job.command("check", job.file, *choosing, "--actor.sac.target_entropy", 0.6).code == 0
+
+
 def test_several_ranks_of_fsdp1_are_refused(job: Job) -> None:
     two = ("--cluster.actors", 2, "--cluster.backend", "process")
     ended = job.train(*two, "--actor.fsdp.strategy", "fsdp1")

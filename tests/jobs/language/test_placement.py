@@ -96,7 +96,7 @@ def test_engines_and_trainers_get_what_follows_from_their_devices(
     asked = config(tmp_path, rollout__backend="vllm", **settings)
     plan = plan_roles(asked, stated_devices(machine))
     found = placed(asked, plan)
-    folder: Any = SimpleNamespace(context=64)
+    folder: Any = SimpleNamespace(context=64, sees=False)
     arguments = _arguments(found.rollout.vllm, folder, 0, on_cpu=not plan.accelerated("rollout"))
     tensor_parallel, memory, sleep = engine
     assert arguments["tensor_parallel_size"] == tensor_parallel

@@ -40,7 +40,13 @@ from typing import Generic, Literal, NamedTuple, TypeVar
 import msgspec
 
 from rlinf_async.backends.base import FirstWeights, TrainerBackend
-from rlinf_async.messages.embodied import Collect, TrainReport, all_counts, success_rate
+from rlinf_async.messages.embodied import (
+    Collect,
+    ControlCounts,
+    TrainReport,
+    all_counts,
+    success_rate,
+)
 from rlinf_async.observe.metrics import MetricsWriter
 from rlinf_async.observe.pictures import draw_learning_curve
 from rlinf_async.observe.progress import ProgressState, ProgressView, figure
@@ -253,7 +259,7 @@ def check_judged(config: EnvironmentSettings, columns: Sequence[str]) -> None:
     check_targets(
         training.stop_at,
         training.keep_best,
-        (*COLUMNS, *columns),
+        (*COLUMNS, *columns, *(ControlCounts().metrics() if config.env.control.hz else ())),
         elsewhere=AT_THE_END,
         iterations=config.iterations,
         checkpoint_every=training.checkpoint_every,
@@ -700,6 +706,7 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
     def _write_row(self, report: TrainReport, metrics: MetricsWriter) -> None:
         self._last = report
         self._warn()
+        self._warn_of_control(report)
         metrics.write(self.progress.env_steps, row(self.progress, report))
 
     async def _call_hook(self, report: TrainReport, checkpointer: Checkpointer) -> None:
@@ -725,6 +732,21 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
         if warning and warning not in self._warnings:
             self._warnings.add(warning)
             print(warning, file=sys.stderr)
+
+    def _warn_of_control(self, report: TrainReport) -> None:
+        """Say once that a robot in real time has not done what is learnt from."""
+        counts = report.control
+        if counts is None or not counts.otherwise or "control" in self._warnings:
+            return
+        self._warnings.add("control")
+        print(
+            f"{self.config.name}: in iteration {report.iteration} the robot did not do what the "
+            f"policy said: {counts.stale_answers} of {counts.answers} answers came too late to be "
+            f"executed, and {counts.clipped + counts.refused} of {counts.steps} commands were "
+            "clipped or refused (control_... in metrics.csv). They are learnt from as if they had "
+            "been executed: make the policy faster, or hz or the limits wider",
+            file=sys.stderr,
+        )
 
     # ---- metrics, pictures, summary
 

@@ -10,7 +10,7 @@ The others are those of `EmbodiedChannels`.
 
 from __future__ import annotations
 
-from math import floor
+from math import floor, log
 from typing import TypeVar
 
 import msgspec
@@ -248,6 +248,7 @@ def fitted(config: SacConfig, spec: EnvSpec) -> FittedSac:
             path=("env", "actions"),
         )
     check_rescaled(config.env, spec)
+    _check_entropy(config, spec)
     if spec.observation.of_kind("text"):
         raise ConfigError(
             f"{config.env.name} shows {spec.observation}; the networks of soft actor-critic "
@@ -278,6 +279,18 @@ def fitted(config: SacConfig, spec: EnvSpec) -> FittedSac:
             action_chunk=1,
         ),
     )
+
+
+def _check_entropy(config: SacConfig, spec: EnvSpec) -> None:
+    """Refuse a target that the entropy of so many choices never reaches."""
+    target = config.actor.sac.target_entropy
+    if spec.action.discrete and target is not None and target >= log(spec.action_size):
+        raise ConfigError(
+            f"{target}, but the entropy of {spec.action_size} choices is below "
+            f"{log(spec.action_size):.4f}: its coefficient would grow without end; take less, or "
+            "leave it out",
+            path=("actor", "sac", "target_entropy"),
+        )
 
 
 def _policy_for(spec: EnvSpec) -> str:
