@@ -171,12 +171,11 @@ class Limits:
                     f"{len(values)} numbers, but an action has {size}: give one for all, or {size}",
                     path=(name,),
                 )
-            return np.broadcast_to(np.asarray(values or default, np.float64), size).copy()
+            given = np.asarray(values if values else default, np.float64)
+            return np.broadcast_to(given.reshape(-1), size).copy()
 
-        # An array of bounds is no default of `or`: it is taken only where nothing is set.
-        bottom, top = np.reshape(low, -1), np.reshape(high, -1)
-        self.low = each("low", safety.low, bottom) if safety.low else _full(bottom, size)
-        self.high = each("high", safety.high, top) if safety.high else _full(top, size)
+        self.low = each("low", safety.low, low)
+        self.high = each("high", safety.high, high)
         speed = each("max_velocity", safety.max_velocity, math.inf) * period
         self.step = np.minimum(each("max_step", safety.max_step, math.inf), speed)
         self.clips = safety.beyond == "clip"
@@ -212,10 +211,6 @@ class Limits:
         return kept
 
 
-def _full(values: Row, size: int) -> Row:
-    return np.broadcast_to(np.asarray(values, np.float64), size).copy()
-
-
 class NothingToHold(RuntimeError):
     """All commands were refused before the robot had any: it would wait for ever."""
 
@@ -248,19 +243,12 @@ class Controller:
         # Two places, for another thread may stop what this one begins.
         self.emergency = ""
         """the reason of an emergency, which only `release` ends; empty: there is none"""
-        self._ended = ""
-        self._unmoved = 0
-        self._last: Row | None = None
-        self._forget()
+        self.begin()
 
     @property
     def stopped(self) -> str:
         """Why nothing goes on; empty: it does."""
         return self.emergency or self._ended
-
-    def _forget(self) -> None:
-        self._chunk: Row = np.empty((0, 0))
-        self._shown, self._next = -1, 0
 
     def begin(self, at: Any = None) -> None:
         """Begin an episode: no chunk is left of the last one, nor a stop that was no emergency.
@@ -268,8 +256,9 @@ class Controller:
         ``at`` is the command at which the robot stands, where that is known: the first one's change
         is limited, too.
         """
-        self._forget()
-        self._last = None if at is None else np.asarray(at, np.float64).reshape(-1)
+        self._chunk: Row = np.empty((0, 0))
+        self._shown, self._next, self._unmoved = -1, 0, 0
+        self._last: Row | None = None if at is None else np.asarray(at, np.float64).reshape(-1)
         self._ended = ""
 
     def stop(self, reason: str) -> None:

@@ -573,6 +573,14 @@ def test_commands_that_are_all_refused_end_the_loop() -> None:
     assert robot.commands == []
 
 
+def test_episodes_whose_first_command_is_refused_do_not_add_up() -> None:
+    time = Time()
+    safety = SafetyConfig(low=[50.0], beyond="refuse")
+    loop = looped(Robot(time), time, Delayed(time, [0.0], 1), safety)
+    for _ in range(120):
+        assert loop.run(3).refused == 1
+
+
 def test_a_first_command_that_is_refused_leaves_the_robot_as_it_is_and_the_loop_goes_on() -> None:
     time = Time()
     robot = Robot(time)

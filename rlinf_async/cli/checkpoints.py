@@ -47,8 +47,6 @@ OF_POLICIES = ("torchscript", "pt2", "onnx")
 LEROBOT = "lerobot"
 OF_LANGUAGE = ("dtype", "model", "shard_size")
 """options of language models alone"""
-DEMONSTRATIONS = "demonstrations.json"
-"""file of a folder of demonstrations"""
 
 
 @click.command()
@@ -113,7 +111,9 @@ def export(
     checkpoint or that of --checkpoint, or the folder of a checkpoint. A folder of demonstrations
     becomes a data set in LeRobot's format.
     """
-    if (checkpoint / DEMONSTRATIONS).is_file():
+    from rlinf_async.data.demonstrations import FILE
+
+    if (checkpoint / FILE).is_file():
         _refuse_given(context, "of a checkpoint, not of demonstrations", "name", *OF_LANGUAGE)
         _export_demonstrations(checkpoint, out, form, fps)
         return

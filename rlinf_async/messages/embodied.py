@@ -315,9 +315,6 @@ class ReplayBatch(msgspec.Struct, kw_only=True):
 class Collected(msgspec.Struct, kw_only=True):
     """replay -> runtime: an iteration's trajectories are in the store."""
 
-    control: ControlCounts | None = None
-    """what was counted in real time"""
-
     iteration: int
     env_steps: int
     """environment steps of the iteration"""
@@ -334,6 +331,8 @@ class Collected(msgspec.Struct, kw_only=True):
     episode_return: list[float] = []
     episode_length: list[int] = []
     episode_success: list[bool | None] = []
+    control: ControlCounts | None = None
+    """what was counted in real time"""
 
 
 SUCCESS: Final = ("is_success", "success")

@@ -26,7 +26,7 @@ from concurrent.futures import Future
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ from rlinf_async.backends.fsdp.state import local_shard
 from rlinf_async.backends.policies.base import ObservationTensors, find_policy, to_tensors
 from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.backends.policies.images import random_shift
-from rlinf_async.backends.policies.off_policy import SoftCategoricalPolicy
+from rlinf_async.backends.policies.off_policy import OffPolicyPolicy, SoftCategoricalPolicy
 from rlinf_async.backends.policies.squashed import SquashedGaussianPolicy
 from rlinf_async.backends.sac_config import SacLossConfig, SacTrainerConfig
 from rlinf_async.messages.embodied import Bools, Floats, ReplayBatch
@@ -190,9 +190,15 @@ class SacModel(nn.Module):
     shares, are those of the whole batch. That holds for the entropy coefficient's, too.
     """
 
+    trains: ClassVar[type[OffPolicyPolicy[Any]]] = SquashedGaussianPolicy
+    """policies that it can train"""
+
     def __init__(self, policy: PolicyConfig, sac: SacLossConfig) -> None:
         super().__init__()
-        self.policy = self._policy(policy)
+        found = find_policy(policy.name)(policy)
+        if not isinstance(found, self.trains):
+            raise ValueError(f"soft actor-critic cannot train the policy {policy.name!r}")
+        self.policy: Any = found
         self._sac = sac
         self.critic, self.target = self._critics(policy), self._critics(policy)
         self.target.load_state_dict(self.critic.state_dict())
@@ -201,24 +207,23 @@ class SacModel(nn.Module):
             torch.full((1,), math.log(sac.initial_entropy_coefficient))
         )
         asked = sac.target_entropy
-        self._target_entropy = self.entropy_aimed_at(policy) if asked is None else asked
-
-    @staticmethod
-    def _policy(config: PolicyConfig) -> Any:
-        found = find_policy(config.name)(config)
-        if not isinstance(found, SquashedGaussianPolicy):
-            raise ValueError(f"soft actor-critic cannot train the policy {config.name!r}")
-        return found
-
-    @staticmethod
-    def entropy_aimed_at(policy: PolicyConfig) -> float:
-        """Return the target of the entropy where none is set: Haarnoja et al. 2018."""
-        return -float(policy.action_size)
+        self._target_entropy = self.entropy_aimed_at(policy.action_size) if asked is None else asked
 
     def _critics(self, policy: PolicyConfig) -> Critics:
         head, size = self.policy.new_head()
-        sizes, sac = (size + policy.action_size, *policy.hidden_sizes, 1), self._sac
+        given, values = self.critics_between(policy.action_size)
+        sizes, sac = (size + given, *policy.hidden_sizes, values), self._sac
         return Critics(head, sizes, sac.critics, layer_norm=sac.critic_layer_norm)
+
+    @staticmethod
+    def entropy_aimed_at(action_size: int) -> float:
+        """Return the target of the entropy where none is set: Haarnoja et al. 2018."""
+        return -float(action_size)
+
+    @staticmethod
+    def critics_between(action_size: int) -> tuple[int, int]:
+        """Return the numbers that critics are given of an action, and the values that they say."""
+        return action_size, 1
 
     def value_parameter_names(self) -> set[str]:
         """Return the names of what the critics' loss trains, with a learning rate of its own: the
@@ -286,22 +291,15 @@ class ChoosingSacModel(SacModel):
     entropy is 0.98 of that of uniform choices.
     """
 
-    @staticmethod
-    def _policy(config: PolicyConfig) -> Any:
-        found = find_policy(config.name)(config)
-        if not isinstance(found, SoftCategoricalPolicy):
-            raise ValueError(f"soft actor-critic cannot train the policy {config.name!r}")
-        return found
+    trains = SoftCategoricalPolicy
 
     @staticmethod
-    def entropy_aimed_at(policy: PolicyConfig) -> float:
-        """Return the target of the entropy where none is set."""
-        return 0.98 * math.log(policy.action_size)
+    def entropy_aimed_at(action_size: int) -> float:
+        return 0.98 * math.log(action_size)
 
-    def _critics(self, policy: PolicyConfig) -> Critics:
-        head, size = self.policy.new_head()
-        sizes, sac = (size, *policy.hidden_sizes, policy.action_size), self._sac
-        return Critics(head, sizes, sac.critics, layer_norm=sac.critic_layer_norm)
+    @staticmethod
+    def critics_between(action_size: int) -> tuple[int, int]:
+        return 0, action_size
 
     def _aimed_at(self, batch: SacBatch, coefficient: Tensor) -> Tensor:
         following = self.policy.features(batch.next_observation)

@@ -49,7 +49,7 @@ class OffPolicyPolicy(Policy[ObservedT]):
         self, config: PolicyConfig, outputs: int, encoder: ImageEncoder | None = None
     ) -> None:
         super().__init__(config)
-        self._size, self._vector = config.action_size, config.observation_size
+        self._vector = config.observation_size
         self.encoder = encoder
         self.head, inputs = self.new_head()
         sizes = (inputs, *config.hidden_sizes, outputs)

@@ -34,6 +34,7 @@ class SquashedGaussianPolicy(OffPolicyPolicy[ObservedT]):
 
     def __init__(self, config: PolicyConfig, encoder: ImageEncoder | None = None) -> None:
         super().__init__(config, 2 * config.action_size, encoder)
+        self._size = config.action_size
 
     def sample(self, features: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Return the actions ``[N, A]`` of standard normal ``noise [N, A]``, with gradients, and

@@ -175,6 +175,7 @@ class DecodedRow:
         "name",
         "positions",
         "sampling",
+        "shift",
         "tokens",
     )
 
@@ -187,6 +188,8 @@ class DecodedRow:
         """images of the prompt"""
         self.positions: NDArray[np.int64] | None = None
         """``[3, P]`` of the prompt, once it has joined; None: the order of its tokens"""
+        self.shift = 0
+        """what the position of a token of the response is more than its place"""
         self.tokens: list[int] = request.prompt.token_ids.tolist()
         """tokens of the prompt and the response"""
         self._prompt = len(self.tokens)
@@ -225,10 +228,11 @@ class DecodedRow:
         """Tokens of the response so far."""
         return self.tokens[self._prompt :]
 
-    @property
-    def shift(self) -> int:
-        """What the position of a token of the response is more than its place."""
-        return 0 if self.positions is None else int(self.positions.max()) + 1 - self._prompt
+    def place(self, positions: NDArray[np.int64] | None) -> None:
+        """Take the positions of the prompt's tokens, where they are not their order."""
+        self.positions = positions
+        if positions is not None:
+            self.shift = int(positions.max()) + 1 - self._prompt
 
     @property
     def random(self) -> float:
@@ -413,7 +417,7 @@ class BatchDecoder:
         for row in rows:
             if row.images and row.positions is None:
                 prompt = SeeingPrompt(0, np.array(row.prompt), row.images)
-                row.positions = prompt_positions(prompt, self._processor)
+                row.place(prompt_positions(prompt, self._processor))
         waiting = sorted(rows, key=lambda row: len(row.tokens))
         while waiting:
             count = 1
