@@ -43,6 +43,12 @@ class FSDPConfig(ShardingConfig, frozen=True, kw_only=True, forbid_unknown_field
     """folder of a Hugging Face causal language model; it takes the place of ``policy``"""
 
 
+OF_LOSS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
+"""metrics of the loss ``ppo``, in this order"""
+OF_UPDATES = ("grad_norm", "lr", "updates", "skipped_updates")
+"""further metrics of an iteration's updates, which no loss may return"""
+
+
 class PPOConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Use of one batch by PPO. Sizes are of this rank."""
 

@@ -43,7 +43,7 @@ from rlinf_async.algorithms.config import AdvantageConfig, LossConfig
 from rlinf_async.algorithms.losses import LossInputs, loss_functions, ppo_loss
 from rlinf_async.backends.base import TrainingDiverged
 from rlinf_async.backends.checkpoint import collectives
-from rlinf_async.backends.fsdp.config import PPOConfig
+from rlinf_async.backends.fsdp.config import OF_LOSS, OF_UPDATES, PPOConfig
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.policies.base import HALF_LOG_TWO_PI, Evaluation, ObservationTensors, each
 from rlinf_async.backends.policies.mlp import MlpGaussianPolicy
@@ -51,12 +51,6 @@ from rlinf_async.messages.embodied import Bools, Floats
 
 ORDER: Final = ("token", "action", "chunk")
 """levels of log-probs and advantages, from fine to coarse"""
-
-
-METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
-"""metrics of `algorithms.losses.ppo_loss`, in this order"""
-OF_UPDATES = ("grad_norm", "lr", "updates", "skipped_updates")
-"""further metrics of an iteration, which no loss may return"""
 
 
 class FlatBatch(NamedTuple):
@@ -496,7 +490,7 @@ class FusedPpo:
             raise TypeError(f"the fused gradient is for MlpGaussianPolicy, not {type(model)}")
         self._model = model
         self._config = config
-        self.names: Sequence[str] = METRICS
+        self.names: Sequence[str] = OF_LOSS
         self._networks: dict[int, tuple[FusedMlp, FusedMlp]] = {}
 
     @staticmethod

@@ -22,6 +22,7 @@ import msgspec
 
 from rlinf_async.config.registry import Registry, raised
 from rlinf_async.observe.run_folder import RunFolder
+from rlinf_async.runtime.jobs.checkpoints import Checkpointer
 
 ON_ITERATION: Final = ("hooks", "on_iteration")
 """the setting"""
@@ -73,13 +74,16 @@ async def after_iteration(
     iteration: int,
     iterations: int,
     row: Mapping[str, float],
+    checkpointer: Checkpointer,
 ) -> None:
-    """Call the configured hook with what an iteration has come to, and wait for it. One that is no
-    coroutine function is called in a thread: it holds up nothing but the run's own next step.
+    """Call the hook, if there is one, with what an iteration has come to, and wait for it. One that
+    is no coroutine function is called in a thread: it holds up nothing but the run's own next step.
 
     Raises:
-        HookFailed: it raised.
+        HookFailed: it raised; a checkpoint that was begun is on the disk by then.
     """
+    if not config.on_iteration:
+        return
     metrics = MappingProxyType(dict(row))
     view = IterationView(run, folder.path, iteration, iterations, metrics)
     try:
@@ -94,6 +98,7 @@ async def after_iteration(
         task = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
             raise  # the run ends; else something of the hook's own was cancelled
+        await checkpointer.finish()
         raise HookFailed(
             f"hooks.on_iteration: {config.on_iteration!r} raised in iteration {iteration}: "
             f"{raised(error)}"

@@ -16,7 +16,6 @@ than anything, and reaches nothing.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Collection, Mapping
 from typing import Final
@@ -25,6 +24,7 @@ import msgspec
 
 from rlinf_async.config import ConfigError
 from rlinf_async.config.counts import check_bounds
+from rlinf_async.config.registry import nearest
 
 BEST: Final = "best"
 """name under which commands and settings ask for the best checkpoint"""
@@ -191,6 +191,5 @@ def check_targets(
 def _unknown(metric: str, columns: Collection[str], elsewhere: Mapping[str, str]) -> str:
     if metric in elsewhere:
         return f"{metric!r} {elsewhere[metric]}"
-    nearest = difflib.get_close_matches(metric, columns, n=1)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    return f"no iteration writes a column {metric!r}{hint} (columns: {', '.join(sorted(columns))})"
+    hint = nearest(metric, columns)
+    return f"no iteration writes a column {metric!r}{hint}; columns: {', '.join(sorted(columns))}"

@@ -232,7 +232,7 @@ def _reached(run: pathlib.Path) -> bool:
     [
         (
             ("stop_at.metric", "sucess_rate", "stop_at.least", 1),
-            "no iteration writes a column 'sucess_rate'; did you mean 'success_rate'?",
+            "no iteration writes a column 'sucess_rate' (did you mean 'success_rate'?)",
         ),
         (
             ("stop_at.metric", "eval_return", "stop_at.least", 1),
@@ -267,11 +267,12 @@ def test_what_could_never_be_is_refused(job: Job, arguments: tuple[object, ...],
 
 
 def test_columns_that_check_knows_are_those_that_are_written(job: Job, sac: SacJob) -> None:
-    from rlinf_async.runtime.jobs.embodied.job import OF_LOSS, OF_UPDATES
+    from rlinf_async.backends.fsdp.config import OF_LOSS
+    from rlinf_async.runtime.jobs.embodied.job import OF_TRAINING
     from rlinf_async.runtime.jobs.embodied.run import AT_THE_END, COLUMNS, OF_EPISODES
     from rlinf_async.runtime.jobs.embodied_sac.job import COLUMNS as OF_SAC
 
-    for one, columns in ((job, OF_LOSS + OF_UPDATES), (sac, OF_SAC)):
+    for one, columns in ((job, OF_LOSS + OF_TRAINING), (sac, OF_SAC)):
         one.succeed(*QUICK)
         header = (one.out / "metrics.csv").read_text().splitlines()[0].split(",")
         may_lack = {"step", *AT_THE_END, *OF_EPISODES}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rlinf_async.algorithms.config import LossConfig
-from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig
+from rlinf_async.backends.fsdp.config import OF_LOSS, OF_UPDATES, EmbodiedTrainerConfig
 from rlinf_async.backends.policies.config import MLPS, ignored
 from rlinf_async.config import ConfigError
 from rlinf_async.config.registry import raised
@@ -52,10 +52,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 FSDP = ("actor", "fsdp")
-OF_LOSS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
-"""columns of the loss ``ppo``"""
-OF_UPDATES = ("grad_norm", "lr", "updates", "skipped_updates", "explained_variance")
-"""columns of every other loss, too"""
+OF_TRAINING = (*OF_UPDATES, "explained_variance")
+"""columns of every loss"""
 
 
 class EmbodiedPPO:
@@ -112,7 +110,7 @@ class EmbodiedPPO:
         full = fitted(config, spec)
         _check_fit(full)
         _check_demonstrations(full, spec)
-        check_judged(full, (*OF_UPDATES, *_columns_of_loss(full)))
+        check_judged(full, (*OF_TRAINING, *_columns_of_loss(full)))
         return full
 
     def _begins_with(self, full: EmbodiedConfig, *, starts: bool = False) -> Beginning | None:
@@ -196,14 +194,14 @@ def _columns_of_loss(config: EmbodiedConfig) -> Sequence[str]:
     except Exception as error:  # it may need more than a small batch has
         for section in ("stop_at", "keep_best"):
             metric = getattr(config.training, section).metric
-            if metric and metric not in (*COLUMNS, *OF_UPDATES):
+            if metric and metric not in (*COLUMNS, *OF_TRAINING):
                 raise ConfigError(
                     f"whether the loss {ppo.loss.name!r} has a column {metric!r} is not known: for "
                     f"a small batch it raised {raised(error)}",
                     path=("training", section, "metric"),
                 ) from error
         return ()
-    if taken := [name for name in found if name in (*COLUMNS, *OF_UPDATES)]:
+    if taken := [name for name in found if name in (*COLUMNS, *OF_TRAINING)]:
         raise ConfigError(
             f"{ppo.loss.name!r} returns a metric {taken[0]!r}, which every iteration has already: "
             "give it another name",

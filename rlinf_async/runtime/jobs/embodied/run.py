@@ -85,7 +85,7 @@ from rlinf_async.runtime.jobs.embodied.settings import (
     Settings,
     reseeded,
 )
-from rlinf_async.runtime.jobs.hooks import HookFailed, after_iteration
+from rlinf_async.runtime.jobs.hooks import after_iteration
 from rlinf_async.runtime.jobs.placement import PlacementPlan
 from rlinf_async.runtime.jobs.run import Draw, TrainingClock
 from rlinf_async.runtime.jobs.targets import Best, check_targets
@@ -566,6 +566,8 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
         """answers of the policy in an iteration, of each environment"""
         self._failed_before = self.progress.failed_episodes
         """episodes that failed before this start"""
+        self._row: dict[str, float] = {}
+        """that of the newest iteration"""
         self._env_workers: Sequence[Supervisor] = ()
         """those of this start, once they are there"""
 
@@ -678,8 +680,10 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
         training, progress = self.config.training, self.progress
         failed = self._failed_episodes - progress.failed_episodes
         progress.take(report, loop.clock(), training.return_window, failed)
+        self._row = row(progress, report)
+        seen = judged(progress, self._row, training.return_window)
         if training.stop_at.metric:
-            progress.reached = progress.reached.judge(report.iteration, self._judged(report))
+            progress.reached = progress.reached.judge(report.iteration, seen)
             if progress.reached.why:
                 self._iterations = progress.version
         await self._issue(channels, report.version + training.max_staleness)
@@ -690,14 +694,8 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
             if self._samples is not None:  # those of this version are kept by then
                 await asyncio.to_thread(self._samples.flushed, FLUSH_SECONDS)
             if training.keep_best.metric:
-                name = folder_of(report.version)
-                progress.best = progress.best.rank(name, self._judged(report))
+                progress.best = progress.best.rank(folder_of(report.version), seen)
             await loop.checkpointer.begin(progress)
-
-    def _judged(self, report: TrainReport) -> dict[str, float]:
-        """The part of an iteration's row by which training is judged."""
-        progress = self.progress
-        return judged(progress, row(progress, report), self.config.training.return_window)
 
     def _checkpoint_due(self, version: int) -> bool:
         every = self.config.training.checkpoint_every
@@ -707,22 +705,12 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
         self._last = report
         self._warn()
         self._warn_of_control(report)
-        metrics.write(self.progress.env_steps, row(self.progress, report))
+        metrics.write(self.progress.env_steps, self._row)
 
     async def _call_hook(self, report: TrainReport, checkpointer: Checkpointer) -> None:
-        """Call the hook with the row of an iteration, if there is one. What it raises does not lose
-        a checkpoint that was begun."""
-        config = self.config
-        if not config.hooks.on_iteration:
-            return
-        made = row(self.progress, report)
-        try:
-            await after_iteration(
-                config.hooks, config.name, self.folder, report.iteration, self._iterations, made
-            )
-        except HookFailed:
-            await checkpointer.finish()
-            raise
+        config, at = self.config, (report.iteration, self._iterations)
+        hooks, made = config.hooks, self._row
+        await after_iteration(hooks, config.name, self.folder, *at, made, checkpointer)
 
     def _warn(self, evaluated: Sequence[bool | None] = ()) -> None:
         """Say once how the environment reports success: in the last episodes, and these."""

@@ -47,7 +47,7 @@ MAY_DIFFER = (*ALWAYS_MAY_DIFFER, "replay.prefetch")
 
 MLP, CNN = "mlp_squashed_gaussian", "cnn_squashed_gaussian"
 MLP_OF_CHOICES, CNN_OF_CHOICES = "mlp_soft_categorical", "cnn_soft_categorical"
-"""policies for one vector, and for images"""
+"""policies for one vector, and for images: of numbers, and of choices"""
 
 
 class SacTrainingConfig(LengthConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -53,7 +53,7 @@ from rlinf_async.runtime.jobs.checkpoints import (
     versions_in,
 )
 from rlinf_async.runtime.jobs.config import HostConfig
-from rlinf_async.runtime.jobs.hooks import HookFailed, after_iteration
+from rlinf_async.runtime.jobs.hooks import after_iteration
 from rlinf_async.runtime.jobs.language.acceptance import Acceptance
 from rlinf_async.runtime.jobs.language.backends import earlier_versions
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
@@ -537,17 +537,8 @@ class LanguageRun:
     async def _call_hook(
         self, iteration: int, row: Mapping[str, float], checkpointer: Checkpointer
     ) -> None:
-        """Call the hook with the row of an iteration, if there is one. What it raises does not lose
-        a checkpoint that was begun."""
-        config = self.config
-        iterations, hooks = config.training.iterations, config.hooks
-        if not hooks.on_iteration:
-            return
-        try:
-            await after_iteration(hooks, config.name, self.folder, iteration, iterations, row)
-        except HookFailed:
-            await checkpointer.finish()
-            raise
+        config, at = self.config, (iteration, self.config.training.iterations)
+        await after_iteration(config.hooks, config.name, self.folder, *at, row, checkpointer)
 
     async def _evaluate_last(self, flow: Flow) -> None:
         step = self.progress.samples + 1
