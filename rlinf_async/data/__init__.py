@@ -9,6 +9,7 @@
     demonstrations.py   episodes to clone, for robots
     lerobot.py          the same in LeRobot's format
     lerobot_export.py   and how they are written so
+    rlds.py             episodes in RLDS, as TensorFlow Datasets keeps them
 
 Nothing here imports torch, datasets or transformers before data that need them are opened.
 """

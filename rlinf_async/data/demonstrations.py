@@ -148,12 +148,12 @@ def read_episodes(
     info = read_info(folder, wanted)
     if is_lerobot(folder):
         for _, found in LeRobotFolder(folder).arrays(info.observation):
-            yield _episode(found, info)
+            yield episode_of(found, info)
         return
     for number in range(info.episodes):
         path = _file(folder, number)
         with _explained(path), np.load(path, allow_pickle=False) as arrays:
-            episode = _episode(arrays, info)
+            episode = episode_of(arrays, info)
         yield episode
 
 
@@ -373,7 +373,8 @@ def _windows(action: NDArray[Any], length: int) -> tuple[NDArray[Any], NDArray[n
     return np.where(there[..., None], windows, np.float32(0.0)), there
 
 
-def _episode(arrays: Any, info: DemonstrationsInfo) -> DemonstratedEpisode:
+def episode_of(arrays: Any, info: DemonstrationsInfo) -> DemonstratedEpisode:
+    """Return an episode, of arrays by the names in its file."""
     action = arrays[ACTION].astype(np.int64 if info.discrete else np.float32)
     seen = _shown(arrays, info.observation, "", len(action))
     if not info.transitions:

@@ -322,7 +322,7 @@ def _cells(column: Any, part: ObservationPart, tasks: Mapping[int, str]) -> Any:
     if part.kind == "state":
         return np.array(cells, np.float32).reshape(len(cells), -1)
     channels = part.shape[2] if len(part.shape) == 3 else 1
-    pictures = np.stack([_picture(one, channels) for one in cells])
+    pictures = np.stack([decoded(one["bytes"], channels) for one in cells])
     if pictures.shape[1:] not in (part.shape, part.shape[:2]):
         raise ValueError(
             f"its pictures {part.name!r} are {list(pictures.shape[1:])}, but {INFO} says "
@@ -337,11 +337,11 @@ def _task(row: Mapping[str, Any]) -> str:
     return str(text)
 
 
-def _picture(cell: Mapping[str, Any], channels: int) -> Any:
+def decoded(data: bytes, channels: int) -> Any:
     """Pixels of a PNG or JPEG, uint8: grey, or of so many colours. Raises `ValueError` for more
     than 8 bits."""
     picture: Any = importlib.import_module("PIL.Image")
-    found = picture.open(io.BytesIO(cell["bytes"]))
+    found = picture.open(io.BytesIO(data))
     if found.mode.startswith(("I", "F")):
         raise ValueError(f"a picture has the mode {found.mode!r}: those of 8 bits are read")
     mode = {1: "L", 3: "RGB", 4: "RGBA"}.get(channels)

@@ -108,19 +108,8 @@ def record_apart(
 
     Raises: as that, and `EnvFailed` where the process of the environment has ended, or hung.
     """
-    if not config.cluster.processes:
-        return record_demonstrations(config, wanted, out, keep_failures)
-    try:
-        return apart(
-            record_demonstrations,
-            *(config, wanted, out, keep_failures),
-            returns=DemonstrationsInfo,
-            name="Env",
-            raises=(EnvError,),
-            **env_process(config),
-        )
-    except WorkerDied as death:
-        raise EnvFailed(ended_in(config.env, death)) from death
+    args = (config, wanted, out, keep_failures)
+    return call_in_env_process(config, record_demonstrations, DemonstrationsInfo, *args)
 
 
 def record_for_run(config: EnvironmentSettings, wanted: DemonstrationsConfig, run: Path) -> Path:
@@ -161,8 +150,7 @@ def record_demonstrations(
         EnvError: the environment's spaces are not supported.
         EnvFailed: the environment raised.
     """
-    if out.exists() and any(out.iterdir()):
-        raise UsageError(f"--out {out}: is not empty; name a new folder")
+    new_folder(out)
     make_policy = load_scripted_policy(wanted.policy)
     replace = msgspec.structs.replace
     control = replace(config.env.control, every=0)
@@ -194,6 +182,12 @@ def record_demonstrations(
     )
     write_info(out, info)
     return info
+
+
+def new_folder(out: Path) -> None:
+    """Raise `UsageError` for a folder that holds files already."""
+    if out.exists() and any(out.iterdir()):
+        raise UsageError(f"--out {out}: is not empty; name a new folder")
 
 
 def _keep(
@@ -246,20 +240,13 @@ class _Script:
     ) -> None:
         """Raises `ConfigError` where such actions cannot be demonstrated, `UsageError` where
         ``act`` is no function."""
-        from gymnasium import spaces
-
-        if not isinstance(space, (spaces.Box, spaces.Discrete)):
-            raise ConfigError(
-                f"actions of {space} cannot be demonstrated; those of one Box or of "
-                "one Discrete can"
-            )
         if not callable(act):
             raise UsageError(
                 f"{name!r} returned a {type(act).__name__}; a scripted policy returns a function "
                 "from an observation to an action"
             )
         self._name, self._act, self._reader = name, act, reader
-        self._space: Any = space
+        self._space: Any = box_or_choice(space)
         self._rescaled = rescaled
         self._clipped = False
 
@@ -290,6 +277,17 @@ class _Script:
             "to its bounds, for the environment and in the demonstrations",
             file=sys.stderr,
         )
+
+
+def box_or_choice(space: Any) -> Any:
+    """Return the space of actions; raises `ConfigError` unless such can be demonstrated."""
+    from gymnasium import spaces
+
+    if not isinstance(space, (spaces.Box, spaces.Discrete)):
+        raise ConfigError(
+            f"actions of {space} cannot be demonstrated; those of one Box or of one Discrete can"
+        )
+    return space
 
 
 def _called(where: str, function: Callable[[], Any]) -> Any:
@@ -398,9 +396,8 @@ def play(
         EnvFailed: the environment raised, or returned NaN or infinity, or its process has ended.
         VideoError: as `film`.
     """
-    return _call_in_env_process(
-        trained.config, _play, Played, trained, checkpoint, episodes, seed, list(films)
-    )
+    args = (trained, checkpoint, episodes, seed, list(films))
+    return call_in_env_process(trained.config, _play, Played, *args, imports=_policy_imports())
 
 
 def film_run(trained: TrainedPolicy, checkpoint: Path, path: Path) -> VideoReport:
@@ -410,18 +407,33 @@ def film_run(trained: TrainedPolicy, checkpoint: Path, path: Path) -> VideoRepor
         VideoError: as `film`; or the process of the environment has ended.
     """
     try:
-        return _call_in_env_process(
-            trained.config, _film_run, VideoReport, trained, checkpoint, path
+        args = (trained, checkpoint, path)
+        return call_in_env_process(
+            trained.config, _film_run, VideoReport, *args, imports=_policy_imports()
         )
     except EnvError as error:
         raise VideoError(f"no video: {error}") from error
 
 
-def _call_in_env_process(
-    config: EnvironmentSettings, function: Callable[..., T], returns: type[T], *args: Any
+def call_in_env_process(
+    config: EnvironmentSettings,
+    function: Callable[..., T],
+    returns: type[T],
+    *args: Any,
+    imports: Sequence[str] = (),
 ) -> T:
-    from rlinf_async.backends.parts import DEFAULT_POLICY_BACKEND, policy_backends
+    """Call a function of the environment in a process of its own, unless the run is to be in one
+    process.
 
+    Args:
+        config: says how such a process is started.
+        function: function at the top level of a module.
+        returns: type of its result, plain data.
+        args: its arguments, which are pickled.
+        imports: modules that it needs, see `Worker.slow_imports`.
+
+    Raises: as the function, and `EnvFailed` where the process has ended, or hung.
+    """
     if not config.cluster.processes:
         return function(*args)
     try:
@@ -432,10 +444,17 @@ def _call_in_env_process(
             name="Env",
             raises=(EnvError, VideoError),
             **env_process(config),
-            imports=policy_backends.load(DEFAULT_POLICY_BACKEND).slow_imports,
+            imports=imports,
         )
     except WorkerDied as death:
         raise EnvFailed(ended_in(config.env, death)) from death
+
+
+def _policy_imports() -> Sequence[str]:
+    """What a process that plays a trained policy imports."""
+    from rlinf_async.backends.parts import DEFAULT_POLICY_BACKEND, policy_backends
+
+    return policy_backends.load(DEFAULT_POLICY_BACKEND).slow_imports
 
 
 def _play(
