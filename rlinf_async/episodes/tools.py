@@ -29,16 +29,15 @@ import functools
 import inspect
 import math
 import re
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, Future
 from typing import Any, Final, Literal, NamedTuple, TypeVar, get_type_hints, overload
 
 import msgspec
 
 from rlinf_async.config.registry import raised
 from rlinf_async.episodes.parsing import ToolCall
+from rlinf_async.threads import ThreadEach
 
 SECONDS: Final = 30.0
 OUTPUT: Final = 16_384
@@ -46,6 +45,8 @@ ERROR: Final = 1_000
 """most characters that are told of an error"""
 THREADS: Final = 32
 """calls at once of a function that needs threads, unless it says otherwise"""
+THREAD_EACH: Final = ThreadEach("tool")
+"""calls each function in a thread of its own"""
 LEFT_ALONE: Final = 8
 """calls of one tool, or of a worker's environments, that may go on after their time, or their
 episode's end; with so many, others fail at once"""
@@ -174,28 +175,6 @@ class _Shared:
 
 # As long as there is a tool of this kind, or a call that has not ended.
 _SHARED: Final = weakref.WeakValueDictionary[tuple[object, str, int | None], _Shared]()
-
-
-class _Threads(Executor):
-    """A thread for each function, which does not keep the process from ending."""
-
-    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """Call a function in a thread of its own."""
-        future = Future[T]()
-
-        def work() -> None:
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(fn(*args, **kwargs))
-                except BaseException as error:
-                    future.set_exception(error)
-
-        threading.Thread(target=work, daemon=True, name="tool").start()
-        return future
-
-
-THREAD_EACH: Final = _Threads()
-"""calls each function in a thread of its own"""
 
 
 class Tool:

@@ -9,12 +9,13 @@ import pytest
 
 from tests.architecture.sources import ROOT, Import, folders, imports, loose, modules
 
-LIGHT = {"config", "messages", "parallel", "scheduling", "deadlines", "processes"}
+LIGHT = {"config", "messages", "parallel", "scheduling", "deadlines", "processes", "threads"}
 
 ARROWS: dict[str, set[str]] = {
     "__main__": {"cli"},
     "deadlines": set(),
     "processes": set(),
+    "threads": set(),
     "elapse": set(),
     "parent": set(),
     "channels": {"deadlines"},

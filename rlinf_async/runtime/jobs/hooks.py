@@ -23,9 +23,13 @@ import msgspec
 from rlinf_async.config.registry import Registry, raised
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.runtime.jobs.checkpoints import Checkpointer
+from rlinf_async.runtime.jobs.view import LiveView
+from rlinf_async.threads import ThreadEach
 
 ON_ITERATION: Final = ("hooks", "on_iteration")
 """the setting"""
+CALLING: Final = "waiting for hooks.on_iteration"
+"""what the live view says meanwhile"""
 
 
 class HookFailed(RuntimeError):
@@ -75,9 +79,11 @@ async def after_iteration(
     iterations: int,
     row: Mapping[str, float],
     checkpointer: Checkpointer,
+    shown: LiveView,
 ) -> None:
     """Call the hook, if there is one, with what an iteration has come to, and wait for it. One that
-    is no coroutine function is called in a thread: it holds up nothing but the run's own next step.
+    is no coroutine function is called in a thread: it holds up nothing but the run's own next step,
+    and a Ctrl-C does not wait for it. ``shown`` says meanwhile that the run waits.
 
     Raises:
         HookFailed: it raised; a checkpoint that was begun is on the disk by then.
@@ -85,13 +91,15 @@ async def after_iteration(
     if not config.on_iteration:
         return
     metrics = MappingProxyType(dict(row))
+    note, shown.note = shown.note, CALLING
     view = IterationView(run, folder.path, iteration, iterations, metrics)
     try:
         hook = iteration_hooks.named(config.on_iteration)
         if inspect.iscoroutinefunction(hook):
             await hook(view)
             return
-        returned = await asyncio.to_thread(hook, view)
+        loop = asyncio.get_running_loop()
+        returned = await loop.run_in_executor(ThreadEach("hook"), hook, view)
         if inspect.isawaitable(returned):
             await returned
     except (Exception, SystemExit, asyncio.CancelledError) as error:
@@ -103,3 +111,5 @@ async def after_iteration(
             f"hooks.on_iteration: {config.on_iteration!r} raised in iteration {iteration}: "
             f"{raised(error)}"
         ) from error
+    finally:
+        shown.note = note

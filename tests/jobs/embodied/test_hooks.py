@@ -9,6 +9,7 @@ import pytest
 from tests.jobs.embodied.kit import Job
 from tests.jobs.embodied_sac.kit import Job as SacJob
 from tests.jobs.language.kit import Job as LanguageJob
+from tests.jobs.processes import Start
 
 QUICK = ("--observe.sinks", "[]", "--evaluation.episodes", 1, "--training.total_steps", 192)
 
@@ -53,6 +54,10 @@ def leaves(it):
 
 def of_nothing():
     pass
+
+def never_returns(it):
+    (it.folder / "called").touch()
+    threading.Event().wait()
 """
 
 
@@ -130,6 +135,22 @@ def test_sac_and_language_runs_call_hooks_too(
     toys = LanguageJob(tmp_path / "toys", capsys)
     toys.succeed(*hooks(tmp_path, "awaited"))
     assert told(toys.out) == [f'["toys", {one}, 4, {one}.0]' for one in range(4)]
+
+
+def test_a_run_waits_for_its_hook_says_so_and_a_ctrl_c_does_not_wait(
+    job: Job, start_driver: Start
+) -> None:
+    driver = start_driver(
+        *("train", job.file, "--out", job.out, *QUICK, "--observe.sinks", '["tensorboard"]'),
+        *hooks(job.file.parent, "never_returns"),
+    )
+    driver.until((job.out / "called").exists, "the hook is called")
+    waits = "waiting for hooks.on_iteration"
+    driver.until(lambda: waits in job.command("status", job.out).out, "the status says so")
+    driver.interrupt()
+    assert driver.wait() == 130
+    assert driver.said.splitlines()[-1] == "interrupted"
+    assert (job.summary.outcome, job.summary.iterations) == ("stopped", 1)
 
 
 REWARD = """

@@ -707,10 +707,12 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
         self._warn_of_control(report)
         metrics.write(self.progress.env_steps, self._row)
 
-    async def _call_hook(self, report: TrainReport, checkpointer: Checkpointer) -> None:
+    async def _call_hook(
+        self, report: TrainReport, checkpointer: Checkpointer, view: LiveView
+    ) -> None:
         config, at = self.config, (report.iteration, self._iterations)
         hooks, made = config.hooks, self._row
-        await after_iteration(hooks, config.name, self.folder, *at, made, checkpointer)
+        await after_iteration(hooks, config.name, self.folder, *at, made, checkpointer, view)
 
     def _warn(self, evaluated: Sequence[bool | None] = ()) -> None:
         """Say once how the environment reports success: in the last episodes, and these."""
@@ -921,7 +923,7 @@ class EmbodiedRun(EnvironmentRun[EmbodiedConfig, EmbodiedProgress, EmbodiedChann
                     # The next one is trained while this process accounts for this one.
                     training = None if ends else train()
                     self._write_row(report, loop.metrics)
-                    await self._call_hook(report, checkpointer)
+                    await self._call_hook(report, checkpointer, flow.view)
                     flow.view.show()
                     if leaving:
                         await checkpointer.finish()

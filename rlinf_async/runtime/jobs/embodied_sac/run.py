@@ -260,7 +260,7 @@ class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
                     report = await self._train_iteration(channels, actor, replay, iteration)
                     await self._step_boundary(channels, report, loop)
                     self._write_row(report, loop.metrics)
-                    await self._call_hook(report, checkpointer)
+                    await self._call_hook(report, checkpointer, flow.view)
                     flow.view.show()
                     if signals.leaving:
                         await checkpointer.finish()

@@ -336,7 +336,7 @@ class LanguageRun:
                 row = self._account(flow, iteration, trained, clock())
                 accounted = clock()
                 self._write_row(flow.metrics, evaluated, row)
-                await self._call_hook(iteration, row, flow.checkpointer)
+                await self._call_hook(iteration, row, flow)
                 await signals.unless_terminating(self._compare_weights_if_due(flow, version))
                 await self._evaluate_if_due(flow, beside)
                 # The step boundary: progress, ledger and weights are of this version, so a
@@ -534,11 +534,10 @@ class LanguageRun:
                 metrics.write(step, columns)
         metrics.write(self.progress.samples, row)
 
-    async def _call_hook(
-        self, iteration: int, row: Mapping[str, float], checkpointer: Checkpointer
-    ) -> None:
+    async def _call_hook(self, iteration: int, row: Mapping[str, float], flow: Flow) -> None:
         config, at = self.config, (iteration, self.config.training.iterations)
-        await after_iteration(config.hooks, config.name, self.folder, *at, row, checkpointer)
+        shown = (flow.checkpointer, flow.view)
+        await after_iteration(config.hooks, config.name, self.folder, *at, row, *shown)
 
     async def _evaluate_last(self, flow: Flow) -> None:
         step = self.progress.samples + 1
