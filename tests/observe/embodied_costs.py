@@ -124,7 +124,7 @@ class CostStage:
             episodes=[],
         )
 
-    def pause(self) -> None:
+    def pause(self, rows: Ints | None = None) -> None:
         """Nothing to do."""
 
     def close(self) -> None:

@@ -218,7 +218,7 @@ class BatchedStage(SimulatorOfMany[BatchedEnv]):
         self.observation, self._ended = shown, ended
         return StageOutcome(reward, terminated, cut, final, episodes, valid=valid)
 
-    def pause(self) -> None:
+    def pause(self, rows: Ints | None = None) -> None:
         """Do nothing: none of these is in real time."""
 
     def close(self) -> None:
@@ -359,8 +359,8 @@ class AsyncEnvs(Protocol):
         seconds. None waits without limit."""
         ...
 
-    def pause(self) -> None:
-        """Stop the time of those in real time, until their next step."""
+    def pause(self, rows: Ints) -> None:
+        """Stop the time of those that are in real time, until their next step."""
         ...
 
     def close(self) -> None:
@@ -437,9 +437,9 @@ class AsyncStage:
         self._shown_at = self._clock()
         return self._outcome(ready)
 
-    def pause(self) -> None:
+    def pause(self, rows: Ints | None = None) -> None:
         """Stop the time of environments in real time until their next step."""
-        self._envs.pause()
+        self._envs.pause(np.arange(len(self.observation)) if rows is None else rows)
 
     def close(self) -> None:
         """Close the environments."""
@@ -587,7 +587,7 @@ class SimulatorEnvs(SimulatorOfMany[AsyncEnv]):
         except queue.Empty:
             return ready
 
-    def pause(self) -> None:
+    def pause(self, rows: Ints | None = None) -> None:
         """Do nothing: none of these is in real time."""
 
     def close(self) -> None:

@@ -208,10 +208,10 @@ class EnvPool:
             for key, _ in self._selector.select(timeout)
         ]
 
-    def pause(self) -> None:
+    def pause(self, rows: Ints) -> None:
         """Stop the time of environments in real time until their next step."""
         if self._control_hz:
-            for env in range(len(self._sockets)):
+            for env in rows.tolist():
                 self._send(env, Pause())
 
     def close(self) -> None:

@@ -94,6 +94,14 @@ class Record:
         """Return the environments of ``rows`` that have steps to take; None: all of the stage."""
         return None if rows is None else rows[self._steps[rows] < self._length]
 
+    def finished(self, rows: Ints | None) -> Ints | None:
+        """Return the environments of ``rows`` that have taken all their steps; None: all of the
+        stage."""
+        if rows is None:
+            return None if self.full else np.empty(0, np.int64)
+        done: Ints = rows[self._steps[rows] == self._length]
+        return done
+
     def unvalued(self) -> tuple[ObservationArray | None, Floats | None]:
         """Last observations ``[K, D]`` of cut episodes, whose values are still to be asked for, and
         what a recurrent policy remembers of them."""

@@ -278,8 +278,9 @@ class EnvStage(Protocol):
         it in those of ``rows`` and return the steps that have ended."""
         ...
 
-    def pause(self) -> None:
-        """Until the next step nobody answers: the time of environments in real time stops."""
+    def pause(self, rows: Ints | None = None) -> None:
+        """Until their next step nobody answers these environments, or any: the time of those in
+        real time stops."""
         ...
 
     def close(self) -> None:
@@ -366,9 +367,9 @@ class Stage:
             control=all_counts(slot.control for slot in self._slots),
         )
 
-    def pause(self) -> None:
-        """Stop the time of environments in real time until the next step."""
-        for slot in self._slots:
+    def pause(self, rows: Ints | None = None) -> None:
+        """Stop the time of environments in real time until their next step."""
+        for slot in self._slots if rows is None else (self._slots[row] for row in rows.tolist()):
             slot.pause()
 
     def _chunks(self) -> tuple[Floats | None, Bools | None]:

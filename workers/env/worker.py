@@ -526,14 +526,23 @@ class EnvWorker(Worker):
             self._memories[number], final_memory = after_step(self._memories[number], outcome)
             record.stepped(outcome, final_memory)
             rows = record.unfinished(outcome.rows)
-        if self.config.control.hz:
-            await self._pace_of(number).run("pause", stage.pause)
+            if self.config.control.hz:
+                await self._pause_finished(number, stage, record, outcome.rows)
         # Rows of environments that get ready by themselves change in place.
         last = stage.observation if rows is None else stage.observation.copy()
         if ticket.transitions:
             return record.finish_transitions(last)
         values = await ask(last, value_only=True, **self._remembered(number, None, record))
         return record.finish(values)
+
+    async def _pause_finished(
+        self, number: int, stage: EnvStage, record: Record, stepped: Ints | None
+    ) -> None:
+        """Stop the time of those that have taken their steps: nobody asks for more of them, while
+        others of the stage may still be in theirs."""
+        finished = record.finished(stepped)
+        if finished is None or finished.size:
+            await self._pace_of(number).run("pause", stage.pause, finished)
 
     def _remembered(self, number: int, rows: Ints | None, record: Record) -> _Asked:
         """What a question about these environments has besides their observations."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 import rlinf_async as ra
 from rlinf_async.backends.base import PolicyAnswer, PolicyBackend
 from rlinf_async.messages.embodied import Collect, Floats, Ints, Trajectory
+from rlinf_async.realtime import ControlConfig
 from rlinf_async.workers.env import EnvConfig, EnvReport, EnvWorker
 from rlinf_async.workers.env.evaluation import Readiness
 from rlinf_async.workers.env.many import AsyncStage
@@ -101,7 +103,8 @@ class VirtualWorker(EnvWorker):
 
     def __init__(self, config: EnvConfig, *, actor_ranks: int = 1) -> None:
         super().__init__(config, actor_ranks=actor_ranks)
-        self._envs = VirtualEnvironments(config, self.rank, self.incarnation)
+        steps = msgspec.structs.replace(config, control=ControlConfig())
+        self._envs = VirtualEnvironments(steps, self.rank, self.incarnation)
         VirtualWorker.worker = self
 
     @property
@@ -243,6 +246,34 @@ async def test_some_are_answered_while_others_are_still_in_their_step() -> None:
     sizes = [len(batch) for batch in VirtualWorker.worker.virtual[0].batches]
     assert sum(sizes) == 300
     assert sum(2 <= size < 6 for size in sizes) > 30
+
+
+async def test_the_time_of_those_that_have_finished_stands_still_while_others_go_on() -> None:
+    config = EnvConfig(
+        entry_point=MAKE,
+        envs=6,
+        stages=1,
+        simulator="pool",
+        ready=2,
+        seed=3,
+        control=ControlConfig(hz=50),
+    )
+    tickets = [Collect(iteration=one, steps=20, min_version=0) for one in range(2)]
+    await collected(VirtualWorker, config, tickets)
+    [virtual] = VirtualWorker.worker.virtual
+    paused: dict[int, int] = {}  # in the first ticket: after so many batches
+    for rows, at in virtual.paused:
+        for row in rows:
+            paused.setdefault(row, at)
+    assert sorted(row for rows, _ in virtual.paused for row in rows) == sorted([*range(6)] * 2)
+    last = dict.fromkeys(range(6), 0)
+    for number, batch in enumerate(virtual.batches):
+        for row in batch:
+            if sum(row in one for one in virtual.batches[: number + 1]) == 20:
+                last[row] = number
+    # Each at once, when its last step of the ticket has come back; the first long before the last.
+    assert all(paused[row] > last[row] for row in paused)
+    assert min(paused.values()) < max(last.values())
 
 
 def test_groups_begin_in_the_same_state() -> None:

@@ -45,6 +45,8 @@ class Virtual:
         self.under_way: list[Ready] = []
         self.batches: list[list[int]] = []
         """the environments of each `send`"""
+        self.paused: list[tuple[list[int], int]] = []
+        """the environments of each `pause`, and how many `send` there were before it"""
 
     def begin(self, seeds: Sequence[int] | None) -> None:
         for env in range(len(self._slots)):
@@ -66,8 +68,9 @@ class Virtual:
         self.under_way = [one for one in self.under_way if one.ready_at > self._clock.now]
         return came
 
-    def pause(self) -> None:
-        pass
+    def pause(self, rows: Ints) -> None:
+        assert not {one.env for one in self.under_way} & set(rows.tolist())
+        self.paused.append((rows.tolist(), len(self.batches)))
 
     def close(self) -> None:
         for slot in self._slots:
