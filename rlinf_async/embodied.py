@@ -50,6 +50,7 @@ from rlinf_async.runtime.jobs.placement import RolePlacement
 from rlinf_async.runtime.jobs.targets import KeepBestConfig, StopAtConfig
 from rlinf_async.runtime.recording import RecordingConfig
 from rlinf_async.workers.env.config import EnvConfig
+from rlinf_async.workers.intervention import InterventionConfig
 from rlinf_async.workers.replay.worker import ReplayConfig
 from rlinf_async.workers.rollout.policy import RolloutConfig
 
@@ -70,6 +71,7 @@ __all__ = [
     "Factor",
     "FlowConfig",
     "HooksConfig",
+    "InterventionConfig",
     "KeepBestConfig",
     "LoraConfig",
     "LossConfig",

@@ -25,7 +25,14 @@ from typing import Any
 import msgspec
 
 from rlinf_async.channels import Channel, LatestReceiver, Receiver, Sender
-from rlinf_async.messages.embodied import Actions, Collect, Observations, Trajectory
+from rlinf_async.messages.embodied import (
+    Actions,
+    Collect,
+    Intervention,
+    Observations,
+    Proposal,
+    Trajectory,
+)
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.workers.base import Worker, make
 from rlinf_async.workers.env import EnvConfig, EvaluatedEpisode
@@ -48,6 +55,7 @@ class CollocatedEnvWorker(Worker):
         policy: configuration of the policy backend, as its own Struct.
         rollout: how the policy answers.
         actor_ranks: how many actor ranks share the trajectories.
+        person_seconds: how long a step waits for a person; None: nobody is asked.
     """
 
     def __init__(
@@ -57,10 +65,12 @@ class CollocatedEnvWorker(Worker):
         rollout: RolloutConfig | None = None,
         *,
         actor_ranks: int = 1,
+        person_seconds: float | None = None,
     ) -> None:
         own = self._context
         self._stages = env.stages + 1  # one more for the evaluation
-        self._env = make(EnvWorker, own, (env,), {"actor_ranks": actor_ranks})
+        options = {"actor_ranks": actor_ranks, "person_seconds": person_seconds}
+        self._env = make(EnvWorker, own, (env,), options)
         self._rollout = make(RolloutWorker, own, (policy, rollout), {})
 
     async def setup(self) -> None:
@@ -80,12 +90,13 @@ class CollocatedEnvWorker(Worker):
         tickets: Receiver[Collect],
         trajectories: Sender[Trajectory],
         weights: LatestReceiver[WeightUpdate],
+        proposals: Sender[Proposal] | None = None,
+        interventions: Receiver[Intervention] | None = None,
     ) -> EnvReport:
         """Collect for the tickets under this rank's key until they end. See `EnvWorker.collect`."""
         async with self._serving(weights) as between:
-            return await self._env.collect(
-                tickets, between.observations.sender, between.actions.receiver, trajectories
-            )
+            policy = between.observations.sender, between.actions.receiver
+            return await self._env.collect(tickets, *policy, trajectories, proposals, interventions)
 
     async def evaluate(
         self,

@@ -5,6 +5,8 @@
     Collect       runtime -> env       "collect so many steps for this iteration"
     Observations  env     -> rollout   one stage of one env worker waits for its actions
     Actions       rollout -> env       the answer, by key ``stage_key(env_rank, stage)``
+    Proposal      env     -> person    what the policy is about to do
+    Intervention  person  -> env       the answer, by the same key: an action, or nothing
     Trajectory    env     -> actor     what one stage collected for one iteration, by data rank
 
     BatchRequest  actor   -> replay    "draw this batch"; priorities of earlier ones
@@ -182,6 +184,34 @@ class Actions(msgspec.Struct, kw_only=True):
     """``[E, H]``: what a recurrent policy remembers after these observations; others: None"""
     chain: Floats | None = None
     """``[E, C]``: how the actions of a flow policy came about; others: None"""
+    intervened: Bools | None = None
+    """``[E]``: whose action is that of a person; None: no person is asked"""
+
+
+class Proposal(msgspec.Struct, kw_only=True):
+    """env -> intervention: the policy is about to act; does the person act instead?"""
+
+    env_rank: int
+    stage: int
+    incarnation: int
+    """Number of restarts of this env worker."""
+    sequence: int
+    """Number of the question in this stage; the answer has the same."""
+    observation: ObservationArray
+    """``[E, D]``"""
+    action: Choice
+    """``[E, A]`` (or int64 ``[E]``): the policy's"""
+
+
+class Intervention(msgspec.Struct, kw_only=True):
+    """intervention -> env: the answer to one `Proposal`."""
+
+    incarnation: int
+    sequence: int
+    action: Choice | None
+    """``[E, A]``, of which those count where the person acts; None: the policy acts everywhere"""
+    acts: Bools | None
+    """``[E]``: where the person acts; None as ``action``"""
 
 
 class Trajectory(msgspec.Struct, kw_only=True):
@@ -238,6 +268,12 @@ class Trajectory(msgspec.Struct, kw_only=True):
     """steps of each episode that ended in here"""
     episode_success: list[bool | None] = []
     """whether each episode that ended in here succeeded; None: the environment does not say"""
+    intervened: Bools | None = None
+    """``[T, E]``: whose action is that of a person; None: no person is asked"""
+    late_interventions: int = 0
+    """answers of the person that were found in here, and came after their deadline: dropped"""
+    unanswered: int = 0
+    """questions to the person whose deadline went by"""
 
 
 def samples_of(trajectory: Trajectory) -> int:
@@ -248,6 +284,42 @@ def samples_of(trajectory: Trajectory) -> int:
     if trajectory.executed is not None:
         return trajectory.executed.size
     return trajectory.reward.size if trajectory.valid is None else int(trajectory.valid.sum())
+
+
+class InterventionCounts(msgspec.Struct, kw_only=True):
+    """What a person has done in the steps of an iteration."""
+
+    steps: int = 0
+    acted: int = 0
+    """steps whose action is that of the person"""
+    late: int = 0
+    """answers that came after their deadline, and were dropped"""
+    unanswered: int = 0
+    """questions whose deadline went by"""
+    demonstrations: int = 0
+    """transitions of the person that are drawn as demonstrations, of the whole run"""
+
+    def metrics(self) -> dict[str, float]:
+        """Columns of the metrics."""
+        return {
+            "intervention_share": self.acted / max(self.steps, 1),
+            "intervention_late": float(self.late),
+            "intervention_unanswered": float(self.unanswered),
+            "intervention_demonstrations": float(self.demonstrations),
+        }
+
+
+def interventions_in(trajectories: Sequence[Trajectory]) -> InterventionCounts | None:
+    """Return what a person has done in these; None where none was asked."""
+    asked = [(one, one.intervened) for one in trajectories if one.intervened is not None]
+    if not asked:
+        return None
+    return InterventionCounts(
+        steps=sum(samples_of(one) for one, _ in asked),
+        acted=sum(int(acts[... if one.valid is None else one.valid].sum()) for one, acts in asked),
+        late=sum(one.late_interventions for one, _ in asked),
+        unanswered=sum(one.unanswered for one, _ in asked),
+    )
 
 
 class TrainReport(msgspec.Struct, kw_only=True):
@@ -333,6 +405,8 @@ class Collected(msgspec.Struct, kw_only=True):
     episode_success: list[bool | None] = []
     control: ControlCounts | None = None
     """what was counted in real time"""
+    intervention: InterventionCounts | None = None
+    """what was counted of the person; None: none is asked"""
 
 
 SUCCESS: Final = ("is_success", "success")

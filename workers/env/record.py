@@ -135,6 +135,10 @@ class Record:
             if made.chain is None:
                 made.chain = self._like(answer.chain, self._length)
             made.chain[place] = answer.chain
+        if answer.intervened is not None:
+            if made.intervened is None:
+                made.intervened = np.zeros_like(made.terminated)
+            made.intervened[place] = answer.intervened
         # Where environments take a step at different times, the oldest weights count.
         at = place if isinstance(place, int) else place[0]
         made.version[at] = np.minimum(made.version[at], answer.version)

@@ -40,13 +40,16 @@ import numpy as np
 
 from rlinf_async.channels import EndOfChannel, Receiver, Sender
 from rlinf_async.messages.converting import ActionReader, ObservationWriter
+from rlinf_async.messages.described import EnvError
 from rlinf_async.messages.embodied import (
     Actions,
     Choice,
     Collect,
     Floats,
+    Intervention,
     Ints,
     Observations,
+    Proposal,
     Trajectory,
     samples_of,
     stage_key,
@@ -73,6 +76,7 @@ from rlinf_async.workers.env.stage import (
 )
 from rlinf_async.workers.foreign_calls import making, place_for
 from rlinf_async.workers.host import SHORT, Pace
+from rlinf_async.workers.intervention import Attention
 
 if TYPE_CHECKING:
     from gymnasium import Space
@@ -320,9 +324,13 @@ class EnvWorker(Worker):
         config: the environments of this worker.
         actor_ranks: how many actor ranks share the trajectories; ``env_rank * stages + stage``
             modulo it is the key of a trajectory.
+        person_seconds: how long a step waits for a person, who is asked about each; None: nobody
+            is asked.
     """
 
-    def __init__(self, config: EnvConfig, *, actor_ranks: int = 1) -> None:
+    def __init__(
+        self, config: EnvConfig, *, actor_ranks: int = 1, person_seconds: float | None = None
+    ) -> None:
         if actor_ranks < 1:
             raise ValueError(f"actor_ranks is {actor_ranks}; it must be at least 1")
         self.config = config
@@ -335,6 +343,18 @@ class EnvWorker(Worker):
             Conversation(self.rank, stage, self.incarnation) for stage in range(config.stages + 1)
         ]
         self._conversations, self._evaluating = conversations[:-1], conversations[-1]
+        self._attentions = [
+            Attention(
+                self.rank,
+                stage,
+                self.incarnation,
+                seconds=person_seconds,
+                limit=1.0 if config.actions == "rescale" else None,
+            )
+            for stage in range(config.stages)
+            if person_seconds is not None
+        ]
+        self._person: tuple[Sender[Proposal], Receiver[Intervention]] | None = None
         self._envs = Environments(config, self.rank, self.incarnation)
         self._stages: list[EnvStage] = []
         self._memories: list[Floats | None] = [None] * config.stages
@@ -377,8 +397,14 @@ class EnvWorker(Worker):
         observations: Sender[Observations],
         actions: Receiver[Actions],
         trajectories: Sender[Trajectory],
+        proposals: Sender[Proposal] | None = None,
+        interventions: Receiver[Intervention] | None = None,
     ) -> EnvReport:
         """Collect for the tickets under this rank's key until they end.
+
+        With ``proposals`` and ``interventions`` a person is asked before each step. Tickets must
+        then ask for transitions: an algorithm that takes the actions for draws of the policy would
+        learn from what the policy did not do.
 
         Raises:
             EnvFailed: an environment raised, or returned NaN or infinity.
@@ -386,9 +412,17 @@ class EnvWorker(Worker):
             RolloutGone: the answers ended before the tickets.
         """
         report = EnvReport()
+        if proposals is not None and interventions is not None:
+            if not self._attentions:
+                raise ValueError("a person is to be asked, but person_seconds is None")
+            self._person = proposals, interventions
         dropped = sum(one.dropped for one in self._conversations)
-        while await self._collect_next(tickets, observations, actions, trajectories, report):
-            pass
+        try:
+            while await self._collect_next(tickets, observations, actions, trajectories, report):
+                pass
+        finally:
+            for attention in self._attentions:
+                attention.close()
         report.dropped_answers = sum(one.dropped for one in self._conversations) - dropped
         return report
 
@@ -492,6 +526,11 @@ class EnvWorker(Worker):
         actions: Receiver[Actions],
     ) -> Trajectory:
         stage = self._stages[number]
+        if self._person is not None and not ticket.transitions:
+            raise EnvError(
+                "a person may act only where transitions are collected: an algorithm on the "
+                "policy's own actions would take those of the person for draws of the policy"
+            )
         ask = partial(
             self._conversations[number].ask, observations, actions, min_version=ticket.min_version
         )
@@ -517,6 +556,8 @@ class EnvWorker(Worker):
             if rows is None or rows.size:  # else all that are ready have taken their steps
                 seen = stage.observation if rows is None else stage.observation[rows]
                 answer = await ask(seen, **self._remembered(number, rows, record))
+                if self._person is not None:
+                    answer = await self._attentions[number].act(*self._person, seen, answer)
                 record.acted(seen, answer, rows)
                 self._memories[number] = after_answer(
                     self._memories[number], answer.memory, rows, len(stage.observation)
@@ -531,7 +572,10 @@ class EnvWorker(Worker):
         # Rows of environments that get ready by themselves change in place.
         last = stage.observation if rows is None else stage.observation.copy()
         if ticket.transitions:
-            return record.finish_transitions(last)
+            made = record.finish_transitions(last)
+            if self._person is not None:
+                made.late_interventions, made.unanswered = self._attentions[number].take_counts()
+            return made
         values = await ask(last, value_only=True, **self._remembered(number, None, record))
         return record.finish(values)
 

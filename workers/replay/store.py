@@ -41,7 +41,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlinf_async.data.demonstrations import DemonstratedEpisode
-from rlinf_async.messages.embodied import Choice, Floats, Ints, Trajectory
+from rlinf_async.messages.embodied import Bools, Choice, Floats, Ints, Trajectory, samples_of
 from rlinf_async.messages.spaces import ActionSpec, ObservationArray, ObservationSpec
 from rlinf_async.observe.files import atomic_write
 
@@ -97,6 +97,15 @@ def transitions_of(trajectory: Trajectory, *, n_step: int, gamma: float) -> Tran
         discount[samples],
         version[samples],
     )
+
+
+def intervened_in(trajectory: Trajectory) -> Bools:
+    """Return in which of its transitions ``[N]`` the action is that of a person."""
+    if trajectory.intervened is None:
+        return np.zeros(samples_of(trajectory), np.bool_)
+    if trajectory.valid is None:
+        return trajectory.intervened.ravel()
+    return trajectory.intervened[trajectory.valid]
 
 
 def trajectory_of(episode: DemonstratedEpisode) -> Trajectory:
@@ -286,6 +295,30 @@ class ReplayStore:
     def numbers(self) -> Ints:
         """The numbers of all transitions in the window."""
         return np.arange(self.first, self.count)
+
+
+class Shown:
+    """What is drawn as demonstrations: the transitions of several stores, one after the other."""
+
+    def __init__(self, *stores: ReplayStore) -> None:
+        self._stores = stores
+
+    def __len__(self) -> int:
+        return sum(map(len, self._stores))
+
+    def take(self, places: Ints) -> dict[str, NDArray[Any]]:
+        """Return copies of transitions, by column; places count from 0, over all stores."""
+        rows: dict[str, NDArray[Any]] = {}
+        before = 0
+        for store in self._stores:
+            here = (places >= before) & (places < before + len(store))
+            for name, array in store.take(store.first + places[here] - before).items():
+                whole = rows.setdefault(
+                    name, np.empty((len(places), *array.shape[1:]), array.dtype)
+                )
+                whole[here] = array
+            before += len(store)
+        return rows
 
 
 def _mapped(

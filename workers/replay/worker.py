@@ -21,7 +21,9 @@ random state to save, and a request that is delivered again has the same answer.
 Demonstrations are a store of their own, which is read from their folder at each start and never
 written afterwards. A share of each batch is drawn from it, by random numbers of its own, and spread
 evenly over the batch: own experience is drawn as it would be by itself, in a smaller batch, and
-which demonstrations a batch has depends on the seed, the iteration and its number alone.
+which demonstrations a batch has depends on the seed, the iteration and its number alone. What a
+person has done in the run is a further ring, written and booked as own experience is, and drawn as
+if it stood behind the demonstrations.
 
 Exactly once, with ``storage = "disk"``: a trajectory's lease ends when its transitions and their
 count are written. A worker that is killed before gets it again, and writes it to the same place;
@@ -53,6 +55,7 @@ from rlinf_async.messages.embodied import (
     ReplayBatch,
     Trajectory,
     all_counts,
+    interventions_in,
     samples_of,
 )
 from rlinf_async.messages.spaces import ActionSpec, ObservationSpec
@@ -63,7 +66,9 @@ from rlinf_async.workers.replay.store import (
     Priorities,
     ReplayError,
     ReplayStore,
+    Shown,
     columns_of,
+    intervened_in,
     trajectory_of,
     transitions_of,
 )
@@ -131,6 +136,8 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 STATE: Final = "state.json"
 SHOWN: Final = "demonstrations"
 """folder of the demonstrations' transitions, beside the store's files"""
+INTERVENED: Final = "intervened"
+"""folder of what a person has done, beside them too"""
 
 
 class ReplayPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,6 +162,8 @@ class ReplayPlan(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint"""
     resume: str = ""
     """folder in the checkpoint to go on from; empty: the run begins"""
+    intervened: bool = False
+    """whether what a person has done is drawn as demonstrations, too"""
 
 
 class ReplayState(msgspec.Struct, kw_only=True):
@@ -165,6 +174,9 @@ class ReplayState(msgspec.Struct, kw_only=True):
     """the newest whose trajectories are in the store"""
     count: int = 0
     oldest: int = 0
+    intervened: int = 0
+    """transitions of a person that ever came"""
+    oldest_intervened: int = 0
     collected: Collected | None = None
     """the report of that iteration"""
 
@@ -190,8 +202,10 @@ class ReplayWorker(Worker):
     def __init__(self, config: ReplayConfig, plan: ReplayPlan) -> None:
         self.config, self.plan = config, plan
         self._folder = Path(plan.folder) if config.storage == "disk" else None
-        self._shown: ReplayStore | None = None
-        """demonstrations, which nothing is added to"""
+        self._shown: Shown | None = None
+        """what is drawn as demonstrations"""
+        self._intervened: ReplayStore | None = None
+        """the part of it that a person has done in the run"""
         self._pace = Pace(self)
         self._held: dict[int, dict[tuple[int, int], _Held]] = {}
         """trajectories not stored yet: by iteration, then by env rank and stage"""
@@ -296,6 +310,10 @@ class ReplayWorker(Worker):
             store.count += len(numbers)
             if self._priorities is not None:
                 self._priorities.added(numbers, np.arange(before, store.first))
+            if self._intervened is not None:
+                acts = intervened_in(one)
+                theirs = {name: array[acts] for name, array in made._asdict().items()}
+                self._intervened.count += len(self._intervened.write(theirs))
         collected = self._report(iteration, ordered)
         self._book(iteration, collected)
         return collected
@@ -305,8 +323,12 @@ class ReplayWorker(Worker):
         self._reported_duplicates = self._duplicates
         ages = iteration - self._store.arrays["version"][self._store.slots_of(self._store.numbers)]
         lags = iteration - np.concatenate([one.version for one in ordered])
+        intervention = interventions_in(ordered)
+        if intervention is not None and self._intervened is not None:
+            intervention.demonstrations = len(self._intervened)
         return Collected(
             iteration=iteration,
+            intervention=intervention,
             control=all_counts(one.control for one in ordered),
             env_steps=sum(samples_of(one) for one in ordered),
             size=len(self._store),
@@ -327,8 +349,8 @@ class ReplayWorker(Worker):
         store, size = self._store, self.config.batch_size
         if not len(store):
             raise ReplayError("a batch was asked for, but the store is empty")
-        if self._shown is not None:
-            size -= self.config.demonstrated
+        demonstrated = self.config.demonstrated if self._shown else 0
+        size -= demonstrated
         seed = (self.plan.seed, request.iteration, request.number)
         random = np.random.default_rng(seed)
         if self._priorities is None:
@@ -342,7 +364,8 @@ class ReplayWorker(Worker):
             numbers, weight = self._priorities.draw(random, size, beta)
         rows: dict[str, NDArray[Any]] = {"index": numbers, "weight": weight, **store.take(numbers)}
         if self._shown is not None:
-            rows = self._with_demonstrations(self._shown, np.random.default_rng((*seed, 1)), rows)
+            random = np.random.default_rng((*seed, 1))
+            rows = _with_demonstrations(self._shown, random, rows, demonstrated)
         index = rows.pop("index")
         del rows["priority"]
         parts = {name: np.split(array, self.plan.ranks) for name, array in rows.items()}
@@ -355,20 +378,6 @@ class ReplayWorker(Worker):
             )
             for rank in range(self.plan.ranks)
         ]
-
-    def _with_demonstrations(
-        self, shown: ReplayStore, random: np.random.Generator, rows: dict[str, NDArray[Any]]
-    ) -> dict[str, NDArray[Any]]:
-        """Return a whole batch, by column, of which ``rows`` are own experience."""
-        count = self.config.demonstrated
-        drawn = {
-            "index": np.full(count, -1),
-            "weight": np.ones(count, np.float32),
-            **shown.take(random.integers(0, shown.count, count)),
-        }
-        demonstrated = spread(count, self.config.batch_size)
-        whole = {name: merged(demonstrated, drawn[name], array) for name, array in rows.items()}
-        return {**whole, "demonstrated": demonstrated}
 
     # ---- files
 
@@ -386,22 +395,35 @@ class ReplayWorker(Worker):
             self._state.start = plan.start
         else:
             self._state = ReplayState(start=plan.start)
-        self._store = ReplayStore(
-            columns_of(plan.observation, plan.action),
-            config.capacity,
-            spare=plan.spare if folder is not None else 0,
-            folder=folder,
-            fresh=not (restarted or plan.resume),
-        )
+        again = bool(restarted or plan.resume)
+        self._store = self._ring(folder, fresh=not again)
         self._store.count, self._store.oldest = self._state.count, self._state.oldest
-        if config.demonstrations:
-            self._shown = self._read(Path(config.demonstrations))
+        shown = [self._read(Path(config.demonstrations))] if config.demonstrations else []
+        if plan.intervened:
+            there = self._state.intervened
+            own = None if folder is None else folder / INTERVENED
+            self._intervened = self._ring(own, fresh=not there)
+            self._intervened.count = there
+            self._intervened.oldest = self._state.oldest_intervened
+            shown.append(self._intervened)
+        if shown:
+            self._shown = Shown(*shown)
         if plan.resume and not restarted:
-            self._load(Path(plan.resume), None if found is None else found.count)
+            self._load(Path(plan.resume), found)
         self._priorities = None
         if config.prioritized:
             self._priorities = Priorities(self._store, config.priority_alpha)
         self._book(self._state.iteration, self._state.collected)
+
+    def _ring(self, folder: Path | None, *, fresh: bool) -> ReplayStore:
+        """A store that transitions of the run are added to."""
+        return ReplayStore(
+            columns_of(self.plan.observation, self.plan.action),
+            self.config.capacity,
+            spare=self.plan.spare if folder is not None else 0,
+            folder=folder,
+            fresh=fresh,
+        )
 
     def _read(self, demonstrations: Path) -> ReplayStore:
         """Return a store of all demonstrations, in the order of their episodes.
@@ -421,40 +443,72 @@ class ReplayWorker(Worker):
             shown.count += len(shown.write(made._asdict()))
         return shown
 
-    def _load(self, checkpoint: Path, newest: int | None) -> None:
-        """Take the store back to a checkpoint.
+    def _load(self, checkpoint: Path, found: ReplayState | None) -> None:
+        """Take the stores back to a checkpoint.
 
-        ``newest``: the count that the files were left with. Another iteration may have been written
-        behind it, and not have been booked.
+        ``found``: the counts that the files were left with. Another iteration may have been written
+        behind them, and not have been booked.
         """
-        store = self._store
-        if self._folder is not None and newest is not None:
-            written = newest + self.plan.iteration_steps
-            store.oldest = max(store.oldest, written - store.slots)
-        first = max(0, self._state.oldest, store.count - store.capacity)
-        slots = store.slots_of(np.arange(first, store.count))
-        for name in ("priority",) if self._folder is not None else store.arrays:
-            store.arrays[name][slots] = np.load(checkpoint / f"{name}.npy", allow_pickle=False)
+        there = found or ReplayState(start="")
+        for store, newest, saved in (
+            (self._store, there.count, checkpoint),
+            (self._intervened, there.intervened, checkpoint / INTERVENED),
+        ):
+            if store is None or not len(store):
+                continue
+            slots = store.slots_of(store.numbers)
+            for name in self._copied(store):
+                store.arrays[name][slots] = np.load(saved / f"{name}.npy", allow_pickle=False)
+            if self._folder is not None and found is not None:
+                written = newest + self.plan.iteration_steps
+                store.oldest = max(store.oldest, written - store.slots)
+
+    def _copied(self, store: ReplayStore) -> Sequence[str]:
+        """Columns of which a checkpoint has copies: all in memory; else those that change."""
+        if self._folder is None:
+            return [*store.arrays]
+        return ["priority"] if store is self._store else []
 
     def _save(self, path: Path) -> None:
-        store = self._store
-        path.mkdir(parents=True, exist_ok=True)
-        slots = store.slots_of(store.numbers)
-        for name in ("priority",) if self._folder is not None else store.arrays:
-            np.save(path / f"{name}.npy", store.arrays[name][slots], allow_pickle=False)
+        for store, folder in ((self._store, path), (self._intervened, path / INTERVENED)):
+            if store is None:
+                continue
+            folder.mkdir(parents=True, exist_ok=True)
+            slots = store.slots_of(store.numbers)
+            for name in self._copied(store):
+                np.save(folder / f"{name}.npy", store.arrays[name][slots], allow_pickle=False)
         atomic_write(path / STATE, msgspec.json.encode(self._state))
 
     def _book(self, iteration: int, collected: Collected | None) -> None:
-        store = self._store
+        store, theirs = self._store, self._intervened
         self._state = ReplayState(
             start=self.plan.start,
             iteration=iteration,
             count=store.count,
             oldest=store.first,
+            intervened=0 if theirs is None else theirs.count,
+            oldest_intervened=0 if theirs is None else theirs.first,
             collected=collected,
         )
         if self._folder is not None:
             atomic_write(self._folder / STATE, msgspec.json.encode(self._state))
+
+
+def _with_demonstrations(
+    shown: Shown, random: np.random.Generator, rows: dict[str, NDArray[Any]], count: int
+) -> dict[str, NDArray[Any]]:
+    """Return a whole batch, by column, with ``count`` demonstrations beside the ``rows`` of own
+    experience."""
+    demonstrated = spread(count, count + len(rows["index"]))
+    if not count:
+        return {**rows, "demonstrated": demonstrated}
+    drawn = {
+        "index": np.full(count, -1),
+        "weight": np.ones(count, np.float32),
+        **shown.take(random.integers(0, len(shown), count)),
+    }
+    whole = {name: merged(demonstrated, drawn[name], array) for name, array in rows.items()}
+    return {**whole, "demonstrated": demonstrated}
 
 
 def spread(some: int, size: int) -> Bools:

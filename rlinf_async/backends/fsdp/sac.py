@@ -517,12 +517,13 @@ class SacTrainer:
 
 
 def _halves(error: Tensor, value: Tensor, demonstrated: Tensor) -> dict[str, float]:
-    """Return means over demonstrations and over own experience; all ``[B]``."""
+    """Return means over demonstrations, and over own experience, of columns ``[B]``."""
     kinds = {"demonstrations": demonstrated, "own": ~demonstrated}
     halves = {
         f"{name}_{kind}": float(column[rows].mean())
         for name, column in (("value", value), ("error", error))
         for kind, rows in kinds.items()
+        if rows.any()
     }
     return {**halves, "demonstrations_share": float(demonstrated.float().mean())}
 

@@ -13,7 +13,15 @@ import pytest
 from rlinf_async.backends.base import PolicyAnswer
 from rlinf_async.backends.policies.serving import PolicyServer
 from rlinf_async.channels import Receiver, Sender
-from rlinf_async.messages.embodied import Actions, Collect, Floats, Observations, Trajectory
+from rlinf_async.messages.embodied import (
+    Actions,
+    Collect,
+    Floats,
+    Intervention,
+    Observations,
+    Proposal,
+    Trajectory,
+)
 from rlinf_async.runtime.jobs.embodied import collectors
 from rlinf_async.workers.env import EnvReport, EnvWorker
 from tests.jobs.embodied.kit import Job
@@ -99,6 +107,8 @@ class Repeating(EnvWorker):
         observations: Sender[Observations],
         actions: Receiver[Actions],
         trajectories: Sender[Trajectory],
+        proposals: Sender[Proposal] | None = None,
+        interventions: Receiver[Intervention] | None = None,
     ) -> EnvReport:
         report = await super().collect(tickets, observations, actions, trajectories)
         await trajectories.put(trajectory(0), key=0)

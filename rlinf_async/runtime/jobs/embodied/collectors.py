@@ -29,6 +29,7 @@ from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.runtime.calls import GroupCall, WorkerGroup
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.checkpoints import PERIOD, max_deliveries
+from rlinf_async.runtime.jobs.embodied.intervening import Intervening
 from rlinf_async.runtime.jobs.embodied.settings import EnvironmentSettings
 from rlinf_async.runtime.jobs.placement import PlacementPlan
 from rlinf_async.runtime.supervise import Restart, Supervisor
@@ -76,6 +77,7 @@ class EmbodiedChannels:
                 max_deliveries=max_deliveries(counts.rollout_count, counts.max_restarts),
             )
             self.actions: Channel[Actions] = cluster.channel(Actions, name="actions", capacity=2)
+        self.intervening = Intervening(cluster, config)
 
 
 class Collectors(ABC):
@@ -149,6 +151,7 @@ class SeparateCollectors(Collectors):
                 EnvWorker,
                 config.env,
                 actor_ranks=config.trajectory_ranks,
+                person_seconds=self._channels.intervening.seconds,
                 count=counts.env_workers,
                 name=ENVS,
                 restart=Restart(max=counts.max_restarts),
@@ -185,6 +188,7 @@ class SeparateCollectors(Collectors):
             self._channels.observations.sender,
             self._channels.actions.receiver,
             self._channels.trajectories.sender,
+            *self._channels.intervening.ends,
         )
 
     async def evaluate(self, plan: EvaluationPlan) -> list[EvaluatedEpisode]:
@@ -212,6 +216,7 @@ class CollocatedCollectors(Collectors):
             config.acting_policy,
             config.rollout,
             actor_ranks=config.trajectory_ranks,
+            person_seconds=self._channels.intervening.seconds,
             count=counts.env_workers,
             name=ENVS,
             restart=Restart(max=counts.max_restarts),
@@ -224,6 +229,7 @@ class CollocatedCollectors(Collectors):
             self._channels.tickets.receiver,
             self._channels.trajectories.sender,
             self._channels.weights.receiver,
+            *self._channels.intervening.ends,
         )
 
     async def evaluate(self, plan: EvaluationPlan) -> list[EvaluatedEpisode]:

@@ -39,6 +39,7 @@ from rlinf_async.workers.base import Device, WorkerDied
 from rlinf_async.workers.env import EnvError, describe_env, describe_spaces
 from rlinf_async.workers.env.config import MOST_FAILURES, EnvConfig
 from rlinf_async.workers.env.trial import Stepped, try_env
+from rlinf_async.workers.intervention import InterventionConfig
 from rlinf_async.workers.rollout.policy import RolloutConfig
 
 ALWAYS_MAY_DIFFER = (
@@ -241,6 +242,11 @@ class EnvironmentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     def acting_policy(self) -> PolicyConfig:
         """The policy that acts in the environments, with their spaces once they are known."""
         raise NotImplementedError(f"{type(self).__name__} does not say which policy acts")
+
+    @property
+    def asked(self) -> InterventionConfig:
+        """The person who is asked at each step; by default nobody."""
+        return InterventionConfig()
 
     def plan(self, devices: Sequence[Device]) -> PlacementPlan:
         """The devices of every worker.

@@ -34,6 +34,7 @@ from rlinf_async.runtime.jobs.embodied.settings import (
     check_rescaled,
 )
 from rlinf_async.workers.env.config import EnvConfig
+from rlinf_async.workers.intervention import InterventionConfig
 from rlinf_async.workers.replay.worker import ReplayConfig
 from rlinf_async.workers.rollout.policy import RolloutConfig
 
@@ -42,7 +43,12 @@ SectionT = TypeVar(
     bound=EnvConfig | RolloutConfig | DemonstrationsConfig | ReplayConfig | SacTrainerConfig,
 )
 
-MAY_DIFFER = (*ALWAYS_MAY_DIFFER, "replay.prefetch")
+MAY_DIFFER = (
+    *ALWAYS_MAY_DIFFER,
+    "replay.prefetch",
+    "intervention.person",
+    "intervention.deadline",
+)
 """settings and sections that a resumed run may change"""
 
 MLP, CNN = "mlp_squashed_gaussian", "cnn_squashed_gaussian"
@@ -80,6 +86,7 @@ class SacConfig(EnvironmentSettings, frozen=True, kw_only=True, forbid_unknown_f
     name: str = "embodied-sac"
     training: SacTrainingConfig
     demonstrations: DemonstrationsConfig = DemonstrationsConfig()
+    intervention: InterventionConfig = InterventionConfig()
     replay: ReplayConfig = ReplayConfig()
     actor: SacTrainerConfig = SacTrainerConfig()
 
@@ -87,6 +94,18 @@ class SacConfig(EnvironmentSettings, frozen=True, kw_only=True, forbid_unknown_f
     def trajectory_ranks(self) -> int:
         """Ranks that share the trajectories: all go to the replay worker."""
         return 1
+
+    @property
+    def asked(self) -> InterventionConfig:
+        """The person who is asked at each step."""
+        return self.intervention
+
+    @property
+    def shows(self) -> bool:
+        """Whether batches have demonstrations, as soon as there are some."""
+        asked = self.intervention
+        recorded = self.replay.demonstrations or self.demonstrations.policy
+        return bool(recorded or (asked.person and asked.demonstrates))
 
     def updates(self, iteration: int) -> int:
         """Gradient steps of an iteration: their sum keeps to ``updates_per_step``."""
@@ -173,12 +192,12 @@ def _check_share(config: SacConfig) -> None:
             "record others: leave one of the two out",
             path=("replay", "demonstrations"),
         )
-    if not (replay.demonstrations or scripted):
+    if not config.shows:
         if replay.demonstrated_share != ReplayConfig().demonstrated_share:
             raise ConfigError(
                 f"{replay.demonstrated_share} was given, but there are no demonstrations: name "
-                "their folder in replay.demonstrations, or a scripted policy in "
-                "demonstrations.policy",
+                "their folder in replay.demonstrations, a scripted policy in "
+                "demonstrations.policy, or a person in intervention.person",
                 path=path,
             )
         return

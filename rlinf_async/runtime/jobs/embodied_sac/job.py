@@ -16,6 +16,7 @@ import psutil
 from rlinf_async.config import ConfigError
 from rlinf_async.data.config import DataError
 from rlinf_async.data.demonstrations import count_steps
+from rlinf_async.messages.embodied import InterventionCounts
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import EmbodiedSummary
 from rlinf_async.runtime.jobs.config import Reads, every_file
@@ -27,6 +28,7 @@ from rlinf_async.runtime.jobs.embodied.beginning import (
     pinned,
 )
 from rlinf_async.runtime.jobs.embodied.choosing import planned, tried_and_chosen
+from rlinf_async.runtime.jobs.embodied.intervening import check_person
 from rlinf_async.runtime.jobs.embodied.playing import TrainedPolicy, check_scripted_policy
 from rlinf_async.runtime.jobs.embodied.run import check_judged
 from rlinf_async.runtime.jobs.embodied.settings import (
@@ -86,6 +88,7 @@ class EmbodiedSAC:
         """
         check_sizes(config)
         check_host(config, devices, config.actor.fsdp.device)
+        check_person(config)
         self._begins_with(self._fitted(config, described(config)))
         if config.demonstrations.policy:
             check_scripted_policy(config, config.demonstrations.policy)
@@ -115,8 +118,8 @@ class EmbodiedSAC:
         full = fitted(config, spec)
         shown = _checked_demonstrations(full, spec)
         _check_store(full, shown)
-        shows = bool(full.replay.demonstrations or full.demonstrations.policy)
-        check_judged(full, COLUMNS + OF_DEMONSTRATIONS * shows)
+        of_person = (*InterventionCounts().metrics(),) if full.asked.person else ()
+        check_judged(full, COLUMNS + OF_DEMONSTRATIONS * full.shows + of_person)
         return full
 
     def _begins_with(self, full: FittedSac, *, starts: bool = False) -> Beginning | None:
@@ -175,16 +178,21 @@ def _check_store(full: FittedSac, shown: int) -> None:
     """
     replay = full.replay
     columns = columns_of(full.policy.observation, full.policy.action)
+    rings = 1 + (full.asked.demonstrates if full.asked.person else 0)
     if replay.storage == "memory":
-        needed, there = bytes_of(columns, replay.capacity + shown), psutil.virtual_memory().total
+        needed, there = (
+            bytes_of(columns, rings * replay.capacity + shown),
+            psutil.virtual_memory().total,
+        )
         place = "this host's memory"
     else:
         folder = _existing(Path(replay.folder or "."))
         _check_writable(folder)
-        needed = bytes_of(columns, replay.capacity + full.spare + shown)
+        needed = bytes_of(columns, rings * (replay.capacity + full.spare) + shown)
         there, place = shutil.disk_usage(folder).free, f"the disk of {folder.absolute()}"
     if needed > there:
-        beside = f", and {shown} demonstrations," if shown else ""
+        beside = ", as many that a person may add," * (rings - 1)
+        beside += f", and {shown} demonstrations," if shown else ""
         raise ConfigError(
             f"{replay.capacity} transitions{beside} of {bytes_of(columns, 1)} bytes need "
             f"{needed / 2**30:.1f} GiB, and {place} has {there / 2**30:.1f} GiB: take fewer",

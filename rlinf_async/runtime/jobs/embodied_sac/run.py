@@ -159,10 +159,13 @@ class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
         # One after the other where all share a process: they share torch's random numbers, too.
         actor = await self._launch_actor(cluster, plan)
         replay = await self._launch_replay(cluster)
+        watching = await channels.intervening.launch()
         await collectors.launch()
         flow = EmbodiedFlow(cluster, channels, collectors, view)
         train = partial(self._train, flow, actor, replay)
         await self._train_and_evaluate(flow, SacShards(actor, replay), train)
+        if watching is not None:
+            await watching
 
     async def _with_demonstrations(self, view: LiveView) -> FittedSac:
         """Record demonstrations where the run begins; return the configuration that draws them.
@@ -216,6 +219,7 @@ class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
             folder="" if self._store is None else str(self._store.resolve()),
             start=f"{self._owner}started at {time.time_ns()}",
             resume="" if resume is None else str(resume / REPLAY),
+            intervened=bool(config.asked.person and config.asked.demonstrates),
         )
         on_disk = config.replay.storage == "disk"
         return await cluster.launch(
@@ -324,6 +328,7 @@ def _report(collected: Collected, version: int, metrics: dict[str, float]) -> Tr
             "replay_size": float(collected.size),
             "replay_age_mean": collected.age_mean,
             "replay_age_max": float(collected.age_max),
+            **(collected.intervention.metrics() if collected.intervention is not None else {}),
         },
         env_steps=collected.env_steps,
         lag_mean=collected.lag_mean,

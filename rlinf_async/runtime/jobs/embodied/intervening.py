@@ -1,0 +1,107 @@
+"""The person of a run who may act in place of the policy: a worker that asks them, its channels.
+
+::
+
+    env worker --Proposal--> InterventionWorker --Intervention, by key of the stage--> env worker
+
+A stage has at most `PATIENCE` questions out, and one more for each earlier life of its env worker,
+since one whose person is away asks none: so a put never waits for room while everybody lives.
+"""
+
+from __future__ import annotations
+
+from rlinf_async.channels import Channel, Receiver, Sender
+from rlinf_async.config import ConfigError
+from rlinf_async.messages.embodied import Intervention, Proposal
+from rlinf_async.runtime.apart import apart
+from rlinf_async.runtime.calls import GroupCall
+from rlinf_async.runtime.cluster import Cluster
+from rlinf_async.runtime.jobs.checkpoints import max_deliveries
+from rlinf_async.runtime.jobs.embodied.settings import EnvironmentSettings
+from rlinf_async.runtime.supervise import Restart
+from rlinf_async.workers.base import WorkerDied
+from rlinf_async.workers.intervention import (
+    PATIENCE,
+    InterventionReport,
+    InterventionWorker,
+    load_person,
+)
+
+PATH = ("intervention", "person")
+
+
+class Intervening:
+    """The channels to the person of a run and back; none where nobody is asked."""
+
+    def __init__(self, cluster: Cluster, config: EnvironmentSettings) -> None:
+        self._cluster, self._config = cluster, config
+        if not config.asked.person:
+            return
+        counts = config.cluster
+        self._proposals: Channel[Proposal] = cluster.channel(
+            Proposal,
+            name="proposals",
+            capacity=PATIENCE * config.env.stages * counts.env_workers,
+            max_deliveries=max_deliveries(1, counts.max_restarts),
+        )
+        self._interventions: Channel[Intervention] = cluster.channel(
+            Intervention, name="interventions", capacity=2 * PATIENCE
+        )
+
+    @property
+    def seconds(self) -> float | None:
+        """How long a step waits for the person; None: nobody is asked."""
+        asked = self._config.asked
+        return asked.deadline if asked.person else None
+
+    @property
+    def ends(self) -> tuple[Sender[Proposal], Receiver[Intervention]] | tuple[()]:
+        """The ends of the env workers."""
+        if self.seconds is None:
+            return ()
+        return self._proposals.sender, self._interventions.receiver
+
+    async def launch(self) -> GroupCall[list[InterventionReport]] | None:
+        """Start asking the person, until the env workers have collected all; None: nobody."""
+        if self.seconds is None:
+            return None
+        counts = self._config.cluster
+        people = await self._cluster.launch(
+            InterventionWorker,
+            self._config.asked.person,
+            name="Person",
+            restart=Restart(max=counts.max_restarts),
+            env_vars=counts.environment,
+        )
+        return people.call(
+            InterventionWorker.serve, self._proposals.receiver, self._interventions.sender
+        )
+
+
+def check_person(config: EnvironmentSettings) -> None:
+    """Load the person of a run, in a process as theirs.
+
+    Raises:
+        ConfigError: there is no such function, it takes other arguments, or its import ends the
+            process; or answers would come too late at each step.
+    """
+    asked, env = config.asked, config.env
+    if not asked.person:
+        return
+    if env.control.hz and asked.deadline >= (between := env.steps_per_answer * env.control.period):
+        raise ConfigError(
+            f"{asked.deadline:g} seconds, but in real time (env.control) the policy is asked every "
+            f"{between:g}: actions that wait for the person so long come too late; take less",
+            path=("intervention", "deadline"),
+        )
+    if not config.cluster.processes:
+        load_person(asked.person)
+        return
+    try:
+        apart(_load, asked.person, returns=bool, name="Person", quiet=True)
+    except WorkerDied as death:
+        raise ConfigError(f"{asked.person!r}: {death.failure.message}", path=PATH) from death
+
+
+def _load(person: str) -> bool:
+    return callable(load_person(person))

@@ -1,0 +1,200 @@
+"""Runs with a person who may act in place of the policy: who acted in which transition is counted,
+kept and drawn once, whoever was killed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.jobs.embodied_sac.kit import STEPS, Job
+from tests.jobs.embodied_sac.test_runs import MEMORY, PROCESS, Killer
+from tests.jobs.killing import nothing_left_behind
+from tests.jobs.processes import Start
+
+OWN = np.float32(0.123)
+"""the person's action, which the policy never takes"""
+PERSON = ("--intervention.person", f"{__name__}:holds_up", "--intervention.deadline", 60)
+FOUR = ("--training.total_steps", 4 * STEPS)
+
+
+def holds_up(observation: Any, proposed: Any) -> Any:
+    """Acts while the pendulum is in the upper half."""
+    return np.array([OWN]) if observation[0] > 0 else None
+
+
+def presses_right(observation: Any, proposed: Any) -> Any:
+    """Acts in CartPole while the cart is left of the middle."""
+    return 1 if observation[0] < 0 else None
+
+
+def says_nothing(observation: Any, proposed: Any) -> None:
+    return None
+
+
+def wrong(observation: Any) -> None:
+    return None
+
+
+def column(job: Job, name: str, *shape: int, folder: str = "") -> Any:
+    """A column of the store's files: all slots, in the order in which transitions came."""
+    return np.fromfile(job.out / "replay" / folder / f"{name}.bin", np.float32).reshape(-1, *shape)
+
+
+def check_who_acted(job: Job, iterations: int) -> None:
+    """The person's are exactly the transitions in which they wanted to act: in the store, in the
+    part that is drawn as demonstrations, and in the metrics."""
+    count, store = iterations * STEPS, job.store
+    action, seen = column(job, "action"), column(job, "observation", 3)
+    slots = np.arange(max(0, count - 80), count) % len(action)
+    theirs = action[slots] == OWN
+    np.testing.assert_array_equal(theirs, seen[slots][:, 0] > 0)
+    assert theirs.any()
+    assert not theirs.all()
+    shares = [float(row["intervention_share"]) for row in job.iterations]
+    acted = [round(share * STEPS) for share in shares]
+    assert sum(acted) == store.intervened
+    assert sum(acted[-2:]) == theirs[-2 * STEPS :].sum()
+    drawn = column(job, "observation", 3, folder="intervened")
+    last = np.arange(store.intervened - theirs[-2 * STEPS :].sum(), store.intervened)
+    mine = seen[slots][-2 * STEPS :][theirs[-2 * STEPS :]]
+    np.testing.assert_array_equal(drawn[last % len(drawn)], mine)
+    for name in ("intervention_late", "intervention_unanswered"):
+        assert {float(row[name]) for row in job.iterations} == {0.0}
+    so_far = np.minimum(np.cumsum(acted), 80)
+    assert [float(row["intervention_demonstrations"]) for row in job.iterations] == [*so_far]
+    for row in job.iterations:
+        assert float(row["demonstrations_share"] or 0.5) == 0.5
+
+
+def test_what_a_person_does_is_executed_stored_and_drawn(job: Job) -> None:
+    job.succeed(*PERSON, *FOUR)
+    job.check_books(4)
+    check_who_acted(job, 4)
+    job.succeed(*PERSON, "--cluster.rollout_workers", 1, "--resume")
+    job.check_books(6)
+    check_who_acted(job, 6)
+
+
+def test_choices_of_a_person_in_memory_are_in_the_checkpoints(job: Job) -> None:
+    choosing = ("--env.id", "CartPole-v1", "--env.actions", "clip")
+    person = ("--intervention.person", f"{__name__}:presses_right", "--intervention.deadline", 60)
+    job.succeed(*choosing, *person, *MEMORY, *FOUR)
+    acted = job.store.intervened
+    assert 0 < acted < 4 * STEPS
+    kept = job.out / "checkpoints" / job.note["checkpoint"] / "replay/intervened"
+    np.testing.assert_array_equal(np.load(kept / "action.npy"), np.ones(acted, np.int64))
+    assert (np.load(kept / "observation.npy")[:, 0] < 0).all()
+    job.succeed(*choosing, *person, *MEMORY, "--resume")
+    job.check_books(6)
+    assert job.store.intervened > acted
+
+
+def test_a_person_may_come_and_go_when_a_run_is_resumed(job: Job) -> None:
+    job.succeed("--training.total_steps", 3 * STEPS)
+    job.succeed(*PERSON, *FOUR, "--resume")
+    assert "intervention_share" in job.iterations[-1]
+    acted = job.store.intervened
+    assert acted > 0
+    job.succeed("--intervention.person", f"{__name__}:says_nothing", "--resume")
+    job.check_books(6)
+    assert job.store.intervened == acted
+
+
+def test_transitions_of_a_person_may_stay_own_experience_alone(job: Job) -> None:
+    job.succeed(*PERSON, "--intervention.demonstrates", "false", *FOUR)
+    assert not (job.out / "replay/intervened").exists()
+    assert job.store.intervened == 0
+    assert float(job.iterations[-1]["intervention_share"]) > 0
+    assert "demonstrations_share" not in job.iterations[-1]
+    ended = job.command("check", job.file, *PERSON, "--intervention.demonstrates", "true")
+    assert ended.code == 0, ended.err
+
+
+def test_a_person_and_recorded_demonstrations_are_drawn_together(job: Job) -> None:
+    script = "tests.jobs.embodied_sac.test_demonstrations:expert"
+    shown = ("--demonstrations.policy", script, "--demonstrations.episodes", 1)
+    job.succeed(*PERSON, *shown, *FOUR)
+    job.check_books(4)
+    check_who_acted(job, 4)
+
+
+def test_killed_workers_cost_no_step_of_the_person_and_count_none_twice(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killer = Killer(monkeypatch)
+    killer.victims = {1: "Person[0]", 2: "Env[0]", 3: "Replay[0]"}
+    with nothing_left_behind():
+        summary = job.succeed(*PROCESS, *PERSON)
+    assert summary.restarts == {"Person[0]": 1, "Env[0]": 1, "Replay[0]": 1}
+    job.check_books(6)
+    check_who_acted(job, 6)
+    assert killer.dead_letters == []
+
+
+def test_a_killed_run_goes_on_with_what_the_person_has_done(job: Job, start_driver: Start) -> None:
+    def booked() -> int:
+        path = job.out / "metrics.csv"
+        return path.read_text().count("\n") - 1 if path.exists() else 0
+
+    arguments = ("train", job.file, "--out", job.out, "--resume", *PROCESS, *PERSON)
+    driver = start_driver(*arguments, "--training.total_steps", 10**6 * STEPS)
+    driver.until(lambda: booked() >= 5, "five iterations")
+    driver.kill()
+    assert driver.wait() == -9
+    iterations = booked() + 4
+    job.succeed(*PERSON, "--resume", "--training.total_steps", iterations * STEPS)
+    job.check_books(iterations)
+    check_who_acted(job, iterations)
+
+
+@pytest.mark.usefixtures("no_cluster")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("--intervention.deadline", 1.0),
+            "intervention.deadline: 1.0 was given, but nobody is asked: name who",
+        ),
+        (
+            ("--intervention.demonstrates", "false"),
+            "intervention.demonstrates: False was given, but nobody is",
+        ),
+        (
+            ("--intervention.person", "nowhere:nobody"),
+            "intervention.person: 'nowhere:nobody': 'nowhere' cannot",
+        ),
+        (("--intervention.person", f"{__name__}:missing"), "intervention.person: "),
+        (("--intervention.person", f"{__name__}:wrong"), "too many positional arguments"),
+        ((*PERSON, "--intervention.deadline", 0), "deadline is 0.0; it must be above 0"),
+        (
+            (*PERSON, "--env.control.hz", 50, "--env.envs", 1, "--env.stages", 1),
+            "intervention.deadline: 60 seconds, but in real time (env.control) the policy is asked",
+        ),
+        (
+            (
+                *PERSON,
+                "--intervention.demonstrates",
+                "false",
+                *("--replay.demonstrated_share", 0.3),
+            ),
+            "replay.demonstrated_share: 0.3 was given, but there are no demonstrations",
+        ),
+        ((*PERSON, "--replay.demonstrated_share", 0.01), "0.01 of a batch of 16 are 0"),
+    ],
+)
+def test_it_is_named(job: Job, words: tuple[Any, ...], message: str) -> None:
+    for command in (("check", job.file), ("train", job.file, "--out", job.out)):
+        ended = job.command(*command, *words)
+        assert ended.code == 2, ended.err
+        [line] = ended.err.splitlines()
+        assert message in line
+    assert not job.out.exists()
+
+
+@pytest.mark.usefixtures("no_cluster")
+def test_a_job_that_learns_from_what_the_policy_has_drawn_has_no_person(job: Job) -> None:
+    ended = job.command("check", "examples/cartpole_ppo.toml", *PERSON)
+    assert ended.code == 2
+    assert "intervention: unknown name" in ended.err
