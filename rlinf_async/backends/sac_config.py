@@ -66,6 +66,9 @@ class SacLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """whether each hidden layer of a critic is normalised"""
     policy_every: int = 1
     """gradient steps of the critics for each of the policy and the entropy coefficient"""
+    cloning: float = 0.0
+    """share of the policy's loss that is the log-likelihood of what demonstrations do; 1: it clones
+    them, and the critics' values are not asked for"""
     image_shift: int = 4
     """pixels by which each image of a batch is shifted at random, at most; 0: none"""
 
@@ -76,7 +79,7 @@ class SacLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 f"target_critics is {self.target_critics}, but there are critics = {self.critics}: "
                 "take at most that, or leave it out for all"
             )
-        check_between(self, "gamma")
+        check_between(self, "gamma", "cloning")
         check_bounds(self, "tau", above=0, most=1)
         check_bounds(self, "image_shift", least=0)
         check_bounds(self, "entropy_coefficient", least=0, below=math.inf)

@@ -223,3 +223,49 @@ def test_the_critics_alone_are_trained_between_steps_of_the_policy(tmp_path: Pat
 def test_numbers_that_cannot_be_are_named(wrong: dict[str, int], said: str) -> None:
     with pytest.raises(msgspec.ValidationError, match=said):
         msgspec.convert(wrong, SacLossConfig)
+
+
+def cloned(number: int) -> ReplayBatch:
+    given = batch(number)
+    given.demonstrated = np.arange(16) % 4 == number % 4
+    given.index = np.where(given.demonstrated, -1, given.index)
+    given.action = given.action.clip(-0.9, 0.9)
+    return given
+
+
+def test_a_policy_that_clones_takes_the_steps_of_a_script_for_what_is_demonstrated() -> None:
+    one = trainer(msgspec.structs.replace(RLPD, cloning=1.0))
+    script, values = same_start(one), parameters(one)["critic.weights.0"]
+    for number in range(3):
+        given = cloned(number)
+        rows = torch.from_numpy(given.demonstrated)
+        mean, log_std = script.actor(torch.from_numpy(given.observation)[rows]).chunk(2, -1)
+        squashed: Any = torch.distributions.TransformedDistribution(
+            torch.distributions.Normal(mean, log_std.exp()),
+            [torch.distributions.TanhTransform()],
+        )
+        loss = -squashed.log_prob(torch.from_numpy(given.action)[rows]).sum(-1).mean()
+        script.optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        script.optimizer.step()
+        done = one.step(given)
+        assert done.metrics["policy_loss"] == pytest.approx(loss.item(), rel=1e-4)
+        for name, value in state(script).items():
+            if name.startswith("policy."):
+                torch.testing.assert_close(parameters(one)[name], value.detach(), atol=1e-5, rtol=0)
+        assert done.metrics["entropy_coefficient"] == 1.0
+    assert not torch.equal(parameters(one)["critic.weights.0"], values)
+
+
+def test_a_share_of_cloning_is_a_share_of_the_loss_and_nothing_is_cloned_of_nobody() -> None:
+    losses = []
+    for share in (0.0, 0.25, 1.0):
+        one = trainer(msgspec.structs.replace(RLPD, cloning=share))
+        losses.append(one.step(cloned(0)).metrics["policy_loss"])
+    assert losses[1] == pytest.approx(0.75 * losses[0] + 0.25 * losses[2], rel=1e-5)
+    alone = trainer(msgspec.structs.replace(RLPD, cloning=1.0))
+    before = parameters(alone)
+    alone.step(batch())
+    for name, value in parameters(alone).items():
+        if name.startswith("policy.actor."):
+            torch.testing.assert_close(value, before[name], rtol=0, atol=0)

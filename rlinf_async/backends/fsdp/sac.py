@@ -83,6 +83,9 @@ class SacBatch(NamedTuple):
     """int64 ``[K]``: critics of which the target has the least value; None: all"""
     trains_policy: bool = True
     """whether the policy and the entropy coefficient have losses, too"""
+    demonstrated: Tensor | None = None
+    """``[N]``: 0 of own experience; of demonstrations the size of the whole batch divided by their
+    number in it; None: there are none"""
 
 
 class SacLosses(NamedTuple):
@@ -246,8 +249,11 @@ class SacModel(nn.Module):
         if batch.trains_policy:
             # The policy's loss does not train the encoder.
             of_policy, log_prob = self._policy_loss(seen.detach(), batch.noise, coefficient)
+            if self._sac.cloning:
+                cloned = self._cloning_loss(seen, batch)
+                of_policy = torch.lerp(of_policy, cloned, self._sac.cloning)
             total, entropy = total + of_policy, -log_prob.mean()
-            if fixed is None:
+            if fixed is None and self._sac.cloning < 1.0:
                 total = total + entropy_coefficient_loss(
                     self.log_entropy_coefficient, log_prob, self._target_entropy
                 )
@@ -258,6 +264,16 @@ class SacModel(nn.Module):
             value = values.mean(0).float()
         # A sum and no view: FSDP2 loses its hooks on outputs that are views.
         return SacLosses(total.sum(), error, value, stacked)
+
+    def _cloning_loss(self, seen: Tensor, batch: SacBatch) -> Tensor:
+        """What the policy says against the actions of demonstrations; it trains the encoder, too.
+
+        HG-DAgger (Kelly et al. 2019) where these grow by what a person does.
+        """
+        if batch.demonstrated is None:
+            return seen.new_zeros(())
+        log_prob: Tensor = self.policy.log_prob(seen, batch.action)
+        return -(log_prob * batch.demonstrated).mean()
 
     def _aimed_at(self, batch: SacBatch, coefficient: Tensor) -> Tensor:
         """The target of the critics, ``[N]``."""
@@ -439,7 +455,16 @@ class SacTrainer:
             next_noise,
             self._target_critics(),
             self.manager.steps % self.config.sac.policy_every == 0,
+            self._demonstrated(batch),
         )
+
+    def _demonstrated(self, batch: ReplayBatch) -> Tensor | None:
+        """The weights of demonstrations in this rank's share: see `SacBatch`."""
+        count = int((batch.index < 0).sum())
+        if batch.demonstrated is None or not count:
+            return None
+        weights = torch.from_numpy(batch.demonstrated).to(self.manager.device, torch.float32)
+        return weights * (len(batch.index) / count)
 
     def _target_critics(self) -> Tensor | None:
         """Critics for the targets of this step: the same on all ranks."""

@@ -99,6 +99,10 @@ class SoftCategoricalPolicy(OffPolicyPolicy[ObservedT]):
         """Return log-probs ``[N, A]`` of all choices, with gradients."""
         return self.outputs(features).log_softmax(-1)
 
+    def log_prob(self, features: Tensor, action: Tensor) -> Tensor:
+        """Return log-probs ``[N]`` of the choices ``action [N]``, with gradients."""
+        return self._distribution(features).log_prob(action)
+
     def draw(self, features: Tensor, noise: Tensor) -> Tensor:
         """Return the choices to which ``noise [N, A]`` leads: see `ActionDistribution`."""
         return self._distribution(features).draw(noise)

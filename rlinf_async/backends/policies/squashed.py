@@ -68,11 +68,16 @@ class SquashedGaussianPolicy(OffPolicyPolicy[ObservedT]):
 
     def forward(self, normalized: ObservedT, action: Tensor) -> Evaluation:
         """Log-probs of ``action``, whose entropy has no closed form: a single-sample estimate."""
-        mean, log_std = self._outputs(self.features(normalized))
+        log_prob = self.log_prob(self.features(normalized), action)
+        return Evaluation(log_prob, -log_prob, log_prob.new_zeros(len(log_prob)))
+
+    def log_prob(self, features: Tensor, action: Tensor) -> Tensor:
+        """Return log-probs ``[N]`` of ``action [N, A]``, with gradients; those on the bounds count
+        as just within."""
+        mean, log_std = self._outputs(features)
         unsquashed = torch.atanh(action.clamp(-1.0 + 1e-6, 1.0 - 1e-6))
         noise = (unsquashed - mean) * (-log_std).exp()
-        log_prob = squashed_log_prob(noise, log_std, unsquashed)
-        return Evaluation(log_prob, -log_prob, log_prob.new_zeros(len(log_prob)))
+        return squashed_log_prob(noise, log_std, unsquashed)
 
     def _outputs(self, features: Tensor) -> tuple[Tensor, Tensor]:
         mean, log_std = self.outputs(features).chunk(2, -1)

@@ -44,6 +44,8 @@ KITCHEN = "tests.jobs.embodied.envs:Kitchen"
         ("actor.sac.tau", 0, "tau is 0.0; it must be above 0"),
         ("actor.sac.critics", 0, "critics is 0; it must be at least 1"),
         ("actor.sac.target_critics", 3, "target_critics is 3, but there are critics = 2: take at"),
+        ("actor.sac.cloning", 1.5, "cloning is 1.5; it must"),
+        ("actor.sac.cloning", 0.5, "actor.sac.cloning: 0.5 was given, but there are no demonstr"),
         ("actor.sac.policy_every", 0, "policy_every is 0; it must be at least 1"),
         ("replay.demonstrated_share", 0.25, "demonstrated_share: 0.25 was given, but there are no"),
         ("replay.demonstrated_share", 1.0, "demonstrated_share is 1.0; it must be below 1"),

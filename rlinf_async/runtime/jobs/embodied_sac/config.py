@@ -200,6 +200,13 @@ def _check_share(config: SacConfig) -> None:
                 "demonstrations.policy, or a person in intervention.person",
                 path=path,
             )
+        if config.actor.sac.cloning:
+            raise ConfigError(
+                f"{config.actor.sac.cloning} was given, but there are no demonstrations to clone: "
+                "name their folder in replay.demonstrations, a scripted policy in "
+                "demonstrations.policy, or a person in intervention.person",
+                path=("actor", "sac", "cloning"),
+            )
         return
     if not 0 < replay.demonstrated < replay.batch_size:
         raise ConfigError(
