@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from rlinf_async.config import ConfigError
+from rlinf_async.config import ConfigError, UsageError
 from rlinf_async.messages.converting import ActionReader, ObservationWriter
 from rlinf_async.workers.env import EnvConfig, EnvError, EnvFailed, describe_env
+from rlinf_async.workers.env.adapters import isaaclab
 from rlinf_async.workers.env.config import Autoreset
 from rlinf_async.workers.env.evaluation import BatchedEvaluation
+from rlinf_async.workers.env.make_batched import autoreset_of
 from rlinf_async.workers.env.many import BatchedStage
 from rlinf_async.workers.env.stage import Slot, Stage, StageOutcome
 from tests.workers.env.toy import Counting, make
@@ -180,3 +185,82 @@ def test_arrays_of_another_shape_are_found_before_anything_starts(doing: str) ->
     wrong = EnvConfig(entry_point="tests.workers.env.test_batched:Wrong", kwargs={"doing": doing})
     with pytest.raises(EnvError, match=rf"{doing}\(\) returned an observation of shape"):
         describe_env(wrong, probe=True)
+
+
+class Grouped:
+    """The toy as Isaac Lab has it: tensors, groups of observations, perhaps the last ones."""
+
+    device = "cpu"
+
+    def __init__(self, config: Any) -> None:
+        self._env = OnTorch([make] * config.num_envs, autoreset_mode=MODES["same_step"])
+        self.num_envs = config.num_envs
+        self.single_observation_space = {"policy": self._env.single_observation_space}
+        self.single_action_space = self._env.single_action_space
+        self._tells = bool(getattr(config, "compute_final_obs", False))
+        self._shown = torch.zeros(config.num_envs, 2)
+        self.unwrapped = self
+
+    def reset(self, **options: Any) -> Any:
+        shown, info = self._env.reset(**options)
+        self._shown.copy_(torch.from_numpy(shown))
+        return {"policy": self._shown}, info
+
+    def step(self, actions: Any) -> Any:
+        assert isinstance(actions, torch.Tensor)
+        shown, *told, info = self._env.step(actions.numpy())
+        self._shown.copy_(shown)  # in place, as simulators on a device do
+        extras: dict[str, Any] = {"log": {}}
+        if self._tells and "final_obs" in info:
+            last = [
+                one if one is not None else shown[row].numpy()
+                for row, one in enumerate(info["final_obs"])
+            ]
+            extras["final_obs"] = {"policy": torch.from_numpy(np.stack(last))}
+        return {"policy": self._shown}, *told, extras
+
+    def close(self) -> None:
+        self._env.close()
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_environments_of_isaac_lab_give_what_single_ones_give(
+    monkeypatch: pytest.MonkeyPatch, tells: bool
+) -> None:
+    """The simulator itself is not there: what it calls and returns is taken from its sources."""
+    launched: list[dict[str, Any]] = []
+    config = SimpleNamespace(num_envs=0, **({"compute_final_obs": False} if tells else {}))
+
+    def parsed(task: str, device: str, num_envs: int) -> Any:
+        assert launched  # the simulator runs first
+        config.num_envs = num_envs
+        return config
+
+    def launcher(**settings: Any) -> Any:
+        launched.append(settings)
+        return SimpleNamespace(app=object())
+
+    monkeypatch.setitem(sys.modules, "isaaclab.app", SimpleNamespace(AppLauncher=launcher))
+    monkeypatch.setitem(sys.modules, "isaaclab_tasks.utils", SimpleNamespace(parse_env_cfg=parsed))
+    monkeypatch.setattr("gymnasium.make", lambda task, cfg: Grouped(cfg))
+    env = isaaclab.make("Isaac-Toy-v0", num_envs=2, enable_cameras=True)
+    assert launched == [{"headless": True, "device": "cuda:0", "enable_cameras": True}]
+    config_of = EnvConfig(entry_point="toy:make", simulator="vector", envs=2, stages=1)
+    batched, expected = stage(env, autoreset_of(config_of, env)), singles()
+    for _ in range(12):
+        (seen, got), (before, wanted) = step(batched), step(expected)
+        np.testing.assert_array_equal(seen, before)
+        for name in ("reward", "terminated", "truncated"):
+            np.testing.assert_array_equal(getattr(got, name), getattr(wanted, name))
+        unsaid = [msgspec.structs.replace(one, success=None) for one in wanted.episodes]
+        assert got.episodes == unsaid
+        assert (got.final_observation is None) == (wanted.final_observation is None)
+        if got.final_observation is not None:
+            last = wanted.final_observation if tells else before[got.truncated]
+            np.testing.assert_array_equal(got.final_observation, last)
+    env.close()
+
+
+def test_isaac_lab_that_is_not_there_is_said() -> None:
+    with pytest.raises(UsageError, match=r"Isaac Lab is not installed \(No module named"):
+        isaaclab.make("Isaac-Toy-v0", num_envs=2)
