@@ -335,6 +335,10 @@ class ObservationWriter:
         self.write: Callable[[Any, Any], None] = self._write if others else vector
         """``(observation, row)``: fills the row; raises `ValueError` for another shape"""
 
+    def place_of(self, key: Any) -> slice | None:
+        """Return where the numbers of this part of a Dict stand; None: it has none, or parts."""
+        return next((place for place, leaf in self._state if leaf.path == (key,)), None)
+
     def misfit(self, observation: Any) -> str:
         """Why this cannot be written, with the name of the part; empty if it can."""
         for leaf in (*(one for _, one in self._state), *(one for _, one in self._named)):

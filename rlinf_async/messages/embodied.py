@@ -260,6 +260,9 @@ class Trajectory(msgspec.Struct, kw_only=True):
     final_observation: ObservationArray | None = None
     """``[K, D]``, with ``Collect.transitions``: the last observations of the K episodes that were
     truncated, in the order of steps, then envs; None: there are none"""
+    terminal_observation: ObservationArray | None = None
+    """``[J, D]``, with ``Collect.transitions``: the same of the J that terminated; None: there are
+    none, or a simulator of many did not show them"""
     control: ControlCounts | None = None
     """what was counted in real time; None: it was not in real time"""
     episode_return: list[float] = []

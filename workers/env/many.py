@@ -329,7 +329,8 @@ class Ready(msgspec.Struct, kw_only=True):
     truncated: bool = False
     """cut, and not terminated"""
     final_observation: Any = None
-    """the last observation of the episode, where that was cut"""
+    """the last observation of the episode, where that was cut; of one that terminated, where it is
+    known"""
     episode: Episode | None = None
     """the episode that ended with the step, if one did"""
     action_rewards: Sequence[float] = ()
@@ -477,6 +478,8 @@ class AsyncStage:
 
     def _outcome(self, ready: Sequence[Ready]) -> StageOutcome:
         finals = [one.final_observation for one in ready if one.truncated]
+        known = [one.final_observation is not None for one in ready if one.terminated]
+        terminal = [one.final_observation for one in ready if one.terminated]
         action_reward, executed = None, None
         if self._action_chunk > 1:
             rewards = [one.action_rewards for one in ready]
@@ -494,6 +497,7 @@ class AsyncStage:
             else np.array([one.valid for one in ready], np.bool_),
             np.array([one.env for one in ready], np.int64),
             all_counts(one.control for one in ready),
+            self._stacked(terminal) if known and all(known) else None,
         )
 
     def _stacked(self, observations: Sequence[Any]) -> ObservationArray:

@@ -173,7 +173,7 @@ class EnvProcess:
         action_rewards, control = tuple(self._slot.action_rewards), self._slot.control
         cut = truncated and not terminated
         if episode is not None:
-            final = observation if cut else None
+            final = observation
             observation = self._reset(None)
         return Shown(
             time.monotonic(),

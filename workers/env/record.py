@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ a step of each of some."""
 
 
 class _Cut(NamedTuple):
-    """Episodes that were cut: where in the trajectory, and what they showed last."""
+    """Episodes that were cut, or ended: where in the trajectory, and what they showed last."""
 
     steps: Ints
     """``[K]``"""
@@ -64,6 +65,8 @@ class Record:
         self._steps = np.zeros(envs, np.int64)
         """``[E]``: steps that each has taken, where some get ready before others"""
         self._cut: list[_Cut] = []
+        self._terminal: list[_Cut] = []
+        """those that terminated"""
         self._transitions = ticket.transitions
         self._episodes: list[tuple[int, int, Episode]] = []
         """step, environment, and the episode that ended there"""
@@ -163,6 +166,9 @@ class Record:
         if outcome.final_observation is not None:
             steps, envs = self._at(place, outcome.truncated)
             self._cut.append(_Cut(steps, envs, outcome.final_observation, final_memory))
+        if self._transitions and outcome.terminal_observation is not None:
+            steps, envs = self._at(place, outcome.terminated)
+            self._terminal.append(_Cut(steps, envs, outcome.terminal_observation, None))
         if outcome.episodes:
             steps, envs = self._at(place, outcome.terminated | outcome.truncated)
             self._episodes += zip(steps.tolist(), envs.tolist(), outcome.episodes, strict=True)
@@ -181,10 +187,10 @@ class Record:
         made = self._made
         made.last_observation = observation
         if self._cut:
-            steps = np.concatenate([cut.steps for cut in self._cut])
-            envs = np.concatenate([cut.envs for cut in self._cut])
-            finals = np.concatenate([cut.observation for cut in self._cut])
-            made.final_observation = finals[np.lexsort((envs, steps))]
+            made.final_observation = _in_order(self._cut)
+        # Of a simulator of many they may be missing, of some or of all.
+        if sum(len(one.steps) for one in self._terminal) == int(made.terminated.sum()) > 0:
+            made.terminal_observation = _in_order(self._terminal)
         made.value[-1] = 0.0  # there is none: nobody was asked
         return self._finished()
 
@@ -224,3 +230,12 @@ class Record:
     def _like(self, rows: NDArray[Any], steps: int) -> NDArray[Any]:
         """An array ``[steps, E, ...]`` for such rows ``[..., ...]``."""
         return np.empty((steps, self._envs, *rows.shape[1:]), rows.dtype)
+
+
+def _in_order(ended: Sequence[_Cut]) -> ObservationArray:
+    """Last observations of episodes, in the order of steps, then envs."""
+    steps = np.concatenate([one.steps for one in ended])
+    envs = np.concatenate([one.envs for one in ended])
+    last = np.concatenate([one.observation for one in ended])
+    ordered: ObservationArray = last[np.lexsort((envs, steps))]
+    return ordered

@@ -248,6 +248,9 @@ class StageOutcome(msgspec.Struct):
     """``[E]``: which environments of the stage these are, in ascending order; None: all"""
     control: ControlCounts | None = None
     """what was counted in real time, over these environments"""
+    terminal_observation: ObservationArray | None = None
+    """``[J, D]``: last observations of the episodes that terminated; None: none has, or they are
+    not known"""
 
 
 class EnvStage(Protocol):
@@ -365,6 +368,7 @@ class Stage:
             [episode for episode in episodes if episode is not None],
             *self._chunks(),
             control=all_counts(slot.control for slot in self._slots),
+            terminal_observation=shown[ended] if ended.any() else None,
         )
 
     def pause(self, rows: Ints | None = None) -> None:

@@ -68,14 +68,8 @@ def transitions_of(trajectory: Trajectory, *, n_step: int, gamma: float) -> Tran
 
     Raises `ValueError` for a trajectory without next observations.
     """
-    if trajectory.last_observation is None:
-        raise ValueError(
-            "a trajectory came without next observations: its ticket has to ask for transitions"
-        )
     steps, envs = trajectory.reward.shape
-    following = np.concatenate([trajectory.observation[1:], trajectory.last_observation[None]])
-    if trajectory.final_observation is not None:
-        following[trajectory.truncated] = trajectory.final_observation
+    following = following_of(trajectory)
     ended = trajectory.terminated | trajectory.truncated
     columns = np.arange(envs)
     last = np.broadcast_to(np.arange(steps)[:, None], (steps, envs)).copy()
@@ -106,6 +100,26 @@ def intervened_in(trajectory: Trajectory) -> Bools:
     if trajectory.valid is None:
         return trajectory.intervened.ravel()
     return trajectory.intervened[trajectory.valid]
+
+
+def following_of(trajectory: Trajectory) -> ObservationArray:
+    """Return the observations ``[T, E, D]`` after each step, of its own episode; where that
+    terminated and they are not known, of the next one.
+
+    Raises `ValueError` for a trajectory without next observations.
+    """
+    if trajectory.last_observation is None:
+        raise ValueError(
+            "a trajectory came without next observations: its ticket has to ask for transitions"
+        )
+    following: ObservationArray = np.concatenate(
+        [trajectory.observation[1:], trajectory.last_observation[None]]
+    )
+    if trajectory.final_observation is not None:
+        following[trajectory.truncated] = trajectory.final_observation
+    if trajectory.terminal_observation is not None:
+        following[trajectory.terminated] = trajectory.terminal_observation
+    return following
 
 
 def trajectory_of(episode: DemonstratedEpisode) -> Trajectory:
@@ -200,8 +214,11 @@ class Column(NamedTuple):
         return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
 
 
-def columns_of(observation: ObservationSpec, action: ActionSpec) -> dict[str, Column]:
-    """Return the columns of transitions between these spaces."""
+def columns_of(
+    observation: ObservationSpec, action: ActionSpec, *, episodes: bool = False
+) -> dict[str, Column]:
+    """Return the columns of transitions between these spaces; with ``episodes``, also to which
+    episode each belongs: the number of its first transition."""
     row = observation.empty(1)
     seen = Column(row.dtype, row.shape[1:])
     number, whole = np.dtype(np.float32), np.dtype(np.int64)
@@ -213,6 +230,7 @@ def columns_of(observation: ObservationSpec, action: ActionSpec) -> dict[str, Co
         "discount": Column(number, ()),
         "version": Column(whole, ()),
         "priority": Column(number, ()),
+        **({"episode": Column(whole, ())} if episodes else {}),
     }
 
 

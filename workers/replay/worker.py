@@ -25,6 +25,9 @@ which demonstrations a batch has depends on the seed, the iteration and its numb
 person has done in the run is a further ring, written and booked as own experience is, and drawn as
 if it stood behind the demonstrations.
 
+Goals in hindsight change what is drawn of own experience, and nothing that is stored: see
+`rlinf_async.workers.replay.hindsight`.
+
 Exactly once, with ``storage = "disk"``: a trajectory's lease ends when its transitions and their
 count are written. A worker that is killed before gets it again, and writes it to the same place;
 one that is killed afterwards leaves it out the second time. A request's lease ends when its batch
@@ -61,7 +64,10 @@ from rlinf_async.messages.embodied import (
 from rlinf_async.messages.spaces import ActionSpec, ObservationSpec
 from rlinf_async.observe.files import atomic_write
 from rlinf_async.workers.base import Worker, task_group
+from rlinf_async.workers.env.config import EnvConfig
+from rlinf_async.workers.env.goals import GoalRewards, Goals
 from rlinf_async.workers.host import Pace
+from rlinf_async.workers.replay.hindsight import GoingOn, Hindsight, Strategy
 from rlinf_async.workers.replay.store import (
     Priorities,
     ReplayError,
@@ -99,6 +105,11 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """folder of demonstrations, which are drawn beside own experience; none when left out"""
     demonstrated_share: float = 0.5
     """share of demonstrations in each batch, where there are some"""
+    hindsight: Literal["none", Strategy] = "none"
+    """goals that transitions get in hindsight: ``future``, what their episode reached with them or
+    later; ``final``, what it reached last"""
+    hindsight_share: float = 0.8
+    """share of own experience in each batch that gets another goal, with ``hindsight``"""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -106,6 +117,7 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         check_bounds(self, "seed", least=0)
         check_between(self, "priority_beta")
         check_bounds(self, "demonstrated_share", above=0, below=1)
+        check_bounds(self, "hindsight_share", above=0, most=1)
         if self.batch_size > self.capacity:
             raise ValueError(
                 f"batch_size is {self.batch_size}, which is more than the capacity of "
@@ -131,6 +143,10 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def demonstrated(self) -> int:
         """Demonstrations in each batch, where there are some: the nearest whole number."""
         return round(self.demonstrated_share * self.batch_size)
+
+    def exchanged(self, own: int) -> int:
+        """Of ``own`` transitions of a batch, those that get another goal in hindsight."""
+        return round(self.hindsight_share * own) if self.hindsight != "none" else 0
 
 
 STATE: Final = "state.json"
@@ -164,6 +180,10 @@ class ReplayPlan(msgspec.Struct, frozen=True, kw_only=True):
     """folder in the checkpoint to go on from; empty: the run begins"""
     intervened: bool = False
     """whether what a person has done is drawn as demonstrations, too"""
+    goals: Goals | None = None
+    """where the environment shows goals, with ``hindsight``"""
+    env: EnvConfig | None = None
+    """the environment that says what they pay"""
 
 
 class ReplayState(msgspec.Struct, kw_only=True):
@@ -179,6 +199,8 @@ class ReplayState(msgspec.Struct, kw_only=True):
     oldest_intervened: int = 0
     collected: Collected | None = None
     """the report of that iteration"""
+    going_on: dict[str, GoingOn] = {}
+    """episodes that go on, by stage, with ``hindsight``"""
 
 
 class ReplayReport(msgspec.Struct, kw_only=True):
@@ -206,6 +228,7 @@ class ReplayWorker(Worker):
         """what is drawn as demonstrations"""
         self._intervened: ReplayStore | None = None
         """the part of it that a person has done in the run"""
+        self._hindsight: Hindsight | None = None
         self._pace = Pace(self)
         self._held: dict[int, dict[tuple[int, int], _Held]] = {}
         """trajectories not stored yet: by iteration, then by env rank and stage"""
@@ -216,6 +239,11 @@ class ReplayWorker(Worker):
     async def setup(self) -> None:
         """Open the store: as it is after a restart of this worker, or as in the checkpoint."""
         await self.compute(self._open)
+
+    async def teardown(self) -> None:
+        """Close the environment that says what goals pay."""
+        if self._hindsight is not None:
+            await self.compute(self._hindsight.close)
 
     # ---- what others call
 
@@ -305,9 +333,13 @@ class ReplayWorker(Worker):
         store, config = self._store, self.config
         for one in ordered:
             made = transitions_of(one, n_step=config.n_step, gamma=self.plan.gamma)
-            before = store.first
-            numbers = store.write(made._asdict())
+            before, hindsight, rows = store.first, self._hindsight, made._asdict()
+            if hindsight is not None:
+                rows["episode"] = hindsight.episodes_of(one)
+            numbers = store.write(rows)
             store.count += len(numbers)
+            if hindsight is not None:
+                hindsight.added(numbers, rows["episode"])
             if self._priorities is not None:
                 self._priorities.added(numbers, np.arange(before, store.first))
             if self._intervened is not None:
@@ -363,6 +395,10 @@ class ReplayWorker(Worker):
             beta = self.config.priority_beta + share * (1.0 - self.config.priority_beta)
             numbers, weight = self._priorities.draw(random, size, beta)
         rows: dict[str, NDArray[Any]] = {"index": numbers, "weight": weight, **store.take(numbers)}
+        if self._hindsight is not None:
+            which = np.flatnonzero(spread(self.config.exchanged(size), size))
+            self._hindsight.exchange(np.random.default_rng((*seed, 2)), which, numbers, rows)
+            del rows["episode"]
         if self._shown is not None:
             random = np.random.default_rng((*seed, 1))
             rows = _with_demonstrations(self._shown, random, rows, demonstrated)
@@ -392,11 +428,12 @@ class ReplayWorker(Worker):
             if saved is None:
                 raise ReplayError(f"{plan.resume} has no {STATE}: the checkpoint is damaged")
             self._state = saved
-            self._state.start = plan.start
+            self._state.start, self._state.going_on = plan.start, {}
         else:
             self._state = ReplayState(start=plan.start)
         again = bool(restarted or plan.resume)
-        self._store = self._ring(folder, fresh=not again)
+        goals = plan.goals is not None
+        self._store = self._ring(folder, fresh=not again, episodes=goals)
         self._store.count, self._store.oldest = self._state.count, self._state.oldest
         shown = [self._read(Path(config.demonstrations))] if config.demonstrations else []
         if plan.intervened:
@@ -413,16 +450,32 @@ class ReplayWorker(Worker):
         self._priorities = None
         if config.prioritized:
             self._priorities = Priorities(self._store, config.priority_alpha)
+        self._hindsight = self._with_goals()
         self._book(self._state.iteration, self._state.collected)
 
-    def _ring(self, folder: Path | None, *, fresh: bool) -> ReplayStore:
+    def _ring(self, folder: Path | None, *, fresh: bool, episodes: bool = False) -> ReplayStore:
         """A store that transitions of the run are added to."""
         return ReplayStore(
-            columns_of(self.plan.observation, self.plan.action),
+            columns_of(self.plan.observation, self.plan.action, episodes=episodes),
             self.config.capacity,
             spare=self.plan.spare if folder is not None else 0,
             folder=folder,
             fresh=fresh,
+        )
+
+    def _with_goals(self) -> Hindsight | None:
+        """Return what gives transitions of the store other goals, where that is asked for."""
+        config, plan = self.config, self.plan
+        if config.hindsight == "none" or plan.goals is None or plan.env is None:
+            return None
+        return Hindsight(
+            self._store,
+            self._state.going_on,
+            plan.goals,
+            GoalRewards(plan.env, plan.goals),
+            strategy=config.hindsight,
+            gamma=plan.gamma,
+            n_step=config.n_step,
         )
 
     def _read(self, demonstrations: Path) -> ReplayStore:
@@ -489,6 +542,7 @@ class ReplayWorker(Worker):
             intervened=0 if theirs is None else theirs.count,
             oldest_intervened=0 if theirs is None else theirs.first,
             collected=collected,
+            going_on=self._state.going_on,
         )
         if self._folder is not None:
             atomic_write(self._folder / STATE, msgspec.json.encode(self._state))

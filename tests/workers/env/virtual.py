@@ -91,7 +91,7 @@ class Virtual:
             reward=reward,
             terminated=terminated,
             truncated=cut,
-            final_observation=last if cut else None,
+            final_observation=None if episode is None else last,
             episode=episode,
             action_rewards=tuple(self._slots[env].action_rewards),
         )

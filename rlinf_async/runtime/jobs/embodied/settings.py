@@ -38,6 +38,7 @@ from rlinf_async.runtime.recording import RecordingConfig
 from rlinf_async.workers.base import Device, WorkerDied
 from rlinf_async.workers.env import EnvError, describe_env, describe_spaces
 from rlinf_async.workers.env.config import MOST_FAILURES, EnvConfig
+from rlinf_async.workers.env.goals import Goals, describe_goals
 from rlinf_async.workers.env.trial import Stepped, try_env
 from rlinf_async.workers.intervention import InterventionConfig
 from rlinf_async.workers.rollout.policy import RolloutConfig
@@ -362,12 +363,23 @@ def spaces_of(config: EnvironmentSettings) -> Spaces:
     Raises:
         ConfigError: it cannot be had, or its spaces are not supported.
     """
+    return _asked(config, describe_spaces, Spaces)
+
+
+def goals_of(config: EnvironmentSettings) -> Goals:
+    """Return where a run's environment shows goals, asked as `described` asks it.
+
+    Raises:
+        ConfigError: it cannot be had, or it is no goal environment.
+    """
+    return _asked(config, describe_goals, Goals)
+
+
+def _asked(config: EnvironmentSettings, function: Callable[[EnvConfig], T], returns: type[T]) -> T:
     with _located(config.env):
         if not config.cluster.processes:
-            return _in_thread(describe_spaces, config.env)
-        found: Spaces = in_own_process(
-            describe_spaces, config.env, returns=Spaces, **env_process(config)
-        )
+            return _in_thread(function, config.env)
+        found: T = in_own_process(function, config.env, returns=returns, **env_process(config))
         return found
 
 

@@ -34,6 +34,7 @@ from rlinf_async.runtime.jobs.embodied.settings import (
     check_rescaled,
 )
 from rlinf_async.workers.env.config import EnvConfig
+from rlinf_async.workers.env.goals import Goals
 from rlinf_async.workers.intervention import InterventionConfig
 from rlinf_async.workers.replay.worker import ReplayConfig
 from rlinf_async.workers.rollout.policy import RolloutConfig
@@ -131,6 +132,8 @@ class FittedSac(SacConfig, frozen=True, kw_only=True):
     """A configuration, with the policy that its environment asks for."""
 
     policy: PolicyConfig
+    goals: Goals | None = None
+    """where the environment shows goals, with ``replay.hindsight``"""
 
     @property
     def acting_policy(self) -> PolicyConfig:
@@ -167,6 +170,7 @@ def check_sizes(config: SacConfig) -> None:
         )
     _check_ranks(config)
     _check_share(config)
+    _check_hindsight(config)
     for setting in ("action_chunk", "group_size"):
         if getattr(config.env, setting) != 1:
             raise ConfigError(
@@ -214,6 +218,52 @@ def _check_share(config: SacConfig) -> None:
             f"{replay.demonstrated} demonstrations; there have to be some, and some of own "
             "experience: take a larger batch, or another share",
             path=path,
+        )
+
+
+def _check_hindsight(config: SacConfig) -> None:
+    """Refuse goals in hindsight where nobody could say what they pay, or where none is exchanged.
+
+    Whether the environment has goals is asked in `job`.
+    """
+    replay, env, path = config.replay, config.env, ("replay", "hindsight")
+    if replay.hindsight == "none":
+        if replay.hindsight_share != ReplayConfig().hindsight_share:
+            raise ConfigError(
+                f"{replay.hindsight_share} was given, but no goals are exchanged: set "
+                "replay.hindsight = 'future', or leave it out",
+                path=("replay", "hindsight_share"),
+            )
+        return
+    if replay.prioritized:
+        raise ConfigError(
+            f"{replay.hindsight!r}, but with replay.sampling = 'prioritized' a transition would "
+            "have the priority of its error under another goal than it is drawn with: leave one of "
+            "the two out",
+            path=path,
+        )
+    if env.many_in_a_call or env.control.hz:
+        where = f"simulator = {env.simulator!r}" if env.many_in_a_call else "control.hz"
+        raise ConfigError(
+            f"{replay.hindsight!r}, but with env.{where} what a step pays is not what "
+            "compute_reward of one environment says: leave one of the two out",
+            path=path,
+        )
+    placement = config.cluster.placement
+    of_env = "" if isinstance(placement, str) else placement.env
+    if not isinstance(of_env, str) and of_env.python:
+        raise ConfigError(
+            f"{replay.hindsight!r}, but the environments have a Python of their own "
+            "(cluster.placement.env.python), and the replay worker asks one what goals pay: leave "
+            "one of the two out",
+            path=path,
+        )
+    own = replay.batch_size - (replay.demonstrated if config.shows else 0)
+    if not replay.exchanged(own):
+        raise ConfigError(
+            f"{replay.hindsight_share} of {own} transitions are none: take a larger batch, "
+            "or a larger share",
+            path=("replay", "hindsight_share"),
         )
 
 

@@ -35,6 +35,7 @@ from rlinf_async.runtime.jobs.embodied.settings import (
     check_host,
     described,
     described_for_run,
+    goals_of,
 )
 from rlinf_async.runtime.jobs.embodied_sac.config import (
     MAY_DIFFER,
@@ -116,6 +117,8 @@ class EmbodiedSAC:
 
     def _fitted(self, config: SacConfig, spec: EnvSpec) -> FittedSac:
         full = fitted(config, spec)
+        if config.replay.hindsight != "none":
+            full = msgspec.structs.replace(full, goals=goals_of(config))
         shown = _checked_demonstrations(full, spec)
         _check_store(full, shown)
         of_person = (*InterventionCounts().metrics(),) if full.asked.person else ()
@@ -177,7 +180,8 @@ def _check_store(full: FittedSac, shown: int) -> None:
     ``shown`` demonstrations lie beside the transitions.
     """
     replay = full.replay
-    columns = columns_of(full.policy.observation, full.policy.action)
+    observation, action = full.policy.observation, full.policy.action
+    columns = columns_of(observation, action, episodes=full.goals is not None)
     rings = 1 + (full.asked.demonstrates if full.asked.person else 0)
     if replay.storage == "memory":
         needed, there = (

@@ -158,7 +158,7 @@ class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
         collectors = make_collectors(cluster, self.config, channels, plan)
         # One after the other where all share a process: they share torch's random numbers, too.
         actor = await self._launch_actor(cluster, plan)
-        replay = await self._launch_replay(cluster)
+        replay = await self._launch_replay(cluster, plan)
         watching = await channels.intervening.launch()
         await collectors.launch()
         flow = EmbodiedFlow(cluster, channels, collectors, view)
@@ -205,8 +205,11 @@ class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
             **plan.options("actor", counts.environment),
         )
 
-    async def _launch_replay(self, cluster: Cluster) -> WorkerGroup[ReplayWorker]:
+    async def _launch_replay(
+        self, cluster: Cluster, placed: PlacementPlan
+    ) -> WorkerGroup[ReplayWorker]:
         config, policy, resume = self.config, self.config.policy, self._resume
+        counts, of_env = config.cluster, placed.options("env", config.cluster.environment)
         plan = ReplayPlan(
             observation=policy.observation,
             action=policy.action,
@@ -220,6 +223,8 @@ class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
             start=f"{self._owner}started at {time.time_ns()}",
             resume="" if resume is None else str(resume / REPLAY),
             intervened=bool(config.asked.person and config.asked.demonstrates),
+            goals=config.goals,
+            env=None if config.goals is None else config.env,
         )
         on_disk = config.replay.storage == "disk"
         return await cluster.launch(
@@ -228,7 +233,7 @@ class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
             plan,
             name="Replay",
             restart=Restart(max=config.cluster.max_restarts) if on_disk else Never(),
-            env_vars=config.cluster.environment,
+            env_vars=of_env["env_vars"] if config.goals is not None else counts.environment,
         )
 
     # ---- training
