@@ -49,7 +49,7 @@ from rlinf_async.messages.embodied import (
     Proposal,
     stage_key,
 )
-from rlinf_async.messages.spaces import ObservationArray
+from rlinf_async.messages.spaces import ActionSpec, ObservationArray
 from rlinf_async.workers.base import Worker
 from rlinf_async.workers.host import Pace
 
@@ -65,12 +65,24 @@ PATIENCE: Final = 3
 """questions of a stage in a row whose deadline goes by, after which the person is away"""
 
 
+PAGE: Final = "page"
+"""person who has a browser, and acts by `rlinf_async.view.hands.Hands`"""
+
+
+class PageAddress(msgspec.Struct, frozen=True):
+    """Where the page of a person is served: the same in each life of the worker."""
+
+    action: ActionSpec
+    port: int
+    token: str
+
+
 class InterventionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A person who may act in place of the policy."""
 
     person: str = ""
-    """who is asked at each step: ``"file.py:function"`` or ``"module:function"``, see `Person`;
-    nobody when left out"""
+    """who is asked at each step: ``"file.py:function"`` or ``"module:function"``, see `Person`; or
+    ``"page"``, somebody with a browser; nobody when left out"""
     deadline: float = 0.2
     """seconds that a step waits for the person, before the policy acts"""
     demonstrates: bool = True
@@ -115,12 +127,28 @@ class InterventionWorker(Worker):
 
     Args:
         person: ``"file.py:function"`` or ``"module:function"``, see `Person`.
+        page: where the page of ``"page"`` is served; None: the person is a function.
     """
 
-    def __init__(self, person: str) -> None:
+    def __init__(self, person: str, page: PageAddress | None = None) -> None:
         self._name = person
-        self._person = load_person(person)
+        self._hands: Any = None
+        if page is None:
+            self._person = load_person(person)
+        else:
+            make = load_entry_point("rlinf_async.view.hands:Hands")
+            self._hands = self._person = make(page.action, page.port, page.token)
         self._pace = Pace(self, short=0.0)
+
+    async def setup(self) -> None:
+        """Serve the page, where the person has one."""
+        if self._hands is not None:
+            await self._hands.open()
+
+    async def teardown(self) -> None:
+        """Serve it no longer."""
+        if self._hands is not None:
+            await self._hands.close()
 
     async def serve(
         self, proposals: Receiver[Proposal], interventions: Sender[Intervention]
@@ -161,7 +189,7 @@ class InterventionWorker(Worker):
         )
 
     async def _ask(self, seen: Any, proposed: Any) -> Any:
-        if inspect.iscoroutinefunction(self._person):
+        if self._hands is not None or inspect.iscoroutinefunction(self._person):
             return await self._person(seen, proposed)
         return await self._pace.run("person", self._person, seen, proposed)
 

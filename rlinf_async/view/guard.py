@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hmac
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
 from typing import Any, Final
 from urllib.parse import parse_qs
 
@@ -49,10 +49,13 @@ class Guard:
         app: whom it guards.
         port: port of the server, on 127.0.0.1.
         token: what the address that is printed carries.
+        methods: those that are served.
     """
 
-    def __init__(self, app: App, port: int, token: str) -> None:
-        self._app = app
+    def __init__(
+        self, app: App, port: int, token: str, methods: Sequence[str] = ("GET", "HEAD")
+    ) -> None:
+        self._app, self._methods = app, methods
         self._hosts = (f"127.0.0.1:{port}", f"localhost:{port}")
         self._token = token
         self._cookie = f"rlinf_async_view_{port}"
@@ -69,7 +72,7 @@ class Guard:
             await _answer(
                 send, 403, f"403: the origin {origins[0]!r} may not ask this server, only its page"
             )
-        elif scope["method"] not in ("GET", "HEAD"):
+        elif scope["method"] not in self._methods:
             await _answer(send, 405, f"405: {scope['method']} is not served; all is read only")
         elif self._carries_token(scope):
             await self._let_in(send)

@@ -23,9 +23,9 @@ import socket
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
@@ -125,7 +125,7 @@ class Page:
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
         self._traces = Traces()
-        self._files = _static_files()
+        self._files = static_files()
         self._reading: asyncio.Task[None] | None = None
 
     def app(self) -> Starlette:
@@ -190,7 +190,7 @@ class Page:
 
     def _state(self, request: Request) -> Response:
         runs = [run.state() for run in self._runs.all()]
-        return _json({"now": time.time(), "runs": runs})
+        return as_json({"now": time.time(), "runs": runs})
 
     def _metrics(self, request: Request) -> Response:
         run = self._run(request)
@@ -198,7 +198,7 @@ class Page:
         after, generation = _whole(request, "after", 0), _whole(request, "generation", 0)
         with run.lock:
             run.table.read()
-            return _json(run.table.since(names, max(0, after), generation))
+            return as_json(run.table.since(names, max(0, after), generation))
 
     async def _graph(self, request: Request) -> Response:
         from starlette.concurrency import run_in_threadpool
@@ -206,32 +206,32 @@ class Page:
         run = self._run(request)
         shown = await run_in_threadpool(run.shown)
         if shown is not None:
-            return _json(await run_in_threadpool(_with_waits, graph.of_status(shown), run))
+            return as_json(await run_in_threadpool(_with_waits, graph.of_status(shown), run))
         digest = self._traces.of(run.folder / "trace.json.gz")
         if digest is None:
-            return _json({"waiting": "the trace is being read"}, 202)
+            return as_json({"waiting": "the trace is being read"}, 202)
         told = graph.of_trace(spans.header_of(digest))
-        return _json(await run_in_threadpool(_with_waits, told, run))
+        return as_json(await run_in_threadpool(_with_waits, told, run))
 
     async def _timeline(self, request: Request) -> Response:
         from starlette.responses import Response
 
         digest = self._traces.of(self._run(request).folder / "trace.json.gz")
         if digest is None:
-            return _json({"waiting": "the trace is being read"}, 202)
+            return as_json({"waiting": "the trace is being read"}, 202)
         return Response(spans.drawn_part(digest), media_type="application/octet-stream")
 
     async def _span(self, request: Request) -> Response:
         digest = self._traces.of(self._run(request).folder / "trace.json.gz")
         if digest is None:
-            return _json({"waiting": "the trace is being read"}, 202)
+            return as_json({"waiting": "the trace is being read"}, 202)
         try:
-            return _json(spans.arguments_of(digest, _whole(request, "span", -1)))
+            return as_json(spans.arguments_of(digest, _whole(request, "span", -1)))
         except IndexError as error:
             raise Missing(str(error)) from error
 
     def _settings(self, request: Request) -> Response:
-        return _json(self._run(request).settings())
+        return as_json(self._run(request).settings())
 
     def _samples(self, request: Request) -> Response:
         given = {
@@ -243,12 +243,12 @@ class Page:
             query = msgspec.convert(given, Query, strict=False)
         except msgspec.ValidationError as error:
             raise Missing(f"no such samples: {error}") from error
-        return _json(self._run(request).samples.page(query))
+        return as_json(self._run(request).samples.page(query))
 
     def _sample(self, request: Request) -> Response:
         key = request.query_params.get("key", "")
         try:
-            return _json(self._run(request).samples.record(key))
+            return as_json(self._run(request).samples.record(key))
         except KeyError as error:
             raise RunFolderError(
                 f"the sample {key} is not there any more: the oldest are removed, and a run that "
@@ -256,7 +256,7 @@ class Page:
             ) from error
 
     def _videos(self, request: Request) -> Response:
-        return _json({"videos": self._run(request).videos()})
+        return as_json({"videos": self._run(request).videos()})
 
     def _video(self, request: Request) -> Response:
         from starlette.responses import FileResponse
@@ -292,30 +292,32 @@ def _read_samples(run: Run) -> None:
         run.samples.page(Query())
 
 
-def _static_files() -> dict[str, bytes]:
+def static_files() -> dict[str, bytes]:
     """The files of the page by name: no other one is ever served by a name."""
     folder = importlib.resources.files("rlinf_async.view") / "static"
     return {one.name: one.read_bytes() for one in folder.iterdir() if one.is_file()}
 
 
-def _json(body: Any, status: int = 200) -> Response:
+def as_json(body: Any, status: int = 200) -> Response:
     from starlette.responses import Response
 
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
 def _missing(request: Request, error: Exception) -> Response:
-    return _json({"error": str(error)}, 404)
+    return as_json({"error": str(error)}, 404)
 
 
 def _problem(request: Request, error: Exception) -> Response:
     """An answer as good as any: the page shows what is wrong with a run's file."""
-    return _json({"error": str(error)})
+    return as_json({"error": str(error)})
 
 
 def _refused(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
-    return _json({"error": f"{status}: {request.method} {request.url.path} is not served"}, status)
+    return as_json(
+        {"error": f"{status}: {request.method} {request.url.path} is not served"}, status
+    )
 
 
 def _whole(request: Request, name: str, otherwise: int) -> int:
@@ -341,16 +343,44 @@ async def serve(runs: Runs, port: int, announce: Callable[[str], None]) -> None:
         MissingExtra: starlette or uvicorn is not installed.
         UsageError: the port is taken, or may not be had.
     """
-    needed_for = "rlinf-async view"
+    page = Page(runs)
+    async with served(page.app, port, secrets.token_urlsafe(32), "rlinf-async view") as serving:
+        page.read_ahead()
+        announce(serving.address)
+        try:
+            await asyncio.shield(serving.task)
+        finally:
+            await page.aclose()
+
+
+class Serving(NamedTuple):
+    """A server that answers."""
+
+    address: str
+    """the one that lets in"""
+    task: asyncio.Task[None]
+    """until it ends"""
+
+
+@contextlib.asynccontextmanager
+async def served(
+    make: Callable[[], Starlette],
+    port: int,
+    token: str,
+    needed_for: str,
+    methods: Sequence[str] = ("GET", "HEAD"),
+) -> AsyncIterator[Serving]:
+    """Serve an application, behind a `Guard`, while the block runs.
+
+    Raises: as `serve`.
+    """
     needed("starlette", extra=EXTRA, needed_for=needed_for)
     uvicorn = needed("uvicorn", extra=EXTRA, needed_for=needed_for)
     with listener(port) as listening:
         bound = listening.getsockname()[1]
-        token = secrets.token_urlsafe(32)
-        page = Page(runs)
-        app: Any = page.app()
+        app: Any = make()
         config = uvicorn.Config(
-            Guard(app, bound, token),
+            Guard(app, bound, token, methods),
             log_config=None,
             log_level="warning",
             access_log=False,
@@ -362,14 +392,11 @@ async def serve(runs: Runs, port: int, announce: Callable[[str], None]) -> None:
         server = uvicorn.Server(config)
         server.capture_signals = contextlib.nullcontext  # they are the command's
         serving = asyncio.create_task(server.serve([listening]), name="server of the page")
-        page.read_ahead()
-        announce(f"http://{HOST}:{bound}/?token={token}")
         try:
-            await asyncio.shield(serving)
+            yield Serving(f"http://{HOST}:{bound}/?token={token}", serving)
         finally:
             server.should_exit = True  # and its connections are closed
             await serving
-            await page.aclose()
 
 
 def listener(port: int) -> socket.socket:

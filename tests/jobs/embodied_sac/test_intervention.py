@@ -120,6 +120,18 @@ def test_a_person_and_recorded_demonstrations_are_drawn_together(job: Job) -> No
     check_who_acted(job, 4)
 
 
+def test_a_page_that_nobody_opens_costs_nothing(job: Job) -> None:
+    page = ("--intervention.person", "page", "--intervention.deadline", 60)
+    ended = job.train(
+        *page, "--env.envs", 1, "--env.stages", 1, "--training.steps_per_iteration", 32
+    )
+    assert ended.code == 0, ended.err
+    assert "small: to step in, open http://127.0.0.1:" in ended.out
+    job.check_books(6)
+    for name in ("intervention_share", "intervention_unanswered"):
+        assert {float(row[name]) for row in job.iterations} == {0.0}
+
+
 def test_killed_workers_cost_no_step_of_the_person_and_count_none_twice(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,6 +192,23 @@ def test_a_killed_run_goes_on_with_what_the_person_has_done(job: Job, start_driv
                 *("--replay.demonstrated_share", 0.3),
             ),
             "replay.demonstrated_share: 0.3 was given, but there are no demonstrations",
+        ),
+        (
+            ("--intervention.person", "page"),
+            "'page' is one person, who cannot act in 4 environments",
+        ),
+        (
+            (
+                *PERSON[:1],
+                "page",
+                "--env.envs",
+                1,
+                "--env.stages",
+                1,
+                "--intervention.deadline",
+                0.1,
+            ),
+            "intervention.deadline: 0.1 seconds, but while its page is open a person takes up to",
         ),
         ((*PERSON, "--replay.demonstrated_share", 0.01), "0.01 of a batch of 16 are 0"),
     ],

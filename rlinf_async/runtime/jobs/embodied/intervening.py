@@ -10,8 +10,12 @@ since one whose person is away asks none: so a put never waits for room while ev
 
 from __future__ import annotations
 
+import secrets
+import socket
+
 from rlinf_async.channels import Channel, Receiver, Sender
 from rlinf_async.config import ConfigError
+from rlinf_async.config.registry import needed
 from rlinf_async.messages.embodied import Intervention, Proposal
 from rlinf_async.runtime.apart import apart
 from rlinf_async.runtime.calls import GroupCall
@@ -21,13 +25,17 @@ from rlinf_async.runtime.jobs.embodied.settings import EnvironmentSettings
 from rlinf_async.runtime.supervise import Restart
 from rlinf_async.workers.base import WorkerDied
 from rlinf_async.workers.intervention import (
+    PAGE,
     PATIENCE,
     InterventionReport,
     InterventionWorker,
+    PageAddress,
     load_person,
 )
 
 PATH = ("intervention", "person")
+SLOWEST = 0.15
+"""seconds of a step while a page is open, with some room: `rlinf_async.view.hands.HZ`"""
 
 
 class Intervening:
@@ -65,14 +73,22 @@ class Intervening:
         """Start asking the person, until the env workers have collected all; None: nobody."""
         if self.seconds is None:
             return None
-        counts = self._config.cluster
+        counts, person = self._config.cluster, self._config.asked.person
+        page = None
+        if person == PAGE:
+            action = self._config.acting_policy.acts
+            page = PageAddress(action, _free_port(), secrets.token_urlsafe(32))
         people = await self._cluster.launch(
             InterventionWorker,
-            self._config.asked.person,
+            person,
+            page,
             name="Person",
             restart=Restart(max=counts.max_restarts),
             env_vars=counts.environment,
         )
+        if page is not None:
+            address = f"http://127.0.0.1:{page.port}/?token={page.token}"
+            print(f"{self._config.name}: to step in, open {address}", flush=True)
         return people.call(
             InterventionWorker.serve, self._proposals.receiver, self._interventions.sender
         )
@@ -94,6 +110,9 @@ def check_person(config: EnvironmentSettings) -> None:
             f"{between:g}: actions that wait for the person so long come too late; take less",
             path=("intervention", "deadline"),
         )
+    if asked.person == PAGE:
+        _check_page(config)
+        return
     if not config.cluster.processes:
         load_person(asked.person)
         return
@@ -101,6 +120,32 @@ def check_person(config: EnvironmentSettings) -> None:
         apart(_load, asked.person, returns=bool, name="Person", quiet=True)
     except WorkerDied as death:
         raise ConfigError(f"{asked.person!r}: {death.failure.message}", path=PATH) from death
+
+
+def _check_page(config: EnvironmentSettings) -> None:
+    """Refuse a page that cannot be served, or whose person would have too many environments."""
+    for module in ("starlette", "uvicorn"):
+        needed(module, extra="view", needed_for=f"intervention.person = {PAGE!r}")
+    envs = config.cluster.env_workers * config.env.envs
+    if envs > 1:
+        raise ConfigError(
+            f"{PAGE!r} is one person, who cannot act in {envs} environments at once: set env.envs, "
+            "env.stages and cluster.env_workers to 1, or name a function",
+            path=PATH,
+        )
+    if config.asked.deadline < SLOWEST:
+        raise ConfigError(
+            f"{config.asked.deadline:g} seconds, but while its page is open a person takes up to "
+            f"{SLOWEST:g} for a step: allow at least that",
+            path=("intervention", "deadline"),
+        )
+
+
+def _free_port() -> int:
+    """A port of this host that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port: int = listening.getsockname()[1]
+        return port
 
 
 def _load(person: str) -> bool:
