@@ -85,8 +85,10 @@ class InterventionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     ``"page"``, somebody with a browser; nobody when left out"""
     deadline: float = 0.2
     """seconds that a step waits for the person, before the policy acts"""
+    acts: bool = True
+    """whether the person acts; false: they say what they would do, and the policy acts"""
     demonstrates: bool = True
-    """whether what the person has done is drawn with the demonstrations, too"""
+    """whether what the person has done, or said, is drawn with the demonstrations, too"""
 
     def __post_init__(self) -> None:
         check_bounds(self, "deadline", above=0, below=math.inf)
@@ -128,10 +130,11 @@ class InterventionWorker(Worker):
     Args:
         person: ``"file.py:function"`` or ``"module:function"``, see `Person`.
         page: where the page of ``"page"`` is served; None: the person is a function.
+        acts: whether they act; False: they say what they would do.
     """
 
-    def __init__(self, person: str, page: PageAddress | None = None) -> None:
-        self._name = person
+    def __init__(self, person: str, page: PageAddress | None = None, *, acts: bool = True) -> None:
+        self._name, self._acts = person, acts
         self._hands: Any = None
         if page is None:
             self._person = load_person(person)
@@ -186,6 +189,7 @@ class InterventionWorker(Worker):
             sequence=question.sequence,
             action=action if some else None,
             acts=acts if some else None,
+            says=not self._acts,
         )
 
     async def _ask(self, seen: Any, proposed: Any) -> Any:
@@ -275,7 +279,7 @@ class Attention:
         answer: Actions,
     ) -> Actions:
         """Return the policy's ``answer`` to ``observation [E, D]``, with the actions of the person
-        in place of its own where the person acts."""
+        in place of its own where the person acts, or beside them where they only say so."""
         if answer.action is None:
             return answer
         said = (
@@ -283,13 +287,17 @@ class Attention:
         )
         acts: Bools = np.zeros(len(answer.action), np.bool_)
         action: Choice = answer.action
+        label: Choice | None = None
         if said is not None and said.action is not None and said.acts is not None:
             acts, theirs = said.acts, said.action
             if self._limit is not None:
                 theirs = np.clip(theirs, -self._limit, self._limit)
-            action = action.copy()
-            action[acts] = theirs[acts]
-        return msgspec.structs.replace(answer, action=action, intervened=acts)
+            if said.says:
+                label = theirs
+            else:
+                action = action.copy()
+                action[acts] = theirs[acts]
+        return msgspec.structs.replace(answer, action=action, intervened=acts, label=label)
 
     async def _ask(
         self,

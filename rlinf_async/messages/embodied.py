@@ -185,7 +185,9 @@ class Actions(msgspec.Struct, kw_only=True):
     chain: Floats | None = None
     """``[E, C]``: how the actions of a flow policy came about; others: None"""
     intervened: Bools | None = None
-    """``[E]``: whose action is that of a person; None: no person is asked"""
+    """``[E]``: whose action, or label, is that of a person; None: no person is asked"""
+    label: Choice | None = None
+    """as ``action``: what a person who only says it would do; None: they do it"""
 
 
 class Proposal(msgspec.Struct, kw_only=True):
@@ -212,6 +214,8 @@ class Intervention(msgspec.Struct, kw_only=True):
     """``[E, A]``, of which those count where the person acts; None: the policy acts everywhere"""
     acts: Bools | None
     """``[E]``: where the person acts; None as ``action``"""
+    says: bool = False
+    """whether the person only says what they would do, and the policy acts"""
 
 
 class Trajectory(msgspec.Struct, kw_only=True):
@@ -272,7 +276,9 @@ class Trajectory(msgspec.Struct, kw_only=True):
     episode_success: list[bool | None] = []
     """whether each episode that ended in here succeeded; None: the environment does not say"""
     intervened: Bools | None = None
-    """``[T, E]``: whose action is that of a person; None: no person is asked"""
+    """``[T, E]``: whose action, or label, is that of a person; None: no person is asked"""
+    label: Choice | None = None
+    """as ``action``: what a person who only says it would do, where ``intervened``"""
     late_interventions: int = 0
     """answers of the person that were found in here, and came after their deadline: dropped"""
     unanswered: int = 0
@@ -294,7 +300,7 @@ class InterventionCounts(msgspec.Struct, kw_only=True):
 
     steps: int = 0
     acted: int = 0
-    """steps whose action is that of the person"""
+    """steps whose action, or label, is that of the person"""
     late: int = 0
     """answers that came after their deadline, and were dropped"""
     unanswered: int = 0

@@ -310,6 +310,29 @@ def test_answers_to_an_earlier_life_and_second_answers_are_dropped() -> None:
     explore(body, seeds=range(20))
 
 
+async def test_who_only_says_what_they_would_do_changes_no_action() -> None:
+    async def says(asked: Any, answers: Any) -> None:
+        async for question in asked:
+            said = act(question, 100.0)
+            said.says = True
+            await answers.put(said, key="0/0")
+
+    async with ra.Cluster.local() as cluster:
+        proposals = cluster.channel(Proposal, name="proposals")
+        interventions = cluster.channel(Intervention, name="interventions")
+        attention = Attention(0, 0, 0, seconds=60.0)
+        saying = asyncio.create_task(says(proposals.receiver, interventions.sender))
+        ends = proposals.sender, interventions.receiver
+        answer = await attention.act(*ends, OBSERVATION, policy_answer(1))
+        assert answer.action is not None
+        assert answer.label is not None
+        assert answer.intervened is not None
+        assert answer.action[:, 0].tolist() == [1.0, 1.0]
+        assert answer.label[0, 0] == 100.0
+        assert answer.intervened.tolist() == [True, False]
+        saying.cancel()
+
+
 def test_what_is_recorded_is_clipped_as_the_environment_clips() -> None:
     async def far(asked: Any, says: Any) -> None:
         async for question in asked:

@@ -142,6 +142,10 @@ class Record:
             if made.intervened is None:
                 made.intervened = np.zeros_like(made.terminated)
             made.intervened[place] = answer.intervened
+        if answer.label is not None:
+            if made.label is None:
+                made.label = np.zeros_like(made.action)
+            made.label[place] = answer.label
         # Where environments take a step at different times, the oldest weights count.
         at = place if isinstance(place, int) else place[0]
         made.version[at] = np.minimum(made.version[at], answer.version)

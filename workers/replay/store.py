@@ -122,6 +122,17 @@ def following_of(trajectory: Trajectory) -> ObservationArray:
     return following
 
 
+def shown_in(trajectory: Trajectory, made: Transitions) -> dict[str, NDArray[Any]]:
+    """Return those of its transitions, by column, in which a person acted, or said what they would
+    do: that is their action then."""
+    acts, action = intervened_in(trajectory), made.action
+    if trajectory.label is not None:
+        said = trajectory.label
+        action = said[...] if trajectory.valid is None else said[trajectory.valid]
+        action = action.reshape(made.action.shape)
+    return {name: array[acts] for name, array in made._replace(action=action)._asdict().items()}
+
+
 def trajectory_of(episode: DemonstratedEpisode) -> Trajectory:
     """Return a demonstrated episode as the trajectory of one env, by version -1 of the weights.
 

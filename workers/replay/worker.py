@@ -74,7 +74,7 @@ from rlinf_async.workers.replay.store import (
     ReplayStore,
     Shown,
     columns_of,
-    intervened_in,
+    shown_in,
     trajectory_of,
     transitions_of,
 )
@@ -180,6 +180,8 @@ class ReplayPlan(msgspec.Struct, frozen=True, kw_only=True):
     """folder in the checkpoint to go on from; empty: the run begins"""
     intervened: bool = False
     """whether what a person has done is drawn as demonstrations, too"""
+    acts: bool = True
+    """whether that person acts; False: they say what they would do"""
     goals: Goals | None = None
     """where the environment shows goals, with ``hindsight``"""
     env: EnvConfig | None = None
@@ -343,9 +345,7 @@ class ReplayWorker(Worker):
             if self._priorities is not None:
                 self._priorities.added(numbers, np.arange(before, store.first))
             if self._intervened is not None:
-                acts = intervened_in(one)
-                theirs = {name: array[acts] for name, array in made._asdict().items()}
-                self._intervened.count += len(self._intervened.write(theirs))
+                self._intervened.count += len(self._intervened.write(shown_in(one, made)))
         collected = self._report(iteration, ordered)
         self._book(iteration, collected)
         return collected
@@ -401,7 +401,9 @@ class ReplayWorker(Worker):
             del rows["episode"]
         if self._shown is not None:
             random = np.random.default_rng((*seed, 1))
-            rows = _with_demonstrations(self._shown, random, rows, demonstrated)
+            theirs = self._intervened
+            said = 0 if theirs is None or self.plan.acts else len(theirs)
+            rows = _with_demonstrations(self._shown, random, rows, demonstrated, said)
         index = rows.pop("index")
         del rows["priority"]
         parts = {name: np.split(array, self.plan.ranks) for name, array in rows.items()}
@@ -549,17 +551,23 @@ class ReplayWorker(Worker):
 
 
 def _with_demonstrations(
-    shown: Shown, random: np.random.Generator, rows: dict[str, NDArray[Any]], count: int
+    shown: Shown,
+    random: np.random.Generator,
+    rows: dict[str, NDArray[Any]],
+    count: int,
+    said: int,
 ) -> dict[str, NDArray[Any]]:
     """Return a whole batch, by column, with ``count`` demonstrations beside the ``rows`` of own
-    experience."""
+    experience. The last ``said`` of all were only said: what followed is not of their action, so
+    they have no weight in the losses of values."""
     demonstrated = spread(count, count + len(rows["index"]))
     if not count:
         return {**rows, "demonstrated": demonstrated}
+    places = random.integers(0, len(shown), count)
     drawn = {
         "index": np.full(count, -1),
-        "weight": np.ones(count, np.float32),
-        **shown.take(random.integers(0, len(shown), count)),
+        "weight": (places < len(shown) - said).astype(np.float32),
+        **shown.take(places),
     }
     whole = {name: merged(demonstrated, drawn[name], array) for name, array in rows.items()}
     return {**whole, "demonstrated": demonstrated}

@@ -132,6 +132,22 @@ def test_a_page_that_nobody_opens_costs_nothing(job: Job) -> None:
         assert {float(row[name]) for row in job.iterations} == {0.0}
 
 
+def test_what_a_person_only_says_is_cloned_and_not_executed(job: Job) -> None:
+    dagger = ("--intervention.acts", "false", "--actor.sac.cloning", 1.0)
+    job.succeed(*PERSON, *dagger, *FOUR)
+    job.check_books(4)
+    count, said = 4 * STEPS, job.store.intervened
+    action, seen = column(job, "action"), column(job, "observation", 3)
+    assert not (action[:count] == OWN).any()
+    upper = seen[:count][seen[:count, 0] > 0]
+    assert 0 < said == len(upper) < count
+    np.testing.assert_array_equal(column(job, "observation", 3, folder="intervened")[:said], upper)
+    assert (column(job, "action", folder="intervened")[:said] == OWN).all()
+    assert sum(float(row["intervention_share"]) * STEPS for row in job.iterations) == said
+    job.succeed(*PERSON, *dagger, "--resume")
+    job.check_books(6)
+
+
 def test_killed_workers_cost_no_step_of_the_person_and_count_none_twice(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:

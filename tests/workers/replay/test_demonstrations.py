@@ -53,6 +53,8 @@ def worker(
     ranks: int = 1,
     resume: str = "",
     start: str = "first",
+    intervened: bool = False,
+    acts: bool = True,
     **settings: object,
 ) -> ReplayWorker:
     shown = "" if folder is None else str(folder)
@@ -69,6 +71,8 @@ def worker(
         folder=str(store),
         start=start,
         resume=resume,
+        intervened=intervened,
+        acts=acts,
     )
     made = ReplayWorker(config, plan)
     made._open()
@@ -137,6 +141,30 @@ def test_every_batch_has_its_share_and_own_experience_never_overwrites_any(
         own._draw(BatchRequest(iteration=9, number=0, index=alone.index, priority=alone.weight))
     assert seen == {*range(100, 106), *range(200, 206)}
     assert len(one._store) == 20  # the ring went round twice
+
+
+@pytest.mark.parametrize("acts", [True, False], ids=["acts", "says"])
+def test_what_a_person_does_or_says_is_drawn_as_a_demonstration(
+    folder: pathlib.Path, tmp_path: pathlib.Path, acts: bool
+) -> None:
+    one = worker(folder, tmp_path / "store", intervened=True, acts=acts)
+    given = collected(0)
+    given.intervened = np.arange(STEPS)[:, None] % 2 == 1
+    if not acts:
+        given.label = np.full_like(given.action, 7.0)
+    one._store_all(0, [given])
+    for [batch] in drawn(one, 0, 20):
+        shown = batch.demonstrated
+        assert shown is not None
+        assert shown.sum() == SIZE * SHOWN
+        theirs = shown & (batch.observation[:, 0] < 100.0)
+        assert set(batch.observation[theirs, 0].tolist()) <= {1.0, 3.0, 5.0}
+        assert acts or (batch.action[theirs] == 7.0).all()
+        np.testing.assert_array_equal(batch.weight, np.where(theirs & (not acts), 0.0, 1.0))
+        assert not (batch.action[~shown] == 7.0).any()
+    assert one._state.intervened == 3
+    again = worker(folder, tmp_path / "store", intervened=True, acts=acts)
+    same(drawn(one, 0), drawn(again, 0))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -82,6 +82,7 @@ class Intervening:
             InterventionWorker,
             person,
             page,
+            acts=self._config.asked.acts,
             name="Person",
             restart=Restart(max=counts.max_restarts),
             env_vars=counts.environment,

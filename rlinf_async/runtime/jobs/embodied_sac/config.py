@@ -35,7 +35,7 @@ from rlinf_async.runtime.jobs.embodied.settings import (
 )
 from rlinf_async.workers.env.config import EnvConfig
 from rlinf_async.workers.env.goals import Goals
-from rlinf_async.workers.intervention import InterventionConfig
+from rlinf_async.workers.intervention import PAGE, InterventionConfig
 from rlinf_async.workers.replay.worker import ReplayConfig
 from rlinf_async.workers.rollout.policy import RolloutConfig
 
@@ -183,6 +183,23 @@ def check_sizes(config: SacConfig) -> None:
             f"{config.actor.fsdp.critic_warmup_steps} was given; soft actor-critic has "
             "training.learning_starts instead: leave it out",
             path=("actor", "fsdp", "critic_warmup_steps"),
+        )
+
+
+def _check_said(config: SacConfig) -> None:
+    """Refuse a person whose words nobody learns from."""
+    asked, path = config.intervention, ("intervention", "acts")
+    if asked.acts:
+        return
+    if not (config.actor.sac.cloning and asked.demonstrates):
+        raise ConfigError(
+            "false: the person says what they would do, which only a policy learns from that "
+            "clones demonstrations: set actor.sac.cloning, and leave demonstrates as it is",
+            path=path,
+        )
+    if asked.person == PAGE:
+        raise ConfigError(
+            "false, but hands on a page act: leave it out, or name a function", path=path
         )
 
 

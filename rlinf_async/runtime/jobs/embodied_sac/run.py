@@ -223,6 +223,7 @@ class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
             start=f"{self._owner}started at {time.time_ns()}",
             resume="" if resume is None else str(resume / REPLAY),
             intervened=bool(config.asked.person and config.asked.demonstrates),
+            acts=config.asked.acts,
             goals=config.goals,
             env=None if config.goals is None else config.env,
         )
