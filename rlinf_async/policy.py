@@ -27,6 +27,7 @@ from rlinf_async.backends.policies.left import (
     FILES,
     MEMORY,
     NOISE,
+    WEIGHTS,
     Form,
     Note,
     PolicyFolderError,
@@ -73,13 +74,13 @@ class Policy:
         """
         path = Path(folder).expanduser()
         note = read_note(path)
-        if device != "cpu" and note.form != "folder":
+        if device != "cpu" and note.form not in WEIGHTS:
             raise UsageError(
                 f"device is {device!r}, but a graph ({note.form!r}) runs on the CPU: leave it out, "
                 "or load it by the runtime's own interface"
             )
         with _damage_named(path / FILES[note.form]):
-            if note.form == "folder":
+            if note.form in WEIGHTS:
                 return cls(note, _Served(note, path, seed, device))
             return cls(note, _Graph(note, _RUNTIMES[note.form](path / FILES[note.form]), seed))
 
@@ -194,7 +195,9 @@ class _Served:
                 self._server: Any = serve_policy(config, seed, device)
         except (ConfigError, ValueError) as error:
             raise PolicyFolderError(f"{folder}: {error}") from error
-        tensors = load_file(folder / FILES["folder"])
+        tensors = load_file(folder / FILES[note.form])
+        if note.form == "lerobot":  # the others were in its own files
+            tensors = self._server.policy.state_dict() | tensors
         _check_tensors(folder, tensors, self._server.policy.state_dict())
         self._server.load(pack(tensors, note.version))
         self.memory_size: int = getattr(self._server, "memory_size", 0)
@@ -322,7 +325,7 @@ def _check_tensors(folder: Path, found: dict[str, Any], wanted: dict[str, Any]) 
     """Raise `PolicyFolderError` where weights or statistics are missing, or of another policy."""
     missing = sorted(wanted.keys() - found.keys())
     statistics = [name for name in missing if name.startswith("observation_normalizer.")]
-    file = folder / FILES["folder"]
+    file = folder / FILES["folder"]  # that of the form "lerobot" has the same name
     if statistics:
         raise PolicyFolderError(
             f"{file} lacks {statistics[0]!r}: without the statistics by which observations are "

@@ -58,8 +58,8 @@ OF_LANGUAGE = ("dtype", "model", "shard_size")
     type=click.Choice(["folder", *OF_POLICIES, LEROBOT]),
     default="folder",
     show_default=True,
-    help="Of a policy for robots: its weights, or one graph with everything in it. Of "
-    "demonstrations: lerobot.",
+    help="Of a policy for robots: its weights, or one graph with everything in it, or, of one "
+    "that lerobot defines (smolvla), its folder. Of demonstrations: lerobot.",
 )
 @click.option(
     "--checkpoint",
@@ -210,12 +210,6 @@ def _run_of_policy(session: Session, path: pathlib.Path) -> _PolicyRun | None:
 
 
 def _export_policy(run: _PolicyRun, source: pathlib.Path, out: pathlib.Path, form: str) -> None:
-    if form == LEROBOT:
-        raise UsageError(
-            "--to lerobot: lerobot loads only the policies that it defines itself (act, diffusion, "
-            "smolvla, ...), of which this is none: take --to folder, onnx, pt2 or torchscript, and "
-            "call Policy.load in its control loop"
-        )
     from rlinf_async.cli.evaluate import trained_by
     from rlinf_async.runtime.jobs.checkpoints import checkpoint_of
     from rlinf_async.runtime.jobs.embodied.leaving import COMPARED, leave

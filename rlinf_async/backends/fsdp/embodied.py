@@ -208,9 +208,9 @@ class EmbodiedTrainer:
             self._policy,
             config.cloning,
             seen=policy.sees,
-            chunk=policy.vision_language.chunk or max(policy.action_chunk, 1),
+            chunk=self._policy.chunk,
             seed=config.seed,
-            normalize=config.normalize_observation,
+            normalize=config.normalize_observation and self._policy.normalizes,
         )
 
     def _share(self, ranks: int) -> PPOConfig:
@@ -292,7 +292,7 @@ class EmbodiedTrainer:
         self._running_returns.clear()
 
     def _update_normalizers(self, ordered: Sequence[Trajectory]) -> None:
-        if self.config.normalize_observation:
+        if self.config.normalize_observation and self._policy.normalizes:
             numbers = numbers_of(side_by_side(ordered, "observation"))
             if numbers is not None:
                 seen, valid = rows(numbers), valid_steps(ordered)

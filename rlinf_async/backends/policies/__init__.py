@@ -11,6 +11,7 @@
     squashed.py   and that of continuous actions within [-1, 1]
     vision_language/   images and text, actions as tokens
     flow_action/       chunks of actions, integrated from noise
+    smolvla/           the flow of a folder that LeRobot wrote
     moments.py    running statistics, published with the weights
     serving.py    a policy that answers observations in numpy
     left.py       the note of a policy that has left the framework (no torch)

@@ -82,6 +82,8 @@ class Policy(nn.Module, ABC, Generic[ObservedT]):
                 f"action_size is {config.action_size}; fill in the environment's sizes first"
             )
         self.version = -1
+        self.chunk = max(config.action_chunk, 1)
+        """actions of a demonstration, as `forward` takes them in cloning"""
         self.observation_normalizer = ObservationNormalizer(
             config.observation_size, config.observation_clip
         )
@@ -188,6 +190,7 @@ policies: Registry[PolicyBuilder] = Registry(
         "rlinf_async.backends.policies.squashed",
         "rlinf_async.backends.policies.vision_language.policy",
         "rlinf_async.backends.policies.flow_action.policy",
+        "rlinf_async.backends.policies.smolvla.policy",
     ),
     group="rlinf_async.policies",
     called_with=("config",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import msgspec
@@ -29,9 +30,9 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     observation_clip: float = 10.0
     """bound of normalised observations, in both directions"""
     vision_language: VisionLanguageConfig = VisionLanguageConfig()
-    """settings of the policy ``vision_language_action``"""
+    """settings of the policy ``vision_language_action``; of ``smolvla`` its folder and adapters"""
     flow: FlowConfig = FlowConfig()
-    """settings of the policy ``flow_action``"""
+    """settings of the policies ``flow_action`` and ``smolvla``"""
     action_chunk: int = 0
     """actions of an answer; taken from the environment"""
     token_values: bool = False
@@ -75,16 +76,21 @@ VISION_LANGUAGE: Final = "vision_language_action"
 
 FLOW: Final = "flow_action"
 
+SMOLVLA: Final = "smolvla"
+
 OWNERS: Final = {
     "vision_language": VISION_LANGUAGE,
     "channels": "cnn",
     "memory_size": "gru",
     "flow": FLOW,
 }
-"""settings that one built-in policy has for itself; ``flow_action`` has those of its trunk, too"""
+"""settings that one built-in policy has for itself; ``flow_action`` has those of its trunk, too,
+and ``smolvla`` those of a flow, and the folder and adapters of a vision-language model"""
 TOKENS: Final = ("bins", "chunk", "decoding")
 """settings of ``vision_language`` that are of actions as tokens"""
-BUILT_IN: Final = (*MLPS, *OWNERS.values())
+LOADED: Final = ("folder", "lora")
+"""settings of ``vision_language`` that do not say how a new model is built"""
+BUILT_IN: Final = (*MLPS, *OWNERS.values(), SMOLVLA)
 
 
 def ignored(config: PolicyConfig) -> tuple[tuple[str, ...], str]:
@@ -97,7 +103,7 @@ def ignored(config: PolicyConfig) -> tuple[tuple[str, ...], str]:
         return (), ""
     for name, owner in OWNERS.items():
         path = _changed(getattr(config, name), getattr(PolicyConfig(), name), (name,))
-        if path and owner not in (config.name, _trunk(config)):
+        if path and owner not in (config.name, *_parts(config)):
             return path, (
                 f"it is a setting of policy {owner!r}, but the policy is {config.name!r}, which "
                 "would ignore it: leave it out, set it to its default, or set "
@@ -109,10 +115,22 @@ def ignored(config: PolicyConfig) -> tuple[tuple[str, ...], str]:
                 f"it is of actions as tokens, but policy {FLOW!r} answers with numbers: leave it "
                 "out"
             )
+    for name in VisionLanguageConfig.__struct_fields__ if config.name == SMOLVLA else ():
+        changed = getattr(config.vision_language, name) != getattr(VisionLanguageConfig(), name)
+        if changed and name not in LOADED:
+            return ("vision_language", name), (
+                f"policy {SMOLVLA!r} is as its folder says (vision_language.folder): leave it out"
+            )
+    clips = config.observation_clip not in (PolicyConfig().observation_clip, math.inf)
+    if config.name == SMOLVLA and clips:
+        return ("observation_clip",), (
+            f"policy {SMOLVLA!r} normalises observations by its folder's statistics, without a "
+            "bound: leave it out"
+        )
     setting, problem = config.flow.ignored()
     if problem:
         return ("flow", setting), problem
-    reads, flows = config.name == VISION_LANGUAGE, config.name == FLOW
+    reads, flows = config.name == VISION_LANGUAGE, config.name in (FLOW, SMOLVLA)
     for name, used in (
         ("hidden_sizes", not reads),
         ("initial_log_std", not (reads or flows) and config.acts.numbers > 0),
@@ -124,11 +142,13 @@ def ignored(config: PolicyConfig) -> tuple[tuple[str, ...], str]:
     return (), ""
 
 
-def _trunk(config: PolicyConfig) -> str:
-    """The policy whose settings the trunk of ``flow_action`` has; empty: none, or another policy"""
+def _parts(config: PolicyConfig) -> tuple[str, ...]:
+    """The policies whose settings a policy has beside its own: those of its parts."""
+    if config.name == SMOLVLA:
+        return FLOW, VISION_LANGUAGE
     if config.name != FLOW or not config.sees.of_kind("image"):
-        return ""
-    return VISION_LANGUAGE if reads_text(config) else "cnn"
+        return ()
+    return (VISION_LANGUAGE,) if reads_text(config) else ("cnn",)
 
 
 def reads_text(config: PolicyConfig) -> bool:

@@ -71,6 +71,15 @@ class Drawing(Protocol):
         ...
 
 
+@runtime_checkable
+class OfLerobot(Protocol):
+    """A policy that LeRobot defines, too."""
+
+    def write_lerobot(self, folder: Path) -> dict[str, Tensor]:
+        """Write the folder that LeRobot loads; return the tensors that have no place in it."""
+        ...
+
+
 def write_policy(policy: Policy[Any], note: Note, folder: Path) -> Note:
     """Write a policy into an empty folder, in the form that the note names; return the note.
 
@@ -80,11 +89,13 @@ def write_policy(policy: Policy[Any], note: Note, folder: Path) -> Note:
     """
     if note.form == "folder":
         note = _write_weights(policy, note, folder)
+    elif note.form == "lerobot":
+        note = _write_lerobot(policy, note, folder)
     else:
         graph, inputs = _graph(policy, note)
         note = msgspec.structs.replace(note, inputs=graph.inputs, outputs=graph.outputs)
         with torch.no_grad(), _quiet():
-            _WRITERS[note.form](graph, inputs, folder / FILES[note.form])
+            _WRITERS[note.form](graph, inputs, _file(note, folder))
     write_note(folder, note)
     return note
 
@@ -100,6 +111,25 @@ def _write_weights(policy: Policy[Any], note: Note, folder: Path) -> Note:
     return msgspec.structs.replace(
         note, policy=msgspec.structs.replace(note.policy, vision_language=own)
     )
+
+
+def _write_lerobot(policy: Policy[Any], note: Note, folder: Path) -> Note:
+    if not isinstance(policy, OfLerobot):
+        raise UsageError(
+            f"--to lerobot: lerobot loads only the policies that it defines itself, of which "
+            f"{note.policy.name!r} is none: take --to folder, onnx, pt2 or torchscript, and call "
+            "Policy.load in its control loop"
+        )
+    rest = policy.write_lerobot(folder)
+    save_file({name: one.detach().cpu().clone() for name, one in rest.items()}, _file(note, folder))
+    loaded = type(note.policy.vision_language)(folder=".")  # adapters are merged
+    return msgspec.structs.replace(
+        note, policy=msgspec.structs.replace(note.policy, vision_language=loaded)
+    )
+
+
+def _file(note: Note, folder: Path) -> Path:
+    return folder / FILES[note.form]
 
 
 def _graph(policy: Policy[Any], note: Note) -> tuple[ActingGraph, tuple[Tensor, ...]]:

@@ -9,9 +9,10 @@
       policy.pt2           "pt2": a program of torch.export
       policy.pt            "torchscript"
       model/               "folder", of a vision-language model that was loaded: its own files
+      config.json, ...     "lerobot": what lerobot reads; policy.safetensors has the rest
       README.md
 
-A graph (all but ``folder``) has the inputs and outputs that the note lists.
+A graph (all but ``folder`` and ``lerobot``) has the inputs and outputs that the note lists.
 """
 
 from __future__ import annotations
@@ -27,14 +28,17 @@ from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.config import UsageError
 from rlinf_async.messages.described import Spaces
 
-Form = Literal["folder", "torchscript", "pt2", "onnx"]
+Form = Literal["folder", "torchscript", "pt2", "onnx", "lerobot"]
 FILES: Final[dict[Form, str]] = {
     "folder": "policy.safetensors",
     "torchscript": "policy.pt",
     "pt2": "policy.pt2",
     "onnx": "policy.onnx",
+    "lerobot": "policy.safetensors",
 }
 """the file that each form has"""
+WEIGHTS: Final = ("folder", "lerobot")
+"""forms that are weights, and no graph"""
 NOTE: Final = "policy.json"
 MODEL: Final = "model"
 FORMAT: Final = 1

@@ -48,6 +48,7 @@ from rlinf_async.backends.policies.base import (
     register_policy,
 )
 from rlinf_async.backends.policies.config import PolicyConfig, cnn_misfit, mlp_misfit, reads_text
+from rlinf_async.backends.policies.flow_action.noise import StepNoise
 from rlinf_async.backends.policies.flow_action.trunks import VisionLanguage, trunk_of
 from rlinf_async.backends.policies.mlp import run_mlp, tanh_mlp
 from rlinf_async.backends.policies.vision_language import fitting
@@ -99,14 +100,12 @@ class FlowActionPolicy(Policy[Any]):
         super().__init__(config)
         self.steps, self.size = config.flow.steps, config.action_size
         """``S``, and numbers of an answer: ``k * A``"""
-        self._noise_level = config.flow.noise_level
-        bounds = (config.flow.least_deviation, config.flow.largest_deviation)
-        self._log_least, self._log_largest = map(math.log, bounds)
+        self._noise = StepNoise(config.flow)
         self.trunk = trunk_of(config)
         features, hidden = self.trunk.size, config.hidden_sizes
         inputs = (features + self.size + 2 * FREQUENCIES, *hidden, self.size)
         self.velocity = tanh_mlp(inputs, output_gain=0.01)
-        learnt = config.flow.noise == "network"
+        learnt = self._noise.learnt
         self.deviation = tanh_mlp(inputs, output_gain=0.01) if learnt else None
         values = self.size if config.token_values else max(config.action_chunk, 1)
         self.critic = tanh_mlp((features, *hidden, values), output_gain=1.0)
@@ -210,15 +209,10 @@ class FlowActionPolicy(Policy[Any]):
         """Mean ``[M, C]`` and logarithm of the deviation (``[M, C]`` or ``[M, 1]``) after a step
         from ``x [M, C]`` at ``time [M, 1]``."""
         velocity = self._velocity(features, x, time)
+        said = None
         if self.deviation is not None:
-            said = run_mlp(self.deviation, self._inputs(features, x, time)).float()
-            share = 0.5 + 0.5 * said.tanh()
-            log_std = self._log_least + share * (self._log_largest - self._log_least)
-            return x + velocity / self.steps, log_std
-        late, level = time.clamp(min=1.0 / self.steps), self._noise_level
-        drift = velocity - level**2 / (2.0 * late) * (x - time * velocity)
-        variance = level**2 * (1.0 - time) / (late * self.steps)
-        return x + drift / self.steps, 0.5 * variance.log()
+            said = run_mlp(self.deviation, self._inputs(features, x, time))
+        return self._noise.after(x, velocity, time, said)
 
 
 def _time(like: Tensor, time: float) -> Tensor:

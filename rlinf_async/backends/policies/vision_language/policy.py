@@ -183,9 +183,13 @@ def _new(config: VisionLanguageConfig, image_size: int) -> Any:
     )
 
 
-def add_adapters(model: nn.Module, config: LoraConfig) -> None:
-    """Give every linear layer of the language model a low-rank adapter, in place; its own weights
-    are frozen.
+LAYERS = r".*text_model.*\.(q|k|v|o|gate|up|down)_proj"
+"""linear layers of a language model"""
+
+
+def add_adapters(model: nn.Module, config: LoraConfig, layers: str = LAYERS) -> None:
+    """Give the linear layers whose names ``layers`` matches low-rank adapters, in place; the
+    model's own weights are frozen.
 
     Raises `ModuleNotFoundError` where peft is not installed.
     """
@@ -194,7 +198,7 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> None:
     settings = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
-        target_modules=r".*text_model.*\.(q|k|v|o|gate|up|down)_proj",
+        target_modules=layers,
     )
     peft.inject_adapter_in_model(settings, model)
 

@@ -34,6 +34,9 @@ PATH: Final = ("model", "path")
 POLICY: Final = ("actor", "fsdp", "policy")
 SHOWN: Final = 4
 """tensors that a text names; the rest is counted"""
+OF_LEROBOT: Final = (
+    "name it in actor.fsdp.policy.vision_language.folder, with actor.fsdp.policy.name = 'smolvla'"
+)
 SHAPING: Final = ("hidden_sizes", "channels", "memory_size", "vision_language")
 """settings of a policy that say which tensors it has, or what they mean"""
 PARTLY: Final = "set model.partial = true to begin anew with what does not fit"
@@ -200,11 +203,15 @@ def _exported(model: ModelConfig, path: Path, weight_files: Callable[[Path], lis
         what = "there is no such folder"
         if path.is_dir():
             what = "neither a run, nor a checkpoint of one, nor a policy that was exported"
+            if (path / "policy_preprocessor.json").is_file():
+                what = f"a policy of lerobot: {OF_LEROBOT}"
         elif path.exists():
             what = "a file, not a folder"
         raise ConfigError(f"{model.path!r}: {what}", path=PATH)
     with _located(PATH):
         note = read_note(path)
+    if note.form == "lerobot":
+        raise ConfigError(f"{model.path!r} is in lerobot's form: {OF_LEROBOT}", path=PATH)
     if note.form != "folder":
         raise ConfigError(
             f"{model.path!r} holds a graph ({note.form}), which cannot be trained: name its run, "

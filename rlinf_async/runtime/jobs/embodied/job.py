@@ -167,6 +167,12 @@ def _check_fit(config: EmbodiedConfig) -> None:
                 "[-1, 1], which the environment stretches to its bounds: set actions = 'rescale'",
                 path=("env", "actions"),
             )
+        if not getattr(found, "normalizes", True) and not config.actor.normalize_observation:
+            raise ConfigError(
+                f"policy {policy.name!r} normalises observations by itself, whatever is set: leave "
+                "it out",
+                path=("actor", "normalize_observation"),
+            )
         _check_entropy(config, found)
     for setting, level in (
         (("ppo", "log_prob_level"), config.actor.ppo.log_prob_level),

@@ -1,0 +1,147 @@
+"""Two FSDP ranks clone and train the policy of LeRobot's folder as one does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from rlinf_async.algorithms.config import AdvantageConfig
+from rlinf_async.backends.base import LoraConfig, OptimizerConfig
+from rlinf_async.backends.fsdp.config import (
+    CloningConfig,
+    EmbodiedTrainerConfig,
+    FSDPConfig,
+    PPOConfig,
+)
+from rlinf_async.backends.fsdp.embodied import EmbodiedTrainer
+from rlinf_async.backends.policies.serving import PolicyServer
+from rlinf_async.data.demonstrations import (
+    DemonstratedEpisode,
+    DemonstrationsInfo,
+    write_episode,
+    write_info,
+)
+from rlinf_async.messages.embodied import Trajectory
+from tests.backends.fsdp_helpers import in_processes, load_result, save_result
+from tests.backends.smolvla.kit import (
+    EXECUTED,
+    NUMBERS,
+    SPEC,
+    config,
+    observations,
+    write_folder,
+)
+
+CELLS: dict[str, dict[str, Any]] = {
+    "network": {},
+    "sde": {"noise": "sde"},
+    "lora": {"lora": LoraConfig(rank=2)},
+}
+
+
+def trainer_config(folder: Path, shown: Path, cell: str, ranks: int) -> EmbodiedTrainerConfig:
+    return EmbodiedTrainerConfig(
+        fsdp=FSDPConfig(
+            policy=config(folder, **CELLS[cell]),
+            optimizer=OptimizerConfig(lr=1e-3, max_grad_norm=1.0),
+        ),
+        ppo=PPOConfig(
+            minibatch_size=16 // ranks,
+            epochs=1,
+            normalize_advantage="batch",
+            log_prob_level="token",
+        ),
+        advantage=AdvantageConfig(),
+        cloning=CloningConfig(demonstrations=str(shown), steps=2, batch_size=6),
+    )
+
+
+def demonstrate(folder: Path) -> None:
+    """Three episodes, of which the last is shorter than a chunk."""
+    folder.mkdir()
+    drawn = np.random.default_rng(0)
+    for number, length in enumerate((6, 5, 2)):
+        action = drawn.uniform(-1.0, 1.0, (length, NUMBERS)).astype(np.float32)
+        write_episode(
+            folder, number, DemonstratedEpisode(observations(length, seed=number), action)
+        )
+    info = DemonstrationsInfo(
+        env="Arm", episodes=3, successes=3, observation=SPEC, action_size=NUMBERS
+    )
+    write_info(folder, info)
+
+
+def trajectory(made: EmbodiedTrainerConfig, stage: int) -> Trajectory:
+    """Two steps of four environments, some of which end within a chunk."""
+    steps, envs = 2, 4
+    drawn = np.random.default_rng(stage)
+    torch.manual_seed(0)
+    server = PolicyServer(made.fsdp.policy, seed=stage)
+    seen = observations(steps * envs, seed=stage).reshape(steps, envs)
+    answers = [server.act(rows) for rows in seen]
+    ended = drawn.random((steps, envs)) < 0.3
+    count = np.where(ended, drawn.integers(1, EXECUTED + 1, (steps, envs)), EXECUTED)
+    executed = np.arange(EXECUTED) < count[..., None]
+    reward = np.where(executed, drawn.normal(size=executed.shape), 0.0).astype(np.float32)
+    return Trajectory(
+        iteration=0,
+        env_rank=0,
+        stage=stage,
+        observation=seen,
+        action=np.stack([one.action for one in answers]),
+        log_prob=np.stack([one.log_prob for one in answers]),
+        value=np.stack([*(one.value for one in answers), answers[0].value]),
+        reward=reward.sum(-1),
+        terminated=ended,
+        truncated=np.zeros_like(ended),
+        final_value=np.zeros((steps, envs), np.float32),
+        version=np.zeros(steps, np.int64),
+        action_reward=reward,
+        executed=executed,
+        chain=np.stack([one.chain for one in answers if one.chain is not None]),
+    )
+
+
+def train(rank: int, ranks: int, results: Path, folder: Path, shown: Path) -> None:
+    """Clone two steps, and take an update of everything that the ranks have."""
+    found: dict[str, Any] = {}
+    for cell in CELLS:
+        made = trainer_config(folder, shown, cell, ranks)
+        trainer = EmbodiedTrainer(made, ranks, rank)
+        cloned = trainer.clone()
+        stages = range(rank, 2, ranks)
+        metrics = trainer.train([trajectory(made, stage) for stage in stages])
+        state = trainer.manager.get_model_state_dict(everywhere=True)
+        found[cell] = {
+            "state": state,
+            "numbers": [cloned["cloning_loss"], metrics["grad_norm"]],
+        }
+    save_result(results, rank, found)
+
+
+def test_two_ranks_clone_and_train_like_one(tmp_path: Path) -> None:
+    folder, shown = write_folder(tmp_path / "folder"), tmp_path / "shown"
+    demonstrate(shown)
+    single, double = tmp_path / "single", tmp_path / "double"
+    single.mkdir()
+    double.mkdir()
+    train(0, 1, single, folder, shown)
+    expected = load_result(single, 0)
+    before = PolicyServer(config(folder)).policy.state_dict()
+    for found in in_processes(train, 2, double, folder, shown):
+        for cell, other in expected.items():
+            one = found[cell]
+            assert np.allclose(one["numbers"], other["numbers"], rtol=1e-4, atol=1e-5), cell
+            for name, tensor in other["state"].items():
+                assert float((one["state"][name] - tensor).abs().max()) < 1e-5, (cell, name)
+    # The trunk stays as it was, as the folder says, and the expert does not.
+    for name, tensor in expected["network"]["state"].items():
+        same = torch.equal(tensor, before[name])
+        if name.startswith("model."):
+            assert same == name.startswith("model.trunk."), name
