@@ -86,8 +86,8 @@ OWNERS: Final = {
 }
 """settings that one built-in policy has for itself; ``flow_action`` has those of its trunk, too,
 and ``smolvla`` those of a flow, and the folder and adapters of a vision-language model"""
-TOKENS: Final = ("bins", "chunk", "decoding")
-"""settings of ``vision_language`` that are of actions as tokens"""
+TOKENS: Final = ("bins", "chunk", "decoding", "attention", "head")
+"""settings of ``vision_language`` that are of actions at slots"""
 LOADED: Final = ("folder", "lora")
 """settings of ``vision_language`` that do not say how a new model is built"""
 BUILT_IN: Final = (*MLPS, *OWNERS.values(), SMOLVLA)
@@ -131,9 +131,10 @@ def ignored(config: PolicyConfig) -> tuple[tuple[str, ...], str]:
     if problem:
         return ("flow", setting), problem
     reads, flows = config.name == VISION_LANGUAGE, config.name in (FLOW, SMOLVLA)
+    deviates = config.vision_language.head == "continuous" if reads else not flows
     for name, used in (
         ("hidden_sizes", not reads),
-        ("initial_log_std", not (reads or flows) and config.acts.numbers > 0),
+        ("initial_log_std", deviates and config.acts.numbers > 0),
     ):
         if getattr(config, name) != getattr(PolicyConfig(), name) and not used:
             return (name,), (

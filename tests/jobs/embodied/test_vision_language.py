@@ -76,6 +76,21 @@ def test_a_run_clones_demonstrations_and_goes_on_by_ppo(
     assert "actor.cloning.demonstrations: episode_000001.npz differs" in ended.err
 
 
+@pytest.mark.parametrize("head", ["bins", "continuous"])
+def test_slots_that_see_each_other_are_cloned_and_trained(job: Job, head: str) -> None:
+    own = "--actor.fsdp.policy.vision_language."
+    bins = (f"{own}bins", 256) if head == "continuous" else ()
+    summary = job.succeed(
+        *(*TINY, *bins, f"{own}attention", "bidirectional", f"{own}head", head, f"{own}chunk", 8),
+        *("--demonstrations.policy", EXPERT, "--demonstrations.episodes", 2),
+        *("--actor.cloning.steps", 2, "--actor.ppo.log_prob_level", "token"),
+        *("--actor.ppo.epochs", 1, "--training.total_steps", 64, "--evaluation.episodes", 1),
+    )
+    assert float(str(summary.extra["cloning_loss"])) > 0.0
+    # One update of everything: its log-probs are those of the worker that acted.
+    assert all(float(row["approx_kl"]) < 1e-6 for row in job.iterations)
+
+
 def test_tokens_have_values_and_advantages_of_their_own(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,6 +178,8 @@ def test_every_epoch_of_an_iteration_has_groups_of_its_own(
         (("--training.steps_per_iteration", "18"), "18 steps are no whole chunks of env.action_ch"),
         (("--actor.fsdp.policy.vision_language.chunk", "6"), "take a multiple of 4"),
         (("--env.actions", "clip"), "env.actions: 'clip', but the actions of policy 'vision_l"),
+        (("--actor.fsdp.policy.vision_language.head", "continuous"), "bins is 5, but head = 'con"),
+        (("--actor.fsdp.policy.initial_log_std", "-1"), "initial_log_std: policy 'vision_lang"),
         (("--env.kwargs.size", "20"), "images of 20 x 20 pixels cannot be cut"),
         (("--env.group_size", "2"), "'gae' and env.group_size = 2"),
         (("--env.group_size", "3"), "no whole groups of group_size = 3"),

@@ -9,7 +9,9 @@ The sequence that the language model reads, all positions causal::
 ``H`` actions of ``A`` numbers each are predicted; the first ``k`` are executed and trained by
 reinforcement, all of them by cloning. With parallel decoding every slot is a learned embedding, and
 all tokens come out of one forward pass, each independent of the others given the observation (Kim,
-Finn and Liang 2025, "OpenVLA-OFT"). Autoregressive, slot ``j`` is the embedding of token ``j - 1``,
+Finn and Liang 2025, "OpenVLA-OFT"); with ``attention = "bidirectional"`` the slots see each other,
+and with ``head = "continuous"`` a network says an action's numbers from its slots, in place of
+tokens. Autoregressive, slot ``j`` is the embedding of token ``j - 1``,
 as in OpenVLA (Kim et al. 2024).
 """
 
@@ -20,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -29,6 +32,11 @@ from rlinf_async.backends.building import one_at_a_time
 from rlinf_async.backends.policies.base import Evaluation, Policy, Step, register_policy
 from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.backends.policies.vision_language.config import VisionLanguageConfig
+from rlinf_async.backends.policies.vision_language.continuous import (
+    ContinuousHead,
+    entropy_of,
+    log_prob_of,
+)
 from rlinf_async.backends.policies.vision_language.fitting import misfit
 from rlinf_async.messages.spaces import STATE
 
@@ -92,12 +100,17 @@ class Backbone(nn.Module):
         weight = self.model.get_output_embeddings().weight[-bins:].flip(0)
         return functional.linear(hidden, weight)
 
-    def forward(self, embedded: Tensor, mask: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
+    def forward(
+        self, embedded: Tensor, mask: Tensor, cache: Any = None, *, mutual: int = 0
+    ) -> tuple[Tensor, Any]:
         """Return hidden states of the last ``S`` positions, ``[N, S, hidden]``, and the cache.
 
-        ``mask``: ``[N, P + S]``, 0 for padding, of the ``P`` positions in the cache too.
+        ``mask``: ``[N, P + S]``, 0 for padding, of the ``P`` positions in the cache too. The last
+        ``mutual`` positions see each other.
         """
         positions = (mask.cumsum(-1) - 1).clamp_(min=0)[:, -embedded.shape[1] :]
+        if mutual:
+            mask = _seeing(mask, mutual)
         output = self.model.get_decoder()(
             inputs_embeds=embedded,
             attention_mask=mask,
@@ -106,6 +119,14 @@ class Backbone(nn.Module):
             use_cache=cache is not None,
         )
         return output.last_hidden_state, output.past_key_values
+
+
+def _seeing(mask: Tensor, mutual: int) -> Tensor:
+    """``[N, 1, S, S]``, True where a position sees another."""
+    size = mask.shape[1]
+    sees = torch.ones(size, size, dtype=torch.bool, device=mask.device).tril()
+    sees[-mutual:, -mutual:] = True
+    return (sees & mask.bool().unsqueeze(1)).unsqueeze(1)
 
 
 class _Tokenizer:
@@ -279,6 +300,7 @@ class VisionLanguageActionPolicy(Policy[Observation]):
         """numbers of one action: ``A``"""
         self.chunk = own.chunk or self.executed
         self.parallel = own.decoding == "parallel"
+        self.mutual = own.attention == "bidirectional"
         images, texts = config.sees.of_kind("image"), config.sees.of_kind("text")
         self._images, self._texts = [one.name for one in images], [one.name for one in texts]
         self.backbone = Backbone(own, images[0].shape[0])
@@ -287,6 +309,10 @@ class VisionLanguageActionPolicy(Policy[Observation]):
         self.state = nn.Linear(state, hidden) if state else None
         slots = self.chunk * self.numbers if self.parallel else 1
         self.slots = nn.Parameter(torch.randn(slots, hidden) * hidden**-0.5)
+        continuous = own.head == "continuous"
+        self.head = (
+            ContinuousHead(hidden, self.numbers, config.initial_log_std) if continuous else None
+        )
         self.token_values = config.token_values
         values = 1 if self.token_values else self.executed
         self.critic = nn.Sequential(nn.Linear(hidden, hidden), nn.Tanh(), nn.Linear(hidden, values))
@@ -297,6 +323,9 @@ class VisionLanguageActionPolicy(Policy[Observation]):
 
     @torch.no_grad()
     def act(self, observation: Observation, generator: torch.Generator | None = None) -> Step:
+        if self.head is not None:
+            return self._act_by_numbers(self.head, observation, generator)
+
         def sample(log_probs: Tensor) -> Tensor:
             flat = log_probs.exp().flatten(0, -2)
             return torch.multinomial(flat, 1, generator=generator).view(log_probs.shape[:-1])
@@ -308,6 +337,12 @@ class VisionLanguageActionPolicy(Policy[Observation]):
 
     @torch.no_grad()
     def mode(self, observation: Observation) -> Tensor:
+        if self.head is not None:
+            hidden = self._at_slots(self._read(self.normalized(observation)), self._length)
+            mean: Tensor = self.head(hidden)[0]
+            self.require_finite(action=mean)
+            return mean
+
         def likeliest(log_probs: Tensor) -> Tensor:
             return log_probs.argmax(-1)
 
@@ -318,14 +353,30 @@ class VisionLanguageActionPolicy(Policy[Observation]):
     @torch.no_grad()
     def value(self, observation: Observation) -> Tensor:
         read = self._read(self.normalized(observation))
-        hidden = self._hidden(read, self._slots(len(read.mask), None)[:, :1])
+        slots = self._slots(len(read.mask), None)
+        hidden = self._hidden(read, slots if self.mutual else slots[:, :1])[:, :1]
         value = self._values(hidden)
         self.require_finite(value=value)
         # Before the first token nobody knows the others.
         return value.expand(-1, self._length) if self.token_values else value
 
-    def forward(self, normalized: Observation, action: Tensor) -> Evaluation:
-        """Evaluate ``action [N, S]``: the first ``S`` numbers of a chunk, at most ``H * A``."""
+    def demonstrated(self, action: Tensor, generator: np.random.Generator) -> tuple[Tensor, ...]:
+        """Return the actions; with a continuous head twice, which asks for their errors."""
+        return (action,) if self.head is None else (action, action)
+
+    def forward(
+        self, normalized: Observation, action: Tensor, shown: Tensor | None = None
+    ) -> Evaluation:
+        """Evaluate ``action [N, S]``: the first ``S`` numbers of a chunk, at most ``H * A``; of a
+        continuous head, where actions are ``shown``, minus the absolute error of each number stands
+        for its log-prob."""
+        if self.head is not None:
+            hidden = self._at_slots(self._read(normalized), action.shape[1])
+            mean, log_std = self.head(hidden)
+            value, entropy = self._values(hidden), entropy_of(log_std)
+            if shown is not None:
+                return Evaluation(-(shown - mean).abs(), entropy, value)
+            return Evaluation(log_prob_of(action, mean, log_std), entropy, value)
         token = encode(action, self.bins)
         log_probs, value = self._distributions(normalized, token)
         # A sum over one element, so that no view is returned: FSDP2 loses its hooks on those.
@@ -333,12 +384,24 @@ class VisionLanguageActionPolicy(Policy[Observation]):
         entropy = -(log_probs.exp() * log_probs).sum(-1)
         return Evaluation(chosen, entropy, value)
 
+    def _act_by_numbers(
+        self, head: ContinuousHead, observation: Observation, generator: torch.Generator | None
+    ) -> Step:
+        hidden = self._at_slots(self._read(self.normalized(observation)), self._length)
+        mean, log_std = head(hidden)
+        noise = torch.randn(mean.shape, generator=generator, device=mean.device)
+        action = torch.addcmul(mean, noise, log_std.exp())
+        value = self._values(hidden)
+        self.require_finite(action=action, value=value)
+        return Step(action, log_prob_of(action, mean, log_std), value)
+
     def _distributions(self, normalized: Observation, token: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-probs ``[N, S, bins]`` at the slots of the tokens ``[N, S]``, and values.
 
         ``S`` is at most ``H * A``.
         """
         hidden = self._hidden(self._read(normalized), self._slots(len(token), token))
+        hidden = hidden[:, : token.shape[1]]
         log_probs = self.backbone.logits(hidden, self.bins).log_softmax(-1)
         return log_probs, self._values(hidden)
 
@@ -363,9 +426,10 @@ class VisionLanguageActionPolicy(Policy[Observation]):
         return read(self.backbone, normalized, self._images, self._texts, self.state)
 
     def _slots(self, samples: int, token: Tensor | None) -> Tensor:
-        """The embeddings of the first ``S`` slots, given the tokens ``[N, S]``; else of all."""
+        """The embeddings of the first ``S`` slots, given the tokens ``[N, S]``; else, and where
+        slots see each other, of all."""
         slots = self.slots.expand(samples, -1, -1)
-        if token is None:
+        if token is None or self.mutual:
             return slots
         if self.parallel:
             return slots[:, : token.shape[1]]
@@ -374,15 +438,22 @@ class VisionLanguageActionPolicy(Policy[Observation]):
     def _hidden(self, read: Read, slots: Tensor) -> Tensor:
         there = read.mask.new_ones(slots.shape[:2])
         embedded = torch.cat([read.embedded, slots], 1)
-        hidden, _ = self.backbone(embedded, torch.cat([read.mask, there], 1))
+        mutual = slots.shape[1] if self.mutual else 0
+        hidden, _ = self.backbone(embedded, torch.cat([read.mask, there], 1), mutual=mutual)
         found: Tensor = hidden[:, -slots.shape[1] :]
         return found
+
+    def _at_slots(self, read: Read, size: int) -> Tensor:
+        """Hidden states at the first slots of parallel decoding, ``[N, size, hidden]``."""
+        slots = self._slots(len(read.mask), None)
+        hidden: Tensor = self._hidden(read, slots if self.mutual else slots[:, :size])
+        return hidden[:, :size]
 
     def _decoded(self, read: Read, choose: Choose) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens ``[N, k * A]``, log-probs ``[N, k * A, bins]``, values ``[N, k]``."""
         if not self.parallel:
             return self._one_by_one(read, choose, self._length)
-        hidden = self._hidden(read, self._slots(len(read.mask), None)[:, : self._length])
+        hidden = self._at_slots(read, self._length)
         log_probs = self.backbone.logits(hidden, self.bins).log_softmax(-1)
         return choose(log_probs), log_probs, self._values(hidden)
 
