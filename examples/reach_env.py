@@ -3,7 +3,7 @@
 Everything is seen in an image of 32 x 32 pixels, which numpy draws: no renderer is needed. The
 environment shows the image, the position of the disc, and the instruction as text, as robots do
 that a vision-language-action policy drives (``vla_reach.toml``); with ``pixels_only`` the image
-alone, and one target.
+alone, and one target; with ``numbers_only`` the positions of the disc and of that target alone.
 
 `expert` is the scripted policy that demonstrations are recorded from::
 
@@ -32,27 +32,34 @@ Point = NDArray[np.float64]
 
 
 class ReachTargets(gymnasium.Env[Any, Any]):
-    """Observations are a Dict of ``image``, ``state`` and ``instruction``, or the image alone."""
+    """Observations are a Dict of ``image``, ``state`` and ``instruction``, or the image alone, or
+    numbers alone."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012 Gymnasium's name
 
     def __init__(
-        self, pixels_only: bool = False, size: int = 32, render_mode: str | None = None
+        self,
+        pixels_only: bool = False,
+        size: int = 32,
+        numbers_only: bool = False,
+        render_mode: str | None = None,
     ) -> None:
         self.render_mode = render_mode
-        self._size, self._pixels_only = size, pixels_only
+        self._size, self._pixels_only, self._numbers_only = size, pixels_only, numbers_only
         image = spaces.Box(0, 255, (size, size, 3), np.uint8)
         words = spaces.Text(max_length=11, charset="abcdefghijklmnopqrstuvwxyz ")
         state = spaces.Box(-1.0, 1.0, (2,), np.float32)
         both = spaces.Dict({"image": image, "instruction": words, "state": state})
         self.observation_space = image if pixels_only else both
+        if numbers_only:
+            self.observation_space = spaces.Box(-1.0, 1.0, (4,), np.float32)
         self.action_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
-        names = ["red"] if self._pixels_only else list(COLORS)
+        names = ["red"] if self._pixels_only or self._numbers_only else list(COLORS)
         self._colors = [COLORS[name] for name in names]
         self._wanted = int(self.np_random.integers(len(names)))
         self._instruction = f"reach {names[self._wanted]}"
@@ -96,6 +103,8 @@ class ReachTargets(gymnasium.Env[Any, Any]):
         return np.vstack([start, np.array(PLACES)[chosen]])
 
     def _observation(self) -> Any:
+        if self._numbers_only:
+            return self._places.reshape(-1).astype(np.float32)
         image = self._picture(self._size)
         if self._pixels_only:
             return image
@@ -122,5 +131,26 @@ def expert(env: gymnasium.Env[Any, Any], seed: int) -> Callable[[Any], NDArray[n
     def act(observation: Any) -> NDArray[np.float32]:
         aimed = table.direction / STEP + generator.normal(0.0, 0.3, 2)
         return np.clip(aimed, -1.0, 1.0).astype(np.float32)
+
+    return act
+
+
+def explorer(env: gymnasium.Env[Any, Any], seed: int) -> Callable[[Any], NDArray[np.float32]]:
+    """A script from which a world model can learn (``world_reach.toml``): it goes somewhere for a
+    few steps, sometimes to the target, and then somewhere else."""
+    table = env.unwrapped
+    if not isinstance(table, ReachTargets):
+        raise TypeError(f"the scripted policy is for ReachTargets, not {type(table).__name__}")
+    generator = np.random.default_rng(seed)
+    left, way = 0, np.zeros(2)
+
+    def act(observation: Any) -> NDArray[np.float32]:
+        nonlocal left, way
+        if not left:
+            left = int(generator.integers(1, 9))
+            towards = generator.random() < 0.25
+            way = table.direction / STEP if towards else generator.uniform(-1.5, 1.5, 2)
+        left -= 1
+        return np.clip(way + generator.normal(0.0, 0.3, 2), -1.0, 1.0).astype(np.float32)
 
     return act

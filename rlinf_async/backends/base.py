@@ -158,6 +158,22 @@ class Trainer(Protocol):
         ...
 
 
+class WorldModelLearner(Trainer, Protocol):
+    """A world model that learns. All methods are collective."""
+
+    def train(self, steps: int) -> Mapping[str, float]:
+        """Take optimizer steps; count an iteration; return means of losses and norms."""
+        ...
+
+    def measure(self) -> Mapping[str, float]:
+        """Compare the model with held-out episodes."""
+        ...
+
+    def export(self, file: Path) -> None:
+        """Write the model's file, from rank 0."""
+        ...
+
+
 class FirstWeights(msgspec.Struct, frozen=True, kw_only=True):
     """Weights of another run, with which a run begins."""
 

@@ -26,6 +26,7 @@ from rlinf_async.runtime.jobs import AnsweringJob, Job
 if TYPE_CHECKING:  # what a job needs is loaded for that job
     from rlinf_async.observe.evaluations import Evaluated
     from rlinf_async.runtime.jobs.embodied.playing import TrainedPolicy
+    from rlinf_async.runtime.jobs.embodied.settings import EnvironmentSettings
     from rlinf_async.workers.env import EvaluatedEpisode
 
 TRAINED: Final = "trained"
@@ -352,14 +353,14 @@ def _play(
     for path, made in zip(films, played.films, strict=True):
         ended = {True: ": success", False: ": no success", None: ""}[made.successes[0]]
         lines.append(f"{path}: episode {played.shown}, {made.frames} frames{ended}")
-    return _figures(run, folder.name, first, played.episodes), lines
+    return _figures(run, folder.name, first, played.episodes, trained.config), lines
 
 
 def trained_by(
     job: Job, document: Document, run: pathlib.Path, *, single: bool = False
 ) -> TrainedPolicy:
     """What the run's job needs to read its policy; ``single``: in environments that render."""
-    from rlinf_async.runtime.jobs.embodied.playing import PlayingJob, single_env
+    from rlinf_async.runtime.jobs.embodied.playing import PlayingJob
 
     if not isinstance(job, PlayingJob):
         raise UsageError(
@@ -368,15 +369,31 @@ def trained_by(
         )
     config = config_of(job, document, {})
     try:
+        trained = job.trained(config)
         if single:
-            config = msgspec.structs.replace(config, env=single_env(config.env))
-        return job.trained(config)
+            trained = trained._replace(config=_shown_singly(trained.config))
+        return trained
     except ConfigError as error:
         raise document.located(error) from error
 
 
+def _shown_singly(config: EnvironmentSettings) -> EnvironmentSettings:
+    """The settings with the environment that evaluations judge made one by one."""
+    from rlinf_async.runtime.jobs.embodied.playing import single_env
+
+    replace = msgspec.structs.replace
+    env = single_env(config.judging_env)
+    if config.evaluation.env is None:
+        return replace(config, env=env)
+    return replace(config, evaluation=replace(config.evaluation, env=env))
+
+
 def _figures(
-    run: pathlib.Path, checkpoint: str, seed: int, episodes: Sequence[EvaluatedEpisode]
+    run: pathlib.Path,
+    checkpoint: str,
+    seed: int,
+    episodes: Sequence[EvaluatedEpisode],
+    config: EnvironmentSettings,
 ) -> dict[str, Any]:
     from rlinf_async.runtime.jobs.checkpoints import load_progress
     from rlinf_async.runtime.jobs.embodied.run import (
@@ -386,7 +403,8 @@ def _figures(
         unreported,
     )
 
-    rate = evaluated_rate(episodes, load_progress(run / "checkpoints", EmbodiedProgress))
+    progress = load_progress(run / "checkpoints", EmbodiedProgress)
+    rate = evaluated_rate(episodes, progress, config)
     return {
         "run": str(run),
         "checkpoint": checkpoint,

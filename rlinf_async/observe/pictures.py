@@ -348,6 +348,15 @@ SUPERVISED: Final = Curves(
     nothing="no step has finished",
 )
 
+WORLD_MODEL: Final = Curves(
+    measures=(
+        Measure("loss", "loss", COLOURS[0], False),
+        Measure("reward_loss", "loss of the reward", COLOURS[1], False),
+    ),
+    axes=(("updates", "updates"), (SECONDS, "training seconds")),
+    nothing="no iteration has finished",
+)
+
 
 def draw_learning_curve(
     metrics_csv: Path,

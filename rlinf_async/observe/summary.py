@@ -69,6 +69,11 @@ class EmbodiedSummary(Summary, kw_only=True):
     success_unreported: int | None = None
     """Episodes of that evaluation of which the environment did not say whether they succeeded: they
     count as not. None where it never says."""
+    success_rate_in_training: float | None = None
+    """Success rate in the environment that the policy was trained in, where the evaluation was in
+    another one (``evaluation.env``)."""
+    return_in_training: float | None = None
+    """Mean episode return in it."""
     success_rate_before: float | None = None
     """Success rate of the evaluation before the first iteration, where one is configured."""
     return_: float | None = None
@@ -89,6 +94,11 @@ class EmbodiedSummary(Summary, kw_only=True):
             parts.append(f"{silent} of {of} episodes did not say")
         if self.return_ is not None and math.isfinite(self.return_):
             parts.append(f"return {self.return_:.2f}")
+        if self.return_in_training is not None and math.isfinite(self.return_in_training):
+            rate = self.success_rate_in_training
+            there = "" if rate is None else f"success rate {rate:.2f}, "
+            said = f"{there}return {self.return_in_training:.2f}"
+            parts.append(f"in the environment of the training {said}")
         parts += [*Summary.figures(self), f"{self.env_steps:,} steps"]
         if self.failed_episodes:
             parts.append(f"{self.failed_episodes:,} episodes failed")
@@ -175,6 +185,26 @@ class SupervisedSummary(Summary, kw_only=True):
         if self.tokens_per_second is not None:
             parts.append(f"{self.tokens_per_second:,.0f} tokens/s")
         return parts
+
+
+class WorldModelSummary(Summary, kw_only=True):
+    """The result of a run that learns a model of an environment."""
+
+    updates: int
+    """number of optimizer steps"""
+    loss: float | None = None
+    """mean loss of the last iteration"""
+    held_out: int | None = None
+    """episodes in which model and reality were compared"""
+    measured: dict[str, float] = {}
+    """how far they are apart, by name: the columns ``eval_...`` of the metrics"""
+
+    def figures(self) -> list[str]:
+        parts = [] if self.loss is None else [f"loss {self.loss:.3f}"]
+        if self.measured:
+            model, real = self.measured["return_model"], self.measured["return_real"]
+            parts.append(f"return {model:.2f} in the model, {real:.2f} in reality")
+        return [*parts, *Summary.figures(self), f"{self.updates:,} updates"]
 
 
 def _with_before(name: str, now: float, before: float | None) -> str:

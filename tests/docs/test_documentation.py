@@ -21,6 +21,7 @@ from rlinf_async.runtime.jobs.embodied.settings import EmbodiedConfig
 from rlinf_async.runtime.jobs.embodied_sac.config import SacConfig
 from rlinf_async.runtime.jobs.language.config import ClusterConfig, LanguageConfig
 from rlinf_async.runtime.jobs.supervised.config import DistillConfig, DpoConfig, SftConfig
+from rlinf_async.runtime.jobs.world_model.config import WorldModelConfig
 from rlinf_async.runtime.recording import RecordingConfig
 from rlinf_async.simulate import SimulationConfig
 from tests.docs.pages import PAGES, ROOT, Block, Script, anchors, blocks, links, scripts, settings
@@ -141,6 +142,7 @@ def test_every_configuration_shown_can_be_read(block: Block) -> None:
         "sft": SftConfig,
         "dpo": DpoConfig,
         "distill": DistillConfig,
+        "world_model": WorldModelConfig,
     }
     shown = [kind for name, kind in jobs.items() if f'job = "{name}"' in block.text]
     job: Any = shown[0] if shown else EmbodiedConfig
@@ -180,6 +182,19 @@ def test_the_tables_of_the_language_job_have_every_setting_and_its_default() -> 
     for name in pages:
         page |= settings(ROOT / "docs" / f"{name}.md")
     assert {name: written(cell) for name, cell in page.items()} == defaults(LanguageConfig)
+
+
+def test_the_tables_of_world_models_have_every_setting_and_its_default() -> None:
+    """Sections that are those of the PPO job stand on its page."""
+    shared = ("actor.fsdp.scheduler.", "cluster.")
+    others = settings(ROOT / "docs" / "embodied.md")
+    page = {name: cell for name, cell in others.items() if name.startswith(shared)}
+    page = {name.replace("actor.fsdp.", "actor."): cell for name, cell in page.items()}
+    own = settings(ROOT / "docs" / "world-models.md")
+    expected = defaults(WorldModelConfig)
+    page = {name: cell for name, cell in (page | own | SINKS).items() if name in expected}
+    assert own.keys() <= expected.keys()
+    assert {name: written(cell) for name, cell in page.items()} == expected
 
 
 OTHERS: dict[str, dict[str, object]] = {

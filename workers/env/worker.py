@@ -307,7 +307,7 @@ class EnvReport(msgspec.Struct, kw_only=True):
     """answers to questions that were not open any more; harmless, and rare"""
 
 
-class EvaluationPlan(msgspec.Struct, frozen=True, kw_only=True):
+class EvaluationPlan(msgspec.Struct, frozen=True):
     """The episodes of an evaluation, over all env workers."""
 
     episodes: int
@@ -315,6 +315,8 @@ class EvaluationPlan(msgspec.Struct, frozen=True, kw_only=True):
     """seed of the episodes; the same seed gives the same episodes"""
     min_version: int = 0
     """the oldest weights that may act"""
+    env: EnvConfig | None = None
+    """environment that is played; None: the one that is collected in"""
 
 
 class EnvWorker(Worker):
@@ -356,6 +358,9 @@ class EnvWorker(Worker):
         ]
         self._person: tuple[Sender[Proposal], Receiver[Intervention]] | None = None
         self._envs = Environments(config, self.rank, self.incarnation)
+        self._others: list[Environments] = []
+        """environments that are played in evaluations alone"""
+        self._other_pace = Pace(self, short=0.0)  # whether they render is known later
         self._stages: list[EnvStage] = []
         self._memories: list[Floats | None] = [None] * config.stages
         """what a recurrent policy remembers of each stage's episodes"""
@@ -380,6 +385,8 @@ class EnvWorker(Worker):
             for number, stage in enumerate(self._stages):
                 await self._pace_of(number).run("close envs", stage.close)
             await self._pace.run("close envs", self._envs.close)
+            for other in self._others:
+                await self._other_pace.run("close envs", other.close)
         finally:
             for thread in self._threads:
                 thread.shutdown(wait=False)
@@ -443,7 +450,7 @@ class EnvWorker(Worker):
         Raises: as `collect`.
         """
         mine = range(self.rank, plan.episodes, self.world_size)
-        failed = self._failed(mine, plan.seed)
+        failed = self._failed(mine, plan)
         done = failed_episodes(failed, plan.min_version)
         if evaluated is not None:
             for episode in done:
@@ -451,9 +458,10 @@ class EnvWorker(Worker):
         left = [one for one in mine if one not in failed]
         if not left:
             return done
-        run = await self._pace.run("make envs", self._envs.evaluation, left, plan.seed)
+        envs, pace = self._played(plan), self._pace if plan.env is None else self._other_pace
+        run = await pace.run("make envs", envs.evaluation, left, plan.seed)
         ask = partial(self._evaluating.ask, observations, actions)
-        while await self._pace.run("reset", run.begin):
+        while await pace.run("reset", run.begin):
             answer = await ask(
                 run.observation,
                 min_version=plan.min_version,
@@ -462,18 +470,28 @@ class EnvWorker(Worker):
             )
             run.memory = answer.memory
             before = len(run.done)
-            await self._pace.run("step", run.step, answer.action, answer.version)
+            await pace.run("step", run.step, answer.action, answer.version)
             if evaluated is not None:
                 for episode in run.done[before:]:
                     await evaluated.put(episode)
-        await self._pace.run("close envs", run.close)
+        await pace.run("close envs", run.close)
         return sorted([*done, *run.done], key=lambda one: one.episode)
 
-    def _failed(self, episodes: Sequence[int], seed: int) -> list[int]:
+    def _played(self, plan: EvaluationPlan) -> Environments:
+        """The environments that a plan is to be played in; those of an evaluation are kept for the
+        next."""
+        if plan.env is None:
+            return self._envs
+        if not self._others:
+            self._others.append(Environments(plan.env, self.rank, self.incarnation))
+        return self._others[0]
+
+    def _failed(self, episodes: Sequence[int], plan: EvaluationPlan) -> list[int]:
         """Those of these episodes in which an environment has ended an earlier life of this
         worker; a simulator of many environments does not say which it was."""
-        fatal = () if self.config.many_in_a_call else self._context.info.fatal_seeds
-        return [one for one in episodes if episode_seed(seed, one) in fatal]
+        config = plan.env or self.config
+        fatal = () if config.many_in_a_call else self._context.info.fatal_seeds
+        return [one for one in episodes if episode_seed(plan.seed, one) in fatal]
 
     # ---- collecting
 

@@ -13,7 +13,7 @@ by its import path: ``job = "file.py:Class"``. Packages add names by the entry p
     hooks.py        code of the user's own that a run calls while it goes on
     config.py       settings that every run has, and checks
     placement.py    which devices each role gets
-    embodied/  embodied_sac/  language/  supervised/    the built-in jobs
+    embodied/  embodied_sac/  language/  supervised/  world_model/    the built-in jobs
 """
 
 from __future__ import annotations
@@ -115,6 +115,7 @@ jobs: Registry[Callable[[], Job]] = Registry(
         "sft": "rlinf_async.runtime.jobs.supervised.job:Sft",
         "dpo": "rlinf_async.runtime.jobs.supervised.job:Dpo",
         "distill": "rlinf_async.runtime.jobs.supervised.job:Distill",
+        "world_model": "rlinf_async.runtime.jobs.world_model.job:WorldModel",
     },  # imported when asked for: one kind of run does not pay for the other
     group=GROUP,
     called_with=(),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rlinf_async.runtime.jobs.embodied import run as evaluation
+from rlinf_async.runtime.jobs.embodied import collectors as evaluation
 from rlinf_async.runtime.jobs.embodied.collectors import EmbodiedChannels
 from rlinf_async.runtime.jobs.view import LiveView
 from tests.interpreters import OURS, make_python, packages_of

@@ -28,13 +28,21 @@ from rlinf_async.messages.embodied import Actions, Collect, Observations, Trajec
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.runtime.calls import GroupCall, WorkerGroup
 from rlinf_async.runtime.cluster import Cluster
-from rlinf_async.runtime.jobs.checkpoints import PERIOD, max_deliveries
+from rlinf_async.runtime.jobs.checkpoints import PERIOD, in_background, max_deliveries
 from rlinf_async.runtime.jobs.embodied.intervening import Intervening
 from rlinf_async.runtime.jobs.embodied.settings import EnvironmentSettings
 from rlinf_async.runtime.jobs.placement import PlacementPlan
+from rlinf_async.runtime.jobs.view import LiveView
 from rlinf_async.runtime.supervise import Restart, Supervisor
 from rlinf_async.workers.collocated import CollocatedEnvWorker
-from rlinf_async.workers.env import EnvError, EnvReport, EnvWorker, EvaluatedEpisode, EvaluationPlan
+from rlinf_async.workers.env import (
+    EnvConfig,
+    EnvError,
+    EnvReport,
+    EnvWorker,
+    EvaluatedEpisode,
+    EvaluationPlan,
+)
 from rlinf_async.workers.rollout.policy import RolloutReport, RolloutWorker
 
 ENVS: Final = "Env"
@@ -248,3 +256,28 @@ def make_collectors(
     """The collectors that the configuration asks for."""
     kind = SeparateCollectors if config.cluster.rollout_count else CollocatedCollectors
     return kind(cluster, config, channels, plan)
+
+
+async def evaluate(
+    cluster: Cluster,
+    config: EnvironmentSettings,
+    channels: EmbodiedChannels,
+    collectors: Collectors,
+    view: LiveView,
+    *,
+    min_version: int,
+    env: EnvConfig | None,
+) -> list[EvaluatedEpisode]:
+    """Run the configured episodes with weights of at least this version; show how far it is."""
+    wanted = config.evaluation
+    plan = EvaluationPlan(wanted.episodes, wanted.seed, min_version, env)
+    with in_background(cluster, _count(wanted.episodes, channels, view), "evaluation"):
+        return await collectors.evaluate(plan)
+
+
+async def _count(wanted: int, channels: EmbodiedChannels, view: LiveView) -> None:
+    view.note = f"evaluating: 0 of {wanted} episodes"
+    done = set[int]()  # an env worker that was restarted evaluates its share again
+    async for one in channels.evaluated.receiver:
+        done.add(one.episode)
+        view.note = f"evaluating: {len(done)} of {wanted} episodes"

@@ -38,6 +38,7 @@ from rlinf_async.runtime.jobs.embodied.settings import (
     MAY_DIFFER,
     EmbodiedConfig,
     check_host,
+    check_judging_env,
     check_sizes,
     described,
     described_for_run,
@@ -109,6 +110,7 @@ class EmbodiedPPO:
     def _fitted(self, config: EmbodiedConfig, spec: EnvSpec) -> EmbodiedConfig:
         full = fitted(config, spec)
         _check_fit(full)
+        check_judging_env(config, spec)
         _check_demonstrations(full, spec)
         check_judged(full, (*OF_TRAINING, *_columns_of_loss(full)))
         return full

@@ -447,7 +447,7 @@ def call_in_env_process(
             imports=imports,
         )
     except WorkerDied as death:
-        raise EnvFailed(ended_in(config.env, death)) from death
+        raise EnvFailed(ended_in(config.judging_env, death)) from death
 
 
 def _policy_imports() -> Sequence[str]:
@@ -460,7 +460,7 @@ def _policy_imports() -> Sequence[str]:
 def _play(
     trained: TrainedPolicy, checkpoint: Path, episodes: int, seed: int, films: Sequence[Path]
 ) -> Played:
-    env, policy = trained.config.env, trained_policy(*trained, checkpoint)
+    env, policy = trained.config.judging_env, trained_policy(*trained, checkpoint)
     done = sorted(evaluated(env, policy, episodes=episodes, seed=seed), key=lambda one: one.episode)
     shown = worth_showing(done)
     made = [film_of(env, policy, path, shown, seed=seed) for path in films]
@@ -470,7 +470,7 @@ def _play(
 def _film_run(trained: TrainedPolicy, checkpoint: Path, path: Path) -> VideoReport:
     wanted, policy = trained.config.evaluation, trained_policy(*trained, checkpoint)
     return film(
-        trained.config.env,
+        trained.config.judging_env,
         policy,
         path,
         episodes=wanted.video_episodes,

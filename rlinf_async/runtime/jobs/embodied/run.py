@@ -72,6 +72,7 @@ from rlinf_async.runtime.jobs.embodied.beginning import Beginning
 from rlinf_async.runtime.jobs.embodied.collectors import (
     Collectors,
     EmbodiedChannels,
+    evaluate,
     make_collectors,
 )
 from rlinf_async.runtime.jobs.embodied.playing import (
@@ -93,7 +94,7 @@ from rlinf_async.runtime.jobs.view import Headline, LiveView
 from rlinf_async.runtime.signals import RunSignals, run_signals
 from rlinf_async.runtime.supervise import Supervisor
 from rlinf_async.workers.actor import EmbodiedFSDPActor, TrainingPlan
-from rlinf_async.workers.env import EnvReport, EvaluatedEpisode, EvaluationPlan
+from rlinf_async.workers.env import EnvReport, EvaluatedEpisode
 
 FLUSH_SECONDS = 5.0
 """seconds that a checkpoint waits for a disk that episodes are written to"""
@@ -355,7 +356,7 @@ def summarized(
     stopped: Stopped | None,
 ) -> EmbodiedSummary:
     """Return the summary of a run, as far as all kinds of runs in environments have it."""
-    rate = evaluated_rate(episodes, progress)
+    rate = evaluated_rate(episodes, progress, config)
     summary = EmbodiedSummary(
         run=config.name,
         outcome=stopped.outcome if stopped else outcome(config, rate, episodes),
@@ -391,10 +392,14 @@ def summarized(
 
 
 def evaluated_rate(
-    episodes: Sequence[EvaluatedEpisode], progress: EmbodiedProgress | None
+    episodes: Sequence[EvaluatedEpisode],
+    progress: EmbodiedProgress | None,
+    config: EnvironmentSettings,
 ) -> float | None:
-    """The share of successes; None where the environment reports none, in the training neither."""
-    reports = progress is not None and progress.success_reports > 0
+    """The share of successes; None where the environment reports none, in the training neither, if
+    it is the same."""
+    same = progress is not None and config.evaluation.env is None
+    reports = same and progress is not None and progress.success_reports > 0
     said = [episode.success for episode in episodes]
     return success_rate(said, reports=reports)
 
@@ -432,7 +437,7 @@ def pictures(
 
     found: dict[str, Draw] = {"learning curve": curve}
     # A simulator of many environments has no picture of one.
-    if config.evaluation.video_episodes and not config.env.many_in_a_call:
+    if config.evaluation.video_episodes and not config.judging_env.many_in_a_call:
         found["video"] = lambda: draw_video(trained, folder, headline())
     return found
 
@@ -457,32 +462,11 @@ def draw_video(trained: TrainedPolicy, folder: RunFolder, headline: Headline) ->
         )
 
 
-async def evaluate(
-    cluster: Cluster,
-    config: EnvironmentSettings,
-    channels: EmbodiedChannels,
-    collectors: Collectors,
-    view: LiveView,
-    *,
-    min_version: int,
-) -> list[EvaluatedEpisode]:
-    """Run the configured episodes with weights of at least this version; show how far it is."""
-    wanted = config.evaluation
-    plan = EvaluationPlan(episodes=wanted.episodes, seed=wanted.seed, min_version=min_version)
-    with in_background(cluster, _count(wanted.episodes, channels, view), "evaluation"):
-        return await collectors.evaluate(plan)
-
-
-async def _count(wanted: int, channels: EmbodiedChannels, view: LiveView) -> None:
-    view.note = f"evaluating: 0 of {wanted} episodes"
-    done = set[int]()  # an env worker that was restarted evaluates its share again
-    async for one in channels.evaluated.receiver:
-        done.add(one.episode)
-        view.note = f"evaluating: {len(done)} of {wanted} episodes"
-
-
 def write_evaluation(
-    metrics: MetricsWriter, progress: EmbodiedProgress, episodes: Sequence[EvaluatedEpisode]
+    metrics: MetricsWriter,
+    progress: EmbodiedProgress,
+    episodes: Sequence[EvaluatedEpisode],
+    config: EnvironmentSettings,
 ) -> None:
     """A row of its own, a step after the last: a resumed run drops it and evaluates again."""
     row = {
@@ -492,7 +476,7 @@ def write_evaluation(
     }
     if not math.isnan(returned := mean_return(episodes)):
         row["eval_return"] = returned
-    rate = evaluated_rate(episodes, progress)
+    rate = evaluated_rate(episodes, progress, config)
     if failed := sum(one.failed for one in episodes):
         row["eval_failed_episodes"] = float(failed)
     if rate is not None:
@@ -556,6 +540,8 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
         self._warnings: set[str] = set()
         """warnings that were printed"""
         self._episodes: list[EvaluatedEpisode] = []
+        self._elsewhere: list[EvaluatedEpisode] = []
+        """episodes in the environment of the training, where the evaluation has another"""
         """episodes of the evaluation"""
         self._samples: SampleWriter | None = None
         self._iterations = self.config.iterations
@@ -620,22 +606,26 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
             checkpointer = Checkpointer(flow.cluster, writers, self.folder.checkpoints, kept)
             clock = TrainingClock(self.progress.train_seconds)
             await train(LoopContext(clock, run_signals(), checkpointer, metrics))
-            self._episodes = await self._evaluate(flow, min_version=self._iterations)
+            if self.config.evaluation.env is not None:
+                self._elsewhere = await self._evaluate(flow, self._iterations, judged=False)
+            self._episodes = await self._evaluate(flow, self._iterations)
             self._warn([one.success for one in self._episodes if not one.failed])
-            write_evaluation(metrics, self.progress, self._episodes)
+            write_evaluation(metrics, self.progress, self._episodes, self.config)
         flow.channels.weights.sender.close()
         await flow.collectors.finish()
 
     async def _evaluate(
-        self, flow: EmbodiedFlow[ChannelsT], *, min_version: int
+        self, flow: EmbodiedFlow[ChannelsT], min_version: int, *, judged: bool = True
     ) -> list[EvaluatedEpisode]:
-        """Evaluate weights of at least this version."""
+        """Evaluate weights of at least this version, where evaluations are judged, or else where
+        the policy is trained."""
         cluster, channels, collectors, view = flow
+        env = self.config.evaluation.env if judged else None
         episodes = await evaluate(
-            cluster, self.config, channels, collectors, view, min_version=min_version
+            cluster, self.config, channels, collectors, view, min_version=min_version, env=env
         )
         self.progress.failed_episodes = self._failed_episodes
-        if self._samples is not None:
+        if self._samples is not None and judged:
             step = self.progress.env_steps + 1 if min_version else 0
             make = partial(evaluated_episodes, episodes, step, min_version)
             self._samples.put(make, len(episodes))
@@ -773,6 +763,11 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
     def summary(self, stopped: Stopped | None) -> EmbodiedSummary:
         """Return the summary of the run, whose episodes are all written by then."""
         summary = summarized(self.config, self.progress, self._episodes, stopped)
+        if self._elsewhere:
+            summary.return_in_training = mean_return(self._elsewhere)
+            summary.success_rate_in_training = success_rate(
+                [one.success for one in self._elsewhere], reports=self.progress.success_reports > 0
+            )
         summary.failed_episodes = self._failed_episodes
         if self.progress.version:
             summary.dropped = {
@@ -903,7 +898,7 @@ class EmbodiedRun(EnvironmentRun[EmbodiedConfig, EmbodiedProgress, EmbodiedChann
             await self._clone(actors, flow.view)
         await actors.call(EmbodiedFSDPActor.sync_model_to_rollout, channels.weights.sender)
         if not first and self.config.evaluation.before:
-            self._before = await self._evaluate(flow, min_version=0)
+            self._before = await self._evaluate(flow, 0)
             flow.view.note = ""
         collecting = flow.collectors.collect()
         loop.clock.start()
@@ -972,6 +967,6 @@ class EmbodiedRun(EnvironmentRun[EmbodiedConfig, EmbodiedProgress, EmbodiedChann
     def summary(self, stopped: Stopped | None) -> EmbodiedSummary:
         """Return the summary of the run."""
         summary = super().summary(stopped)
-        summary.success_rate_before = evaluated_rate(self._before, self.progress)
+        summary.success_rate_before = evaluated_rate(self._before, self.progress, self.config)
         summary.extra.update({name: f"{value:g}" for name, value in self._cloned.items()})
         return summary

@@ -100,6 +100,9 @@ class EmbodiedEvaluationConfig(
 ):
     """The evaluation at the end, with the deterministic policy."""
 
+    env: EnvConfig | None = None
+    """environment of the evaluations, such as reality for a policy that is trained in a model of
+    it; None: the one that it is trained in. With another one both are played, and it is judged"""
     episodes: int = 100
     seed: int = 10_000
     target_success_rate: float | None = None
@@ -259,6 +262,11 @@ class EnvironmentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         return plan_of(self.cluster, devices)
 
     @property
+    def judging_env(self) -> EnvConfig:
+        """The environment whose episodes the evaluation judges."""
+        return self.evaluation.env or self.env
+
+    @property
     def trajectories(self) -> int:
         """Trajectories of one iteration: one for each stage of each env worker."""
         return self.cluster.env_workers * self.env.stages
@@ -394,6 +402,52 @@ def described_for_run(config: EnvironmentSettings) -> EnvSpec:
 _described: list[tuple[EnvConfig, EnvSpec]] = []
 """the environments that were asked last, for the run that follows: its own, and that of the run
 with whose weights it begins"""
+
+
+def check_judging_env(config: EnvironmentSettings, spec: EnvSpec) -> None:
+    """Refuse another environment for evaluations that a policy for ``spec`` cannot act in.
+
+    Raises:
+        ConfigError: it cannot be had, or shows or takes something else; or a setting of it differs
+            that has to be the same, or would have no effect.
+    """
+    env, played = config.env, config.evaluation.env
+    if played is None:
+        return
+    path = ("evaluation", "env")
+    for name in ("actions", "action_chunk", "control"):
+        if getattr(played, name) != getattr(env, name):
+            raise ConfigError(
+                f"{msgspec.to_builtins(getattr(played, name))}, but the policy is trained with "
+                f"env.{name} = {msgspec.to_builtins(getattr(env, name))}: it has to be the same",
+                path=(*path, name),
+            )
+    plain = EnvConfig(id="any")
+    for name in ("seed", "group_size", "parallel", "ready", "probe", "max_failures"):
+        if getattr(played, name) != getattr(plain, name):
+            raise ConfigError(
+                f"{getattr(played, name)!r} has no effect on evaluations: leave it out",
+                path=(*path, name),
+            )
+    try:
+        found = described(msgspec.structs.replace(config, env=played))
+    except ConfigError as error:
+        raise ConfigError(error.problem, path=("evaluation", *error.path)) from error
+    for what, there, wanted in (
+        ("shows", found.observation, spec.observation),
+        ("takes", found.action, spec.action),
+        ("takes actions within", found.bounds, spec.bounds),
+    ):
+        if there != wanted:
+            raise ConfigError(
+                f"{played.name} {what} {_said(there)}, but {env.name}, in which the policy is "
+                f"trained, {what} {_said(wanted)}: they have to be the same",
+                path=path,
+            )
+
+
+def _said(part: object) -> str:
+    return str(list(part)) if isinstance(part, tuple) else str(part)
 
 
 def tried(config: EnvironmentSettings, measure: float) -> Stepped | None:

@@ -33,6 +33,7 @@ from rlinf_async.runtime.jobs.embodied.playing import TrainedPolicy, check_scrip
 from rlinf_async.runtime.jobs.embodied.run import check_judged
 from rlinf_async.runtime.jobs.embodied.settings import (
     check_host,
+    check_judging_env,
     described,
     described_for_run,
     goals_of,
@@ -119,6 +120,7 @@ class EmbodiedSAC:
         full = fitted(config, spec)
         if config.replay.hindsight != "none":
             full = msgspec.structs.replace(full, goals=goals_of(config))
+        check_judging_env(config, spec)
         shown = _checked_demonstrations(full, spec)
         _check_store(full, shown)
         of_person = (*InterventionCounts().metrics(),) if full.asked.person else ()
