@@ -50,6 +50,7 @@ def run(*command: object, folder: pathlib.Path = ROOT) -> subprocess.CompletedPr
 SUFFIXES = (".ipynb", ".py", ".toml")
 ELSEWHERE = {
     "llm_judge.py": "examples/test_llm_judge.py",
+    "mjx_reacher.py": "workers/env/test_mjx.py",
     "program_output.py": "rewards/test_isolation.py",
 }
 """Examples that the tests of what they show run."""
@@ -155,6 +156,7 @@ def test_the_robot_arm_trains_and_is_filmed(tmp_path: pathlib.Path, example: str
         ("maniskill_push_ppo.toml", "mani_skill"),
         ("robosuite_lift_ppo.toml", "robosuite"),
         ("libero_vla_ppo.toml", "libero"),
+        ("mjx_reacher.toml", "mujoco.mjx"),
     ],
 )
 def test_known_simulators_are_trained_in(
@@ -177,6 +179,26 @@ def test_known_simulators_are_trained_in(
     summary = read_summary(tmp_path / "run" / "summary.json", EmbodiedSummary)
     assert (summary.outcome, summary.iterations) == ("fell short", 1)
     assert 380 < summary.env_steps <= 400  # a step that begins an episode is no sample
+
+
+def test_a_policy_is_trained_in_a_model_and_judged_in_reality(tmp_path: pathlib.Path) -> None:
+    made = run(
+        *("-m", "rlinf_async", "train", EXAMPLES / "world_reach.toml", "--out", tmp_path / "world"),
+        *("--demonstrations.episodes", 30, "--data.held_out", 5, "--cluster.backend", "local"),
+        *("--training.steps", 20, "--training.steps_per_iteration", 10),
+    )
+    assert (made.returncode, made.stderr) == (0, "")
+    assert "model and reality after 1 step: state off by" in made.stdout
+    done = run(
+        *("-m", "rlinf_async", "train", EXAMPLES / "imagined_reach.toml"),
+        *("--env.kwargs.model", tmp_path / "world" / "world_model.safetensors"),
+        *("--out", tmp_path / "run", "--cluster.backend", "local"),
+        *("--training.total_steps", 2048, "--evaluation.episodes", 4),
+    )
+    assert done.returncode in (0, 1), done.stderr  # the target is reached, or not
+    summary = read_summary(tmp_path / "run" / "summary.json", EmbodiedSummary)
+    assert (summary.env_steps, summary.evaluation_episodes) == (2048, 4)
+    assert summary.return_in_training is not None
 
 
 @pytest.mark.parametrize(
