@@ -58,7 +58,9 @@ async def test_hands_act_while_they_are_held_and_let_go_when_nothing_is_heard_of
         assert await hands(SEEN, PROPOSED) is None
         for held in ([0.5, -1.0], [0.0, 0.0]):
             assert (await client.post("/api/hands", json={"action": held})).status_code == 200
-            np.testing.assert_array_equal(await hands(SEEN, PROPOSED), np.array(held, np.float32))
+            np.testing.assert_array_equal(
+                await hands(SEEN, PROPOSED), np.array(held, dtype="float32")
+            )
         clock.now = 0.9 * HELD
         assert await hands(SEEN, PROPOSED) is not None
         clock.now = HELD
