@@ -1,6 +1,8 @@
-"""A scripted policy for FetchReach: it moves the hand to the goal, a little unsteadily.
+"""Scripted policies for FetchReach: one that moves the hand to the goal, a little unsteadily, and
+one that most often does not.
 
-``examples/rlpd_fetch_reach.toml`` records its episodes as demonstrations. By hand::
+``examples/rlpd_fetch_reach.toml`` and ``examples/iql_fetch_reach.toml`` record their episodes as
+demonstrations. By hand::
 
     rlinf-async demonstrations examples/rlpd_fetch_reach.toml \
         --policy examples/fetch_expert.py:reach --episodes 20 --out demonstrations/fetch_reach
@@ -27,5 +29,26 @@ def reach(env: gymnasium.Env[Any, Any], seed: int) -> Callable[[Any], NDArray[np
         towards = GAIN * (observation["desired_goal"] - observation["achieved_goal"])
         hand = np.clip(towards + generator.normal(0.0, 0.2, 3), -1.0, 1.0)
         return np.append(hand, 0.0).astype(np.float32)
+
+    return act
+
+
+STEPS = 50
+"""of an episode"""
+
+
+def undecided(env: gymnasium.Env[Any, Any], seed: int) -> Callable[[Any], NDArray[np.float32]]:
+    """Somebody who holds the stick the wrong way round in three of four stretches of five steps,
+    and finds out in the last ten of an episode: what is done most often leads away."""
+    generator, steady = np.random.default_rng(seed), reach(env, seed)
+    step, sign = 0, 1.0
+
+    def act(observation: Any) -> NDArray[np.float32]:
+        nonlocal step, sign
+        at = step % STEPS
+        if at % 5 == 0:
+            sign = 1.0 if at >= STEPS - 10 or generator.random() < 0.25 else -1.0
+        step += 1
+        return (sign * steady(observation)).astype(np.float32)
 
     return act

@@ -1,5 +1,5 @@
-"""The configurations of ``embodied_ppo`` and ``embodied_sac``, jobs in environments: a Struct for
-each of their tables, from one module.
+"""The configurations of ``embodied_ppo``, ``embodied_sac`` and ``embodied_offline``, jobs in
+environments: a Struct for each of their tables, from one module.
 
 ::
 
@@ -20,6 +20,8 @@ from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.backends.policies.flow_action.config import FlowConfig
 from rlinf_async.backends.policies.vision_language.config import VisionLanguageConfig
 from rlinf_async.backends.sac_config import (
+    OfflineLossConfig,
+    OfflineTrainerConfig,
     SacLossConfig,
     SacOptimizerConfig,
     SacPolicyConfig,
@@ -44,6 +46,10 @@ from rlinf_async.runtime.jobs.embodied.settings import (
     EmbodiedTrainingConfig,
     ModelConfig,
 )
+from rlinf_async.runtime.jobs.embodied_offline.config import (
+    OfflineConfig,
+    OfflineTrainingConfig,
+)
 from rlinf_async.runtime.jobs.embodied_sac.config import SacConfig, SacTrainingConfig
 from rlinf_async.runtime.jobs.hooks import HooksConfig
 from rlinf_async.runtime.jobs.placement import RolePlacement
@@ -51,12 +57,13 @@ from rlinf_async.runtime.jobs.targets import KeepBestConfig, StopAtConfig
 from rlinf_async.runtime.recording import RecordingConfig
 from rlinf_async.workers.env.config import EnvConfig
 from rlinf_async.workers.intervention import InterventionConfig
-from rlinf_async.workers.replay.worker import ReplayConfig
+from rlinf_async.workers.replay.worker import BatchesConfig, ReplayConfig
 from rlinf_async.workers.rollout.policy import RolloutConfig
 
 __all__ = [
     "ActionSpec",
     "AdvantageConfig",
+    "BatchesConfig",
     "CloningConfig",
     "ControlConfig",
     "DemonstrationsConfig",
@@ -80,6 +87,10 @@ __all__ = [
     "ObservationPart",
     "ObservationSpec",
     "ObserveConfig",
+    "OfflineConfig",
+    "OfflineLossConfig",
+    "OfflineTrainerConfig",
+    "OfflineTrainingConfig",
     "OptimizerConfig",
     "PPOConfig",
     "PolicyConfig",

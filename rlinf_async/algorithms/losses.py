@@ -198,6 +198,31 @@ def squashed_log_prob(noise: Tensor, log_std: Tensor, unsquashed: Tensor) -> Ten
     return (normal - squash).sum(-1)
 
 
+def normal_log_prob(noise: Tensor, log_std: Tensor) -> Tensor:
+    """Return log-probs ``[B]`` of ``mean + std * noise``; ``noise [B, A]``."""
+    return (-0.5 * noise.square() - log_std - HALF_LOG_TWO_PI).sum(-1)
+
+
+def expectile_loss(value: Tensor, target: Tensor, expectile: float) -> Tensor:
+    """Return the mean of ``|expectile - 1(target < value)| (target - value)^2``: Kostrikov et al.
+    2021, "Offline Reinforcement Learning with Implicit Q-Learning", equation 5. Inputs ``[B]``.
+
+    With 0.5 it is half the mean squared error; towards 1 the value becomes the largest target.
+    """
+    over = target - value
+    share = torch.where(over < 0.0, 1.0 - expectile, expectile)
+    return (share * over.square()).mean()
+
+
+def advantage_weight(advantage: Tensor, inverse_temperature: float, largest: float) -> Tensor:
+    """Return ``min(exp(inverse_temperature * advantage), largest)``, without gradients: the weights
+    of log-probs of the data's actions (Peng et al. 2019, "Advantage-Weighted Regression"; Kostrikov
+    et al. 2021, equation 7). All are 1 with an inverse temperature of 0."""
+    with torch.no_grad():
+        bound = math.log(largest)
+        return (inverse_temperature * advantage).clamp(max=bound).exp()
+
+
 def soft_target(
     reward: Tensor,
     discount: Tensor,

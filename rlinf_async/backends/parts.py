@@ -413,7 +413,10 @@ DEFAULT_TRAINER: Final = "fsdp"
 
 off_policy_trainers: Registry[OffPolicyTrainerPart] = Registry(
     "off-policy trainer backend",
-    entries={"sac": "rlinf_async.backends.fsdp.part:SoftActorCritic"},
+    entries={
+        "sac": "rlinf_async.backends.fsdp.part:SoftActorCritic",
+        "offline": "rlinf_async.backends.fsdp.part:FromData",
+    },
     group="rlinf_async.off_policy_trainers",
     called_with=("config", "policy", "world_size", "rank"),
     described_by=OffPolicyTrainerPart,

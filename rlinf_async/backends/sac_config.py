@@ -1,8 +1,9 @@
-"""Settings of soft actor-critic. No torch."""
+"""Settings of what learns from transitions: soft actor-critic, and from data alone. No torch."""
 
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import msgspec
 
@@ -43,13 +44,30 @@ class SacShardingConfig(ShardingConfig, frozen=True, kw_only=True, forbid_unknow
     optimizer: SacOptimizerConfig = SacOptimizerConfig()
 
 
-class SacLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The algorithm's own numbers."""
+class CriticLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Numbers that every algorithm with critics has."""
 
     gamma: float = 0.99
     """discount of a step"""
     tau: float = 0.005
     """share by which the target critics move towards the critics after each gradient step"""
+    critics: int = 2
+    """number of critics, which learn the same target"""
+    critic_layer_norm: bool = False
+    """whether each hidden layer of a critic is normalised"""
+    image_shift: int = 4
+    """pixels by which each image of a batch is shifted at random, at most; 0: none"""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "critics", least=1)
+        check_between(self, "gamma")
+        check_bounds(self, "tau", above=0, most=1)
+        check_bounds(self, "image_shift", least=0)
+
+
+class SacLossConfig(CriticLossConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The numbers of soft actor-critic."""
+
     entropy_coefficient: float | None = None
     """"alpha"; learnt when left out"""
     initial_entropy_coefficient: float = 1.0
@@ -57,31 +75,24 @@ class SacLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     target_entropy: float | None = None
     """target of the entropy, where its coefficient is learnt; when left out, minus the number of
     values of an action, and of choices ``0.98 log(choices)``"""
-    critics: int = 2
-    """number of critics, which learn the same target"""
     target_critics: int | None = None
     """critics of which a target has the least value, drawn anew for each gradient step; the policy
     then maximises the mean of all critics. All when left out, and it maximises their least"""
-    critic_layer_norm: bool = False
-    """whether each hidden layer of a critic is normalised"""
     policy_every: int = 1
     """gradient steps of the critics for each of the policy and the entropy coefficient"""
     cloning: float = 0.0
     """share of the policy's loss that is the log-likelihood of what demonstrations do; 1: it clones
     them, and the critics' values are not asked for"""
-    image_shift: int = 4
-    """pixels by which each image of a batch is shifted at random, at most; 0: none"""
 
     def __post_init__(self) -> None:
-        check_bounds(self, "critics", "target_critics", "policy_every", least=1)
+        super().__post_init__()
+        check_bounds(self, "target_critics", "policy_every", least=1)
         if self.target_critics is not None and self.target_critics > self.critics:
             raise ValueError(
                 f"target_critics is {self.target_critics}, but there are critics = {self.critics}: "
                 "take at most that, or leave it out for all"
             )
-        check_between(self, "gamma", "cloning")
-        check_bounds(self, "tau", above=0, most=1)
-        check_bounds(self, "image_shift", least=0)
+        check_between(self, "cloning")
         check_bounds(self, "entropy_coefficient", least=0, below=math.inf)
         check_bounds(self, "initial_entropy_coefficient", above=0, below=math.inf)
         if self.target_entropy is not None and not math.isfinite(self.target_entropy):
@@ -90,11 +101,36 @@ class SacLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             )
 
 
-class SacTrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The actor: its model, its losses."""
+class OfflineLossConfig(CriticLossConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The numbers of learning from data alone."""
+
+    algorithm: Literal["iql", "awac"] = "iql"
+    """whose values weigh the data's actions. ``iql``: of the best actions in the data, by an
+    expectile; ``awac``: of the policy's own actions"""
+    expectile: float = 0.7
+    """iql: of the values of the data's actions, which the value of a state is; 0.5: their mean"""
+    inverse_temperature: float = 3.0
+    """factor of advantages in the weights of the data's actions; 0: all count the same, which is
+    cloning"""
+    largest_weight: float = 100.0
+    """upper limit of these weights"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_bounds(self, "expectile", above=0, below=1)
+        check_bounds(self, "inverse_temperature", least=0, below=math.inf)
+        check_bounds(self, "largest_weight", least=1, below=math.inf)
+        if self.algorithm != "iql" and self.expectile != 0.7:
+            raise ValueError(
+                f"expectile is {self.expectile}, but with algorithm = {self.algorithm!r} the value "
+                "of a state is that of the policy's actions: leave it out"
+            )
+
+
+class CriticTrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The actor of any of these: its model, and the weights that it publishes."""
 
     fsdp: SacShardingConfig = SacShardingConfig()
-    sac: SacLossConfig = SacLossConfig()
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     """bytes of a bucket of the published weights"""
     seed: int = 0
@@ -102,3 +138,30 @@ class SacTrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     def __post_init__(self) -> None:
         check_bounds(self, "bucket_bytes", least=1)
         check_bounds(self, "seed", least=0)
+
+    @property
+    def losses(self) -> CriticLossConfig:
+        """The losses' own numbers."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what is learnt")
+
+
+class SacTrainerConfig(CriticTrainerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The actor of soft actor-critic."""
+
+    sac: SacLossConfig = SacLossConfig()
+
+    @property
+    def losses(self) -> SacLossConfig:
+        return self.sac
+
+
+class OfflineTrainerConfig(
+    CriticTrainerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
+    """The actor that learns from data alone."""
+
+    offline: OfflineLossConfig = OfflineLossConfig()
+
+    @property
+    def losses(self) -> OfflineLossConfig:
+        return self.offline

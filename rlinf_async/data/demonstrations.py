@@ -13,7 +13,8 @@ The last three are in folders that say ``transitions``; cloning needs none of th
 and texts UTF-8 bytes, as in `rlinf_async.messages.spaces`; actions are those of the policy: with
 ``env.actions = "rescale"`` bounds are -1 and 1. Those outside of the bounds are refused.
 
-A folder of LeRobot's format is read too: `rlinf_async.data.lerobot`.
+A folder of LeRobot's format is read too: `rlinf_async.data.lerobot`. It has no observation after
+the last step: where an episode did not end there for good, that step is no transition.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlinf_async.data.config import DataError
-from rlinf_async.data.lerobot import LeRobotFolder, is_lerobot
+from rlinf_async.data.lerobot import DONE, LeRobotFolder, is_lerobot
 from rlinf_async.messages.spaces import STATE, ObservationArray, ObservationSpec
 
 Bounds = Sequence[tuple[float, float]]
 
 FILE: Final = "demonstrations.json"
 ACTION: Final = "action"
-REWARD: Final = "next.reward"
+REWARD: Final = "next.reward"  # in both formats
 TERMINATED: Final = "next.terminated"
 LAST: Final = "last."
 """names in an episode's file; `LAST` stands before the name of a part"""
@@ -58,8 +59,8 @@ class DemonstrationsInfo(msgspec.Struct, frozen=True, kw_only=True):
     """lowest and highest value of each number of an action, as in `EnvSpec.bounds`; none in folders
     of earlier versions, or from elsewhere"""
     transitions: bool = False
-    """whether episodes have rewards, terminations and last observations; not in folders of earlier
-    versions, or of LeRobot"""
+    """whether episodes have what a transition has; not in folders of earlier versions, or of
+    LeRobot without rewards"""
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -131,6 +132,7 @@ def read_info(folder: Path, wanted: ObservationSpec | None = None) -> Demonstrat
             action_size=found.action_size,
             discrete=found.discrete,
             episodes=found.episodes,
+            transitions=found.rewarded,
         )
     try:
         return msgspec.json.decode((folder / FILE).read_bytes(), type=DemonstrationsInfo)
@@ -142,13 +144,23 @@ def read_info(folder: Path, wanted: ObservationSpec | None = None) -> Demonstrat
 
 
 def read_episodes(
-    folder: Path, wanted: ObservationSpec | None = None
+    folder: Path, wanted: ObservationSpec | None = None, *, transitions: bool = False
 ) -> Iterator[DemonstratedEpisode]:
-    """Read all episodes. Raises `DataError` for a file that is damaged or of another shape."""
+    """Read all episodes; of a folder of LeRobot with their outcome only where ``transitions`` are
+    wanted, which its last steps may not be.
+
+    Raises `DataError` for a file that is damaged or of another shape.
+    """
     info = read_info(folder, wanted)
     if is_lerobot(folder):
-        for _, found in LeRobotFolder(folder).arrays(info.observation):
-            yield episode_of(found, info)
+        shown = msgspec.structs.replace(info, transitions=False)
+        for path, found in LeRobotFolder(folder).arrays(info.observation, rewarded=transitions):
+            with _explained(path):
+                episode = episode_of(found, shown)
+            if not transitions:
+                yield episode
+            elif len((made := _with_outcome(episode, found[REWARD], found[DONE])).action):
+                yield made
         return
     for number in range(info.episodes):
         path = _file(folder, number)
@@ -157,11 +169,29 @@ def read_episodes(
         yield episode
 
 
+def _with_outcome(
+    episode: DemonstratedEpisode, reward: NDArray[np.float32], done: NDArray[np.bool_]
+) -> DemonstratedEpisode:
+    """The episode of a data set that has no observation after the last step.
+
+    Where it ended for good, nothing depends on that observation; where it was cut, it is without
+    its last step, of which only the observation is known.
+    """
+    seen, terminated = episode.observation, bool(done[-1])
+    last = seen[-1:]
+    if not terminated:
+        seen, reward = seen[:-1], reward[:-1]
+    outcome = Outcome(reward, last, terminated)
+    return DemonstratedEpisode(seen, episode.action[: len(seen)], outcome)
+
+
 def count_steps(folder: Path) -> int:
-    """Return the steps of all episodes of a folder that is not of LeRobot; reads no array.
+    """Return the steps of all episodes, more than which are no transitions; reads no array.
 
     Raises `DataError` for a file that is damaged.
     """
+    if is_lerobot(folder):
+        return LeRobotFolder(folder).steps
     steps = 0
     for number in range(read_info(folder).episodes):
         path = _file(folder, number)
@@ -203,6 +233,12 @@ def check_demonstrations(
         )
     if not info.episodes:
         raise DataError(f"{str(folder)!r} holds no episodes")
+    if transitions and not info.transitions and is_lerobot(folder):
+        raise DataError(
+            f"the demonstrations in {str(folder)!r} have no rewards, which learning from "
+            f"transitions needs: its features have no {REWARD!r}. Add that column, or clone them "
+            "(job = 'embodied_ppo', actor.cloning)"
+        )
     if transitions and not info.transitions:
         raise DataError(
             f"the demonstrations in {str(folder)!r} have no rewards, no terminations and no "
@@ -219,10 +255,13 @@ def check_demonstrations(
         numbers = ObservationSpec(tuple(p for p in info.observation.parts if p.kind == "state"))
         lerobot = LeRobotFolder(folder)
         lerobot.check_videos(info.observation)
-        for path, arrays in lerobot.arrays(numbers):
+        for path, arrays in lerobot.arrays(numbers, rewarded=transitions):
             with _explained(path):
                 _check_action(arrays[ACTION], info, bounds)
                 _check_numbers(arrays, STATE)
+                if transitions:
+                    ended, steps = np.asarray(arrays[DONE][-1]), len(arrays[ACTION])
+                    _check_outcome(arrays[REWARD], ended, steps)
         return info
     for number in range(info.episodes):
         _check_file(_file(folder, number), info, bounds)

@@ -45,6 +45,10 @@ DATA: Final = "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parque
 VIDEO: Final = "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4"
 DAMAGE: Final = (ValueError, LookupError, TypeError, AttributeError)
 """what reading raises where something else is there than expected"""
+REWARD: Final = "next.reward"
+DONE: Final = "next.done"
+"""columns that a data set may have: what followed each action, and whether the episode ended with
+it"""
 CHANNELS: Final = ("channel", "channels")
 """names of the axis of colours, in features"""
 
@@ -85,6 +89,11 @@ class LeRobotFolder:
         self.folder = folder
         try:
             info: dict[str, Any] = json.loads((folder / INFO).read_text())
+            if "action" not in info["features"]:
+                raise DataError(
+                    f"{str(folder)!r} has no actions: {INFO} lists no feature 'action', but "
+                    f"{', '.join(info['features'])}: name a data set of somebody who acts"
+                )
             self.action_size = int(np.prod(info["features"]["action"]["shape"]))
             self.episodes = int(info["total_episodes"])
             kind = str(info["features"]["action"].get("dtype", "float32"))
@@ -109,6 +118,19 @@ class LeRobotFolder:
         """The robot's name, or the folder's."""
         return str(self._info.get("robot_type") or self.folder.name)
 
+    @property
+    def rewarded(self) -> bool:
+        """Whether there is a reward for each step."""
+        return REWARD in self._features
+
+    @property
+    def steps(self) -> int:
+        """Steps of all episodes. Raises `DataError` where the folder does not say."""
+        try:
+            return int(self._info["total_frames"])
+        except DAMAGE as error:
+            raise DataError(f"{str(self.folder / INFO)!r} has no total_frames") from error
+
     def spec(self, wanted: ObservationSpec) -> ObservationSpec:
         """Return those of the ``wanted`` parts that the folder has, with its own shapes.
 
@@ -132,9 +154,12 @@ class LeRobotFolder:
                 )
         return ObservationSpec(tuple(parts))
 
-    def arrays(self, spec: ObservationSpec) -> Iterator[tuple[Path, dict[str, Any]]]:
+    def arrays(
+        self, spec: ObservationSpec, *, rewarded: bool = False
+    ) -> Iterator[tuple[Path, dict[str, Any]]]:
         """Read the episodes: of each its file, an array for each part, ``[T, ...]``, and ``action
-        [T, A]``, float32.
+        [T, A]``, float32; with ``rewarded`` also `REWARD` and `DONE`, ``[T]`` (False where the data
+        set does not say).
 
         Raises:
             DataError: a file that is damaged, or has other columns.
@@ -144,6 +169,7 @@ class LeRobotFolder:
         tasks = self._tasks(parquet)
         filmed = {part.name: part.shape for part in spec.parts if self._is_video(part)}
         columns = {self._column(part) for part in spec.parts if part.name not in filmed}
+        columns |= {name for name in (REWARD, DONE) if rewarded and name in self._features}
         for place in self._places(parquet):
             own = [("episode_index", "=", place.number)] if place.row else None
             try:
@@ -154,6 +180,8 @@ class LeRobotFolder:
                 action = np.array(table["action"].to_pylist(), kind)
                 rows = action.reshape(-1 if self.discrete else (len(action), -1))
                 arrays: dict[str, Any] = {"action": rows}
+                if rewarded:
+                    arrays |= _outcome(table, len(action))
                 for part in spec.parts:
                     if part.name in filmed:
                         clip = self._clip(place, self._column(part))
@@ -329,6 +357,15 @@ def _cells(column: Any, part: ObservationPart, tasks: Mapping[int, str]) -> Any:
             f"{list(part.shape)}"
         )
     return pictures.reshape(len(cells), *part.shape)
+
+
+def _outcome(table: Any, steps: int) -> dict[str, Any]:
+    """Rewards ``[T]`` and ends ``[T]`` of an episode."""
+    known = DONE in table.column_names
+    return {
+        REWARD: np.array(table[REWARD].to_pylist(), np.float32).reshape(steps),
+        DONE: np.array(table[DONE].to_pylist() if known else steps * [False]).reshape(steps) > 0,
+    }
 
 
 def _task(row: Mapping[str, Any]) -> str:

@@ -18,6 +18,7 @@ from rlinf_async.cli import COMMANDS, commands
 from rlinf_async.config import Document
 from rlinf_async.observe.sinks.config import ObserveConfig
 from rlinf_async.runtime.jobs.embodied.settings import EmbodiedConfig
+from rlinf_async.runtime.jobs.embodied_offline.config import OfflineConfig
 from rlinf_async.runtime.jobs.embodied_sac.config import SacConfig
 from rlinf_async.runtime.jobs.language.config import ClusterConfig, LanguageConfig
 from rlinf_async.runtime.jobs.supervised.config import DistillConfig, DpoConfig, SftConfig
@@ -139,6 +140,7 @@ def test_every_configuration_shown_can_be_read(block: Block) -> None:
     jobs = {
         "language_rl": LanguageConfig,
         "embodied_sac": SacConfig,
+        "embodied_offline": OfflineConfig,
         "sft": SftConfig,
         "dpo": DpoConfig,
         "distill": DistillConfig,
@@ -165,15 +167,35 @@ def test_the_table_of_settings_has_every_setting_and_its_default() -> None:
     assert {name: written(cell) for name, cell in page.items()} == defaults(EmbodiedConfig)
 
 
+OF_PPO = tuple(
+    f"{one}."
+    for one in (
+        *("model", "env", "rollout", "evaluation", "hooks", "recording", "samples", "cluster"),
+        *("actor.fsdp.scheduler", "training.stop_at", "training.keep_best"),
+    )
+)
+"""sections of jobs in environments that stand on the page of the PPO job"""
+
+
 def test_the_tables_of_soft_actor_critic_have_every_setting_and_its_default() -> None:
     """Sections that are those of the PPO job stand on its page."""
-    sections = ("model", "env", "rollout", "evaluation", "hooks", "recording", "samples", "cluster")
-    others_of = ("actor.fsdp.scheduler", "training.stop_at", "training.keep_best")
-    shared = tuple(f"{one}." for one in (*sections, *others_of))
-    others = settings(ROOT / "docs" / "embodied.md")
+    shared, others = OF_PPO, settings(ROOT / "docs" / "embodied.md")
     page = {name: cell for name, cell in others.items() if name.startswith(shared)}
     page |= settings(ROOT / "docs" / "sac.md") | SINKS
     assert {name: written(cell) for name, cell in page.items()} == defaults(SacConfig)
+
+
+def test_the_tables_of_learning_from_data_alone_have_every_setting_and_its_default() -> None:
+    """Sections that are those of other jobs stand on their pages."""
+    page = SINKS.copy()
+    for name, shared in (
+        ("embodied", OF_PPO),
+        ("sac", ("demonstrations.", "actor.bucket_bytes", "actor.seed", "actor.fsdp.")),
+        ("offline", ("",)),
+    ):
+        found = settings(ROOT / "docs" / f"{name}.md")
+        page |= {one: cell for one, cell in found.items() if one.startswith(shared)}
+    assert {name: written(cell) for name, cell in page.items()} == defaults(OfflineConfig)
 
 
 def test_the_tables_of_the_language_job_have_every_setting_and_its_default() -> None:

@@ -257,6 +257,23 @@ def test_demonstrations_are_learnt_from_beside_own_experience(
     assert 0.5 in shares
 
 
+def test_a_policy_learns_from_data_alone(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which takes the script of "fetch_expert.py"."""
+    words = [
+        *("train", EXAMPLES / "iql_fetch_reach.toml", "--out", tmp_path / "run"),
+        *("--demonstrations.policy", f"{EXAMPLES / 'fetch_expert.py'}:undecided"),
+        *("--demonstrations.episodes", 2, "--evaluation.episodes", 2, "--cluster.backend", "local"),
+        *("--training.total_steps", 20, "--training.steps_per_iteration", 10),
+    ]
+    code = main([str(word) for word in words])
+    assert (code, capsys.readouterr().err) == (1, "")  # so few steps do not reach the target
+    summary = read_summary(tmp_path / "run" / "summary.json", EmbodiedSummary)
+    assert (summary.outcome, summary.env_steps) == ("fell short", 0)
+    assert summary.extra == {"gradient steps": 20}
+
+
 @pytest.mark.parametrize("example", ["vla_reach.toml", "flow_reach.toml"])
 def test_a_policy_is_cloned_and_trained(tmp_path: pathlib.Path, example: str) -> None:
     """Which takes the environment and the script of "reach_env.py"."""

@@ -162,7 +162,7 @@ def structs_of(kind: Any, found: set[type[msgspec.Struct]]) -> set[type[msgspec.
     ("module", "configs"),
     [
         (language, [language.LanguageConfig]),
-        (embodied, [embodied.EmbodiedConfig, embodied.SacConfig]),
+        (embodied, [embodied.EmbodiedConfig, embodied.SacConfig, embodied.OfflineConfig]),
     ],
     ids=["language", "embodied"],
 )

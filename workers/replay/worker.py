@@ -80,21 +80,13 @@ from rlinf_async.workers.replay.store import (
 )
 
 
-class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The store of transitions, and how batches are drawn."""
+class BatchesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Batches of transitions, and where these are kept."""
 
-    capacity: int = 1_000_000
-    """transitions; the oldest make room for new ones"""
     batch_size: int = 256
     """transitions of one gradient step"""
     n_step: int = 1
     """steps of which a transition has the rewards; fewer where an episode or an iteration ends"""
-    sampling: Literal["uniform", "prioritized"] = "uniform"
-    """``prioritized``: in proportion to the last temporal-difference error"""
-    priority_alpha: float = 0.6
-    """exponent of priorities"""
-    priority_beta: float = 0.4
-    """exponent of the importance-sampling weights at first; it grows to 1 over the run"""
     storage: Literal["disk", "memory"] = "disk"
     """``disk``: memory-mapped files, which outlive a killed worker"""
     folder: str = ""
@@ -103,6 +95,29 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """batches that are drawn ahead of the gradient step that needs them"""
     demonstrations: str = ""
     """folder of demonstrations, which are drawn beside own experience; none when left out"""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "batch_size", "n_step", "prefetch", least=1)
+        check_bounds(self, "seed", least=0)
+        if self.folder and self.storage == "memory":
+            raise ValueError(
+                f"folder is {self.folder!r}, but storage = 'memory' has no files: leave it out, or "
+                "set storage = 'disk'"
+            )
+
+
+class ReplayConfig(BatchesConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The store of transitions, and how batches are drawn."""
+
+    capacity: int = 1_000_000
+    """transitions; the oldest make room for new ones"""
+    sampling: Literal["uniform", "prioritized"] = "uniform"
+    """``prioritized``: in proportion to the last temporal-difference error"""
+    priority_alpha: float = 0.6
+    """exponent of priorities"""
+    priority_beta: float = 0.4
+    """exponent of the importance-sampling weights at first; it grows to 1 over the run"""
     demonstrated_share: float = 0.5
     """share of demonstrations in each batch, where there are some"""
     hindsight: Literal["none", Strategy] = "none"
@@ -110,11 +125,10 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     later; ``final``, what it reached last"""
     hindsight_share: float = 0.8
     """share of own experience in each batch that gets another goal, with ``hindsight``"""
-    seed: int = 0
 
     def __post_init__(self) -> None:
-        check_bounds(self, "capacity", "batch_size", "n_step", "prefetch", least=1)
-        check_bounds(self, "seed", least=0)
+        super().__post_init__()
+        check_bounds(self, "capacity", least=1)
         check_between(self, "priority_beta")
         check_bounds(self, "demonstrated_share", above=0, below=1)
         check_bounds(self, "hindsight_share", above=0, most=1)
@@ -127,11 +141,6 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(
                 f"priority_alpha is {self.priority_alpha}; it must be above 0 and at most 1 "
                 "(sampling = 'uniform' is what 0 would be)"
-            )
-        if self.folder and self.storage == "memory":
-            raise ValueError(
-                f"folder is {self.folder!r}, but storage = 'memory' has no files: leave it out, or "
-                "set storage = 'disk'"
             )
 
     @property
@@ -186,6 +195,8 @@ class ReplayPlan(msgspec.Struct, frozen=True, kw_only=True):
     """where the environment shows goals, with ``hindsight``"""
     env: EnvConfig | None = None
     """the environment that says what they pay"""
+    experience: bool = True
+    """whether there is own experience; False: batches are of demonstrations alone"""
 
 
 class ReplayState(msgspec.Struct, kw_only=True):
@@ -378,12 +389,33 @@ class ReplayWorker(Worker):
 
     def _draw(self, request: BatchRequest) -> list[ReplayBatch]:
         """Draw a batch; return the share of each rank."""
+        seed = (self.plan.seed, request.iteration, request.number)
+        if self.plan.experience:
+            rows = self._experienced(request, seed)
+        else:
+            rows = _demonstrations(self._shown, self.config.batch_size, seed)
+        index = rows.pop("index")
+        del rows["priority"]
+        parts = {name: np.split(array, self.plan.ranks) for name, array in rows.items()}
+        return [
+            ReplayBatch(
+                iteration=request.iteration,
+                number=request.number,
+                index=index,
+                **{name: shares[rank] for name, shares in parts.items()},
+            )
+            for rank in range(self.plan.ranks)
+        ]
+
+    def _experienced(
+        self, request: BatchRequest, seed: tuple[int, int, int]
+    ) -> dict[str, NDArray[Any]]:
+        """A whole batch, by column: own experience, and a share of demonstrations."""
         store, size = self._store, self.config.batch_size
         if not len(store):
             raise ReplayError("a batch was asked for, but the store is empty")
         demonstrated = self.config.demonstrated if self._shown else 0
         size -= demonstrated
-        seed = (self.plan.seed, request.iteration, request.number)
         random = np.random.default_rng(seed)
         if self._priorities is None:
             numbers = random.integers(store.first, store.count, size)
@@ -399,23 +431,15 @@ class ReplayWorker(Worker):
             which = np.flatnonzero(spread(self.config.exchanged(size), size))
             self._hindsight.exchange(np.random.default_rng((*seed, 2)), which, numbers, rows)
             del rows["episode"]
-        if self._shown is not None:
-            random = np.random.default_rng((*seed, 1))
-            theirs = self._intervened
-            said = 0 if theirs is None or self.plan.acts else len(theirs)
-            rows = _with_demonstrations(self._shown, random, rows, demonstrated, said)
-        index = rows.pop("index")
-        del rows["priority"]
-        parts = {name: np.split(array, self.plan.ranks) for name, array in rows.items()}
-        return [
-            ReplayBatch(
-                iteration=request.iteration,
-                number=request.number,
-                index=index,
-                **{name: shares[rank] for name, shares in parts.items()},
-            )
-            for rank in range(self.plan.ranks)
-        ]
+        if self._shown is None:
+            return rows
+        theirs = self._intervened
+        said = 0 if theirs is None or self.plan.acts else len(theirs)
+        shown = _demonstrations(self._shown, demonstrated, seed, said)
+        places = spread(demonstrated, self.config.batch_size)
+        if demonstrated:
+            rows = {name: merged(places, shown[name], array) for name, array in rows.items()}
+        return {**rows, "demonstrated": places}
 
     # ---- files
 
@@ -491,7 +515,7 @@ class ReplayWorker(Worker):
             count_steps(demonstrations),
             folder=None if folder is None else folder / SHOWN,
         )
-        for episode in read_episodes(demonstrations):
+        for episode in read_episodes(demonstrations, plan.observation, transitions=True):
             made = transitions_of(
                 trajectory_of(episode), n_step=self.config.n_step, gamma=plan.gamma
             )
@@ -550,27 +574,21 @@ class ReplayWorker(Worker):
             atomic_write(self._folder / STATE, msgspec.json.encode(self._state))
 
 
-def _with_demonstrations(
-    shown: Shown,
-    random: np.random.Generator,
-    rows: dict[str, NDArray[Any]],
-    count: int,
-    said: int,
+def _demonstrations(
+    shown: Shown | None, count: int, seed: tuple[int, int, int], said: int = 0
 ) -> dict[str, NDArray[Any]]:
-    """Return a whole batch, by column, with ``count`` demonstrations beside the ``rows`` of own
-    experience. The last ``said`` of all were only said: what followed is not of their action, so
-    they have no weight in the losses of values."""
-    demonstrated = spread(count, count + len(rows["index"]))
-    if not count:
-        return {**rows, "demonstrated": demonstrated}
-    places = random.integers(0, len(shown), count)
-    drawn = {
+    """So many demonstrations, by column. The last ``said`` of all were only said: what followed is
+    not of their action, so they have no weight in the losses of values."""
+    if not (shown or count == 0):
+        raise ReplayError("a batch was asked for, but there are no demonstrations")
+    if shown is None or not count:
+        return {}
+    places = np.random.default_rng((*seed, 1)).integers(0, len(shown), count)
+    return {
         "index": np.full(count, -1),
         "weight": (places < len(shown) - said).astype(np.float32),
         **shown.take(places),
     }
-    whole = {name: merged(demonstrated, drawn[name], array) for name, array in rows.items()}
-    return {**whole, "demonstrated": demonstrated}
 
 
 def spread(some: int, size: int) -> Bools:

@@ -19,3 +19,10 @@ class SoftActorCritic(OffPolicyTrainerPart):
 
     factory = "rlinf_async.backends.fsdp.sac:SacTrainer"
     slow_imports = (*IMPORTS, "rlinf_async.backends.fsdp.sac")
+
+
+class FromData(OffPolicyTrainerPart):
+    """Learning from data alone."""
+
+    factory = "rlinf_async.backends.fsdp.offline:OfflineTrainer"
+    slow_imports = (*IMPORTS, "rlinf_async.backends.fsdp.offline")

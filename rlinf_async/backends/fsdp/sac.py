@@ -21,12 +21,13 @@ of the whole batch (of actions, and of the shifts of images), and takes the part
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -50,13 +51,17 @@ from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.backends.policies.images import random_shift
 from rlinf_async.backends.policies.off_policy import OffPolicyPolicy, SoftCategoricalPolicy
 from rlinf_async.backends.policies.squashed import SquashedGaussianPolicy
-from rlinf_async.backends.sac_config import SacLossConfig, SacTrainerConfig
+from rlinf_async.backends.sac_config import (
+    CriticLossConfig,
+    CriticTrainerConfig,
+    SacLossConfig,
+    SacTrainerConfig,
+)
 from rlinf_async.messages.embodied import Bools, Floats, ReplayBatch
 from rlinf_async.messages.spaces import ObservationArray
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.weights.pack import pack
 
-METRICS = ("critic_loss", "policy_loss", "entropy", "entropy_coefficient", "value")
 OF_POLICY = ("policy_loss", "entropy")
 """metrics of the steps that train the policy"""
 
@@ -98,8 +103,8 @@ class SacLosses(NamedTuple):
     value: Tensor
     """``[N]``: values, mean over the critics"""
     metrics: Tensor
-    """``[5]``: means over the share, in the order of `METRICS`; NaN for those of a policy that is
-    not trained"""
+    """``[M]``: means over the share, in the order of the model's ``metrics``; NaN for those of a
+    policy that is not trained"""
 
 
 class Critics(nn.Module):
@@ -173,7 +178,62 @@ class Critics(nn.Module):
         return hidden if action is None else hidden.squeeze(-1)
 
 
-class SacModel(nn.Module):
+class CriticModel(nn.Module):
+    """A policy, critics, and the targets that follow them.
+
+    Images have one encoder, which policy and critics share. It is part of the policy, which acts
+    with it, but only the losses of values train it; the targets see with it, too, as in Yarats et
+    al. 2021, "Mastering Visual Continuous Control: Improved Data-Augmented Reinforcement Learning"
+    (DrQ-v2).
+
+    All losses are of one forward pass, because FSDP2 gathers weights around that. They are means
+    over the share of a rank, and linear in it: their gradients, averaged over ranks of equal
+    shares, are those of the whole batch.
+
+    Raises `ValueError` for a policy that it cannot train.
+    """
+
+    trains: ClassVar[tuple[type[OffPolicyPolicy[Any]], ...]]
+    """policies that it can train"""
+    metrics: ClassVar[tuple[str, ...]]
+    """metrics of its losses"""
+
+    def __init__(self, policy: PolicyConfig, losses: CriticLossConfig) -> None:
+        super().__init__()
+        found = find_policy(policy.name)(policy)
+        if not isinstance(found, self.trains):
+            raise ValueError(f"{type(self).__name__} cannot train the policy {policy.name!r}")
+        self.policy: Any = found
+        self.discrete = policy.acts.discrete
+        self.critic, self.target = (self._critics(policy, losses) for _ in range(2))
+        self.target.load_state_dict(self.critic.state_dict())
+        self.target.requires_grad_(False)
+
+    def _critics(self, policy: PolicyConfig, losses: CriticLossConfig) -> Critics:
+        head, size = self.policy.new_head()
+        actions = policy.action_size
+        given, values = (0, actions) if self.discrete else (actions, 1)
+        sizes = (size + given, *policy.hidden_sizes, values)
+        return Critics(head, sizes, losses.critics, layer_norm=losses.critic_layer_norm)
+
+    def value_parameter_names(self) -> set[str]:
+        """Return the names of what the losses of values train, with a learning rate of its own: the
+        critics, and the encoder of images."""
+        of_values = ("critic.", "value.", "policy.encoder.")
+        return {name for name, _ in self.named_parameters() if name.startswith(of_values)}
+
+    def values_of(self, critics: Critics, seen: Tensor, action: Tensor) -> Tensor:
+        """Return the critics' values of the actions that were taken, ``[E, N]``."""
+        if not self.discrete:
+            values: Tensor = critics(seen, action)
+            return values
+        every = critics(seen, None)
+        taken = action.expand(len(every), -1).unsqueeze(-1)
+        chosen: Tensor = every.gather(-1, taken).sum(-1)
+        return chosen
+
+
+class SacModel(CriticModel):
     """Everything that soft actor-critic learns, and the targets that follow it.
 
     ::
@@ -183,56 +243,25 @@ class SacModel(nn.Module):
                 +--> policy --> critics, frozen -----> policy's loss --+--> total
                            +-------------------> entropy coefficient --+
 
-    Images have one encoder, which policy and critics share. It is part of the policy, which acts
-    with it, but only the critics' loss trains it; the targets see with it, too, as in Yarats et al.
-    2021, "Mastering Visual Continuous Control: Improved Data-Augmented Reinforcement Learning"
-    (DrQ-v2).
-
-    All losses are of one forward pass, because FSDP2 gathers weights around that. They are means
-    over the share of a rank, and linear in it: their gradients, averaged over ranks of equal
-    shares, are those of the whole batch. That holds for the entropy coefficient's, too.
+    The entropy coefficient's loss is linear in the share of a rank, too.
     """
 
-    trains: ClassVar[type[OffPolicyPolicy[Any]]] = SquashedGaussianPolicy
-    """policies that it can train"""
+    trains: ClassVar[tuple[type[OffPolicyPolicy[Any]], ...]] = (SquashedGaussianPolicy,)
+    metrics = ("critic_loss", "policy_loss", "entropy", "entropy_coefficient", "value")
 
     def __init__(self, policy: PolicyConfig, sac: SacLossConfig) -> None:
-        super().__init__()
-        found = find_policy(policy.name)(policy)
-        if not isinstance(found, self.trains):
-            raise ValueError(f"soft actor-critic cannot train the policy {policy.name!r}")
-        self.policy: Any = found
+        super().__init__(policy, sac)
         self._sac = sac
-        self.critic, self.target = self._critics(policy), self._critics(policy)
-        self.target.load_state_dict(self.critic.state_dict())
-        self.target.requires_grad_(False)
         self.log_entropy_coefficient = nn.Parameter(
             torch.full((1,), math.log(sac.initial_entropy_coefficient))
         )
         asked = sac.target_entropy
         self._target_entropy = self.entropy_aimed_at(policy.action_size) if asked is None else asked
 
-    def _critics(self, policy: PolicyConfig) -> Critics:
-        head, size = self.policy.new_head()
-        given, values = self.critics_between(policy.action_size)
-        sizes, sac = (size + given, *policy.hidden_sizes, values), self._sac
-        return Critics(head, sizes, sac.critics, layer_norm=sac.critic_layer_norm)
-
     @staticmethod
     def entropy_aimed_at(action_size: int) -> float:
         """Return the target of the entropy where none is set: Haarnoja et al. 2018."""
         return -float(action_size)
-
-    @staticmethod
-    def critics_between(action_size: int) -> tuple[int, int]:
-        """Return the numbers that critics are given of an action, and the values that they say."""
-        return action_size, 1
-
-    def value_parameter_names(self) -> set[str]:
-        """Return the names of what the critics' loss trains, with a learning rate of its own: the
-        critics, and the encoder of images."""
-        of_critics = ("critic.", "policy.encoder.")
-        return {name for name, _ in self.named_parameters() if name.startswith(of_critics)}
 
     def forward(self, batch: SacBatch) -> SacLosses:
         """Return the losses of a batch, with gradients for all but the targets."""
@@ -243,7 +272,7 @@ class SacModel(nn.Module):
         with torch.no_grad():
             target = self._aimed_at(batch, coefficient)
         seen = self.policy.features(batch.observation)
-        values = self._valued(seen, batch.action)
+        values = self.values_of(self.critic, seen, batch.action)
         total = of_critics = critic_loss(values, target, batch.weight)
         of_policy = entropy = coefficient.new_full((), math.nan)
         if batch.trains_policy:
@@ -282,11 +311,6 @@ class SacModel(nn.Module):
         next_values = self.target(following, next_action, batch.target_critics)
         return soft_target(batch.reward, batch.discount, next_values, next_log_prob, coefficient)
 
-    def _valued(self, seen: Tensor, action: Tensor) -> Tensor:
-        """The critics' values of the actions that were taken, ``[E, N]``."""
-        values: Tensor = self.critic(seen, action)
-        return values
-
     def _policy_loss(
         self, seen: Tensor, noise: Tensor, coefficient: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -307,26 +331,17 @@ class ChoosingSacModel(SacModel):
     entropy is 0.98 of that of uniform choices.
     """
 
-    trains = SoftCategoricalPolicy
+    trains = (SoftCategoricalPolicy,)
 
     @staticmethod
     def entropy_aimed_at(action_size: int) -> float:
         return 0.98 * math.log(action_size)
-
-    @staticmethod
-    def critics_between(action_size: int) -> tuple[int, int]:
-        return 0, action_size
 
     def _aimed_at(self, batch: SacBatch, coefficient: Tensor) -> Tensor:
         following = self.policy.features(batch.next_observation)
         values = self.target(following, None, batch.target_critics)
         following_value = soft_value(values, self.policy.log_probs(following), coefficient)
         return batch.reward + batch.discount * following_value
-
-    def _valued(self, seen: Tensor, action: Tensor) -> Tensor:
-        values: Tensor = self.critic(seen, None)
-        taken = action.expand(len(values), -1).unsqueeze(-1)
-        return values.gather(-1, taken).sum(-1)
 
     def _policy_loss(
         self, seen: Tensor, noise: Tensor, coefficient: Tensor
@@ -345,17 +360,19 @@ def model_for(policy: PolicyConfig) -> type[SacModel]:
     return ChoosingSacModel if policy.acts.discrete else SacModel
 
 
+LossesT = TypeVar("LossesT", bound=CriticLossConfig)
 SKIPPED_IN_A_ROW = 100
 """gradient steps whose gradients were not finite, after which the training has diverged"""
 
 
-class SacTrainer:
+class CriticTrainer(ABC, Generic[LossesT]):
     """An `OffPolicyTrainer` over `FSDPModelManager`, for one rank of an actor group.
 
     torch.distributed must be up when ``world_size`` is above 1. All methods are collective.
 
     Args:
         config: losses and optimizer.
+        losses: the losses' own numbers, of ``config``.
         policy: the policy and its spaces.
         world_size: ranks, which share each batch equally.
         rank: number of this rank.
@@ -364,15 +381,21 @@ class SacTrainer:
     """
 
     def __init__(
-        self, config: SacTrainerConfig, policy: PolicyConfig, world_size: int = 1, rank: int = 0
+        self,
+        config: CriticTrainerConfig,
+        losses: LossesT,
+        policy: PolicyConfig,
+        world_size: int = 1,
+        rank: int = 0,
     ) -> None:
         if world_size > 1 and config.fsdp.strategy != "fsdp2":
             raise ValueError(
                 f"strategy is {config.fsdp.strategy!r}: its ranks hold other parts of the critics "
                 "than of their targets, which follow them; over several ranks take 'fsdp2'"
             )
-        self.config = config
-        model = partial(model_for(policy), policy, config.sac)
+        self.losses = losses
+        self._bucket_bytes = config.bucket_bytes
+        model = partial(self.make_model, policy)
         self.manager = FSDPModelManager(config.fsdp, world_size, rank, model)
         with building(config.seed):
             self.manager.setup_model_and_optimizer()
@@ -385,11 +408,24 @@ class SacTrainer:
         self._skipped_in_a_row = 0
         self._critics, self._targets = _local(self._model.critic), _local(self._model.target)
 
+    @abstractmethod
+    def make_model(self, policy: PolicyConfig) -> CriticModel:
+        """Return what is trained, new."""
+
+    def target_critics(self) -> Tensor | None:
+        """Return the critics for the targets of this step, the same on all ranks; None: all."""
+        return None
+
     @property
-    def _model(self) -> SacModel:
+    def trains_policy(self) -> bool:
+        """Whether this step trains the policy, too."""
+        return True
+
+    @property
+    def _model(self) -> CriticModel:
         model = self.manager.model
-        if not isinstance(model, SacModel):
-            raise TypeError(f"soft actor-critic trains a SacModel, not {type(model)}")
+        if not isinstance(model, CriticModel):
+            raise TypeError(f"a CriticModel is trained, not {type(model)}")
         return model
 
     def step(self, batch: ReplayBatch) -> GradientStep:
@@ -405,7 +441,7 @@ class SacTrainer:
         norm, _ = manager.optimizer_step()
         if math.isfinite(norm):
             self._skipped_in_a_row = 0
-            polyak_update(self._targets, self._critics, self.config.sac.tau)
+            polyak_update(self._targets, self._critics, self.losses.tau)
         else:
             self._skipped_in_a_row += 1
             if self._skipped_in_a_row == SKIPPED_IN_A_ROW:
@@ -425,9 +461,10 @@ class SacTrainer:
         columns = torch.stack([losses.error, losses.value, kinds.to(losses.error)])
         mine = torch.cat([losses.metrics, columns.flatten()])
         gathered = torch.stack(collectives.all_gather(self.manager, mine)).cpu()
-        metrics, rest = gathered[:, : len(METRICS)], gathered[:, len(METRICS) :]
+        names = self._model.metrics
+        metrics, rest = gathered[:, : len(names)], gathered[:, len(names) :]
         error, value, demonstrated = rest.reshape(len(rest), 3, -1).movedim(1, 0).flatten(1)
-        numbers: dict[str, float] = dict(zip(METRICS, metrics.mean(0).tolist(), strict=True))
+        numbers: dict[str, float] = dict(zip(names, metrics.mean(0).tolist(), strict=True))
         if shown is not None:
             numbers |= _halves(error, value, demonstrated > 0.0)
         return numbers, error.numpy()
@@ -453,8 +490,8 @@ class SacTrainer:
             weight,
             noise,
             next_noise,
-            self._target_critics(),
-            self.manager.steps % self.config.sac.policy_every == 0,
+            self.target_critics(),
+            self.trains_policy,
             self._demonstrated(batch),
         )
 
@@ -466,19 +503,9 @@ class SacTrainer:
         weights = torch.from_numpy(batch.demonstrated).to(self.manager.device, torch.float32)
         return weights * (len(batch.index) / count)
 
-    def _target_critics(self) -> Tensor | None:
-        """Critics for the targets of this step: the same on all ranks."""
-        sac = self.config.sac
-        if sac.target_critics is None:
-            return None
-        drawn = torch.randperm(
-            sac.critics, generator=self._generator, device=self._generator.device
-        )
-        return drawn[: sac.target_critics]
-
     def _observed(self, seen: ObservationArray) -> ObservationTensors:
         """Observations on the device; of images, each shifted by as much as it happens."""
-        manager, limit = self.manager, self.config.sac.image_shift
+        manager, limit = self.manager, self.losses.image_shift
         observed = to_tensors(seen, manager.device)
         if isinstance(observed, Tensor) or not limit:
             return observed
@@ -517,7 +544,7 @@ class SacTrainer:
             for name, tensor in state.items()
             if name.startswith(prefix)
         }
-        return pack(policy, self.version, self.config.bucket_bytes)
+        return pack(policy, self.version, self._bucket_bytes)
 
     def begin_checkpoint(self, path: Path) -> Future[Path]:
         """Start writing a checkpoint folder, and return."""
@@ -539,6 +566,29 @@ class SacTrainer:
         extra = self.manager.load_checkpoint(path)[0]
         self.version = extra["version"]
         self._generator.set_state(extra["noise"].clone())
+
+
+class SacTrainer(CriticTrainer[SacLossConfig]):
+    """Soft actor-critic: see `CriticTrainer`."""
+
+    def __init__(
+        self, config: SacTrainerConfig, policy: PolicyConfig, world_size: int = 1, rank: int = 0
+    ) -> None:
+        super().__init__(config, config.sac, policy, world_size, rank)
+
+    def make_model(self, policy: PolicyConfig) -> SacModel:
+        return model_for(policy)(policy, self.losses)
+
+    def target_critics(self) -> Tensor | None:
+        sac, generator = self.losses, self._generator
+        if sac.target_critics is None:
+            return None
+        drawn = torch.randperm(sac.critics, generator=generator, device=generator.device)
+        return drawn[: sac.target_critics]
+
+    @property
+    def trains_policy(self) -> bool:
+        return self.manager.steps % self.losses.policy_every == 0
 
 
 def _halves(error: Tensor, value: Tensor, demonstrated: Tensor) -> dict[str, float]:

@@ -9,6 +9,7 @@
     recurrent.py  one vector of numbers, and a memory
     off_policy.py for soft actor-critic: what its policies share, and that of one choice
     squashed.py   and that of continuous actions within [-1, 1]
+    bounded.py    policies that learn from data alone
     vision_language/   images and text, actions as tokens
     flow_action/       chunks of actions, integrated from noise
     smolvla/           the flow of a folder that LeRobot wrote

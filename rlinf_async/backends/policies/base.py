@@ -188,6 +188,7 @@ policies: Registry[PolicyBuilder] = Registry(
         "rlinf_async.backends.policies.recurrent",
         "rlinf_async.backends.policies.off_policy",
         "rlinf_async.backends.policies.squashed",
+        "rlinf_async.backends.policies.bounded",
         "rlinf_async.backends.policies.vision_language.policy",
         "rlinf_async.backends.policies.flow_action.policy",
         "rlinf_async.backends.policies.smolvla.policy",

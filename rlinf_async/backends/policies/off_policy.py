@@ -1,4 +1,4 @@
-"""Policies that soft actor-critic trains: what they have in common, and that of one choice.
+"""Policies that learn from transitions: what they have in common, and that of one choice.
 
 Source of the choices: Christodoulou 2019, "Soft Actor-Critic for Discrete Action Settings".
 """

@@ -13,7 +13,8 @@ by its import path: ``job = "file.py:Class"``. Packages add names by the entry p
     hooks.py        code of the user's own that a run calls while it goes on
     config.py       settings that every run has, and checks
     placement.py    which devices each role gets
-    embodied/  embodied_sac/  language/  supervised/  world_model/    the built-in jobs
+    embodied/  embodied_sac/  embodied_offline/  language/  supervised/  world_model/
+                    the built-in jobs
 """
 
 from __future__ import annotations
@@ -111,6 +112,7 @@ jobs: Registry[Callable[[], Job]] = Registry(
     entries={
         "embodied_ppo": "rlinf_async.runtime.jobs.embodied.job:EmbodiedPPO",
         "embodied_sac": "rlinf_async.runtime.jobs.embodied_sac.job:EmbodiedSAC",
+        "embodied_offline": "rlinf_async.runtime.jobs.embodied_offline.job:EmbodiedOffline",
         "language_rl": "rlinf_async.runtime.jobs.language.job:LanguageRL",
         "sft": "rlinf_async.runtime.jobs.supervised.job:Sft",
         "dpo": "rlinf_async.runtime.jobs.supervised.job:Dpo",

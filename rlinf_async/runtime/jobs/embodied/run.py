@@ -130,6 +130,11 @@ class EmbodiedProgress(RunProgress, kw_only=True):
         self.successes = list(deque([*self.successes, *lost, *report.episode_success], window))
 
     @property
+    def step(self) -> int:
+        """The step under which metrics are written."""
+        return self.env_steps
+
+    @property
     def success_rate(self) -> float | None:
         """Share of the last episodes that succeeded; None where the environment never says."""
         return success_rate(self.successes, reports=self.success_reports > 0)
@@ -482,7 +487,7 @@ def write_evaluation(
     if rate is not None:
         row["eval_success_rate"] = rate
         row["eval_success_unreported"] = float(unreported(episodes))
-    metrics.write(progress.env_steps + 1, row)
+    metrics.write(progress.step + 1, row)
 
 
 ChannelsT = TypeVar("ChannelsT", bound=EmbodiedChannels)
@@ -593,7 +598,7 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
     ) -> None:
         """Train, evaluate, and wait for the workers that collect to end."""
         flow.view.note = ""
-        kept = self.progress.env_steps if self.progress.version else None
+        kept = self.progress.step if self.progress.version else None
         self._samples = SampleWriter(self.folder.path, self.config.samples, keep_to=kept)
         self._env_workers = flow.collectors.env_workers
         limit = flow.collectors.limit_failures(self._failed_before)
@@ -626,7 +631,7 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
         )
         self.progress.failed_episodes = self._failed_episodes
         if self._samples is not None and judged:
-            step = self.progress.env_steps + 1 if min_version else 0
+            step = self.progress.step + 1 if min_version else 0
             make = partial(evaluated_episodes, episodes, step, min_version)
             self._samples.put(make, len(episodes))
         return episodes
@@ -678,7 +683,7 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
                 self._iterations = progress.version
         await self._issue(channels, report.version + training.max_staleness)
         if self._samples is not None:
-            make = partial(trained_episodes, report, self.progress.env_steps)
+            make = partial(trained_episodes, report, self.progress.step)
             self._samples.put(make, len(report.episode_return))
         if loop.signals.take_checkpoint_request() or self._checkpoint_due(report.version):
             if self._samples is not None:  # those of this version are kept by then
@@ -695,7 +700,7 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
         self._last = report
         self._warn()
         self._warn_of_control(report)
-        metrics.write(self.progress.env_steps, self._row)
+        metrics.write(self.progress.step, self._row)
 
     async def _call_hook(
         self, report: TrainReport, checkpointer: Checkpointer, view: LiveView

@@ -11,12 +11,12 @@ The others are those of `EmbodiedChannels`.
 from __future__ import annotations
 
 from math import floor, log
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from rlinf_async.backends.policies.config import PolicyConfig, cnn_misfit
-from rlinf_async.backends.sac_config import SacTrainerConfig
+from rlinf_async.backends.sac_config import CriticTrainerConfig, SacTrainerConfig
 from rlinf_async.channels import Channel
 from rlinf_async.config import ConfigError
 from rlinf_async.config.counts import check_bounds
@@ -36,12 +36,12 @@ from rlinf_async.runtime.jobs.embodied.settings import (
 from rlinf_async.workers.env.config import EnvConfig
 from rlinf_async.workers.env.goals import Goals
 from rlinf_async.workers.intervention import PAGE, InterventionConfig
-from rlinf_async.workers.replay.worker import ReplayConfig
+from rlinf_async.workers.replay.worker import BatchesConfig, ReplayConfig
 from rlinf_async.workers.rollout.policy import RolloutConfig
 
 SectionT = TypeVar(
     "SectionT",
-    bound=EnvConfig | RolloutConfig | DemonstrationsConfig | ReplayConfig | SacTrainerConfig,
+    bound=EnvConfig | RolloutConfig | DemonstrationsConfig | BatchesConfig | CriticTrainerConfig,
 )
 
 MAY_DIFFER = (
@@ -80,21 +80,47 @@ class SacTrainingConfig(LengthConfig, frozen=True, kw_only=True, forbid_unknown_
             )
 
 
-class SacConfig(EnvironmentSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Soft actor-critic on a Gymnasium environment."""
+class ReplaySettings(EnvironmentSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The settings of every job that learns from batches of a replay worker."""
 
-    job: str = "embodied_sac"
-    name: str = "embodied-sac"
-    training: SacTrainingConfig
     demonstrations: DemonstrationsConfig = DemonstrationsConfig()
-    intervention: InterventionConfig = InterventionConfig()
-    replay: ReplayConfig = ReplayConfig()
-    actor: SacTrainerConfig = SacTrainerConfig()
+    replay: BatchesConfig
+    actor: CriticTrainerConfig
+
+    @property
+    def store(self) -> ReplayConfig:
+        """What the replay worker is to keep, and to draw."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what is replayed")
 
     @property
     def trajectory_ranks(self) -> int:
         """Ranks that share the trajectories: all go to the replay worker."""
         return 1
+
+    @property
+    def spare(self) -> int:
+        """Slots of a store on disk beyond its capacity."""
+        return 0
+
+    def updates(self, iteration: int) -> int:
+        """Gradient steps of an iteration."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how much is learnt")
+
+
+class SacConfig(ReplaySettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Soft actor-critic on a Gymnasium environment."""
+
+    job: str = "embodied_sac"
+    name: str = "embodied-sac"
+    training: SacTrainingConfig
+    intervention: InterventionConfig = InterventionConfig()
+    replay: ReplayConfig = ReplayConfig()
+    actor: SacTrainerConfig = SacTrainerConfig()
+
+    @property
+    def store(self) -> ReplayConfig:
+        """What the replay worker is to keep, and to draw."""
+        return self.replay
 
     @property
     def asked(self) -> InterventionConfig:
@@ -168,7 +194,7 @@ def check_sizes(config: SacConfig) -> None:
             f"after the first {training.learning_starts} are none: nothing would be learnt",
             path=("training", "updates_per_step"),
         )
-    _check_ranks(config)
+    check_ranks(config)
     _check_share(config)
     _check_hindsight(config)
     for setting in ("action_chunk", "group_size"):
@@ -178,10 +204,14 @@ def check_sizes(config: SacConfig) -> None:
                 "actions: leave it out",
                 path=("env", setting),
             )
+    check_warmup(config, "soft actor-critic has training.learning_starts instead")
+
+
+def check_warmup(config: ReplaySettings, instead: str) -> None:
+    """Refuse steps of the critic alone."""
     if config.actor.fsdp.critic_warmup_steps:
         raise ConfigError(
-            f"{config.actor.fsdp.critic_warmup_steps} was given; soft actor-critic has "
-            "training.learning_starts instead: leave it out",
+            f"{config.actor.fsdp.critic_warmup_steps} was given; {instead}: leave it out",
             path=("actor", "fsdp", "critic_warmup_steps"),
         )
 
@@ -205,14 +235,8 @@ def _check_said(config: SacConfig) -> None:
 
 def _check_share(config: SacConfig) -> None:
     """Refuse a share of demonstrations that there are not, or that is no share of a batch."""
-    replay, scripted = config.replay, config.demonstrations.policy
-    path = ("replay", "demonstrated_share")
-    if replay.demonstrations and scripted:
-        raise ConfigError(
-            f"{replay.demonstrations!r} are given, and demonstrations.policy = {scripted!r} would "
-            "record others: leave one of the two out",
-            path=("replay", "demonstrations"),
-        )
+    replay, path = config.replay, ("replay", "demonstrated_share")
+    check_one_source(config)
     if not config.shows:
         if replay.demonstrated_share != ReplayConfig().demonstrated_share:
             raise ConfigError(
@@ -284,7 +308,18 @@ def _check_hindsight(config: SacConfig) -> None:
         )
 
 
-def _check_ranks(config: SacConfig) -> None:
+def check_one_source(config: ReplaySettings) -> None:
+    """Refuse demonstrations that are given, and others that would be recorded."""
+    given, scripted = config.replay.demonstrations, config.demonstrations.policy
+    if given and scripted:
+        raise ConfigError(
+            f"{given!r} are given, and demonstrations.policy = {scripted!r} would record others: "
+            "leave one of the two out",
+            path=("replay", "demonstrations"),
+        )
+
+
+def check_ranks(config: ReplaySettings) -> None:
     """Refuse several actors that cannot share a batch."""
     actors, size = config.cluster.actors, config.replay.batch_size
     if actors == 1:
@@ -304,34 +339,35 @@ def _check_ranks(config: SacConfig) -> None:
         )
 
 
-def _check_images(config: SacConfig, spec: EnvSpec) -> None:
+def _check_images(config: ReplaySettings, section: str, spec: EnvSpec) -> None:
     """Refuse images that a CNN cannot have, or that would be shifted out of the picture."""
     if spec.observation.flat:
         return
     if problem := cnn_misfit(PolicyConfig(observation=spec.observation, action=spec.action)):
         raise ConfigError(problem, path=("env",))
-    shift = config.actor.sac.image_shift
+    shift = config.actor.losses.image_shift
     for image in spec.observation.of_kind("image"):
         if shift >= min(image.shape[:2]):
             raise ConfigError(
                 f"images would be shifted by up to {shift} pixels, but {image.name!r} has "
                 f"{image.shape[0]} x {image.shape[1]}: take fewer, or 0",
-                path=("actor", "sac", "image_shift"),
+                path=("actor", section, "image_shift"),
             )
 
 
-def fitted(config: SacConfig, spec: EnvSpec) -> FittedSac:
-    """The configuration with the environment's spaces, and one seed spread over all.
+def check_spaces(config: ReplaySettings, spec: EnvSpec, section: str, learner: str) -> None:
+    """Refuse spaces of an environment that the policy cannot have; ``section`` of ``actor`` has the
+    numbers of the losses, and ``learner`` is what learns, for the user.
 
     Raises:
-        ConfigError: the policy cannot have the environment's spaces.
+        ConfigError: with what to do.
     """
     if not (spec.action.continuous or spec.action.discrete):
         kinds = ", ".join(f"{factor.kind} ({factor.size})" for factor in spec.action.factors)
         raise ConfigError(
-            f"{config.env.name} takes actions that are no single Box or Discrete ({kinds}); soft "
-            "actor-critic takes one Box of continuous actions, or one choice: wrap the "
-            "environment, or use job = 'embodied_ppo'",
+            f"{config.env.name} takes actions that are no single Box or Discrete ({kinds}); "
+            f"{learner} takes one Box of continuous actions, or one choice: wrap the environment, "
+            "or use job = 'embodied_ppo'",
             path=("env",),
         )
     if spec.action.continuous and config.env.actions != "rescale":
@@ -341,37 +377,51 @@ def fitted(config: SacConfig, spec: EnvSpec) -> FittedSac:
             path=("env", "actions"),
         )
     check_rescaled(config.env, spec)
-    _check_entropy(config, spec)
     if spec.observation.of_kind("text"):
         raise ConfigError(
-            f"{config.env.name} shows {spec.observation}; the networks of soft actor-critic "
-            "read no text: leave it out (gymnasium.wrappers.FilterObservation), or use "
-            "job = 'embodied_ppo'",
+            f"{config.env.name} shows {spec.observation}; the networks of {learner} read no text: "
+            "leave it out (gymnasium.wrappers.FilterObservation), or use job = 'embodied_ppo'",
             path=("env",),
         )
-    _check_images(config, spec)
+    _check_images(config, section, spec)
+
+
+def with_seed(config: ReplaySettings) -> dict[str, Any]:
+    """The settings of a configuration, by name, with one seed spread over all sections."""
     replace = msgspec.structs.replace
 
     def seeded(section: SectionT) -> SectionT:
         return replace(section, seed=section.seed + config.seed)
 
-    return FittedSac(
-        **{name: getattr(config, name) for name in config.__struct_fields__}
-        | {
-            name: seeded(getattr(config, name))
-            for name in ("env", "rollout", "demonstrations", "replay", "actor")
-        },
-        policy=PolicyConfig(
-            name=_policy_for(spec),
-            observation_size=spec.observation_size,
-            action_size=spec.action_size,
-            observation=spec.observation,
-            action=spec.action,
-            hidden_sizes=config.actor.fsdp.policy.hidden_sizes,
-            channels=config.actor.fsdp.policy.channels,
-            action_chunk=1,
-        ),
+    sections = ("env", "rollout", "demonstrations", "replay", "actor")
+    return {name: getattr(config, name) for name in config.__struct_fields__} | {
+        name: seeded(getattr(config, name)) for name in sections
+    }
+
+
+def policy_of(config: ReplaySettings, spec: EnvSpec, name: str) -> PolicyConfig:
+    """The policy of this name, with the environment's spaces."""
+    return PolicyConfig(
+        name=name,
+        observation_size=spec.observation_size,
+        action_size=spec.action_size,
+        observation=spec.observation,
+        action=spec.action,
+        hidden_sizes=config.actor.fsdp.policy.hidden_sizes,
+        channels=config.actor.fsdp.policy.channels,
+        action_chunk=1,
     )
+
+
+def fitted(config: SacConfig, spec: EnvSpec) -> FittedSac:
+    """The configuration with the environment's spaces, and one seed spread over all.
+
+    Raises:
+        ConfigError: the policy cannot have the environment's spaces.
+    """
+    check_spaces(config, spec, "sac", "soft actor-critic")
+    _check_entropy(config, spec)
+    return FittedSac(**with_seed(config), policy=policy_of(config, spec, _policy_for(spec)))
 
 
 def _check_entropy(config: SacConfig, spec: EnvSpec) -> None:
@@ -400,7 +450,7 @@ class SacChannels(EmbodiedChannels):
     its key by itself, so a second batch of one holds no other up.
     """
 
-    def __init__(self, cluster: Cluster, config: FittedSac) -> None:
+    def __init__(self, cluster: Cluster, config: ReplaySettings) -> None:
         super().__init__(cluster, config)
         ahead = config.replay.prefetch
         self.requests: Channel[BatchRequest] = cluster.channel(

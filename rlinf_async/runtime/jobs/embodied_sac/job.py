@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import psutil
@@ -41,11 +41,17 @@ from rlinf_async.runtime.jobs.embodied.settings import (
 from rlinf_async.runtime.jobs.embodied_sac.config import (
     MAY_DIFFER,
     FittedSac,
+    ReplaySettings,
     SacConfig,
     check_sizes,
     fitted,
 )
-from rlinf_async.runtime.jobs.embodied_sac.run import SacRun, check_transitions, make_trainer
+from rlinf_async.runtime.jobs.embodied_sac.run import (
+    ReplayRun,
+    SacRun,
+    check_transitions,
+    make_trainer,
+)
 from rlinf_async.runtime.jobs.placement import PlacementPlan
 from rlinf_async.runtime.jobs.run import run_in_folder
 from rlinf_async.workers.base import Device
@@ -108,7 +114,7 @@ class EmbodiedSAC:
             return SacRun(full, folder, beginning)
 
         return run_in_folder(
-            as_run, out, resume=resume, may_differ=MAY_DIFFER, build=build, reads=_reads
+            as_run, out, resume=resume, may_differ=MAY_DIFFER, build=build, reads=reads_of
         )
 
     def trained(self, config: SacConfig) -> TrainedPolicy:
@@ -121,8 +127,8 @@ class EmbodiedSAC:
         if config.replay.hindsight != "none":
             full = msgspec.structs.replace(full, goals=goals_of(config))
         check_judging_env(config, spec)
-        shown = _checked_demonstrations(full, spec)
-        _check_store(full, shown)
+        shown = checked_demonstrations(full, spec)
+        check_store(full, shown)
         of_person = (*InterventionCounts().metrics(),) if full.asked.person else ()
         check_judged(full, COLUMNS + OF_DEMONSTRATIONS * full.shows + of_person)
         return full
@@ -153,14 +159,15 @@ def _check_coefficient(full: FittedSac, beginning: Beginning) -> None:
         )
 
 
-def _reads(run: SacRun) -> Reads:
+def reads_of(run: ReplayRun[Any]) -> Reads:
+    """The files that a run reads, by setting."""
     files, shown = files_of(run.beginning), run.config.replay.demonstrations
     if shown:
         files["replay.demonstrations"] = Path(shown), every_file(Path(shown))
     return Reads(files)
 
 
-def _checked_demonstrations(full: FittedSac, spec: EnvSpec) -> int:
+def checked_demonstrations(full: ReplaySettings, spec: EnvSpec) -> int:
     """Return the number of demonstrated transitions; 0 where the run records them itself.
 
     Raises:
@@ -176,14 +183,14 @@ def _checked_demonstrations(full: FittedSac, spec: EnvSpec) -> int:
         raise ConfigError(str(error), path=("replay", "demonstrations")) from error
 
 
-def _check_store(full: FittedSac, shown: int) -> None:
+def check_store(full: ReplaySettings, shown: int) -> None:
     """Raise `ConfigError` where the store has no room, or its folder cannot be written.
 
     ``shown`` demonstrations lie beside the transitions.
     """
-    replay = full.replay
-    observation, action = full.policy.observation, full.policy.action
-    columns = columns_of(observation, action, episodes=full.goals is not None)
+    replay, policy = full.store, full.acting_policy
+    goals = isinstance(full, FittedSac) and full.goals is not None
+    columns = columns_of(policy.observation, policy.action, episodes=goals)
     rings = 1 + (full.asked.demonstrates if full.asked.person else 0)
     if replay.storage == "memory":
         needed, there = (

@@ -23,15 +23,19 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from abc import abstractmethod
 from functools import partial
 from pathlib import Path
+from typing import ClassVar, TypeVar
 
 import msgspec
 
 from rlinf_async.backends.base import OffPolicyTrainer
+from rlinf_async.backends.parts import DEFAULT_OFF_POLICY_TRAINER, off_policy_trainers
 from rlinf_async.config import ConfigError
 from rlinf_async.data.config import DataError
 from rlinf_async.data.demonstrations import FILE, Bounds, check_demonstrations
+from rlinf_async.data.lerobot import is_lerobot
 from rlinf_async.messages.embodied import Collect, Collected, TrainReport
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import EmbodiedSummary
@@ -47,12 +51,15 @@ from rlinf_async.runtime.jobs.embodied.run import (
     EnvironmentRun,
     LoopContext,
 )
-from rlinf_async.runtime.jobs.embodied_sac.config import FittedSac, SacChannels
+from rlinf_async.runtime.jobs.embodied_sac.config import FittedSac, ReplaySettings, SacChannels
 from rlinf_async.runtime.jobs.placement import PlacementPlan
 from rlinf_async.runtime.jobs.view import LiveView
 from rlinf_async.runtime.supervise import Never, Restart
-from rlinf_async.workers.actor import GradientPlan, SacActor
+from rlinf_async.workers.actor import GradientPlan, SacActor, SacReport
+from rlinf_async.workers.env.goals import Goals
 from rlinf_async.workers.replay.worker import STATE, ReplayPlan, ReplayWorker, read_state
+
+ReplayedT = TypeVar("ReplayedT", bound=ReplaySettings)
 
 REPLAY = "replay"
 """name of the store's folder, in a checkpoint and in the run folder"""
@@ -85,26 +92,26 @@ class SacShards:
         os.replace(sibling(path), path / REPLAY)
 
 
-def make_trainer(config: FittedSac) -> OffPolicyTrainer:
+def make_trainer(
+    config: ReplaySettings, name: str = DEFAULT_OFF_POLICY_TRAINER
+) -> OffPolicyTrainer:
     """Return a trainer that reads a checkpoint, in this process."""
-    from rlinf_async.backends.parts import DEFAULT_OFF_POLICY_TRAINER, off_policy_trainers
-
-    part = off_policy_trainers.load(DEFAULT_OFF_POLICY_TRAINER)
-    return part.make(config.actor, config.policy, 1, 0)
+    part = off_policy_trainers.load(name)
+    return part.make(config.actor, config.acting_policy, 1, 0)
 
 
-def check_transitions(folder: Path, config: FittedSac, bounds: Bounds) -> None:
+def check_transitions(folder: Path, config: ReplaySettings, bounds: Bounds) -> None:
     """Raise `DataError` unless the folder has transitions of the run's environment, whose actions
     lie within ``bounds``."""
     info = check_demonstrations(
         folder,
-        config.policy.sees,
-        config.policy.acts.columns,
-        discrete=config.policy.acts.discrete,
+        config.acting_policy.sees,
+        config.acting_policy.acts.columns,
+        discrete=config.acting_policy.acts.discrete,
         bounds=bounds,
         transitions=True,
     )
-    if info.env != config.env.name:
+    if info.env != config.env.name and not is_lerobot(folder):  # that knows a robot's name alone
         raise DataError(
             f"the demonstrations in {str(folder)!r} are of {info.env}, but the run is in "
             f"{config.env.name}, and learns from their rewards: record them in this environment; "
@@ -112,19 +119,30 @@ def check_transitions(folder: Path, config: FittedSac, bounds: Bounds) -> None:
         )
 
 
-class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
-    """A run of soft actor-critic; see `EnvironmentRun`.
+class ReplayRun(EnvironmentRun[ReplayedT, SacProgress, SacChannels]):
+    """A run that learns from batches of a replay worker; see `EnvironmentRun`.
 
     Args:
         config: fitted to its environment.
         folder: the run's folder.
         beginning: weights that it begins with; None: new ones.
+        progress: where nothing was trained yet.
     """
 
+    trainer: ClassVar[str] = DEFAULT_OFF_POLICY_TRAINER
+    """name of what trains"""
+    experience: ClassVar[bool] = True
+    """whether own experience is learnt from"""
+
     def __init__(
-        self, config: FittedSac, folder: RunFolder, beginning: Beginning | None = None
+        self,
+        config: ReplayedT,
+        folder: RunFolder,
+        beginning: Beginning | None = None,
+        progress: SacProgress | None = None,
     ) -> None:
-        super().__init__(config, folder, SacProgress(), beginning, file=f"{REPLAY}/{STATE}")
+        begun = progress or SacProgress()
+        super().__init__(config, folder, begun, beginning, file=f"{REPLAY}/{STATE}")
         self._store = self._store_folder()
 
     def _store_folder(self) -> Path | None:
@@ -167,7 +185,7 @@ class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
         if watching is not None:
             await watching
 
-    async def _with_demonstrations(self, view: LiveView) -> FittedSac:
+    async def _with_demonstrations(self, view: LiveView) -> ReplayedT:
         """Record demonstrations where the run begins; return the configuration that draws them.
 
         Raises `DataError` where they are damaged, or not what the run can learn from.
@@ -183,6 +201,11 @@ class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
     # ---- workers
 
     @property
+    def goals(self) -> Goals | None:
+        """Where the environment shows goals, if transitions get others in hindsight."""
+        return None
+
+    @property
     def _resume(self) -> Path | None:
         """The checkpoint to go on from."""
         progress = self.progress
@@ -196,7 +219,8 @@ class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
         return await cluster.launch(
             SacActor,
             msgspec.structs.replace(self.config.actor, fsdp=fsdp),
-            self.config.policy,
+            self.config.acting_policy,
+            backend=self.trainer,
             resume=None if resume is None else str(resume),
             first=self.first_weights(),
             name="Actor",
@@ -208,12 +232,12 @@ class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
     async def _launch_replay(
         self, cluster: Cluster, placed: PlacementPlan
     ) -> WorkerGroup[ReplayWorker]:
-        config, policy, resume = self.config, self.config.policy, self._resume
+        config, policy, resume = self.config, self.config.acting_policy, self._resume
         counts, of_env = config.cluster, placed.options("env", config.cluster.environment)
         plan = ReplayPlan(
             observation=policy.observation,
             action=policy.action,
-            gamma=config.actor.sac.gamma,
+            gamma=config.actor.losses.gamma,
             seed=config.replay.seed,
             iterations=config.iterations,
             iteration_steps=config.iteration_steps,
@@ -224,17 +248,18 @@ class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
             resume="" if resume is None else str(resume / REPLAY),
             intervened=bool(config.asked.person and config.asked.demonstrates),
             acts=config.asked.acts,
-            goals=config.goals,
-            env=None if config.goals is None else config.env,
+            goals=self.goals,
+            env=None if self.goals is None else config.env,
+            experience=self.experience,
         )
-        on_disk = config.replay.storage == "disk"
+        outlives = config.replay.storage == "disk" or not self.experience
         return await cluster.launch(
             ReplayWorker,
-            config.replay,
+            config.store,
             plan,
             name="Replay",
-            restart=Restart(max=config.cluster.max_restarts) if on_disk else Never(),
-            env_vars=of_env["env_vars"] if config.goals is not None else counts.environment,
+            restart=Restart(max=config.cluster.max_restarts) if outlives else Never(),
+            env_vars=of_env["env_vars"] if self.goals is not None else counts.environment,
         )
 
     # ---- training
@@ -279,6 +304,7 @@ class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
             self._env_reports = await collecting
         await serving
 
+    @abstractmethod
     async def _train_iteration(
         self,
         channels: SacChannels,
@@ -286,13 +312,17 @@ class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
         replay: WorkerGroup[ReplayWorker],
         iteration: int,
     ) -> TrainReport:
-        """Let the trajectories into the store, and the actor learn from it."""
+        """Let the actor learn from what there is in the store."""
+
+    async def _learn(
+        self, channels: SacChannels, actor: WorkerGroup[SacActor], iteration: int
+    ) -> SacReport:
+        """Take the gradient steps of an iteration, and publish the policy."""
         config = self.config
-        [collected] = await replay.call(ReplayWorker.collect, iteration, config.trajectories)
         plan = GradientPlan(
             updates=config.updates(iteration),
             prefetch=config.replay.prefetch,
-            priorities=config.replay.prioritized,
+            priorities=config.store.prioritized,
         )
         trained = await actor.call(
             SacActor.run_training,
@@ -303,17 +333,14 @@ class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
         )
         self.progress.updates += plan.updates
         self.progress.second_batches += sum(one.duplicates for one in trained)
-        return _report(collected, trained[0].version, trained[0].metrics)
-
-    def _ticket(self, iteration: int) -> Collect:
-        return msgspec.structs.replace(super()._ticket(iteration), transitions=True)
+        return trained[0]
 
     # ---- pictures, summary
 
     @property
     def trained(self) -> TrainedPolicy:
         """What lets the policy of a checkpoint act, for pictures."""
-        return TrainedPolicy(self.config, partial(make_trainer, self.config))
+        return TrainedPolicy(self.config, partial(make_trainer, self.config, self.trainer))
 
     def summary(self, stopped: Stopped | None) -> EmbodiedSummary:
         """Return the summary of the run."""
@@ -322,6 +349,30 @@ class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
             summary.extra["gradient steps"] = self.progress.updates
             summary.dropped["second batches"] = self.progress.second_batches
         return summary
+
+
+class SacRun(ReplayRun[FittedSac]):
+    """A run of soft actor-critic."""
+
+    @property
+    def goals(self) -> Goals | None:
+        return self.config.goals
+
+    async def _train_iteration(
+        self,
+        channels: SacChannels,
+        actor: WorkerGroup[SacActor],
+        replay: WorkerGroup[ReplayWorker],
+        iteration: int,
+    ) -> TrainReport:
+        """Let the trajectories into the store, and the actor learn from it."""
+        wanted = self.config.trajectories
+        [collected] = await replay.call(ReplayWorker.collect, iteration, wanted)
+        learnt = await self._learn(channels, actor, iteration)
+        return _report(collected, learnt.version, learnt.metrics)
+
+    def _ticket(self, iteration: int) -> Collect:
+        return msgspec.structs.replace(super()._ticket(iteration), transitions=True)
 
 
 def _report(collected: Collected, version: int, metrics: dict[str, float]) -> TrainReport:
