@@ -52,3 +52,11 @@ def undecided(env: gymnasium.Env[Any, Any], seed: int) -> Callable[[Any], NDArra
         return (sign * steady(observation)).astype(np.float32)
 
     return act
+
+
+def steps_in(observation: Any, proposed: Any) -> NDArray[np.float32] | None:
+    """A person who sees what the policy is about to do, and acts where that leads elsewhere: see
+    ``examples/hg_dagger_fetch_reach.toml``. ``observation`` is one vector, its parts by name."""
+    achieved, desired = observation[:3], observation[3:6]
+    own = np.append(np.clip(GAIN * (desired - achieved), -0.95, 0.95), 0.0).astype(np.float32)
+    return own if np.abs(own - proposed).max() > 0.2 else None

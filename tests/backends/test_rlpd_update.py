@@ -269,3 +269,17 @@ def test_a_share_of_cloning_is_a_share_of_the_loss_and_nothing_is_cloned_of_nobo
     for name, value in parameters(alone).items():
         if name.startswith("policy.actor."):
             torch.testing.assert_close(value, before[name], rtol=0, atol=0)
+
+
+def test_what_is_always_done_the_same_way_does_not_outweigh_the_rest() -> None:
+    model: Any = trainer().manager.model
+    policy = model.policy
+    with torch.no_grad():
+        policy.actor[-1].bias[2:] = -10.0  # deviations
+    seen, done = torch.randn(4, 3), torch.tensor([[1.0, 0.0]] * 4)
+    found = policy.cloned(seen, done)
+    mean = policy.outputs(policy.features(seen))[:, :2]
+    unsquashed = torch.tensor([0.999, 0.0]).atanh()
+    normal: Any = torch.distributions.Normal(mean, torch.full_like(mean, 0.1))
+    wanted = normal.log_prob(unsquashed) - (1 - unsquashed.tanh() ** 2).log()
+    torch.testing.assert_close(found, wanted.sum(-1), rtol=1e-4, atol=1e-4)

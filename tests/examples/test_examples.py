@@ -274,6 +274,23 @@ def test_a_policy_learns_from_data_alone(
     assert summary.extra == {"gradient steps": 20}
 
 
+def test_a_person_who_steps_in_is_learnt_from(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which takes the person of "fetch_expert.py"."""
+    words = [
+        *("train", EXAMPLES / "hg_dagger_fetch_reach.toml", "--out", tmp_path / "run"),
+        *("--intervention.person", f"{EXAMPLES / 'fetch_expert.py'}:steps_in"),
+        *("--intervention.deadline", 60, "--evaluation.episodes", 2, "--training.total_steps", 200),
+        *("--training.learning_starts", 180, "--cluster.backend", "local"),
+    ]
+    code = main([str(word) for word in words])
+    assert (code, capsys.readouterr().err) == (1, "")  # so few steps do not reach the target
+    columns = read_columns(tmp_path / "run" / "metrics.csv")
+    assert columns["intervention_share"][0] > 0.5
+    assert 0.8984375 in columns["demonstrations_share"]
+
+
 @pytest.mark.parametrize("example", ["vla_reach.toml", "flow_reach.toml"])
 def test_a_policy_is_cloned_and_trained(tmp_path: pathlib.Path, example: str) -> None:
     """Which takes the environment and the script of "reach_env.py"."""

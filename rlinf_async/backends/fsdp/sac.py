@@ -301,8 +301,8 @@ class SacModel(CriticModel):
         """
         if batch.demonstrated is None:
             return seen.new_zeros(())
-        log_prob: Tensor = self.policy.log_prob(seen, batch.action)
-        return -(log_prob * batch.demonstrated).mean()
+        cloned: Tensor = self.policy.cloned(seen, batch.action)
+        return -(cloned * batch.demonstrated).mean()
 
     def _aimed_at(self, batch: SacBatch, coefficient: Tensor) -> Tensor:
         """The target of the critics, ``[N]``."""

@@ -103,6 +103,10 @@ class SoftCategoricalPolicy(OffPolicyPolicy[ObservedT]):
         """Return log-probs ``[N]`` of the choices ``action [N]``, with gradients."""
         return self._distribution(features).log_prob(action)
 
+    def cloned(self, features: Tensor, action: Tensor) -> Tensor:
+        """Return what cloning maximises: `log_prob`."""
+        return self.log_prob(features, action)
+
     def draw(self, features: Tensor, noise: Tensor) -> Tensor:
         """Return the choices to which ``noise [N, A]`` leads: see `ActionDistribution`."""
         return self._distribution(features).draw(noise)

@@ -27,6 +27,8 @@ from rlinf_async.backends.policies.off_policy import OffPolicyPolicy, count
 
 LOG_STD_MIN: Final = -20.0
 LOG_STD_MAX: Final = 2.0
+CLONED_STD: Final = 0.1
+CLONED_MARGIN: Final = 1e-3
 
 
 class SquashedGaussianPolicy(OffPolicyPolicy[ObservedT]):
@@ -76,6 +78,17 @@ class SquashedGaussianPolicy(OffPolicyPolicy[ObservedT]):
         as just within."""
         mean, log_std = self._outputs(features)
         unsquashed = torch.atanh(action.clamp(-1.0 + 1e-6, 1.0 - 1e-6))
+        noise = (unsquashed - mean) * (-log_std).exp()
+        return squashed_log_prob(noise, log_std, unsquashed)
+
+    def cloned(self, features: Tensor, action: Tensor) -> Tensor:
+        """Return what cloning maximises: `log_prob`, but no deviation is less than `CLONED_STD`,
+        and no action nearer to its bounds than `CLONED_MARGIN`. What is always done the same way,
+        or as far as it goes, would outweigh all else without end."""
+        mean, log_std = self._outputs(features)
+        log_std = log_std.clamp(min=math.log(CLONED_STD))
+        most = 1.0 - CLONED_MARGIN
+        unsquashed = torch.atanh(action.clamp(-most, most))
         noise = (unsquashed - mean) * (-log_std).exp()
         return squashed_log_prob(noise, log_std, unsquashed)
 
