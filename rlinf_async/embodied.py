@@ -37,6 +37,7 @@ from rlinf_async.observe.sinks.trackio import TrackioConfig
 from rlinf_async.observe.sinks.wandb import WandbConfig
 from rlinf_async.realtime import ControlConfig, SafetyConfig
 from rlinf_async.runtime.jobs.config import RayConfig
+from rlinf_async.runtime.jobs.embodied.curriculum import CurriculumConfig
 from rlinf_async.runtime.jobs.embodied.settings import (
     DemonstrationsConfig,
     EmbodiedClusterConfig,
@@ -66,6 +67,7 @@ __all__ = [
     "BatchesConfig",
     "CloningConfig",
     "ControlConfig",
+    "CurriculumConfig",
     "DemonstrationsConfig",
     "EmbodiedClusterConfig",
     "EmbodiedConfig",

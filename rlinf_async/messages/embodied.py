@@ -126,6 +126,15 @@ def all_counts(parts: Iterable[ControlCounts | None]) -> ControlCounts | None:
     return reduce(ControlCounts.plus, found) if found else None
 
 
+class Level(msgspec.Struct, frozen=True):
+    """A level of a curriculum."""
+
+    number: int = 0
+    """from 0"""
+    options: dict[str, Any] = {}
+    """with which its episodes are begun: of ``reset``"""
+
+
 class Collect(msgspec.Struct, frozen=True, kw_only=True):
     """runtime -> env: collect ``steps`` steps in every env of this worker for ``iteration``."""
 
@@ -139,6 +148,8 @@ class Collect(msgspec.Struct, frozen=True, kw_only=True):
     """trajectories of ``steps`` steps that each stage collects, one after the other"""
     transitions: bool = False
     """Trajectories have the next observations, for a replay worker, instead of values."""
+    level: Level | None = None
+    """level in which episodes begin; None: there is no curriculum"""
 
 
 class Observations(msgspec.Struct, kw_only=True):
@@ -275,6 +286,8 @@ class Trajectory(msgspec.Struct, kw_only=True):
     """steps of each episode that ended in here"""
     episode_success: list[bool | None] = []
     """whether each episode that ended in here succeeded; None: the environment does not say"""
+    episode_level: list[int] = []
+    """level of the curriculum in which each episode that ended in here began; none without one"""
     intervened: Bools | None = None
     """``[T, E]``: whose action, or label, is that of a person; None: no person is asked"""
     label: Choice | None = None
@@ -349,6 +362,7 @@ class TrainReport(msgspec.Struct, kw_only=True):
     episode_return: list[float] = []
     episode_length: list[int] = []
     episode_success: list[bool | None] = []
+    episode_level: list[int] = []
     ranks: int = 1
     """number of ranks that train the next iteration and share its data"""
     control: ControlCounts | None = None
@@ -412,6 +426,7 @@ class Collected(msgspec.Struct, kw_only=True):
     episode_return: list[float] = []
     episode_length: list[int] = []
     episode_success: list[bool | None] = []
+    episode_level: list[int] = []
     control: ControlCounts | None = None
     """what was counted in real time"""
     intervention: InterventionCounts | None = None

@@ -157,6 +157,8 @@ class KeptSample(msgspec.Struct, kw_only=True):
     """tokens of the response; steps of an episode in an environment"""
     success: bool | msgspec.UnsetType | None = msgspec.UNSET
     """of an episode in an environment; None: it does not say"""
+    level: int | msgspec.UnsetType = msgspec.UNSET
+    """level of the curriculum in which an episode in an environment began"""
 
 
 _Make = Callable[[], Iterable[KeptSample]]

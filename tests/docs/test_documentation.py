@@ -170,8 +170,8 @@ def test_the_table_of_settings_has_every_setting_and_its_default() -> None:
 OF_PPO = tuple(
     f"{one}."
     for one in (
-        *("model", "env", "rollout", "evaluation", "hooks", "recording", "samples", "cluster"),
-        *("actor.fsdp.scheduler", "training.stop_at", "training.keep_best"),
+        *("model", "env", "curriculum", "rollout", "evaluation", "hooks", "recording"),
+        *("samples", "cluster", "actor.fsdp.scheduler", "training.stop_at", "training.keep_best"),
     )
 )
 """sections of jobs in environments that stand on the page of the PPO job"""

@@ -14,7 +14,15 @@ import numpy as np
 from rlinf_async.backends.base import PolicyAnswer, PolicyBackend
 from rlinf_async.channels import Channel, Latest, LatestSender, Receiver, Sender
 from rlinf_async.deadlines import let_pass
-from rlinf_async.messages.embodied import Actions, Choice, Collect, Ints, Observations, Trajectory
+from rlinf_async.messages.embodied import (
+    Actions,
+    Choice,
+    Collect,
+    Ints,
+    Level,
+    Observations,
+    Trajectory,
+)
 from rlinf_async.messages.spaces import ObservationArray
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.observe.bottleneck import Advice
@@ -123,6 +131,9 @@ class CostStage:
             final_observation=None,
             episodes=[],
         )
+
+    def take_level(self, level: Level) -> None:
+        """Its episodes are all alike."""
 
     def pause(self, rows: Ints | None = None) -> None:
         """Nothing to do."""

@@ -224,6 +224,7 @@ class EmbodiedFSDPActor(TrainingWorker[TrainerBackend]):
             episode_return=[value for one in batch for value in one.episode_return],
             episode_length=[value for one in batch for value in one.episode_length],
             episode_success=[value for one in batch for value in one.episode_success],
+            episode_level=[value for one in batch for value in one.episode_level],
             ranks=self.active_world_size,
             control=all_counts(one.control for one in batch),
         )

@@ -52,6 +52,8 @@ class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ``kwargs``, returns the env"""
     kwargs: dict[str, Any] = {}
     """arguments of ``gymnasium.make`` or of the entry point"""
+    options: dict[str, Any] = {}
+    """options of each ``reset``"""
     envs: int = 8
     """number of environments in each worker"""
     stages: int = 2
@@ -126,6 +128,12 @@ class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 f"simulator = {self.simulator!r} takes one action at a time and begins episodes by "
                 f"itself, but action_chunk is {self.action_chunk}, group_size is {self.group_size}"
                 ": leave both out, or use simulator = 'single' or 'pool'"
+            )
+        if self.many_in_a_call and self.options:
+            raise ConfigError(
+                f"{self.options} were given, but simulator = {self.simulator!r} begins episodes by "
+                "itself, and is told none: leave them out, or use simulator = 'single' or 'pool'",
+                path=("options",),
             )
         if self.simulator == "envpool" and self.entry_point:
             raise ValueError(

@@ -200,6 +200,7 @@ class NamedEnv(ForeignEnv):
         """Make it; raises as `make_env`."""
         label = f"env {config.name}"
         super().__init__(label, 0, place_for(label, config.limits), length=0)
+        self._options = config.options or None
         with making(self.call):
             self.env = make_env(config, render_mode=render_mode)
 
@@ -212,7 +213,7 @@ class NamedEnv(ForeignEnv):
         """Begin an episode."""
         self.seed, self.length = self.seed if seed is None else seed, 0
         with self.during(RESET):
-            return self.env.reset(seed=seed)
+            return self.env.reset(seed=seed, options=self._options)
 
     def step(self, action: Any, /) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Take a step."""

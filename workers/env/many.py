@@ -48,12 +48,14 @@ from numpy.typing import NDArray
 
 from rlinf_async.config.registry import raised
 from rlinf_async.messages.converting import ActionReader, ObservationWriter, array_of
+from rlinf_async.messages.described import EnvError
 from rlinf_async.messages.embodied import (
     Bools,
     Choice,
     ControlCounts,
     Floats,
     Ints,
+    Level,
     all_counts,
     success_at,
 )
@@ -221,6 +223,10 @@ class BatchedStage(SimulatorOfMany[BatchedEnv]):
     def pause(self, rows: Ints | None = None) -> None:
         """Do nothing: none of these is in real time."""
 
+    def take_level(self, level: Level) -> None:
+        """Raise `EnvError`: a simulator of many begins episodes by itself."""
+        raise no_levels(self.label)
+
     def close(self) -> None:
         """Close the simulator.
 
@@ -269,6 +275,11 @@ class BatchedStage(SimulatorOfMany[BatchedEnv]):
                 "returned observations with NaN or infinity as float32, in environments "
                 f"{rows.tolist()}",
             )
+
+
+def no_levels(label: str) -> EnvError:
+    """The error where a simulator of many is to begin episodes in a level of a curriculum."""
+    return EnvError(f"{label} begins episodes by itself, and cannot be told a level")
 
 
 def one_each(values: Any, name: str, count: int) -> NDArray[Any]:
@@ -364,6 +375,10 @@ class AsyncEnvs(Protocol):
         """Stop the time of those that are in real time, until their next step."""
         ...
 
+    def take_level(self, level: Level) -> None:
+        """From now on episodes begin in this level."""
+        ...
+
     def close(self) -> None:
         """Close the environments, those in the middle of a step too."""
         ...
@@ -441,6 +456,10 @@ class AsyncStage:
     def pause(self, rows: Ints | None = None) -> None:
         """Stop the time of environments in real time until their next step."""
         self._envs.pause(np.arange(len(self.observation)) if rows is None else rows)
+
+    def take_level(self, level: Level) -> None:
+        """From now on begin episodes in this level."""
+        self._envs.take_level(level)
 
     def close(self) -> None:
         """Close the environments."""
@@ -593,6 +612,10 @@ class SimulatorEnvs(SimulatorOfMany[AsyncEnv]):
 
     def pause(self, rows: Ints | None = None) -> None:
         """Do nothing: none of these is in real time."""
+
+    def take_level(self, level: Level) -> None:
+        """Raise `EnvError`: a simulator of many begins episodes by itself."""
+        raise no_levels(self.label)
 
     def close(self) -> None:
         """Wait for the steps that are under way, and close the simulator."""

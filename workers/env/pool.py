@@ -41,7 +41,7 @@ import numpy as np
 
 from rlinf_async.config import ConfigError
 from rlinf_async.messages.described import EnvError
-from rlinf_async.messages.embodied import Choice, ControlCounts, Ints
+from rlinf_async.messages.embodied import Choice, ControlCounts, Ints, Level
 from rlinf_async.messages.spaces import ObservationSpec
 from rlinf_async.processes import frame, how_it_ended, read_message
 from rlinf_async.workers import foreign_calls
@@ -69,6 +69,12 @@ class Act(msgspec.Struct, frozen=True, tag=True):
 
 class Pause(msgspec.Struct, frozen=True, tag=True):
     """worker -> env process: stop the time until the next step; nothing is answered."""
+
+
+class TakeLevel(msgspec.Struct, frozen=True, tag=True):
+    """worker -> env process: from the next episode on, this level; nothing is answered."""
+
+    level: Level
 
 
 class Made(msgspec.Struct, frozen=True, tag=True):
@@ -103,7 +109,7 @@ class EnvEnded(msgspec.Struct, frozen=True, tag=True):
     """exit code; of a signal its number, negative"""
 
 
-ToEnv = Begin | Act | Pause
+ToEnv = Begin | Act | Pause | TakeLevel
 FromEnv = Made | Shown | Broken
 
 MODULE: Final = "rlinf_async.workers.env.pool_process"
@@ -213,6 +219,11 @@ class EnvPool:
         if self._control_hz:
             for env in rows.tolist():
                 self._send(env, Pause())
+
+    def take_level(self, level: Level) -> None:
+        """From now on begin episodes in this level."""
+        for env in range(len(self._sockets)):
+            self._send(env, TakeLevel(level))
 
     def close(self) -> None:
         """Have the environments closed, and wait for their processes. One in the middle of a step

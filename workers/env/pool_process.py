@@ -43,6 +43,7 @@ from rlinf_async.workers.env.pool import (
     Pause,
     PoolStart,
     Shown,
+    TakeLevel,
     ToEnv,
 )
 from rlinf_async.workers.env.stage import Slot
@@ -143,12 +144,15 @@ class EnvProcess:
         except (EnvError, UsageError) as error:
             self._say(Broken(str(error)))
             return
-        self._slot = Slot(env, writer.write, label=label, seed=0, call=call)
+        self._slot = Slot(env, writer.write, label=label, seed=0, call=call, options=config.options)
         self._rows = writer.spec.empty(1)
         self._say(Made())
         while (asked := read_message(self._reading, self._decoder)) is not None:
             if isinstance(asked, Pause):
                 self._slot.pause()
+                continue
+            if isinstance(asked, TakeLevel):
+                self._slot.level = asked.level
                 continue
             said: FromEnv
             try:

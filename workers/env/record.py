@@ -67,7 +67,7 @@ class Record:
         self._cut: list[_Cut] = []
         self._terminal: list[_Cut] = []
         """those that terminated"""
-        self._transitions = ticket.transitions
+        self._transitions, self._levels = ticket.transitions, ticket.level is not None
         self._episodes: list[tuple[int, int, Episode]] = []
         """step, environment, and the episode that ended there"""
         self._made = Trajectory(
@@ -204,6 +204,8 @@ class Record:
             made.episode_return.append(episode.episode_return)
             made.episode_length.append(episode.length)
             made.episode_success.append(episode.success)
+            if self._levels:
+                made.episode_level.append(episode.level)
         return made
 
     def _place(self, rows: Ints | None) -> Place:

@@ -31,6 +31,7 @@ from rlinf_async.messages.embodied import (
     ControlCounts,
     Floats,
     Ints,
+    Level,
     all_counts,
     success_of,
 )
@@ -71,6 +72,8 @@ class Episode(msgspec.Struct, frozen=True):
     success: bool | None
     """whether the task was solved, as the environment says (`success_of`); None where it does not
     """
+    level: int = 0
+    """level of the curriculum in which it began"""
 
 
 def reward_problem(reward: float) -> str:
@@ -143,10 +146,15 @@ class Slot(ForeignEnv):
         label: str,
         seed: int,
         call: Call = NOT_NOTED,
+        options: dict[str, Any] | None = None,
     ) -> None:
-        """``label`` is ``"FetchReachDense-v4[3]"``; ``call`` is where its calls are noted."""
+        """``label`` is ``"FetchReachDense-v4[3]"``; ``call`` is where its calls are noted;
+        ``options`` are those of resets, while no level has its own."""
         super().__init__(f"env {label}", seed, call, length=0)
         self.env = env
+        self.level = Level(0, options or {})
+        """that in which the next episodes begin"""
+        self._began_in = 0
         self._write = write
         self.action_rewards: list[float] = []
         """rewards of the actions that the last step executed, where actions come in chunks"""
@@ -162,9 +170,9 @@ class Slot(ForeignEnv):
         """
         if seed is not None:
             self.seed = seed
-        self._return, self.length = 0.0, 0
+        self._return, self.length, self._began_in = 0.0, 0, self.level.number
         with self.during(RESET):
-            observation, _ = self.env.reset(seed=seed)
+            observation, _ = self.env.reset(seed=seed, options=self.level.options or None)
             self._write(observation, row)
 
     def step(self, action: Any, row: Any) -> tuple[float, bool, bool, Episode | None]:
@@ -190,7 +198,7 @@ class Slot(ForeignEnv):
         self._return += gained
         if going_on:
             return gained, False, False, None
-        ended = Episode(self._return, self.length, success_of(info))
+        ended = Episode(self._return, self.length, success_of(info), self._began_in)
         return gained, bool(terminated), bool(truncated), ended
 
     def pause(self) -> None:
@@ -286,6 +294,10 @@ class EnvStage(Protocol):
         real time stops."""
         ...
 
+    def take_level(self, level: Level) -> None:
+        """From now on episodes begin in this level."""
+        ...
+
     def close(self) -> None:
         """Close the environments."""
         ...
@@ -375,6 +387,11 @@ class Stage:
         """Stop the time of environments in real time until their next step."""
         for slot in self._slots if rows is None else (self._slots[row] for row in rows.tolist()):
             slot.pause()
+
+    def take_level(self, level: Level) -> None:
+        """From now on begin episodes in this level."""
+        for slot in self._slots:
+            slot.level = level
 
     def _chunks(self) -> tuple[Floats | None, Bools | None]:
         """Rewards ``[E, k]`` of the actions of a chunk, and which were executed."""

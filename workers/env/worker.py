@@ -213,7 +213,8 @@ class Environments:
             env = make_env(self.config)
             if not index and stage in (0, self.config.stages):  # an evaluation may have no stages
                 self._look_at(env.observation_space, env.action_space, env.spec)
-        return Slot(env, self._writer.write, label=label, seed=seed, call=call)
+        options = self.config.options
+        return Slot(env, self._writer.write, label=label, seed=seed, call=call, options=options)
 
     def _label(self, stage: int, index: int) -> str:
         return f"{self.config.name}[{stage * self.config.envs_per_stage + index}]"
@@ -552,6 +553,8 @@ class EnvWorker(Worker):
         ask = partial(
             self._conversations[number].ask, observations, actions, min_version=ticket.min_version
         )
+        if ticket.level is not None:
+            stage.take_level(ticket.level)
         if self.config.group_size > 1 and isinstance(stage, (Stage, AsyncStage)):
             seeds = self._group_seeds(ticket, epoch, number)
             await self._pace_of(number).run("reset", stage.begin_groups, seeds)

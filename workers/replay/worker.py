@@ -383,6 +383,7 @@ class ReplayWorker(Worker):
             episode_return=[value for one in ordered for value in one.episode_return],
             episode_length=[value for one in ordered for value in one.episode_length],
             episode_success=[value for one in ordered for value in one.episode_success],
+            episode_level=[value for one in ordered for value in one.episode_level],
         )
 
     # ---- batches

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlinf_async.messages.converting import ActionReader
-from rlinf_async.messages.embodied import Choice, Ints
+from rlinf_async.messages.embodied import Choice, Ints, Level
 from rlinf_async.messages.spaces import ObservationSpec
 from rlinf_async.workers.env.many import Ready
 from rlinf_async.workers.env.stage import Slot
@@ -71,6 +71,10 @@ class Virtual:
     def pause(self, rows: Ints) -> None:
         assert not {one.env for one in self.under_way} & set(rows.tolist())
         self.paused.append((rows.tolist(), len(self.batches)))
+
+    def take_level(self, level: Level) -> None:
+        for slot in self._slots:
+            slot.level = level
 
     def close(self) -> None:
         for slot in self._slots:

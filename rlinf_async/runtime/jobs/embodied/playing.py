@@ -154,7 +154,7 @@ def record_demonstrations(
     make_policy = load_scripted_policy(wanted.policy)
     replace = msgspec.structs.replace
     control = replace(config.env.control, every=0)
-    single = replace(config.env, action_chunk=1, group_size=1, control=control)
+    single = replace(config.env_at_last, action_chunk=1, group_size=1, control=control)
     env = NamedEnv(single)
     try:
         writer = ObservationWriter(env.env.observation_space, single.name)

@@ -48,8 +48,7 @@ from rlinf_async.messages.embodied import (
     success_rate,
 )
 from rlinf_async.observe.metrics import MetricsWriter
-from rlinf_async.observe.pictures import draw_learning_curve
-from rlinf_async.observe.progress import ProgressState, ProgressView, figure
+from rlinf_async.observe.progress import figure
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.samples import KeptSample, SampleWriter
 from rlinf_async.observe.summary import EmbodiedSummary, Staleness
@@ -61,7 +60,6 @@ from rlinf_async.runtime.jobs.checkpoints import (
     RunProgress,
     ShardWriters,
     Stopped,
-    checkpoint_of,
     clean,
     folder_of,
     in_background,
@@ -75,9 +73,10 @@ from rlinf_async.runtime.jobs.embodied.collectors import (
     evaluate,
     make_collectors,
 )
+from rlinf_async.runtime.jobs.embodied.curriculum import Climb, columns_of
+from rlinf_async.runtime.jobs.embodied.pictures import pictures
 from rlinf_async.runtime.jobs.embodied.playing import (
     TrainedPolicy,
-    film_run,
     record_for_run,
 )
 from rlinf_async.runtime.jobs.embodied.settings import (
@@ -113,6 +112,7 @@ class EmbodiedProgress(RunProgress, kw_only=True):
     """episodes of the whole run of which it says so"""
     failed_episodes: int = 0
     """episodes that ended with the process of their environment, those of evaluations included"""
+    climb: Climb = Climb()
 
     def take(self, report: TrainReport, seconds: float, window: int, failed: int = 0) -> None:
         """Add one iteration, in which so many episodes ended with their environment's process."""
@@ -124,6 +124,8 @@ class EmbodiedProgress(RunProgress, kw_only=True):
         self.lag_sum += report.lag_mean
         self.lag_max = max(self.lag_max, report.lag_max)
         self.duplicates += report.duplicates
+        if report.episode_level:
+            self.climb = self.climb.after(report.episode_level, report.episode_success)
         self.returns = list(deque([*self.returns, *report.episode_return], window))
         self.success_reports += sum(one is not None for one in report.episode_success)
         lost = [False] * failed if self.success_reports else []
@@ -164,14 +166,17 @@ def merged(parts: Sequence[TrainReport]) -> TrainReport:
         episode_return=[value for one in parts for value in one.episode_return],
         episode_length=[value for one in parts for value in one.episode_length],
         episode_success=[value for one in parts for value in one.episode_success],
+        episode_level=[value for one in parts for value in one.episode_level],
         control=all_counts(one.control for one in parts),
     )
 
 
 def trained_episodes(report: TrainReport, step: int) -> Iterator[KeptSample]:
     """The summaries of the episodes that ended in an iteration, as they are kept."""
-    ended = zip(report.episode_return, report.episode_length, report.episode_success, strict=True)
-    for number, (episode_return, length, success) in enumerate(ended):
+    unset: list[int | msgspec.UnsetType] = [msgspec.UNSET] * len(report.episode_return)
+    levels = report.episode_level or unset
+    each = report.episode_return, report.episode_length, report.episode_success, levels
+    for number, (episode_return, length, success, level) in enumerate(zip(*each, strict=True)):
         yield KeptSample(
             name=f"{report.iteration}/{number}",
             kind="training",
@@ -182,6 +187,7 @@ def trained_episodes(report: TrainReport, step: int) -> Iterator[KeptSample]:
             reward=episode_return,
             size=length,
             success=success,
+            level=level,
         )
 
 
@@ -217,6 +223,7 @@ def row(progress: EmbodiedProgress, report: TrainReport) -> dict[str, float]:
         "staleness_max": float(report.lag_max),
         "second_trajectories": float(report.duplicates),
         **(report.control.metrics() if report.control is not None else {}),
+        **(progress.climb.columns() if progress.climb.wanted.levels else {}),
     }
     if taken := sorted(row.keys() & report.metrics.keys()):
         raise ValueError(f"a loss returned the metric {taken[0]!r}, which is a column already")
@@ -265,7 +272,12 @@ def check_judged(config: EnvironmentSettings, columns: Sequence[str]) -> None:
     check_targets(
         training.stop_at,
         training.keep_best,
-        (*COLUMNS, *columns, *(ControlCounts().metrics() if config.env.control.hz else ())),
+        (
+            *COLUMNS,
+            *columns,
+            *columns_of(config.curriculum),
+            *(ControlCounts().metrics() if config.env.control.hz else ()),
+        ),
         elsewhere=AT_THE_END,
         iterations=config.iterations,
         checkpoint_every=training.checkpoint_every,
@@ -420,53 +432,6 @@ def mean_return(episodes: Sequence[EvaluatedEpisode]) -> float:
     return sum(returns) / len(returns) if returns else math.nan
 
 
-def pictures(
-    config: EnvironmentSettings,
-    folder: RunFolder,
-    title: str,
-    headline: Callable[[], Headline],
-    trained: TrainedPolicy,
-) -> dict[str, Draw]:
-    """The learning curve, and a video of the trained policy where one is configured.
-
-    ``headline`` is the top line of the view while the video is made.
-    """
-
-    def curve() -> None:
-        draw_learning_curve(
-            folder.metrics,
-            folder.learning_curve,
-            title=title,
-            target=config.evaluation.target_success_rate,
-        )
-
-    found: dict[str, Draw] = {"learning curve": curve}
-    # A simulator of many environments has no picture of one.
-    if config.evaluation.video_episodes and not config.judging_env.many_in_a_call:
-        found["video"] = lambda: draw_video(trained, folder, headline())
-    return found
-
-
-def draw_video(trained: TrainedPolicy, folder: RunFolder, headline: Headline) -> None:
-    """Record the trained policy, for ``evaluation.video_seconds`` at most.
-
-    Raises:
-        VideoError: the environment does not render, or fails meanwhile.
-        UsageError: the environment cannot be made any more, or there is no checkpoint.
-    """
-    checkpoint, wanted = checkpoint_of(folder.path, None), trained.config.evaluation
-    with ProgressView() as view:
-        note = f"video: {wanted.video_episodes} episodes, {wanted.video_seconds:g} s at most"
-        view.update(ProgressState(**headline._asdict(), note=note))
-        made = film_run(trained, checkpoint, folder.video)
-    if made.cut:
-        print(
-            f"{trained.config.name}: the video was ended after evaluation.video_seconds = "
-            f"{wanted.video_seconds:g}, in episode {len(made.returns)} of {wanted.video_episodes}",
-            file=sys.stderr,
-        )
-
-
 def write_evaluation(
     metrics: MetricsWriter,
     progress: EmbodiedProgress,
@@ -566,6 +531,7 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
         """Judge by the settings of this start; say what of the earlier ones is gone."""
         training, progress, name = self.config.training, self.progress, self.config.name
         progress.aim(training.stop_at, training.keep_best)
+        progress.climb = progress.climb.under(self.config.curriculum)
         best = progress.best.checkpoint
         if best and not (self.folder.checkpoints / best).is_dir():
             progress.best = Best(wanted=training.keep_best)
@@ -665,6 +631,7 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
             iteration=iteration,
             steps=self._answers,
             min_version=max(0, iteration - self.config.training.max_staleness),
+            level=self.progress.climb.ticket if self.config.curriculum.levels else None,
         )
 
     async def _step_boundary(

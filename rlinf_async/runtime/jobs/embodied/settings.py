@@ -24,6 +24,11 @@ from rlinf_async.observe.samples import SamplesConfig
 from rlinf_async.observe.sinks.config import ObserveConfig, check_sinks
 from rlinf_async.runtime.apart import apart as run_apart
 from rlinf_async.runtime.jobs.config import HostConfig
+from rlinf_async.runtime.jobs.embodied.curriculum import (
+    CurriculumConfig,
+    at_last,
+    check_curriculum,
+)
 from rlinf_async.runtime.jobs.hooks import HooksConfig, check_hooks
 from rlinf_async.runtime.jobs.placement import (
     SETTING,
@@ -230,6 +235,7 @@ class EnvironmentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     model: ModelConfig = ModelConfig()
     env: EnvConfig
     training: LengthConfig
+    curriculum: CurriculumConfig = CurriculumConfig()
     rollout: RolloutConfig = RolloutConfig()
     evaluation: EmbodiedEvaluationConfig = EmbodiedEvaluationConfig()
     recording: RecordingConfig = RecordingConfig()
@@ -246,6 +252,11 @@ class EnvironmentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     def acting_policy(self) -> PolicyConfig:
         """The policy that acts in the environments, with their spaces once they are known."""
         raise NotImplementedError(f"{type(self).__name__} does not say which policy acts")
+
+    @property
+    def env_at_last(self) -> EnvConfig:
+        """The environments of the last level of the curriculum, where there is one."""
+        return at_last(self.env, self.curriculum)
 
     @property
     def asked(self) -> InterventionConfig:
@@ -307,6 +318,7 @@ def check_host(config: EnvironmentSettings, devices: Sequence[Device] | None, de
     config.cluster.check_interpreters(config.cluster.placement)
     check_sinks(config.observe)
     check_hooks(config.hooks)
+    check_curriculum(config.env, config.curriculum)
 
 
 def _check_limits(env: EnvConfig, cluster: EmbodiedClusterConfig) -> None:
@@ -747,7 +759,7 @@ def fitted(config: EmbodiedConfig, spec: EnvSpec) -> EmbodiedConfig:
     advantage = replace(config.actor.advantage, group_size=config.env.group_size)
     return replace(
         config,
-        env=replace(config.env, seed=config.env.seed + config.seed),
+        env=replace(config.env_at_last, seed=config.env.seed + config.seed),
         rollout=replace(config.rollout, seed=config.rollout.seed + config.seed),
         demonstrations=replace(
             config.demonstrations, seed=config.demonstrations.seed + config.seed

@@ -102,6 +102,11 @@ def check_sizes(config: OfflineConfig) -> None:
                 "actions: leave it out",
                 path=("env", setting),
             )
+    if config.curriculum.levels:
+        raise ConfigError(
+            "there are levels, but no episode begins while this job trains: leave them out",
+            path=("curriculum", "levels"),
+        )
     if config.evaluation.before:
         raise ConfigError(
             "true, but this job evaluates after its last iteration only: leave it out, and "

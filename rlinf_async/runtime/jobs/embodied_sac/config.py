@@ -394,9 +394,11 @@ def with_seed(config: ReplaySettings) -> dict[str, Any]:
         return replace(section, seed=section.seed + config.seed)
 
     sections = ("env", "rollout", "demonstrations", "replay", "actor")
-    return {name: getattr(config, name) for name in config.__struct_fields__} | {
-        name: seeded(getattr(config, name)) for name in sections
-    }
+    return (
+        {name: getattr(config, name) for name in config.__struct_fields__}
+        | {name: seeded(getattr(config, name)) for name in sections}
+        | {"env": seeded(config.env_at_last)}
+    )
 
 
 def policy_of(config: ReplaySettings, spec: EnvSpec, name: str) -> PolicyConfig:

@@ -394,5 +394,6 @@ def _report(collected: Collected, version: int, metrics: dict[str, float]) -> Tr
         episode_return=collected.episode_return,
         episode_length=collected.episode_length,
         episode_success=collected.episode_success,
+        episode_level=collected.episode_level,
         control=collected.control,
     )
