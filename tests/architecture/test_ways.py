@@ -14,6 +14,7 @@ from rlinf_async.channels import Channel, Receiver, Sender
 from rlinf_async.cli import main
 from rlinf_async.runtime import deadlock
 from rlinf_async.runtime.jobs import view
+from rlinf_async.runtime.jobs.embodied import collectors
 from tests.architecture.sources import ROOT
 from tests.architecture.walks import (
     Recorder,
@@ -55,6 +56,7 @@ ONE_ITERATION = (*("--devices", 16, "--work.iterations", 1, "--work.prompts_per_
 def clocks_stand(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is done once a second is on nobody's way; how often it is done, the machine decides."""
     for where, name in [
+        (collectors, "PERIOD"),
         (deadlock, "PERIOD"),
         (view, "PERIOD"),
         (view, "LOOK_EVERY"),

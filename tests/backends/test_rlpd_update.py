@@ -227,8 +227,8 @@ def test_numbers_that_cannot_be_are_named(wrong: dict[str, int], said: str) -> N
 
 def cloned(number: int) -> ReplayBatch:
     given = batch(number)
-    given.demonstrated = np.arange(16) % 4 == number % 4
-    given.index = np.where(given.demonstrated, -1, given.index)
+    shown = np.arange(16) % 4 == number % 4
+    given.demonstrated, given.index = shown, np.where(shown, -1, given.index)
     given.action = given.action.clip(-0.9, 0.9)
     return given
 

@@ -257,6 +257,21 @@ def test_demonstrations_are_learnt_from_beside_own_experience(
     assert 0.5 in shares
 
 
+def test_goals_are_exchanged_in_hindsight(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        *("train", EXAMPLES / "her_fetch_reach.toml", "--out", tmp_path / "run"),
+        *("--training.total_steps", 200, "--training.learning_starts", 180),
+        *("--evaluation.episodes", 2, "--cluster.backend", "local"),
+    ]
+    code = main([str(word) for word in words])
+    assert (code, capsys.readouterr().err) == (1, "")  # so few steps do not reach the target
+    summary = read_summary(tmp_path / "run" / "summary.json", EmbodiedSummary)
+    assert (summary.outcome, summary.env_steps) == ("fell short", 200)
+    assert summary.extra == {"gradient steps": 20}
+
+
 def test_a_policy_learns_from_data_alone(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

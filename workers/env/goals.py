@@ -75,12 +75,14 @@ def _goals(env: Any, space: Any, config: EnvConfig) -> Goals:
         )
 
     parts = dict(space.parts) if isinstance(space, DictSpace) else {}
-    found = [parts.get(ACHIEVED), parts.get(DESIRED)]
-    if None in found:
+    goal, wanted = parts.get(ACHIEVED), parts.get(DESIRED)
+    if goal is None or wanted is None:
         raise refuse(f"it shows no Dict with {ACHIEVED!r} and {DESIRED!r}")
-    goal, wanted = found
-    if not isinstance(goal, (BoxSpace, MultiBinarySpace)) or type(wanted) is not type(goal):
+    of_kinds = (BoxSpace, MultiBinarySpace)
+    if not isinstance(goal, of_kinds) or not isinstance(wanted, of_kinds):
         raise refuse("its goals are no Box and no MultiBinary")
+    if type(wanted) is not type(goal):
+        raise refuse("its goals are a Box and a MultiBinary")
     places = [ObservationWriter(space, config.name).place_of(key) for key in (ACHIEVED, DESIRED)]
     if goal.shape != wanted.shape or None in places:
         raise refuse(f"its goals are {list(goal.shape)} and {list(wanted.shape)}, or images")

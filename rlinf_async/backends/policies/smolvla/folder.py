@@ -312,7 +312,7 @@ def _affine(
     width = second - first
     width[width == 0] = config.get("eps", EPSILON)
     half = width * np.float32(0.5)
-    return Affine(first + half, half, half)
+    return Affine(np.add(first, half, dtype=np.float32), half, half)
 
 
 def _statistics(path: Path, file: str) -> dict[str, NDArray[Any]]:

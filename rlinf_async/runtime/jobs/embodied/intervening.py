@@ -63,10 +63,10 @@ class Intervening:
         return asked.deadline if asked.person else None
 
     @property
-    def ends(self) -> tuple[Sender[Proposal], Receiver[Intervention]] | tuple[()]:
-        """The ends of the env workers."""
+    def ends(self) -> tuple[Sender[Proposal] | None, Receiver[Intervention] | None]:
+        """The ends of the env workers; None: nobody is asked."""
         if self.seconds is None:
-            return ()
+            return None, None
         return self._proposals.sender, self._interventions.receiver
 
     async def launch(self) -> GroupCall[list[InterventionReport]] | None:

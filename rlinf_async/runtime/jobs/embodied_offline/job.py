@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -45,7 +45,7 @@ OF_LOSSES: Final = (
     *("grad_norm", "updates"),
 )
 """columns of learning from data alone"""
-ELSEWHERE: Final = dict.fromkeys(
+ELSEWHERE: Final[Mapping[str, str]] = dict.fromkeys(
     (*OF_EPISODES, "eval_return", "eval_success_rate"),
     "is of episodes, and no iteration plays one: they are evaluated at the end",
 )
