@@ -50,8 +50,8 @@ from rlinf_async.messages.embodied import (
     stage_key,
 )
 from rlinf_async.messages.spaces import ActionSpec, ObservationArray
+from rlinf_async.threads import ThreadEach
 from rlinf_async.workers.base import Worker
-from rlinf_async.workers.host import Pace
 
 Person = Callable[[Any, Any], Any]
 """``person(observation, proposed)``, of one environment, returns an action or None, or an awaitable
@@ -131,17 +131,20 @@ class InterventionWorker(Worker):
         person: ``"file.py:function"`` or ``"module:function"``, see `Person`.
         page: where the page of ``"page"`` is served; None: the person is a function.
         acts: whether they act; False: they say what they would do.
+        choices: number of choices, of which an action is one; 0: actions are numbers.
     """
 
-    def __init__(self, person: str, page: PageAddress | None = None, *, acts: bool = True) -> None:
-        self._name, self._acts = person, acts
+    def __init__(
+        self, person: str, page: PageAddress | None = None, *, acts: bool = True, choices: int = 0
+    ) -> None:
+        self._name, self._acts, self._choices = person, acts, choices
         self._hands: Any = None
+        self._threads = ThreadEach("person")
         if page is None:
             self._person = load_person(person)
         else:
             make = load_entry_point("rlinf_async.view.hands:Hands")
             self._hands = self._person = make(page.action, page.port, page.token)
-        self._pace = Pace(self, short=0.0)
 
     async def setup(self) -> None:
         """Serve the page, where the person has one."""
@@ -182,7 +185,7 @@ class InterventionWorker(Worker):
             said = await self._ask(seen, question.action[env])
             if said is None:
                 continue
-            action[env], acts[env] = _checked(said, action[env], self._name), True
+            action[env], acts[env] = self._checked(said, action[env]), True
         some = bool(acts.any())
         return Intervention(
             incarnation=question.incarnation,
@@ -195,7 +198,27 @@ class InterventionWorker(Worker):
     async def _ask(self, seen: Any, proposed: Any) -> Any:
         if self._hands is not None or inspect.iscoroutinefunction(self._person):
             return await self._person(seen, proposed)
-        return await self._pace.run("person", self._person, seen, proposed)
+        # Nobody waits for a thread in which a person is still asked when the run has ended.
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._person, seen, proposed)
+
+    def _checked(self, said: Any, like: Any) -> Any:
+        """The action as one of the policy's. Raises `InterventionError` where it is none."""
+        value, expected, name = np.asarray(said), np.asarray(like), self._name
+        kinds = "iu" if expected.dtype.kind == "i" else "biuf"
+        if value.shape != expected.shape or value.dtype.kind not in kinds:
+            raise InterventionError(
+                f"{name!r} returned {value.dtype} of shape {list(value.shape)}; an action here is "
+                f"{expected.dtype} of shape {list(expected.shape)}, or None to leave it to the "
+                "policy"
+            )
+        if not np.isfinite(value).all():
+            raise InterventionError(f"{name!r} returned an action with NaN or infinity")
+        if self._choices and not 0 <= value < self._choices:
+            raise InterventionError(
+                f"{name!r} returned {int(value)}; choices are 0 to {self._choices - 1}"
+            )
+        return value.astype(expected.dtype)
 
 
 def _newest(questions: Sequence[Proposal]) -> list[Proposal]:
@@ -204,20 +227,6 @@ def _newest(questions: Sequence[Proposal]) -> list[Proposal]:
     for question in questions:
         last[question.env_rank, question.stage] = question
     return [*last.values()]
-
-
-def _checked(said: Any, like: Any, name: str) -> Any:
-    """The action as one of the policy's. Raises `InterventionError` where it is none."""
-    value, expected = np.asarray(said), np.asarray(like)
-    kinds = "iu" if expected.dtype.kind == "i" else "biuf"
-    if value.shape != expected.shape or value.dtype.kind not in kinds:
-        raise InterventionError(
-            f"{name!r} returned {value.dtype} of shape {list(value.shape)}; an action here is "
-            f"{expected.dtype} of shape {list(expected.shape)}, or None to leave it to the policy"
-        )
-    if not np.isfinite(value).all():
-        raise InterventionError(f"{name!r} returned an action with NaN or infinity")
-    return value.astype(expected.dtype)
 
 
 class Attention:

@@ -46,6 +46,11 @@ from rlinf_async.config import Document, UsageError
     metavar="NAME=FEATURE[,FEATURE]",
     help="Where a data set has this part of an observation, or the action; repeatable.",
 )
+@click.option(
+    "--last-step",
+    type=click.Choice(["keep", "drop"]),
+    help="Whether action and reward of the last step of a data set's episodes count.",
+)
 @click.option("--resize", is_flag=True, help="Bring a data set's images to the environment's size.")
 @click.pass_obj
 def demonstrations(session: Session, /, file: str, out: pathlib.Path, **options: Any) -> None:
@@ -79,7 +84,7 @@ def _check_source(options: dict[str, Any]) -> None:
     other, names = (
         ("--policy", ("seed", "keep_failures"))
         if options["rlds"]
-        else ("--from-rlds", ("split", "parts", "resize"))
+        else ("--from-rlds", ("split", "parts", "last_step", "resize"))
     )
     for name in names:
         if options[name] not in (None, False, ()):
@@ -121,6 +126,7 @@ def _import(config: Any, out: pathlib.Path, options: dict[str, Any]) -> None:
         parts=parts,
         episodes=options["episodes"],
         resize=options["resize"],
+        last_step=options["last_step"] or "",
     )
     done = call_in_env_process(config, import_rlds, Imported, config, source, out.absolute())
     click.echo(f"{out}: {done.info.episodes} episodes, {done.steps} steps")

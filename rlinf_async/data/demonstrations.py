@@ -176,10 +176,18 @@ def _with_outcome(
 
     Where it ended for good, nothing depends on that observation; where it was cut, it is without
     its last step, of which only the observation is known.
+
+    Raises `ValueError` where that step has all of the reward.
     """
     seen, terminated = episode.observation, bool(done[-1])
     last = seen[-1:]
     if not terminated:
+        if reward[-1] and not reward[:-1].any():
+            raise ValueError(
+                f"all of its reward ({reward[-1]:g}) is that of its last step, which is left out, "
+                "since next.done is false there and the observation after it is not known: set "
+                "next.done where an episode ended for good"
+            )
         seen, reward = seen[:-1], reward[:-1]
     outcome = Outcome(reward, last, terminated)
     return DemonstratedEpisode(seen, episode.action[: len(seen)], outcome)

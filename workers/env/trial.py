@@ -82,7 +82,9 @@ def _one(
     measure: float,
 ) -> float:
     """Seconds of a step of one environment; its resets are left to it."""
-    slot = Slot(env, writer.write, label=config.name, seed=0, call=call)
+    slot = Slot(
+        env, writer.write, label=config.name, seed=0, call=call, options=config.options or None
+    )
     space = env.action_space
     space.seed(0)
     slot.reset(rows[0], 0)

@@ -78,6 +78,8 @@ class Hindsight:
         self._strategy, self._gamma, self._n_step = strategy, gamma, n_step
         self._episodes: dict[int, array[int]] = {}
         """numbers of the steps of each episode, in their order"""
+        self._compared = self._differing = 0
+        """steps of this life whose rewards were compared, and those that were paid otherwise"""
         self._places = np.zeros(store.slots, np.int64)
         """of each slot, the place of its step among these"""
         numbers = store.numbers
@@ -147,12 +149,14 @@ class Hindsight:
         after = following_of(trajectory).reshape(len(paid), *trajectory.observation.shape[2:])
         said = self._rewards.rewards(goals.achieved_in(after), goals.desired_in(after))
         differs = ~np.isclose(said, paid, rtol=AS_PAID, atol=AS_PAID)
-        if differs.sum() > max(1, len(paid) // 100):
+        self._compared += len(paid)
+        self._differing += int(differs.sum())
+        if differs.any() and self._differing > max(1, self._compared // 100):
             first = int(np.argmax(differs))
             raise ReplayError(
                 f"the environment paid {paid[first]:g} for a step of which its compute_reward says "
-                f"{said[first] + 0.0:g}, and other rewards than that in {differs.sum()} of "
-                f"{len(paid)} steps: what another goal would have paid is not known. Have "
+                f"{said[first] + 0.0:g}, and other rewards than that in {self._differing} of "
+                f"{self._compared} steps: what another goal would have paid is not known. Have "
                 "compute_reward say what a step pays (a wrapper that changes rewards has to change "
                 "it, too), or leave replay.hindsight out"
             )

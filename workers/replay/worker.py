@@ -463,7 +463,7 @@ class ReplayWorker(Worker):
         self._store = self._ring(folder, fresh=not again, episodes=goals)
         self._store.count, self._store.oldest = self._state.count, self._state.oldest
         shown = [self._read(Path(config.demonstrations))] if config.demonstrations else []
-        if plan.intervened:
+        if plan.intervened or self._state.intervened:  # of a person who has left, too
             there = self._state.intervened
             own = None if folder is None else folder / INTERVENED
             self._intervened = self._ring(own, fresh=not there)

@@ -87,7 +87,7 @@ class Dreams:
         )
         self._latent = dreamt.latent[:, -1]
         self._length += 1
-        reward = (dreamt.reward[:, 0] / self._model.reward_scale).numpy().astype(np.float64)
+        reward = self._model.rewards_of(dreamt.reward[:, 0]).numpy().astype(np.float64)
         terminated = (dreamt.ended[:, 0] > 0).numpy()
         truncated = ~terminated & (self._length >= self.horizon)
         shown = self._decoded(dreamt)

@@ -54,6 +54,7 @@ class WorldModel(nn.Module):
 
     state_mean: Tensor
     state_scale: Tensor
+    reward_mean: Tensor
     reward_scale: Tensor
 
     def __init__(self, info: WorldModelInfo) -> None:
@@ -61,6 +62,7 @@ class WorldModel(nn.Module):
         sizes, sees = info.sizes, info.observation
         self.register_buffer("state_mean", torch.zeros(sees.state_size))
         self.register_buffer("state_scale", torch.ones(sees.state_size))
+        self.register_buffer("reward_mean", torch.zeros(()))
         self.register_buffer("reward_scale", torch.ones(()))
         self._texts = [one.name for one in sees.of_kind("text")]
         self._images = [one.name for one in sees.of_kind("image")]
@@ -143,9 +145,16 @@ class WorldModel(nn.Module):
             variance, mean = torch.var_mean(state, 0, correction=0)
             self.state_mean.copy_(mean)
             self.state_scale.copy_((variance + EPSILON).rsqrt())
-        self.reward_scale.copy_(reward.var(correction=0).clamp(min=EPSILON).rsqrt())
+        variance, mean = torch.var_mean(reward, correction=0)
+        self.reward_mean.copy_(mean)
+        # Of rewards that are always the same there is nothing to be predicted but their mean.
+        self.reward_scale.fill_(float(variance.rsqrt()) if variance > EPSILON else 1.0)
         for name, images in pixels.items():
             self._picture(name).take(images)
+
+    def rewards_of(self, predicted: Tensor) -> Tensor:
+        """Return rewards as the environment pays them."""
+        return predicted.float() / self.reward_scale + self.reward_mean
 
     def unexplained(self, name: str) -> Tensor:
         """Return what an error of the image of this name is divided by: the variance of pixels."""

@@ -130,7 +130,8 @@ class WorldModelTrainer:
         device, model = self.manager.device, self._model
         there = torch.from_numpy(window.there).to(device)
         steps, observations = counts
-        reward = torch.from_numpy(window.reward).to(device) * model.reward_scale
+        reward = torch.from_numpy(window.reward).to(device)
+        reward = (reward - model.reward_mean) * model.reward_scale
         ended = torch.from_numpy(window.terminated).to(device)
         wrong = F.binary_cross_entropy_with_logits(dreamt.ended.float(), ended, reduction="none")
         squared = (dreamt.reward.float() - reward).square()
@@ -183,7 +184,7 @@ class WorldModelTrainer:
         """Measures of each window, ``[B]``; squares of errors of what is shown."""
         model, there = self._model, window.there
         rows, last = np.arange(len(there)), there.sum(1) - 1
-        reward = (dreamt.reward.float() / model.reward_scale).cpu().numpy()
+        reward = model.rewards_of(dreamt.reward).cpu().numpy()
         wrong = np.abs(reward - window.reward)
         ended = (dreamt.ended.float() > 0).cpu().numpy() & there
         first = np.where(ended.any(1), ended.argmax(1), there.shape[1])

@@ -167,3 +167,11 @@ def test_options_are_those_of_each_reset(job: jobs.Job[Any]) -> None:
     steps = 64 if isinstance(job, Job) else 32
     job.succeed(*FAR, "--env.options", "{far = 2}", "--training.total_steps", 3 * steps)
     assert {one["reward"] for one in read_samples(job.out)} == {2.0}
+
+
+def test_training_is_judged_by_the_last_level_once_it_is_full(job: jobs.Job[Any]) -> None:
+    stop = ("--training.stop_at.metric", "level_success_rate", "--training.stop_at.least", 0.5)
+    job.succeed(*LEVELS, "--curriculum.episodes", 4, *stop)
+    last = job.iterations[-1]
+    assert (float(last["level"]), float(last["level_episodes"])) == (2, 4)
+    assert job.summary.reached is not None

@@ -3,6 +3,7 @@ tensorflow-datasets 4.9.10; its numbers are those of `shown` and `done`."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from rlinf_async.cli import main
 from rlinf_async.data.config import DataError
 from rlinf_async.data.demonstrations import check_demonstrations, read_episodes, read_info
-from rlinf_async.data.rlds import RldsFolder
+from rlinf_async.data.rlds import RldsFolder, _example, _records
 
 DATA = Path(__file__).parents[2] / "data/rlds/tiny/1.0.0"
 SIZES = (3, 5, 1, 4)
@@ -124,6 +125,45 @@ def test_choices_and_another_split(importing: Importing) -> None:
 def test_as_many_episodes_as_are_asked_for(importing: Importing) -> None:
     code, printed = importing("--part", STATE, "--part", MOVE, "--episodes", "1")
     assert (code, read_info(importing.out).episodes) == (0, 1), printed
+
+
+def paid_at_last(folder: Path) -> None:
+    """Have the last step of every episode of the data set pay 1, as some data sets do."""
+    example, crc = _example(), importlib.import_module("google_crc32c")
+    for file in folder.glob("*train*"):
+        written = b""
+        for record in _records(file):
+            episode = example.FromString(record)
+            [reward] = [one for one in episode.features.feature if one.key == "steps/reward"]
+            reward.value.float_list.value[-1] = 1.0
+            data = episode.SerializeToString()
+            head = len(data).to_bytes(8, "little")
+            for part in (head, data):
+                found = crc.value(part)
+                masked = ((found >> 15 | found << 17) + 0xA282EAD8) & 0xFFFFFFFF
+                written += part + masked.to_bytes(4, "little")
+        file.write_bytes(written)
+
+
+def test_a_reward_of_the_last_step_is_not_left_out_without_a_word(importing: Importing) -> None:
+    paid_at_last(importing.data)
+    options = ("--part", STATE, "--part", MOVE)
+    code, printed = importing(*options)
+    assert code == 2
+    assert "its last step pays 1, though in RLDS" in printed
+    shutil.rmtree(importing.out, ignore_errors=True)
+    code, printed = importing(*options, "--last-step", "drop")
+    assert (code, "3 episodes, 9 steps" in printed) == (0, True), printed
+    shutil.rmtree(importing.out)
+    code, printed = importing(*options, "--last-step", "keep")
+    assert (code, "4 episodes, 13 steps" in printed) == (0, True), printed
+    for number, one in zip((0, 3, 1, 2), read_episodes(importing.out), strict=True):
+        assert one.outcome is not None
+        assert one.outcome.reward.tolist()[-1] == 1.0
+        assert len(one.action) == SIZES[number]
+        assert one.outcome.last_observation["state"].tolist() == [
+            one.observation["state"][-1].tolist()
+        ]
 
 
 def test_images_are_resized_where_that_is_asked_for(importing: Importing) -> None:

@@ -96,6 +96,10 @@ def test_killed_workers_lose_no_step_and_store_none_twice(
             (*GOALS, "--replay.sampling", "prioritized"),
             "replay.hindsight: 'future', but with replay.sampling = 'prioritized'",
         ),
+        (
+            (*GOALS, "--curriculum.levels", "[{ends = 1}, {ends = 2}]"),
+            "replay.hindsight: 'future', but with curriculum.levels nobody knows",
+        ),
         ((*GOALS, "--replay.hindsight_share", 0.01), "0.01 of 16 transitions are none"),
         ((*GOALS, "--replay.hindsight_share", 1.5), "hindsight_share is 1.5; it must be at most 1"),
         (("--replay.hindsight", "future"), "env.id: env Pendulum-v1 is no goal environment: it sh"),

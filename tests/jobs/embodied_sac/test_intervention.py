@@ -3,11 +3,14 @@ kept and drawn once, whoever was killed."""
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
+from rlinf_async.runtime.jobs.embodied import intervening
 from tests.jobs.embodied_sac.kit import STEPS, Job
 from tests.jobs.embodied_sac.test_runs import MEMORY, PROCESS, Killer
 from tests.jobs.killing import nothing_left_behind
@@ -35,6 +38,22 @@ def says_nothing(observation: Any, proposed: Any) -> None:
 
 def wrong(observation: Any) -> None:
     return None
+
+
+def is_gone(observation: Any, proposed: Any) -> None:
+    """Never answers."""
+    threading.Event().wait()
+
+
+async def is_gone_too(observation: Any, proposed: Any) -> None:
+    await asyncio.Event().wait()
+
+
+def presses_another(observation: Any, proposed: Any) -> Any:
+    return 7
+
+
+CHOOSING = ("--env.id", "CartPole-v1", "--env.actions", "clip")
 
 
 def column(job: Job, name: str, *shape: int, folder: str = "") -> Any:
@@ -78,15 +97,14 @@ def test_what_a_person_does_is_executed_stored_and_drawn(job: Job) -> None:
 
 
 def test_choices_of_a_person_in_memory_are_in_the_checkpoints(job: Job) -> None:
-    choosing = ("--env.id", "CartPole-v1", "--env.actions", "clip")
     person = ("--intervention.person", f"{__name__}:presses_right", "--intervention.deadline", 60)
-    job.succeed(*choosing, *person, *MEMORY, *FOUR)
+    job.succeed(*CHOOSING, *person, *MEMORY, *FOUR)
     acted = job.store.intervened
     assert 0 < acted < 4 * STEPS
     kept = job.out / "checkpoints" / job.note["checkpoint"] / "replay/intervened"
     np.testing.assert_array_equal(np.load(kept / "action.npy"), np.ones(acted, np.int64))
     assert (np.load(kept / "observation.npy")[:, 0] < 0).all()
-    job.succeed(*choosing, *person, *MEMORY, "--resume")
+    job.succeed(*CHOOSING, *person, *MEMORY, "--resume")
     job.check_books(6)
     assert job.store.intervened > acted
 
@@ -100,6 +118,35 @@ def test_a_person_may_come_and_go_when_a_run_is_resumed(job: Job) -> None:
     job.succeed("--intervention.person", f"{__name__}:says_nothing", "--resume")
     job.check_books(6)
     assert job.store.intervened == acted
+
+
+def test_what_a_person_has_done_outlasts_a_start_without_them(job: Job) -> None:
+    job.succeed(*PERSON, *MEMORY, "--training.total_steps", 3 * STEPS)
+    acted = job.store.intervened
+    assert acted > 0
+    job.succeed(*MEMORY, *FOUR, "--resume")
+    assert job.store.intervened == acted
+    job.succeed(*PERSON, *MEMORY, "--resume")
+    job.check_books(6)
+    assert job.store.intervened > acted
+
+
+@pytest.mark.parametrize("person", ["is_gone", "is_gone_too"])
+def test_a_person_who_never_answers_holds_up_no_end(
+    job: Job, person: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intervening, "GRACE", 0.01)
+    named = ("--intervention.person", f"{__name__}:{person}", "--intervention.deadline", 0.01)
+    job.succeed(*named, *FOUR)
+    job.check_books(4)
+    assert job.store.intervened == 0
+
+
+def test_a_choice_that_there_is_not_is_named(job: Job) -> None:
+    named = ("--intervention.person", f"{__name__}:presses_another", "--intervention.deadline", 60)
+    ended = job.train(*CHOOSING, *named, *FOUR)
+    assert ended.code == 1
+    assert f"'{__name__}:presses_another' returned 7; choices are 0 to 1" in ended.err
 
 
 def test_transitions_of_a_person_may_stay_own_experience_alone(job: Job) -> None:
@@ -227,6 +274,17 @@ def test_a_killed_run_goes_on_with_what_the_person_has_done(job: Job, start_driv
             "intervention.deadline: 0.1 seconds, but while its page is open a person takes up to",
         ),
         ((*PERSON, "--replay.demonstrated_share", 0.01), "0.01 of a batch of 16 are 0"),
+        (
+            (*PERSON, "--intervention.acts", "false"),
+            "intervention.acts: false: the person says what they would do, which only a policy",
+        ),
+        (
+            (
+                *(*PERSON, "--intervention.acts", "false", "--actor.sac.cloning", 1.0),
+                *("--intervention.demonstrates", "false", "--replay.demonstrations", "shown"),
+            ),
+            "intervention.acts: false: the person says what they would do, which only a policy",
+        ),
     ],
 )
 def test_it_is_named(job: Job, words: tuple[Any, ...], message: str) -> None:

@@ -339,6 +339,17 @@ def test_rewards_that_are_not_computed_are_named(tmp_path: pathlib.Path) -> None
         one._store_all(0, collect(env, 1))
 
 
+def test_rewards_that_are_not_computed_are_found_in_short_trajectories_too(
+    tmp_path: pathlib.Path,
+) -> None:
+    env = env_config(extra=0.5)
+    one = worker(env, tmp_path)
+    [trajectory] = collect(env, 1)
+    one._hindsight._compared, one._hindsight._differing = 300, 2  # type: ignore[union-attr]
+    with pytest.raises(ReplayError, match=r"in \d+ of \d{3} steps"):
+        one._store_all(0, [trajectory])
+
+
 def test_ranks_share_the_batch_of_one(tmp_path: pathlib.Path) -> None:
     whole, halves = (
         worker(env_config(), tmp_path / "1"),

@@ -16,7 +16,7 @@ level, whose options stand in ``env.options`` by then.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -24,6 +24,9 @@ from rlinf_async.config import ConfigError
 from rlinf_async.config.counts import check_between, check_bounds
 from rlinf_async.messages.embodied import Level
 from rlinf_async.workers.env.config import EnvConfig
+
+LEVEL_SUCCESS: Final = "level_success_rate"
+"""column of the metrics"""
 
 
 class CurriculumConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -68,6 +71,12 @@ class Climb(msgspec.Struct, frozen=True, kw_only=True):
         return Climb(wanted=wanted, level=level, successes=kept)
 
     @property
+    def complete(self) -> bool:
+        """Whether it is at the last level, and enough episodes of that have ended."""
+        last = self.level >= len(self.wanted.levels) - 1
+        return last and len(self.successes) == self.wanted.episodes
+
+    @property
     def ticket(self) -> Level | None:
         """What episodes begin with; None: there is no curriculum."""
         levels = self.wanted.levels
@@ -79,7 +88,7 @@ class Climb(msgspec.Struct, frozen=True, kw_only=True):
             return {}
         columns = {"level": float(self.level), "level_episodes": float(len(self.successes))}
         if self.successes:
-            columns["level_success_rate"] = sum(self.successes) / len(self.successes)
+            columns[LEVEL_SUCCESS] = sum(self.successes) / len(self.successes)
         return columns
 
 

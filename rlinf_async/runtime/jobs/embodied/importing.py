@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 import numpy as np
@@ -66,6 +67,9 @@ class RldsSource(msgspec.Struct, frozen=True, kw_only=True):
     """None: all"""
     resize: bool = False
     """whether images of another size are brought to that of the environment"""
+    last_step: Literal["", "keep", "drop"] = ""
+    """what becomes of action and reward of an episode's last step; empty: they are left out, and a
+    reward there is refused"""
 
 
 class Imported(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,9 +123,7 @@ def import_rlds(config: EnvironmentSettings, source: RldsSource, out: Path) -> I
     )
     out.mkdir(parents=True, exist_ok=True)
     count, steps, clipped = 0, 0, 0
-    for where, arrays in reading.episodes():
-        if count == source.episodes:
-            break
+    for where, arrays in itertools.islice(reading.episodes(), source.episodes):
         with _explained(where):
             taken = _taken(arrays[ACTION], space, discrete=info.discrete)
             clipped += 0 if info.discrete else int(outside(taken, ends_of(space)).any(-1).sum())
@@ -152,6 +154,7 @@ class _Reading:
     ) -> None:
         """Raises `DataError` for a part that is not found, or does not fit."""
         self._folder, self._parts, self._resize = folder, parts, source.resize
+        self._last_step = source.last_step
         self.without_actions = 0
         self.resized: list[str] = []
         known = [*(part.name for part in parts), ACTION]
@@ -175,20 +178,32 @@ class _Reading:
         for where, read in self._folder.arrays(sorted(names)):
             with _explained(where):
                 steps = self._steps(read)
-                if steps < 2:
+                if self._last_step != "keep":
+                    steps -= 1  # of the last step the observation alone counts
+                    self._check_last(read)
+                if not steps:
                     self.without_actions += 1
                     continue
                 made: dict[str, Any] = {}
                 for part in self._parts:
                     shown = self._shown(read, part)
-                    # Of the last step the observation alone counts.
-                    made[part.name], made[f"{LAST}{part.name}"] = shown[:-1], shown[-1:]
-                made[ACTION] = _joined(read, self.found[ACTION])[:-1]
+                    made[part.name], made[f"{LAST}{part.name}"] = shown[:steps], shown[-1:]
+                made[ACTION] = _joined(read, self.found[ACTION])[:steps]
                 if "reward" in there:
-                    made[REWARD] = read["reward"][:-1].reshape(-1).astype(np.float32)
+                    made[REWARD] = read["reward"][:steps].reshape(-1).astype(np.float32)
                 if "is_terminal" in there:
                     made[TERMINATED] = np.bool_(read["is_terminal"][-1])
             yield where, made
+
+    def _check_last(self, read: Mapping[str, Any]) -> None:
+        """Raise `ValueError` for a reward that would be left out with the last step."""
+        reward = float(read["reward"].reshape(-1)[-1]) if "reward" in read else 0.0
+        if reward and not self._last_step:
+            raise ValueError(
+                f"its last step pays {reward:g}, though in RLDS the observation of that step alone "
+                "counts: --last-step keep, if its action and reward count (the observation after "
+                "it is then the last one again), or --last-step drop"
+            )
 
     def _named(self, part: ObservationPart, given: Mapping[str, tuple[str, ...]]) -> Any:
         if part.name in given:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+from typing import Final
 
 from rlinf_async.channels import Channel, Receiver, Sender
 from rlinf_async.config import ConfigError
@@ -33,6 +34,8 @@ from rlinf_async.workers.intervention import (
     load_person,
 )
 
+GRACE: Final = 2.0
+"""seconds for the answer to a question that nobody waits for any more"""
 PATH = ("intervention", "person")
 SLOWEST = 0.15
 """seconds of a step while a page is open, with some room: `rlinf_async.view.hands.HZ`"""
@@ -74,15 +77,16 @@ class Intervening:
         if self.seconds is None:
             return None
         counts, person = self._config.cluster, self._config.asked.person
+        action = self._config.acting_policy.acts
         page = None
         if person == PAGE:
-            action = self._config.acting_policy.acts
             page = PageAddress(action, _free_port(), secrets.token_urlsafe(32))
         people = await self._cluster.launch(
             InterventionWorker,
             person,
             page,
             acts=self._config.asked.acts,
+            choices=action.outputs if action.discrete else 0,
             name="Person",
             restart=Restart(max=counts.max_restarts),
             env_vars=counts.environment,
@@ -93,6 +97,20 @@ class Intervening:
         return people.call(
             InterventionWorker.serve, self._proposals.receiver, self._interventions.sender
         )
+
+    async def end(self, watching: GroupCall[list[InterventionReport]] | None) -> None:
+        """Wait for the person to end, now that nothing is asked any more; one who does not answer
+        holds up nobody.
+
+        Raises: as `InterventionWorker.serve`.
+        """
+        if watching is None:
+            return
+        await watching.finished(GRACE)
+        if watching.done():
+            await watching
+        else:
+            watching.cancel()
 
 
 def check_person(config: EnvironmentSettings) -> None:

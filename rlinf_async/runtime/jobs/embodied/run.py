@@ -73,7 +73,7 @@ from rlinf_async.runtime.jobs.embodied.collectors import (
     evaluate,
     make_collectors,
 )
-from rlinf_async.runtime.jobs.embodied.curriculum import Climb, columns_of
+from rlinf_async.runtime.jobs.embodied.curriculum import LEVEL_SUCCESS, Climb, columns_of
 from rlinf_async.runtime.jobs.embodied.pictures import pictures
 from rlinf_async.runtime.jobs.embodied.playing import (
     TrainedPolicy,
@@ -259,10 +259,12 @@ AT_THE_END = {
 
 def judged(progress: EmbodiedProgress, row: dict[str, float], window: int) -> dict[str, float]:
     """The part of a row by which training is judged: nothing of episodes before ``window`` of them
-    have ended, since the first few would say little."""
-    if len(progress.returns) >= window:
-        return row
-    return {name: value for name, value in row.items() if name not in OF_EPISODES}
+    have ended, since the first few would say little; and of a level's, before the last level is
+    full."""
+    early = set(OF_EPISODES) if len(progress.returns) < window else set[str]()
+    if not progress.climb.complete:
+        early.add(LEVEL_SUCCESS)
+    return {name: value for name, value in row.items() if name not in early}
 
 
 def check_judged(config: EnvironmentSettings, columns: Sequence[str]) -> None:
@@ -339,6 +341,8 @@ def _asks_for_success(config: EnvironmentSettings) -> tuple[str, str]:
             f"evaluation.target_success_rate is {target}",
             "the run falls short. Leave the target out, or set evaluation.target_return",
         )
+    if config.curriculum.levels:
+        return "curriculum.levels follow the success rate", "the first level never ends"
     for setting, metric, then in (
         ("stop_at", training.stop_at.metric, "the target is never reached"),
         ("keep_best", training.keep_best.metric, "there is no best checkpoint"),

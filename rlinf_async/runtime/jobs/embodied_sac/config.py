@@ -195,6 +195,7 @@ def check_sizes(config: SacConfig) -> None:
             path=("training", "updates_per_step"),
         )
     check_ranks(config)
+    _check_said(config)
     _check_share(config)
     _check_hindsight(config)
     for setting in ("action_chunk", "group_size"):
@@ -276,6 +277,12 @@ def _check_hindsight(config: SacConfig) -> None:
                 path=("replay", "hindsight_share"),
             )
         return
+    if config.curriculum.levels:
+        raise ConfigError(
+            f"{replay.hindsight!r}, but with curriculum.levels nobody knows under which level's "
+            "options another goal would be paid: leave one of the two out",
+            path=path,
+        )
     if replay.prioritized:
         raise ConfigError(
             f"{replay.hindsight!r}, but with replay.sampling = 'prioritized' a transition would "

@@ -182,8 +182,7 @@ class ReplayRun(EnvironmentRun[ReplayedT, SacProgress, SacChannels]):
         flow = EmbodiedFlow(cluster, channels, collectors, view)
         train = partial(self._train, flow, actor, replay)
         await self._train_and_evaluate(flow, SacShards(actor, replay), train)
-        if watching is not None:
-            await watching
+        await channels.intervening.end(watching)
 
     async def _with_demonstrations(self, view: LiveView) -> ReplayedT:
         """Record demonstrations where the run begins; return the configuration that draws them.
