@@ -167,7 +167,7 @@ class Hands:
         try:
             said = msgspec.json.decode(await request.body())["action"]
             self._held = None if said is None else self._checked(said)
-        except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
+        except (msgspec.DecodeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise RunFolderError(f"this is no action: {error}") from error
         self._held_at = self._watched_at = self._clock()
         return as_json({})

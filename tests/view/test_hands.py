@@ -94,6 +94,7 @@ async def test_choices_and_images() -> None:
         (numbers(2), '{"action": [1.0, 1.5]}'),
         (numbers(2), '{"action": [1.0, "a"]}'),
         (numbers(2), '{"action": [NaN, 0]}'),
+        (numbers(2), f'{{"action": [0, {"9" * 400}]}}'),
         (numbers(2), "[]"),
         (numbers(2), "{}"),
         (choices(3), '{"action": 3}'),
