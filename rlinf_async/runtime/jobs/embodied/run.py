@@ -262,7 +262,7 @@ def judged(progress: EmbodiedProgress, row: dict[str, float], window: int) -> di
     have ended, since the first few would say little; and of a level's, before the last level is
     full."""
     early = set(OF_EPISODES) if len(progress.returns) < window else set[str]()
-    if not progress.climb.complete:
+    if progress.climb.wanted.levels and not progress.climb.complete:
         early.add(LEVEL_SUCCESS)
     return {name: value for name, value in row.items() if name not in early}
 
