@@ -91,7 +91,7 @@ def test_samples_are_ordered_paged_and_shown_with_their_tokens(page: Browser) ->
         "[...document.querySelectorAll('#panel-samples th button')]"
         ".find((one) => one.textContent === 'reward').click()"
     )
-    page.until("return document.querySelector('[aria-sort=descending] button').textContent"
+    page.until("return document.querySelector('[aria-sort=descending] button')?.textContent"
                " === 'reward ▼'")  # fmt: skip
     first = page.text("#panel-samples tbody tr")
     assert first.startswith("14/7 ")
