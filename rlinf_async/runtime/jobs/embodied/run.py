@@ -261,9 +261,9 @@ def judged(progress: EmbodiedProgress, row: dict[str, float], window: int) -> di
     """The part of a row by which training is judged: nothing of episodes before ``window`` of them
     have ended, since the first few would say little; and of a level's, before the last level is
     full."""
-    early = set(OF_EPISODES) if len(progress.returns) < window else set[str]()
+    early: list[str] = [*OF_EPISODES] if len(progress.returns) < window else []
     if progress.climb.wanted.levels and not progress.climb.complete:
-        early.add(LEVEL_SUCCESS)
+        early.append(LEVEL_SUCCESS)
     return {name: value for name, value in row.items() if name not in early}
 
 
