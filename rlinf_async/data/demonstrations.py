@@ -157,10 +157,10 @@ def read_episodes(
         for path, found in LeRobotFolder(folder).arrays(info.observation, rewarded=transitions):
             with _explained(path):
                 episode = episode_of(found, shown)
-            if not transitions:
+                if transitions:
+                    episode = _with_outcome(episode, found[REWARD], found[DONE])
+            if len(episode.action):
                 yield episode
-            elif len((made := _with_outcome(episode, found[REWARD], found[DONE])).action):
-                yield made
         return
     for number in range(info.episodes):
         path = _file(folder, number)
@@ -177,20 +177,25 @@ def _with_outcome(
     Where it ended for good, nothing depends on that observation; where it was cut, it is without
     its last step, of which only the observation is known.
 
-    Raises `ValueError` where that step has all of the reward.
+    Raises: as `_check_left_out`.
     """
+    _check_left_out(reward, done)
     seen, terminated = episode.observation, bool(done[-1])
     last = seen[-1:]
     if not terminated:
-        if reward[-1] and not reward[:-1].any():
-            raise ValueError(
-                f"all of its reward ({reward[-1]:g}) is that of its last step, which is left out, "
-                "since next.done is false there and the observation after it is not known: set "
-                "next.done where an episode ended for good"
-            )
         seen, reward = seen[:-1], reward[:-1]
     outcome = Outcome(reward, last, terminated)
     return DemonstratedEpisode(seen, episode.action[: len(seen)], outcome)
+
+
+def _check_left_out(reward: NDArray[np.float32], done: NDArray[np.bool_]) -> None:
+    """Raise `ValueError` where a step that is left out has all of an episode's reward."""
+    if not done[-1] and reward[-1] and not reward[:-1].any():
+        raise ValueError(
+            f"all of its reward ({reward[-1]:g}) is that of its last step, which is left out, "
+            f"since {DONE} is false there and the observation after it is not known: set {DONE} "
+            "where an episode ended for good"
+        )
 
 
 def count_steps(folder: Path) -> int:
@@ -270,6 +275,7 @@ def check_demonstrations(
                 if transitions:
                     ended, steps = np.asarray(arrays[DONE][-1]), len(arrays[ACTION])
                     _check_outcome(arrays[REWARD], ended, steps)
+                    _check_left_out(arrays[REWARD], arrays[DONE])
         return info
     for number in range(info.episodes):
         _check_file(_file(folder, number), info, bounds)

@@ -27,7 +27,7 @@ import io
 import json
 import math
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -339,14 +339,7 @@ def _cells(column: Any, part: ObservationPart, tasks: Mapping[int, str]) -> Any:
     """The rows of a column, as an array of the part."""
     cells = column.to_pylist()
     if part.kind == "text":
-        rows = [tasks[index].encode() for index in cells]
-        if long := next((row for row in rows if len(row) > part.shape[0]), b""):
-            raise ValueError(
-                f"task {long.decode()!r} has {len(long)} bytes, but the environment shows texts of "
-                f"at most {part.shape[0]}"
-            )
-        text = b"".join(row.ljust(part.shape[0], b"\0") for row in rows)
-        return np.frombuffer(text, np.uint8).reshape(len(rows), -1)
+        return texts([tasks[index].encode() for index in cells], part.shape[0], "task")
     if part.kind == "state":
         return np.array(cells, np.float32).reshape(len(cells), -1)
     channels = part.shape[2] if len(part.shape) == 3 else 1
@@ -366,6 +359,18 @@ def _outcome(table: Any, steps: int) -> dict[str, Any]:
         REWARD: np.array(table[REWARD].to_pylist(), np.float32).reshape(steps),
         DONE: np.array(table[DONE].to_pylist() if known else steps * [False]).reshape(steps) > 0,
     }
+
+
+def texts(rows: Sequence[bytes], size: int, what: str) -> NDArray[np.uint8]:
+    """Return texts in ``size`` bytes each, ``[N, size]``; raises `ValueError`, which says ``what``
+    they are, for longer ones."""
+    if long := next((row for row in rows if len(row) > size), b""):
+        raise ValueError(
+            f"{what} {long.decode(errors='replace')!r} has {len(long)} bytes, but the environment "
+            f"shows texts of at most {size}"
+        )
+    padded = b"".join(row.ljust(size, b"\0") for row in rows)
+    return np.frombuffer(padded, np.uint8).reshape(len(rows), size)
 
 
 def _task(row: Mapping[str, Any]) -> str:

@@ -323,6 +323,19 @@ def test_what_is_written_is_read_back_bit_for_bit(recorded: Path, tmp_path: Path
         assert one.observation.tobytes() == other.observation.tobytes()
 
 
+def test_a_reward_that_is_of_the_last_step_alone_is_not_left_out_without_a_word(
+    recorded: Path, tmp_path: Path
+) -> None:
+    """The second episode was cut, and paid in its last step, which is left out then."""
+    out = tmp_path / "out"
+    write_lerobot(recorded, out, fps=20)
+    said = r"all of its reward \(1\) is that of its last step"
+    with pytest.raises(DataError, match=said):
+        list(read_episodes(out, WRITTEN, transitions=True))
+    with pytest.raises(DataError, match=said):
+        check_demonstrations(out, WRITTEN, 2, discrete=False, transitions=True)
+
+
 def test_a_written_data_set_has_what_others_look_for(recorded: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     write_lerobot(recorded, out, fps=20)

@@ -237,6 +237,15 @@ def test_replayed_transitions_are_learnt_from(tmp_path: pathlib.Path, example: s
     assert summary.extra == {"gradient steps": 80}
 
 
+def falls_short(
+    words: list[Any], out: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> EmbodiedSummary:
+    """What a run comes to whose steps are too few to reach its target."""
+    code = main([str(word) for word in words])
+    assert (code, capsys.readouterr().err) == (1, "")
+    return read_summary(out / "summary.json", EmbodiedSummary)
+
+
 def test_demonstrations_are_learnt_from_beside_own_experience(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -248,9 +257,7 @@ def test_demonstrations_are_learnt_from_beside_own_experience(
         *("--training.total_steps", 200, "--training.learning_starts", 180),
         *("--cluster.backend", "local"),
     ]
-    code = main([str(word) for word in words])
-    assert (code, capsys.readouterr().err) == (1, "")  # so few steps do not reach the target
-    summary = read_summary(tmp_path / "run" / "summary.json", EmbodiedSummary)
+    summary = falls_short(words, tmp_path / "run", capsys)
     assert (summary.outcome, summary.env_steps) == ("fell short", 200)
     assert summary.extra == {"gradient steps": 40}
     shares = read_columns(tmp_path / "run" / "metrics.csv")["demonstrations_share"]
@@ -265,9 +272,7 @@ def test_goals_are_exchanged_in_hindsight(
         *("--training.total_steps", 200, "--training.learning_starts", 180),
         *("--evaluation.episodes", 2, "--cluster.backend", "local"),
     ]
-    code = main([str(word) for word in words])
-    assert (code, capsys.readouterr().err) == (1, "")  # so few steps do not reach the target
-    summary = read_summary(tmp_path / "run" / "summary.json", EmbodiedSummary)
+    summary = falls_short(words, tmp_path / "run", capsys)
     assert (summary.outcome, summary.env_steps) == ("fell short", 200)
     assert summary.extra == {"gradient steps": 20}
 
@@ -282,9 +287,7 @@ def test_a_policy_learns_from_data_alone(
         *("--demonstrations.episodes", 2, "--evaluation.episodes", 2, "--cluster.backend", "local"),
         *("--training.total_steps", 20, "--training.steps_per_iteration", 10),
     ]
-    code = main([str(word) for word in words])
-    assert (code, capsys.readouterr().err) == (1, "")  # so few steps do not reach the target
-    summary = read_summary(tmp_path / "run" / "summary.json", EmbodiedSummary)
+    summary = falls_short(words, tmp_path / "run", capsys)
     assert (summary.outcome, summary.env_steps) == ("fell short", 0)
     assert summary.extra == {"gradient steps": 20}
 
@@ -299,8 +302,7 @@ def test_a_person_who_steps_in_is_learnt_from(
         *("--intervention.deadline", 60, "--evaluation.episodes", 2, "--training.total_steps", 200),
         *("--training.learning_starts", 180, "--cluster.backend", "local"),
     ]
-    code = main([str(word) for word in words])
-    assert (code, capsys.readouterr().err) == (1, "")  # so few steps do not reach the target
+    falls_short(words, tmp_path / "run", capsys)
     columns = read_columns(tmp_path / "run" / "metrics.csv")
     assert columns["intervention_share"][0] > 0.5
     assert 0.8984375 in columns["demonstrations_share"]

@@ -359,7 +359,7 @@ class EnvWorker(Worker):
         ]
         self._person: tuple[Sender[Proposal], Receiver[Intervention]] | None = None
         self._envs = Environments(config, self.rank, self.incarnation)
-        self._others: list[Environments] = []
+        self._other: Environments | None = None
         """environments that are played in evaluations alone"""
         self._other_pace = Pace(self, short=0.0)  # whether they render is known later
         self._stages: list[EnvStage] = []
@@ -386,8 +386,8 @@ class EnvWorker(Worker):
             for number, stage in enumerate(self._stages):
                 await self._pace_of(number).run("close envs", stage.close)
             await self._pace.run("close envs", self._envs.close)
-            for other in self._others:
-                await self._other_pace.run("close envs", other.close)
+            if self._other is not None:
+                await self._other_pace.run("close envs", self._other.close)
         finally:
             for thread in self._threads:
                 thread.shutdown(wait=False)
@@ -483,9 +483,9 @@ class EnvWorker(Worker):
         next."""
         if plan.env is None:
             return self._envs
-        if not self._others:
-            self._others.append(Environments(plan.env, self.rank, self.incarnation))
-        return self._others[0]
+        if self._other is None:
+            self._other = Environments(plan.env, self.rank, self.incarnation)
+        return self._other
 
     def _failed(self, episodes: Sequence[int], plan: EvaluationPlan) -> list[int]:
         """Those of these episodes in which an environment has ended an earlier life of this

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rlinf_async.algorithms.losses import normal_log_prob
 from rlinf_async.backends.policies.base import Evaluation, ObservedT, Step, register_policy
-from rlinf_async.backends.policies.config import PolicyConfig, cnn_misfit, mlp_misfit
+from rlinf_async.backends.policies.config import PolicyConfig, box_misfit, cnn_misfit, mlp_misfit
 from rlinf_async.backends.policies.images import ImageEncoder
 from rlinf_async.backends.policies.off_policy import OffPolicyPolicy, count
 
@@ -79,7 +79,7 @@ class MlpBoundedGaussianPolicy(BoundedGaussianPolicy[Tensor]):
 
     @classmethod
     def misfit(cls, config: PolicyConfig) -> str:
-        return mlp_misfit(config) or _action_misfit(config)
+        return mlp_misfit(config) or box_misfit(config)
 
 
 @register_policy("cnn_bounded_gaussian")
@@ -89,13 +89,7 @@ class CnnBoundedGaussianPolicy(BoundedGaussianPolicy[Mapping[str, Tensor]]):
 
     @classmethod
     def misfit(cls, config: PolicyConfig) -> str:
-        return cnn_misfit(config) or _action_misfit(config)
+        return cnn_misfit(config) or box_misfit(config)
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config, ImageEncoder(config.sees, config.channels))
-
-
-def _action_misfit(config: PolicyConfig) -> str:
-    if config.acts.continuous:
-        return ""
-    return "it draws one Box of continuous actions; the environment's are others"

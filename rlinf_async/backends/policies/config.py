@@ -210,6 +210,13 @@ def mlp_for(action: ActionSpec) -> str:
     return "mlp_categorical" if action.discrete else "mlp_factored"
 
 
+def box_misfit(config: PolicyConfig) -> str:
+    """Return why a policy of one vector of numbers cannot have these actions; empty if it can."""
+    if config.acts.continuous:
+        return ""
+    return "it samples one Box of continuous actions; the environment's are others"
+
+
 def mlp_misfit(config: PolicyConfig, name: str = "") -> str:
     """Why an MLP cannot have these observations, or the one of this name these actions; empty if it
     can. Which actions it has is not known where only their size was given."""

@@ -21,7 +21,7 @@ from rlinf_async.backends.policies.base import (
     Step,
     register_policy,
 )
-from rlinf_async.backends.policies.config import PolicyConfig, cnn_misfit, mlp_misfit
+from rlinf_async.backends.policies.config import PolicyConfig, box_misfit, cnn_misfit, mlp_misfit
 from rlinf_async.backends.policies.images import ImageEncoder
 from rlinf_async.backends.policies.off_policy import OffPolicyPolicy, count
 
@@ -76,18 +76,21 @@ class SquashedGaussianPolicy(OffPolicyPolicy[ObservedT]):
     def log_prob(self, features: Tensor, action: Tensor) -> Tensor:
         """Return log-probs ``[N]`` of ``action [N, A]``, with gradients; those on the bounds count
         as just within."""
-        mean, log_std = self._outputs(features)
-        unsquashed = torch.atanh(action.clamp(-1.0 + 1e-6, 1.0 - 1e-6))
-        noise = (unsquashed - mean) * (-log_std).exp()
-        return squashed_log_prob(noise, log_std, unsquashed)
+        return self._log_prob(features, action, margin=1e-6)
 
     def cloned(self, features: Tensor, action: Tensor) -> Tensor:
         """Return what cloning maximises: `log_prob`, but no deviation is less than `CLONED_STD`,
         and no action nearer to its bounds than `CLONED_MARGIN`. What is always done the same way,
         or as far as it goes, would outweigh all else without end."""
+        return self._log_prob(features, action, margin=CLONED_MARGIN, least=math.log(CLONED_STD))
+
+    def _log_prob(
+        self, features: Tensor, action: Tensor, *, margin: float, least: float = LOG_STD_MIN
+    ) -> Tensor:
+        """Log-probs of actions no nearer to their bounds than ``margin``, with logs of deviations
+        of at least ``least``."""
         mean, log_std = self._outputs(features)
-        log_std = log_std.clamp(min=math.log(CLONED_STD))
-        most = 1.0 - CLONED_MARGIN
+        log_std, most = log_std.clamp(min=least), 1.0 - margin
         unsquashed = torch.atanh(action.clamp(-most, most))
         noise = (unsquashed - mean) * (-log_std).exp()
         return squashed_log_prob(noise, log_std, unsquashed)
@@ -103,7 +106,7 @@ class MlpSquashedGaussianPolicy(SquashedGaussianPolicy[Tensor]):
 
     @classmethod
     def misfit(cls, config: PolicyConfig) -> str:
-        return mlp_misfit(config) or _action_misfit(config)
+        return mlp_misfit(config) or box_misfit(config)
 
 
 @register_policy("cnn_squashed_gaussian")
@@ -116,13 +119,7 @@ class CnnSquashedGaussianPolicy(SquashedGaussianPolicy[Mapping[str, Tensor]]):
 
     @classmethod
     def misfit(cls, config: PolicyConfig) -> str:
-        return cnn_misfit(config) or _action_misfit(config)
+        return cnn_misfit(config) or box_misfit(config)
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config, ImageEncoder(config.sees, config.channels))
-
-
-def _action_misfit(config: PolicyConfig) -> str:
-    if config.acts.continuous:
-        return ""
-    return "it samples one Box of continuous actions; the environment's are others"

@@ -34,10 +34,12 @@ from rlinf_async.channels import Channel
 from rlinf_async.config import UsageError
 from rlinf_async.observe.files import RunFolderError, atomic_write
 from rlinf_async.observe.run_lock import release_lock, take_lock
+from rlinf_async.runtime.calls import WorkerGroup
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.targets import BEST, Best, KeepBestConfig, Reached, StopAtConfig
 from rlinf_async.runtime.signals import Terminated
 from rlinf_async.runtime.wakers import internal
+from rlinf_async.workers.actor.training import TrainingWorker
 
 PERIOD = 0.25
 """seconds between two looks for items that were given up"""
@@ -338,6 +340,22 @@ class ShardWriters(Protocol):
 
     async def saved(self, path: Path) -> None:
         """Wait until the checkpoint that was begun is complete."""
+
+
+class ActorShards:
+    """The actors of a run, as what a `Checkpointer` asks to write."""
+
+    def __init__(self, group: WorkerGroup[Any]) -> None:
+        """``group`` is of a `TrainingWorker`."""
+        self.group = group
+
+    async def begin_save(self, path: Path) -> None:
+        """Start writing a checkpoint; training may go on."""
+        await self.group.call(TrainingWorker.begin_checkpoint, str(path))
+
+    async def saved(self, path: Path) -> None:
+        """Wait until the checkpoint that was begun is complete."""
+        await self.group.call(TrainingWorker.checkpoint_written)
 
 
 class Checkpointer:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
@@ -18,6 +19,7 @@ from rlinf_async.backends.world_model.config import (
     WorldModelTrainerConfig,
 )
 from rlinf_async.backends.world_model.dreaming import Dreams
+from rlinf_async.backends.world_model.model import WorldModel
 from rlinf_async.backends.world_model.trainer import WorldModelTrainer
 from rlinf_async.config import ConfigError
 from rlinf_async.data.config import DataError
@@ -75,6 +77,17 @@ def file(learner: WorldModelTrainer, tmp_path_factory: pytest.TempPathFactory) -
 def played(dreams: Dreams, seed: int, steps: int) -> list[Any]:
     shown, _ = dreams.reset(seed=seed)
     return [shown, *(dreams.step(np.array([2, step % 3, 1])) for step in range(steps))]
+
+
+def test_rewards_are_predicted_in_units_of_how_they_differ() -> None:
+    """Those that are always the same are their mean, and ask nothing of the network."""
+    spec = describe_env(EnvConfig(entry_point=f"{ENVS}:Line", kwargs={"choices": True}))
+    info = WorldModelInfo(env="line", observation=spec.observation, action=spec.action, sizes=SIZES)
+    model = WorldModel(info)
+    state = torch.zeros(4, spec.observation.state_size)
+    for paid, zero, one in (([1.0] * 4, 1.0, 2.0), ([-1.0, -1.0, 1.0, 1.0], 0.0, 1.0)):
+        model.take_statistics(state, torch.tensor(paid), {})
+        assert model.rewards_of(torch.tensor([0.0, 1.0])).tolist() == pytest.approx([zero, one])
 
 
 def test_it_shows_and_takes_what_the_environment_does(file: Path) -> None:

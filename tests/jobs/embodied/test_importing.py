@@ -198,7 +198,11 @@ def test_actions_beyond_the_bounds_are_clipped_and_counted(importing: Importing)
         ((STATE, MOVE, "instruction=observation/image_0"), "", "cannot be the text 'instruction'"),
         ((STATE, "action=language_instruction"), "", "is no action, which has numbers"),
         ((STATE, "action=action/move,action/choice"), "", "an action of 3 numbers, but the"),
-        ((STATE, MOVE), "kwargs = { words = 8 }", "has 9 bytes, but the environment shows at most"),
+        (
+            (STATE, MOVE),
+            "kwargs = { words = 8 }",
+            "has 9 bytes, but the environment shows texts of at most",
+        ),
         (
             (STATE, "action=observation/gripper"),
             "kwargs = { discrete = true }",

@@ -82,7 +82,9 @@ def env_config(kind: str = "Road", **kwargs: object) -> EnvConfig:
     return EnvConfig(entry_point=f"{__name__}:{kind}", kwargs=kwargs, envs=2, stages=1)
 
 
-def collect(config: EnvConfig, iterations: int, rank: int = 0, incarnation: int = 0) -> list[Any]:
+def collect(
+    config: EnvConfig, iterations: int, rank: int = 0, incarnation: int = 0, steps: int = STEPS
+) -> list[Any]:
     """Trajectories of a worker's environments, which go on from one to the next."""
     from rlinf_async.messages.embodied import Actions
     from rlinf_async.workers.env.record import Record
@@ -91,15 +93,15 @@ def collect(config: EnvConfig, iterations: int, rank: int = 0, incarnation: int 
     stage = Environments(config, rank, incarnation).stage(0)
     random, made = np.random.default_rng((rank, incarnation)), []
     for iteration in range(iterations):
-        ticket = Collect(iteration=iteration, steps=STEPS, min_version=0, transitions=True)
+        ticket = Collect(iteration=iteration, steps=steps, min_version=0, transitions=True)
         stage.needs_reset and stage.reset()  # type: ignore[func-returns-value]
         record = Record(ticket, rank, 0, stage.observation, incarnation)
         while not record.full:
-            zeros = np.zeros(2, np.float32)
+            zeros = np.zeros(config.envs, np.float32)
             answer = Actions(
                 incarnation=0,
                 sequence=0,
-                action=random.uniform(-1, 1, (2, 1)).astype(np.float32),
+                action=random.uniform(-1, 1, (config.envs, 1)).astype(np.float32),
                 log_prob=zeros,
                 value=zeros,
                 final_value=None,
@@ -342,12 +344,12 @@ def test_rewards_that_are_not_computed_are_named(tmp_path: pathlib.Path) -> None
 def test_rewards_that_are_not_computed_are_found_in_short_trajectories_too(
     tmp_path: pathlib.Path,
 ) -> None:
-    env = env_config(extra=0.5)
+    env = msgspec.structs.replace(env_config(extra=0.5), envs=1, stages=1)
     one = worker(env, tmp_path)
-    [trajectory] = collect(env, 1)
-    one._hindsight._compared, one._hindsight._differing = 300, 2  # type: ignore[union-attr]
-    with pytest.raises(ReplayError, match=r"in \d+ of \d{3} steps"):
-        one._store_all(0, [trajectory])
+    first, second = collect(env, 2, steps=1)
+    one._store_all(0, [first])  # one may differ
+    with pytest.raises(ReplayError, match="other rewards than that in 2 of 2 steps"):
+        one._store_all(1, [second])
 
 
 def test_ranks_share_the_batch_of_one(tmp_path: pathlib.Path) -> None:

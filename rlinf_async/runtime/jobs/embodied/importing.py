@@ -36,6 +36,7 @@ from rlinf_async.data.demonstrations import (
     write_episode,
     write_info,
 )
+from rlinf_async.data.lerobot import texts
 from rlinf_async.data.rlds import Feature, RldsFolder
 from rlinf_async.messages.converting import ActionReader, ObservationWriter, answer_for, ends_of
 from rlinf_async.messages.spaces import ObservationPart
@@ -251,13 +252,7 @@ class _Reading:
             return numbers
         [name] = self.found[part.name]
         if part.kind == "text":
-            if long := next((one for one in read[name] if len(one) > part.shape[0]), b""):
-                raise ValueError(
-                    f"text {long.decode(errors='replace')!r} has {len(long)} bytes, but the "
-                    f"environment shows at most {part.shape[0]}"
-                )
-            padded = b"".join(one.ljust(part.shape[0], b"\0") for one in read[name])
-            return np.frombuffer(padded, np.uint8).reshape(len(read[name]), -1)
+            return texts(read[name], part.shape[0], "text")
         return self._images(read[name], part)
 
     def _images(self, images: NDArray[np.uint8], part: ObservationPart) -> NDArray[np.uint8]:

@@ -7,8 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from rlinf_async.algorithms.config import LossConfig
 from rlinf_async.backends.fsdp.config import OF_LOSS, OF_UPDATES, EmbodiedTrainerConfig
 from rlinf_async.backends.policies.config import MLPS, ignored
@@ -17,17 +15,14 @@ from rlinf_async.config.registry import raised
 from rlinf_async.data.config import DataError
 from rlinf_async.data.demonstrations import check_demonstrations
 from rlinf_async.observe.run_folder import RunFolder
-from rlinf_async.observe.summary import EmbodiedSummary
 from rlinf_async.runtime.jobs.config import Reads, every_file, model_files
 from rlinf_async.runtime.jobs.embodied.beginning import (
     Beginning,
-    as_begun,
     begins_with,
     files_of,
-    pinned,
 )
-from rlinf_async.runtime.jobs.embodied.choosing import planned, tried_and_chosen
-from rlinf_async.runtime.jobs.embodied.playing import TrainedPolicy, check_scripted_policy
+from rlinf_async.runtime.jobs.embodied.environment_job import EnvironmentJob
+from rlinf_async.runtime.jobs.embodied.playing import TrainerMaker
 from rlinf_async.runtime.jobs.embodied.run import (
     COLUMNS,
     EmbodiedRun,
@@ -40,12 +35,8 @@ from rlinf_async.runtime.jobs.embodied.settings import (
     check_host,
     check_judging_env,
     check_sizes,
-    described,
-    described_for_run,
     fitted,
 )
-from rlinf_async.runtime.jobs.placement import PlacementPlan
-from rlinf_async.runtime.jobs.run import run_in_folder
 from rlinf_async.workers.base import Device
 from rlinf_async.workers.env import EnvSpec
 
@@ -57,57 +48,47 @@ OF_TRAINING = (*OF_UPDATES, "explained_variance")
 """columns of every loss"""
 
 
-class EmbodiedPPO:
+class EmbodiedPPO(EnvironmentJob[EmbodiedConfig, EmbodiedConfig]):
     """PPO on a Gymnasium environment, over env, rollout and actor workers."""
 
     name = "embodied_ppo"
     config_type = EmbodiedConfig
+    may_differ = MAY_DIFFER
 
-    def plan(
-        self, config: EmbodiedConfig, devices: Sequence[Device] | None = None
-    ) -> PlacementPlan:
-        """The devices of every worker: on this host, or on a machine with these devices."""
-        return planned(config, devices)
-
-    def check(self, config: EmbodiedConfig, devices: Sequence[Device] | None = None) -> None:
-        """Check all that can be checked before a worker starts; asks an environment.
-
-        Args:
-            config: the run's configuration.
-            devices: devices of the machine to check for; None: this host's.
-
-        Raises:
-            UsageError: with the setting, and what is wrong with it.
-        """
+    def check_settings(self, config: EmbodiedConfig, devices: Sequence[Device] | None) -> None:
         check_sizes(config)
         _check_names(config)
         check_host(config, devices, config.actor.fsdp.device)
-        self._begins_with(self._fitted(config, described(config)))
-        if config.demonstrations.policy:
-            check_scripted_policy(config, config.demonstrations.policy)
 
-    def run(self, config: EmbodiedConfig, out: Path | None, resume: bool) -> EmbodiedSummary:
-        """Train, evaluate, and leave everything in the run folder."""
-        config = pinned(config, out, resume=resume)
-        full = self._fitted(config, described_for_run(config))
-        beginning = self._begins_with(full, starts=True)
-        cluster = tried_and_chosen(config, full)
-        full = msgspec.structs.replace(full, cluster=cluster)
-        as_run = msgspec.structs.replace(as_begun(config, beginning), cluster=cluster)
+    def script_of(self, config: EmbodiedConfig) -> str:
+        return config.demonstrations.policy
 
-        def build(folder: RunFolder) -> EmbodiedRun:
-            return EmbodiedRun(full, folder, beginning)
+    def build(
+        self, full: EmbodiedConfig, folder: RunFolder, beginning: Beginning | None
+    ) -> EmbodiedRun:
+        return EmbodiedRun(full, folder, beginning)
 
-        return run_in_folder(
-            as_run, out, resume=resume, may_differ=MAY_DIFFER, build=build, reads=_reads
-        )
+    def trainer(self, full: EmbodiedConfig) -> TrainerMaker:
+        return partial(make_trainer, full)
 
-    def trained(self, config: EmbodiedConfig) -> TrainedPolicy:
-        """Return what lets a policy act that was trained with this configuration."""
-        full = fitted(config, described(config))
-        return TrainedPolicy(full, partial(make_trainer, full))
+    @staticmethod
+    def reads(run: EmbodiedRun) -> Reads:
+        actor = run.config.actor
+        shown, model = actor.cloning.demonstrations, actor.fsdp.policy.vision_language.folder
+        files: dict[str, tuple[Path, list[Path]]] = files_of(run.beginning)
+        if shown:
+            files["actor.cloning.demonstrations"] = Path(shown), every_file(Path(shown))
+        if model:
+            files["actor.fsdp.policy.vision_language.folder"] = (
+                Path(model),
+                model_files(Path(model)),
+            )
+        return Reads(files)
 
-    def _fitted(self, config: EmbodiedConfig, spec: EnvSpec) -> EmbodiedConfig:
+    def fitted(self, config: EmbodiedConfig, spec: EnvSpec) -> EmbodiedConfig:
+        return fitted(config, spec)
+
+    def checked(self, config: EmbodiedConfig, spec: EnvSpec) -> EmbodiedConfig:
         full = fitted(config, spec)
         _check_fit(full)
         check_judging_env(config, spec)
@@ -115,7 +96,7 @@ class EmbodiedPPO:
         check_judged(full, (*OF_TRAINING, *_columns_of_loss(full)))
         return full
 
-    def _begins_with(self, full: EmbodiedConfig, *, starts: bool = False) -> Beginning | None:
+    def begins_with(self, full: EmbodiedConfig, *, starts: bool = False) -> Beginning | None:
         def make_model() -> nn.Module:
             from rlinf_async.backends.building import building
             from rlinf_async.backends.policies.base import find_policy
@@ -124,17 +105,6 @@ class EmbodiedPPO:
                 return find_policy(full.acting_policy.name)(full.acting_policy)
 
         return begins_with(full, self, make_model, starts=starts)
-
-
-def _reads(run: EmbodiedRun) -> Reads:
-    actor = run.config.actor
-    shown, model = actor.cloning.demonstrations, actor.fsdp.policy.vision_language.folder
-    files: dict[str, tuple[Path, list[Path]]] = files_of(run.beginning)
-    if shown:
-        files["actor.cloning.demonstrations"] = Path(shown), every_file(Path(shown))
-    if model:
-        files["actor.fsdp.policy.vision_language.folder"] = Path(model), model_files(Path(model))
-    return Reads(files)
 
 
 def _check_fit(config: EmbodiedConfig) -> None:

@@ -34,7 +34,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -56,6 +55,7 @@ from rlinf_async.observe.waits import Facts
 from rlinf_async.runtime.calls import GroupCall, WorkerGroup
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.checkpoints import (
+    ActorShards,
     Checkpointer,
     RunProgress,
     ShardWriters,
@@ -419,7 +419,7 @@ def evaluated_rate(
 ) -> float | None:
     """The share of successes; None where the environment reports none, in the training neither, if
     it is the same."""
-    same = progress is not None and config.evaluation.env is None
+    same = config.evaluation.env is None
     reports = same and progress is not None and progress.success_reports > 0
     said = [episode.success for episode in episodes]
     return success_rate(said, reports=reports)
@@ -755,21 +755,6 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
         if self.beginning is not None:
             summary.extra["began"] = self.beginning.said.removeprefix("begins ")
         return summary
-
-
-class ActorShards:
-    """The actors, as the workers that a `Checkpointer` asks to write."""
-
-    def __init__(self, actors: WorkerGroup[EmbodiedFSDPActor]) -> None:
-        self._actors = actors
-
-    async def begin_save(self, path: Path) -> None:
-        """Start writing a checkpoint; training may go on."""
-        await self._actors.call(EmbodiedFSDPActor.begin_checkpoint, str(path))
-
-    async def saved(self, path: Path) -> None:
-        """Wait until the checkpoint that was begun is complete."""
-        await self._actors.call(EmbodiedFSDPActor.checkpoint_written)
 
 
 def make_trainer(config: EmbodiedConfig) -> TrainerBackend:

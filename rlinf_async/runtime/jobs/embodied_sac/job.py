@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 import msgspec
 import psutil
@@ -18,24 +18,19 @@ from rlinf_async.data.config import DataError
 from rlinf_async.data.demonstrations import count_steps
 from rlinf_async.messages.embodied import InterventionCounts
 from rlinf_async.observe.run_folder import RunFolder
-from rlinf_async.observe.summary import EmbodiedSummary
 from rlinf_async.runtime.jobs.config import Reads, every_file
 from rlinf_async.runtime.jobs.embodied.beginning import (
     Beginning,
-    as_begun,
     begins_with,
     files_of,
-    pinned,
 )
-from rlinf_async.runtime.jobs.embodied.choosing import planned, tried_and_chosen
+from rlinf_async.runtime.jobs.embodied.environment_job import EnvironmentJob
 from rlinf_async.runtime.jobs.embodied.intervening import check_person
-from rlinf_async.runtime.jobs.embodied.playing import TrainedPolicy, check_scripted_policy
+from rlinf_async.runtime.jobs.embodied.playing import TrainerMaker
 from rlinf_async.runtime.jobs.embodied.run import check_judged
 from rlinf_async.runtime.jobs.embodied.settings import (
     check_host,
     check_judging_env,
-    described,
-    described_for_run,
     goals_of,
 )
 from rlinf_async.runtime.jobs.embodied_sac.config import (
@@ -47,13 +42,12 @@ from rlinf_async.runtime.jobs.embodied_sac.config import (
     fitted,
 )
 from rlinf_async.runtime.jobs.embodied_sac.run import (
+    ReplayedT,
     ReplayRun,
     SacRun,
     check_transitions,
     make_trainer,
 )
-from rlinf_async.runtime.jobs.placement import PlacementPlan
-from rlinf_async.runtime.jobs.run import run_in_folder
 from rlinf_async.workers.base import Device
 from rlinf_async.workers.env import EnvSpec
 from rlinf_async.workers.replay.store import bytes_of, columns_of
@@ -74,55 +68,50 @@ OF_DEMONSTRATIONS: Final = (
 """columns where batches have demonstrations"""
 
 
-class EmbodiedSAC:
+FittedT = TypeVar("FittedT", bound=ReplaySettings)
+
+
+class ReplayJob(EnvironmentJob[ReplayedT, FittedT]):
+    """A job that learns from batches of a replay worker."""
+
+    run_type: ClassVar[type[ReplayRun[Any]]]
+
+    def script_of(self, config: ReplayedT) -> str:
+        return config.demonstrations.policy
+
+    def build(
+        self, full: FittedT, folder: RunFolder, beginning: Beginning | None
+    ) -> ReplayRun[Any]:
+        return self.run_type(full, folder, beginning)
+
+    def trainer(self, full: FittedT) -> TrainerMaker:
+        return partial(make_trainer, full, self.run_type.trainer)
+
+    @staticmethod
+    def reads(run: ReplayRun[Any]) -> Reads:
+        files, shown = files_of(run.beginning), run.config.replay.demonstrations
+        if shown:
+            files["replay.demonstrations"] = Path(shown), every_file(Path(shown))
+        return Reads(files)
+
+
+class EmbodiedSAC(ReplayJob[SacConfig, FittedSac]):
     """Soft actor-critic on a Gymnasium environment, over env, rollout, replay and actor workers."""
 
     name = "embodied_sac"
     config_type = SacConfig
+    may_differ = MAY_DIFFER
+    run_type = SacRun
 
-    def plan(self, config: SacConfig, devices: Sequence[Device] | None = None) -> PlacementPlan:
-        """The devices of every worker: on this host, or on a machine with these devices."""
-        return planned(config, devices)
-
-    def check(self, config: SacConfig, devices: Sequence[Device] | None = None) -> None:
-        """Check all that can be checked before a worker starts; asks an environment.
-
-        Args:
-            config: the run's configuration.
-            devices: devices of the machine to check for; None: this host's.
-
-        Raises:
-            UsageError: with the setting, and what is wrong with it.
-        """
+    def check_settings(self, config: SacConfig, devices: Sequence[Device] | None) -> None:
         check_sizes(config)
         check_host(config, devices, config.actor.fsdp.device)
         check_person(config)
-        self._begins_with(self._fitted(config, described(config)))
-        if config.demonstrations.policy:
-            check_scripted_policy(config, config.demonstrations.policy)
 
-    def run(self, config: SacConfig, out: Path | None, resume: bool) -> EmbodiedSummary:
-        """Train, evaluate, and leave everything in the run folder."""
-        config = pinned(config, out, resume=resume)
-        full = self._fitted(config, described_for_run(config))
-        beginning = self._begins_with(full, starts=True)
-        cluster = tried_and_chosen(config, full)
-        full = msgspec.structs.replace(full, cluster=cluster)
-        as_run = msgspec.structs.replace(as_begun(config, beginning), cluster=cluster)
+    def fitted(self, config: SacConfig, spec: EnvSpec) -> FittedSac:
+        return fitted(config, spec)
 
-        def build(folder: RunFolder) -> SacRun:
-            return SacRun(full, folder, beginning)
-
-        return run_in_folder(
-            as_run, out, resume=resume, may_differ=MAY_DIFFER, build=build, reads=reads_of
-        )
-
-    def trained(self, config: SacConfig) -> TrainedPolicy:
-        """Return what lets a policy act that was trained with this configuration."""
-        full = fitted(config, described(config))
-        return TrainedPolicy(full, partial(make_trainer, full))
-
-    def _fitted(self, config: SacConfig, spec: EnvSpec) -> FittedSac:
+    def checked(self, config: SacConfig, spec: EnvSpec) -> FittedSac:
         full = fitted(config, spec)
         if config.replay.hindsight != "none":
             full = msgspec.structs.replace(full, goals=goals_of(config))
@@ -133,7 +122,7 @@ class EmbodiedSAC:
         check_judged(full, COLUMNS + OF_DEMONSTRATIONS * full.shows + of_person)
         return full
 
-    def _begins_with(self, full: FittedSac, *, starts: bool = False) -> Beginning | None:
+    def begins_with(self, full: FittedSac, *, starts: bool = False) -> Beginning | None:
         def make_model() -> nn.Module:
             from rlinf_async.backends.building import building
             from rlinf_async.backends.fsdp.sac import model_for
@@ -157,14 +146,6 @@ def _check_coefficient(full: FittedSac, beginning: Beginning) -> None:
             f"{full.model.path}, which began with {began}: leave it out",
             path=("actor", "sac", "initial_entropy_coefficient"),
         )
-
-
-def reads_of(run: ReplayRun[Any]) -> Reads:
-    """The files that a run reads, by setting."""
-    files, shown = files_of(run.beginning), run.config.replay.demonstrations
-    if shown:
-        files["replay.demonstrations"] = Path(shown), every_file(Path(shown))
-    return Reads(files)
 
 
 def checked_demonstrations(full: ReplaySettings, spec: EnvSpec) -> int:

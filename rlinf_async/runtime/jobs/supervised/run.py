@@ -43,6 +43,7 @@ from rlinf_async.observe.summary import SupervisedSummary
 from rlinf_async.runtime.calls import WorkerGroup
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.checkpoints import (
+    ActorShards,
     Checkpointer,
     RunProgress,
     Stopped,
@@ -97,19 +98,8 @@ class SupervisedProgress(RunProgress, kw_only=True):
     """the same, by the last evaluation"""
 
 
-class Actors:
-    """The actors, as the workers that a `Checkpointer` asks to write."""
-
-    def __init__(self, group: WorkerGroup[LanguageActor]) -> None:
-        self.group = group
-
-    async def begin_save(self, path: Path) -> None:
-        """Start writing a checkpoint; training may go on."""
-        await self.group.call(LanguageActor.begin_checkpoint, str(path))
-
-    async def saved(self, path: Path) -> None:
-        """Wait until the checkpoint that was begun is complete."""
-        await self.group.call(LanguageActor.checkpoint_written)
+class Actors(ActorShards):
+    """The actors, which also leave the model."""
 
     async def export(self, path: Path) -> None:
         """Write the model as a Hugging Face folder, without its tokenizer."""

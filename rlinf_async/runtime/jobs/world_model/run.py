@@ -28,6 +28,7 @@ from rlinf_async.observe.summary import WorldModelSummary
 from rlinf_async.runtime.calls import WorkerGroup
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.checkpoints import (
+    ActorShards,
     Checkpointer,
     RunProgress,
     Stopped,
@@ -46,21 +47,9 @@ from rlinf_async.workers.actor.world_model import WorldModelActor
 class WorldModelProgress(RunProgress, kw_only=True):
     """Progress of a run; its version is the number of iterations."""
 
+    loss: float | None = None
     measured: dict[str, float] = msgspec.field(default_factory=dict)
     """what the last comparison with held-out episodes has found"""
-
-
-class _Actors:
-    """The actors, as the workers that a `Checkpointer` asks to write."""
-
-    def __init__(self, group: WorkerGroup[WorldModelActor]) -> None:
-        self.group = group
-
-    async def begin_save(self, path: Path) -> None:
-        await self.group.call(WorldModelActor.begin_checkpoint, str(path))
-
-    async def saved(self, path: Path) -> None:
-        await self.group.call(WorldModelActor.checkpoint_written)
 
 
 class WorldModelRun:
@@ -83,7 +72,7 @@ class WorldModelRun:
         """The flow, from the recorded episodes to the model's file."""
         folders = self.config.data.folders or (str(await self._recorded(view)),)
         view.note = "starting workers"
-        actors = _Actors(await self._launch(cluster, folders))
+        actors = ActorShards(await self._launch(cluster, folders))
         kept = self.config.training.keep_checkpoints
         checkpointer = Checkpointer(cluster, actors, self.folder.checkpoints, kept)
         version = self.progress.version
@@ -135,7 +124,11 @@ class WorldModelRun:
         )
 
     async def _train(
-        self, actors: _Actors, checkpointer: Checkpointer, metrics: MetricsWriter, view: LiveView
+        self,
+        actors: ActorShards,
+        checkpointer: Checkpointer,
+        metrics: MetricsWriter,
+        view: LiveView,
     ) -> None:
         training, progress, signals = self.config.training, self.progress, run_signals()
         clock = TrainingClock(progress.train_seconds)
@@ -144,7 +137,7 @@ class WorldModelRun:
         while progress.version < training.iterations:
             reports = await actors.group.call(WorldModelActor.train, training.steps_per_iteration)
             row = self._account(reports[0], clock())
-            if self._due(training.measure_every) and training.measure_every | self._ended:
+            if self._due(training.measure_every):
                 row |= _columns(await self._measure(actors, view))
             metrics.write(progress.version, row)
             # The step boundary: progress and weights are of this version.
@@ -168,7 +161,7 @@ class WorldModelRun:
         progress.version += 1
         taken = max(seconds - progress.train_seconds, 1e-9)
         progress.train_seconds = seconds
-        self._last = report
+        self._last, progress.loss = report, report["loss"]
         return {
             "iteration": progress.version - 1,
             "version": progress.version,
@@ -178,7 +171,7 @@ class WorldModelRun:
             **report,
         }
 
-    async def _measure(self, actors: _Actors, view: LiveView) -> dict[str, float]:
+    async def _measure(self, actors: ActorShards, view: LiveView) -> dict[str, float]:
         """Compare the model with held-out episodes; nothing where there are none."""
         if not self.config.data.held_out:
             return {}
@@ -230,7 +223,7 @@ class WorldModelRun:
             iterations=progress.version,
             train_seconds=progress.train_seconds,
             updates=progress.version * self.config.training.steps_per_iteration,
-            loss=self._last.get("loss"),
+            loss=progress.loss,
             held_out=self.config.data.held_out or None,
             measured=progress.measured,
         )
