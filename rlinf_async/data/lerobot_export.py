@@ -105,7 +105,7 @@ class _Writing:
             self._writer, self._bytes, self._file = None, 0, self._file + 1
         number = len(self._episodes)
         frame = np.arange(count)
-        own = (
+        own: tuple[NDArray[Any], ...] = (
             (frame / self._fps).astype(np.float32),
             *(frame, np.full(count, number), self.steps + frame, np.array(tasks)),
         )
