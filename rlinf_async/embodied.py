@@ -56,7 +56,7 @@ from rlinf_async.runtime.jobs.hooks import HooksConfig
 from rlinf_async.runtime.jobs.placement import RolePlacement
 from rlinf_async.runtime.jobs.targets import KeepBestConfig, StopAtConfig
 from rlinf_async.runtime.recording import RecordingConfig
-from rlinf_async.workers.env.config import EnvConfig
+from rlinf_async.workers.env.config import EnvConfig, EnvRewardConfig
 from rlinf_async.workers.intervention import InterventionConfig
 from rlinf_async.workers.replay.worker import BatchesConfig, ReplayConfig
 from rlinf_async.workers.rollout.policy import RolloutConfig
@@ -76,6 +76,7 @@ __all__ = [
     "EmbodiedTrainerConfig",
     "EmbodiedTrainingConfig",
     "EnvConfig",
+    "EnvRewardConfig",
     "FSDPConfig",
     "Factor",
     "FlowConfig",

@@ -142,7 +142,9 @@ async def test_the_worker_of_a_person_serves_the_page_and_asks_it() -> None:
 
 
 @contextlib.contextmanager
-def asked_again_and_again(spec: ActionSpec, proposed: Any) -> Iterator[tuple[str, list[Any]]]:
+def asked_again_and_again(
+    spec: ActionSpec, proposed: Any, seen: Any = SEEN
+) -> Iterator[tuple[str, list[Any]]]:
     """A page whose person is asked without end, its address, and what was said last."""
     said: list[Any] = [None]
     ready, done = threading.Event(), threading.Event()
@@ -152,7 +154,7 @@ def asked_again_and_again(spec: ActionSpec, proposed: Any) -> Iterator[tuple[str
         await hands.open()
         ready.set()
         while not done.is_set():
-            said[0] = await hands(SEEN, proposed)
+            said[0] = await hands(seen, proposed)
             await asyncio.sleep(0.005)
         await hands.close()
 
@@ -195,3 +197,25 @@ def test_keys_and_buttons_of_the_page_are_actions_while_they_are_down(browser: B
         browser.until(who, "the policy acts")
         key(browser, "keydown", "2")
         until(lambda: np.array_equal(said[0], 2), "a choice")
+
+
+def test_hands_are_held_while_images_do_not_come(browser: Browser) -> None:
+    parts = ObservationPart(name="camera", kind="image", shape=PIXELS.shape)
+    seen = ObservationSpec((parts,)).empty(1)
+    seen["camera"] = PIXELS
+    slow = """
+        const quick = window.fetch;
+        window.words = 0;
+        window.fetch = (address, how) => {
+          if (String(address).startsWith("/api/image")) return new Promise(() => {});
+          if (how?.method === "POST") window.words += 1;
+          return quick(address, how);
+        };
+    """
+    with asked_again_and_again(numbers(2), PROPOSED, seen[0]) as (address, said):
+        browser.open(address)
+        browser.until("return document.getElementById('image-camera') !== null")
+        browser.do(slow)
+        key(browser, "keydown", "ArrowRight")
+        browser.until("return window.words > 8")  # one is of the key, the others of time
+        until(lambda: np.array_equal(said[0], [0.5, 0.0]), "the key")

@@ -4,6 +4,7 @@
 
     EnvError                 an environment cannot be used, or failed while it ran
     +-- EnvFailed            it raised, or returned what cannot be trained on: names env, step, seed
+    LabelError               a reward function raised, or returned what is no reward: names it
     RolloutGone              no rollout worker is left that could answer (a ChannelError)
 
 A wrong configuration raises `rlinf_async.config.UsageError` before any environment is made. Seeds
@@ -40,6 +41,29 @@ environments: Registry[Callable[..., Any]] = Registry(
     "environment", group="rlinf_async.environments"
 )
 """functions that ``entry_point`` names"""
+
+
+class EnvRewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who says what steps pay, and whether they have succeeded, in place of the environment."""
+
+    function: str = ""
+    """``"file.py:function"`` or ``"module:function"``, see `rlinf_async.workers.env.labels`; empty:
+    the environment says it"""
+    ends: bool = False
+    """whether an episode terminates with its first success"""
+
+    def __post_init__(self) -> None:
+        if self.ends and not self.labels:
+            raise ConfigError(
+                "true, but it is the environment that says what a success is, and when it ends: "
+                "name a function, or leave it out",
+                path=("ends",),
+            )
+
+    @property
+    def labels(self) -> bool:
+        """Whether anybody but the environment says it."""
+        return bool(self.function)
 
 
 class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -91,6 +115,7 @@ class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """actions that the policy answers with at once, and that are executed one by one"""
     control: ControlConfig = ControlConfig()
     """commands at a fixed rate: real time"""
+    reward: EnvRewardConfig = EnvRewardConfig()
     group_size: int = 1
     """environments that begin an iteration in the same state; above 1, an iteration is one episode
     of each: steps after its end are not trained"""
@@ -165,6 +190,7 @@ class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             )
         self._check_limits()
         self._check_control()
+        self._check_reward()
         self._check_ready()
         self._check_steps()
 
@@ -218,6 +244,23 @@ class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 f"{control.hz:g}, but in real time no two episodes of a group are alike: leave "
                 "group_size out",
                 path=("control", "hz"),
+            )
+
+    def _check_reward(self) -> None:
+        """Simulators of many begin episodes by themselves, some before others are ready."""
+        reward = self.reward
+        if reward.labels and self.asynchronous and self.simulator != "pool":
+            raise ConfigError(
+                f"{reward.function!r}, but simulator = {self.simulator!r}, in which some "
+                "environments are ready before others, is not asked step by step: leave it out, or "
+                "use simulator = 'single', 'pool' or 'vector', or 'envpool' without ready",
+                path=("reward", "function"),
+            )
+        if reward.ends and self.many_in_a_call:
+            raise ConfigError(
+                f"true, but simulator = {self.simulator!r} ends and begins episodes by itself: "
+                "leave it out, or use simulator = 'single' or 'pool'",
+                path=("reward", "ends"),
             )
 
     def _check_steps(self) -> None:
@@ -322,6 +365,10 @@ def not_made(what: str, error: BaseException, hint: str = "") -> EnvError:
     if is_interrupt(error):
         raise error
     return EnvError(f"{what} raised {raised(error)}{hint}")
+
+
+class LabelError(RuntimeError):
+    """A reward function raised, or returned what is no reward; the message names it."""
 
 
 class EnvFailed(EnvError):

@@ -10,7 +10,7 @@ from rlinf_async.config import ConfigError, UsageError
 from rlinf_async.messages.converting import ActionReader, ObservationWriter
 from rlinf_async.messages.described import Spaces, described
 from rlinf_async.messages.spaces import EnvSpec
-from rlinf_async.workers.env.config import EnvConfig, EnvFailed, not_made
+from rlinf_async.workers.env.config import EnvConfig, EnvFailed, LabelError, not_made
 from rlinf_async.workers.env.make_batched import (
     autoreset_of,
     loaded,
@@ -83,7 +83,18 @@ def _checked(config: EnvConfig, render_mode: str | None) -> Env:
                 "gymnasium.Env has to have",
                 path=("entry_point" if config.entry_point else "id",),
             )
-    return env
+    return _labelled(env, config) if config.reward.labels else env
+
+
+def _labelled(env: Env, config: EnvConfig) -> Env:
+    """The environment, whose rewards are those of `env.reward`."""
+    from rlinf_async.workers.env.labels import LabelledEnv
+
+    try:
+        return LabelledEnv(env, config.reward, config.name)
+    except BaseException:
+        env.close()
+        raise
 
 
 def _make_one(config: EnvConfig, render_mode: str | None) -> Env:
@@ -113,7 +124,7 @@ def describe_env(config: EnvConfig, *, probe: bool = False) -> EnvSpec:
         if not config.many_in_a_call:
             check_seed(env, config.name)
         if probe and config.simulator != "async":
-            with suppress(EnvFailed):  # its worker reports what it raises
+            with _probing(config):
                 if config.many_in_a_call:
                     shows_last = mode == "same_step" and not _is_gymnasiums(env)
                     probe_many(env, writer, config.name, noted, shows_last=shows_last)
@@ -126,6 +137,16 @@ def describe_env(config: EnvConfig, *, probe: bool = False) -> EnvSpec:
             max_episode_steps=limit,
             bounds=reader.bounds,
         )
+
+
+@contextmanager
+def _probing(config: EnvConfig) -> Iterator[None]:
+    """Raise what a reward function says wrong; what an environment raises, its worker reports."""
+    try:
+        yield
+    except EnvFailed as error:
+        if config.reward.labels and isinstance(error.__cause__, LabelError):
+            raise ConfigError(str(error.__cause__), path=("reward", "function")) from error
 
 
 def describe_spaces(config: EnvConfig) -> Spaces:

@@ -43,7 +43,19 @@ def make_batched(config: EnvConfig, count: int, seed: int) -> BatchedEnv:
             "'async'",
             path=("simulator",),
         )
-    return cast(BatchedEnv, made)
+    simulator = cast(BatchedEnv, made)
+    return _labelled(simulator, config) if config.reward.labels else simulator
+
+
+def _labelled(env: BatchedEnv, config: EnvConfig) -> BatchedEnv:
+    """The simulator, whose rewards are those of `env.reward`."""
+    from rlinf_async.workers.env.labels import LabelledSimulator
+
+    try:
+        return LabelledSimulator(env, config.reward, config.name, autoreset_of(config, env))
+    except BaseException:
+        env.close()
+        raise
 
 
 def make_async(config: EnvConfig, count: int, seed: int) -> AsyncEnv:

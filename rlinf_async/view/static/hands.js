@@ -155,13 +155,22 @@ function tell(error) {
 async function go() {
   try {
     await look();
-    if (action() !== null || seen.acts) await say();
     one("banner").hidden = true;
   } catch (error) {
     tell(error);
   }
   document.body.dataset.ready = "true";
   setTimeout(go, EVERY);
+}
+
+// Hands that are down are said to be so, again and again, however long pictures take to come.
+async function hold() {
+  try {
+    if (action() !== null || seen?.acts) await say();
+  } catch (error) {
+    tell(error);
+  }
+  setTimeout(hold, EVERY);
 }
 
 addEventListener("keydown", (event) => {
@@ -173,3 +182,4 @@ addEventListener("keydown", (event) => {
 addEventListener("keyup", (event) => press(named(event.key), false));
 addEventListener("blur", () => { held.clear(); say().catch(tell); }); // keys are released elsewhere
 go();
+hold();
