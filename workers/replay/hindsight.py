@@ -32,7 +32,8 @@ import numpy as np
 from rlinf_async.messages.embodied import Bools, Floats, Ints, Trajectory, stage_key
 from rlinf_async.messages.spaces import ObservationArray
 from rlinf_async.workers.env.goals import GoalRewards, Goals
-from rlinf_async.workers.replay.store import ReplayError, ReplayStore, following_of
+from rlinf_async.workers.replay.columns import ReplayError
+from rlinf_async.workers.replay.store import ReplayStore, following_of
 
 Strategy = Literal["future", "final"]
 
@@ -138,7 +139,7 @@ class Hindsight:
             if steps is None:
                 continue
             # A ticket that was given up may have left steps out.
-            left_at = store.arrays["next_observation"][store.slots_of(np.array([steps[-1]]))]
+            left_at = store.column("next_observation", np.array([steps[-1]]))
             if left_at.tobytes() == first[env].tobytes():
                 begun[env] = episode
         return begun
@@ -177,7 +178,7 @@ class Hindsight:
             ]
         goal = self._goals.achieved_in(self._after(chosen, at)).copy()
         reward, discount, last = self._returns(chosen, goal)
-        rows["next_observation"][which] = self._after(chosen, last)
+        rows["next_observation"][which] = self._after(chosen, last, images=True)
         for name in ("observation", "next_observation"):
             self._goals.desired_in(rows[name])[which] = goal
         rows["reward"][which], rows["discount"][which] = reward, discount
@@ -188,17 +189,20 @@ class Hindsight:
         steps = self._episodes[int(store.arrays["episode"][slot])]
         return _Chosen(steps, int(self._places[slot]))
 
-    def _after(self, chosen: list[_Chosen], at: list[int]) -> ObservationArray:
-        """Copies of what is shown after these steps: by the next one, where there is one."""
+    def _after(
+        self, chosen: list[_Chosen], at: list[int], *, images: bool = False
+    ) -> ObservationArray:
+        """Copies of what is shown after these steps: by the next one, where there is one. Without
+        ``images``, only the numbers count."""
         store = self._store
         last = [place + 1 == len(one.steps) for one, place in zip(chosen, at, strict=True)]
         number = [
             one.steps[place if ends else place + 1]
             for one, place, ends in zip(chosen, at, last, strict=True)
         ]
-        slots, ends = store.slots_of(np.array(number)), np.array(last)
-        shown: ObservationArray = store.arrays["observation"][slots]
-        shown[ends] = store.arrays["next_observation"][slots[ends]]
+        numbers, ends = np.array(number), np.array(last)
+        shown: ObservationArray = store.column("observation", numbers, images=images)
+        shown[ends] = store.column("next_observation", numbers[ends], images=images)
         return shown
 
     def _returns(self, chosen: list[_Chosen], goal: Floats) -> tuple[Floats, Floats, list[int]]:

@@ -32,7 +32,7 @@ comes after the trajectory, so each is in the store exactly once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -42,8 +42,10 @@ from numpy.typing import NDArray
 
 from rlinf_async.data.demonstrations import DemonstratedEpisode
 from rlinf_async.messages.embodied import Bools, Choice, Floats, Ints, Trajectory, samples_of
-from rlinf_async.messages.spaces import ActionSpec, ObservationArray, ObservationSpec
+from rlinf_async.messages.spaces import ObservationArray
 from rlinf_async.observe.files import atomic_write
+from rlinf_async.workers.replay.columns import Column, ReplayError
+from rlinf_async.workers.replay.images import ImageRing
 
 
 class Transitions(NamedTuple):
@@ -206,48 +208,7 @@ class SumTree:
         return nodes - self._leaves
 
 
-class ReplayError(Exception):
-    """The files of a store are missing, damaged, or of another run."""
-
-
 LAYOUT = "layout.json"
-
-
-class Column(NamedTuple):
-    """One array of the store: ``[slots, *shape]``."""
-
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one transition."""
-        return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
-
-
-def columns_of(
-    observation: ObservationSpec, action: ActionSpec, *, episodes: bool = False
-) -> dict[str, Column]:
-    """Return the columns of transitions between these spaces; with ``episodes``, also to which
-    episode each belongs: the number of its first transition."""
-    row = observation.empty(1)
-    seen = Column(row.dtype, row.shape[1:])
-    number, whole = np.dtype(np.float32), np.dtype(np.int64)
-    return {
-        "observation": seen,
-        "action": Column(whole if action.discrete else number, action.shape),
-        "reward": Column(number, ()),
-        "next_observation": seen,
-        "discount": Column(number, ()),
-        "version": Column(whole, ()),
-        "priority": Column(number, ()),
-        **({"episode": Column(whole, ())} if episodes else {}),
-    }
-
-
-def bytes_of(columns: Mapping[str, Column], slots: int) -> int:
-    """Return the size of a store."""
-    return slots * sum(column.row_bytes for column in columns.values())
 
 
 class _Layout(msgspec.Struct, frozen=True):
@@ -286,11 +247,15 @@ class ReplayStore:
         """number before which transitions are not there, though the window might begin earlier"""
         if folder is None:
             self.arrays: dict[str, NDArray[Any]] = {
-                name: np.zeros((self.slots, *column.shape), column.dtype)
+                name: np.zeros((self.slots, *column.shape), column.kept)
                 for name, column in columns.items()
             }
         else:
             self.arrays = _mapped(columns, self.slots, folder, fresh=fresh)
+        compressed = {name: column for name, column in columns.items() if column.images}
+        self._images: ImageRing | None = None
+        if compressed:
+            self._images = ImageRing(compressed, self.arrays, self.slots, folder)
 
     @property
     def first(self) -> int:
@@ -311,14 +276,57 @@ class ReplayStore:
         """
         numbers = np.arange(self.count, self.count + len(rows["reward"]))
         slots = self.slots_of(numbers)
+        if self._images is not None:
+            new = range(self.count, self.count + len(numbers))
+            rows = {
+                **rows,
+                **self._images.put(new, rows, max(self.oldest, self.count - self.slots)),
+            }
         for name, array in rows.items():
             self.arrays[name][slots] = array
         return numbers
 
+    def column(self, name: str, numbers: Ints, *, images: bool = True) -> NDArray[Any]:
+        """Return copies of what a column has of transitions.
+
+        ``images``: whether images are wanted; else those that are compressed hold anything.
+
+        Raises `ReplayError` where an image cannot be read.
+        """
+        if self._images is not None and name in self._images.columns:
+            return self._images.take(name, numbers, images=images)
+        return self.arrays[name][self.slots_of(numbers)]
+
     def take(self, numbers: Ints) -> dict[str, NDArray[Any]]:
         """Return copies of transitions, by column."""
-        slots = self.slots_of(numbers)
-        return {name: array[slots] for name, array in self.arrays.items()}
+        return {name: self.column(name, numbers) for name in self.arrays}
+
+    def save(self, folder: Path, names: Iterable[str]) -> None:
+        """Copy columns of what is in the window into the folder of a checkpoint."""
+        slots = self.slots_of(self.numbers)
+        for name in names:
+            np.save(folder / f"{name}.npy", self.arrays[name][slots], allow_pickle=False)
+        if self._images is not None:
+            self._images.save(folder, range(self.first, self.count))
+
+    def load(self, folder: Path, names: Iterable[str]) -> None:
+        """Take them from there."""
+        slots = self.slots_of(self.numbers)
+        for name in names:
+            file, array = folder / f"{name}.npy", self.arrays[name]
+            found = np.load(file, allow_pickle=False)
+            if found.dtype != array.dtype:
+                raise ReplayError(
+                    f"{file} has {found.dtype}; this run has {array.dtype}: it cannot go on with it"
+                )
+            array[slots] = found
+        if self._images is not None:
+            self._images.load(folder, range(self.first, self.count))
+
+    def check_images(self) -> None:
+        """Raise `ReplayError` where the file of an image in the window is missing, or cut."""
+        if self._images is not None:
+            self._images.check(range(self.first, self.count))
 
     @property
     def numbers(self) -> Ints:
@@ -353,11 +361,13 @@ class Shown:
 def _mapped(
     columns: Mapping[str, Column], slots: int, folder: Path, *, fresh: bool
 ) -> dict[str, NDArray[Any]]:
-    described = {name: f"{column.dtype} {list(column.shape)}" for name, column in columns.items()}
+    described = {name: f"{column.kept} {list(column.shape)}" for name, column in columns.items()}
     layout = _Layout(slots, described)
     path = folder / LAYOUT
     if fresh:
         folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob("images-*.bin"):
+            left.unlink()
     else:
         try:
             found = msgspec.json.decode(path.read_bytes(), type=_Layout)
@@ -377,7 +387,7 @@ def _mapped(
         if not fresh and not file.is_file():
             raise ReplayError(f"{file} is missing: restore it, or start again in another folder")
         arrays[name] = np.memmap(
-            file, column.dtype, "w+" if fresh else "r+", shape=(slots, *column.shape)
+            file, column.kept, "w+" if fresh else "r+", shape=(slots, *column.shape)
         )
     if fresh:
         atomic_write(path, msgspec.json.encode(layout))

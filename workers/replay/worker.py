@@ -67,13 +67,12 @@ from rlinf_async.workers.base import Worker, task_group
 from rlinf_async.workers.env.config import EnvConfig
 from rlinf_async.workers.env.goals import GoalRewards, Goals
 from rlinf_async.workers.host import Pace
+from rlinf_async.workers.replay.columns import Column, ReplayError, columns_of
 from rlinf_async.workers.replay.hindsight import GoingOn, Hindsight, Strategy
 from rlinf_async.workers.replay.store import (
     Priorities,
-    ReplayError,
     ReplayStore,
     Shown,
-    columns_of,
     shown_in,
     trajectory_of,
     transitions_of,
@@ -91,6 +90,8 @@ class BatchesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """``disk``: memory-mapped files, which outlive a killed worker"""
     folder: str = ""
     """folder of the store's files; ``replay`` in the run folder when left out"""
+    images: Literal["raw", "compressed"] = "raw"
+    """``compressed``: they take less room, and drawing them takes longer"""
     prefetch: int = 4
     """batches that are drawn ahead of the gradient step that needs them"""
     demonstrations: str = ""
@@ -474,6 +475,9 @@ class ReplayWorker(Worker):
             self._shown = Shown(*shown)
         if plan.resume and not restarted:
             self._load(Path(plan.resume), found)
+        for store in (self._store, self._intervened):
+            if store is not None:
+                store.check_images()
         self._priorities = None
         if config.prioritized:
             self._priorities = Priorities(self._store, config.priority_alpha)
@@ -483,12 +487,17 @@ class ReplayWorker(Worker):
     def _ring(self, folder: Path | None, *, fresh: bool, episodes: bool = False) -> ReplayStore:
         """A store that transitions of the run are added to."""
         return ReplayStore(
-            columns_of(self.plan.observation, self.plan.action, episodes=episodes),
+            self._columns(episodes=episodes),
             self.config.capacity,
             spare=self.plan.spare if folder is not None else 0,
             folder=folder,
             fresh=fresh,
         )
+
+    def _columns(self, *, episodes: bool = False) -> dict[str, Column]:
+        compressed = self.config.images == "compressed"
+        seen, acted = self.plan.observation, self.plan.action
+        return columns_of(seen, acted, episodes=episodes, compressed=compressed)
 
     def _with_goals(self) -> Hindsight | None:
         """Return what gives transitions of the store other goals, where that is asked for."""
@@ -512,7 +521,7 @@ class ReplayWorker(Worker):
         """
         plan, folder = self.plan, self._folder
         shown = ReplayStore(
-            columns_of(plan.observation, plan.action),
+            self._columns(),
             count_steps(demonstrations),
             folder=None if folder is None else folder / SHOWN,
         )
@@ -536,9 +545,7 @@ class ReplayWorker(Worker):
         ):
             if store is None or not len(store):
                 continue
-            slots = store.slots_of(store.numbers)
-            for name in self._copied(store):
-                store.arrays[name][slots] = np.load(saved / f"{name}.npy", allow_pickle=False)
+            store.load(saved, self._copied(store))
             if self._folder is not None and found is not None:
                 written = newest + self.plan.iteration_steps
                 store.oldest = max(store.oldest, written - store.slots)
@@ -554,9 +561,7 @@ class ReplayWorker(Worker):
             if store is None:
                 continue
             folder.mkdir(parents=True, exist_ok=True)
-            slots = store.slots_of(store.numbers)
-            for name in self._copied(store):
-                np.save(folder / f"{name}.npy", store.arrays[name][slots], allow_pickle=False)
+            store.save(folder, self._copied(store))
         atomic_write(path / STATE, msgspec.json.encode(self._state))
 
     def _book(self, iteration: int, collected: Collected | None) -> None:

@@ -16,7 +16,8 @@ from rlinf_async.messages.embodied import BatchRequest, Collect, ReplayBatch, Tr
 from rlinf_async.messages.spaces import continuous, flat_spec
 from rlinf_async.workers.env.config import EnvConfig
 from rlinf_async.workers.env.goals import Goals, describe_goals
-from rlinf_async.workers.replay.store import ReplayError, transitions_of
+from rlinf_async.workers.replay.columns import ReplayError
+from rlinf_async.workers.replay.store import transitions_of
 from rlinf_async.workers.replay.worker import ReplayConfig, ReplayPlan, ReplayWorker, spread
 
 STEPS, GAMMA = 5, 0.5

@@ -9,12 +9,11 @@ import pytest
 
 from rlinf_async.messages.embodied import Trajectory
 from rlinf_async.messages.spaces import continuous, flat_spec
+from rlinf_async.workers.replay.columns import ReplayError, columns_of
 from rlinf_async.workers.replay.store import (
     Priorities,
-    ReplayError,
     ReplayStore,
     SumTree,
-    columns_of,
     transitions_of,
 )
 from rlinf_async.workers.replay.worker import ReplayConfig

@@ -50,7 +50,7 @@ from rlinf_async.runtime.jobs.embodied_sac.run import (
 )
 from rlinf_async.workers.base import Device
 from rlinf_async.workers.env import EnvSpec
-from rlinf_async.workers.replay.store import bytes_of, columns_of
+from rlinf_async.workers.replay.columns import bytes_of, columns_of
 
 if TYPE_CHECKING:
     from torch import nn
