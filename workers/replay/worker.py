@@ -107,6 +107,11 @@ class BatchesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 "set storage = 'disk'"
             )
 
+    @property
+    def compressed(self) -> bool:
+        """Whether images are compressed."""
+        return self.images == "compressed"
+
 
 class ReplayConfig(BatchesConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The store of transitions, and how batches are drawn."""
@@ -495,9 +500,8 @@ class ReplayWorker(Worker):
         )
 
     def _columns(self, *, episodes: bool = False) -> dict[str, Column]:
-        compressed = self.config.images == "compressed"
         seen, acted = self.plan.observation, self.plan.action
-        return columns_of(seen, acted, episodes=episodes, compressed=compressed)
+        return columns_of(seen, acted, episodes=episodes, compressed=self.config.compressed)
 
     def _with_goals(self) -> Hindsight | None:
         """Return what gives transitions of the store other goals, where that is asked for."""

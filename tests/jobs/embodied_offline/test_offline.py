@@ -195,8 +195,10 @@ def test_images_are_learnt_from_on_disk_and_begun_with(
     ended = job.command("export", job.out, out, "--to", "torchscript")
     assert ended.code == 0, ended.err
     again = beside(job, "again", capsys)
-    again.succeed(*pixels, "--model.path", job.out, "--training.total_steps", 8)
+    compressed = ("--replay.images", "compressed", "--training.total_steps", 8)
+    again.succeed(*pixels, "--model.path", job.out, *compressed)
     assert str(again.summary.extra["began"]).startswith("with ")
+    assert any((again.out / "replay/demonstrations").glob("images-*.bin"))
 
 
 def test_a_data_set_of_lerobot_with_rewards_is_learnt_from(job: Job) -> None:
@@ -244,6 +246,7 @@ def test_a_data_set_of_lerobot_with_rewards_is_learnt_from(job: Job) -> None:
         ("actor.fsdp.critic_warmup_steps", 5, "all networks learn from the first step on: leave"),
         ("actor.offline.algorithm", "cql", "actor.offline.algorithm"),
         ("replay.capacity", 100, "replay.capacity"),
+        ("replay.images", "compressed", "images: 'compressed', but Pendulum-v1 shows no images"),
     ],
 )
 def test_what_cannot_be_is_named(job: Job, setting: str, value: object, said: str) -> None:

@@ -57,18 +57,48 @@ def test_two_ranks_share_batches_and_one_goes_on_alone(job: Job) -> None:
     assert set(summary.dropped.values()) == {0}
 
 
+PIXELS = (
+    *("--env.entry_point", "examples/reach_env.py:ReachTargets"),
+    *("--env.kwargs", "{pixels_only = true, size = 12}"),
+    *("--actor.fsdp.policy.channels", "[4]"),
+)
+COMPRESSED = (*PIXELS, "--replay.images", "compressed")
+
+
 @pytest.mark.parametrize("storage", [(), MEMORY], ids=["disk", "memory"])
-def test_images_are_stored_as_bytes_and_learnt_from(job: Job, storage: tuple[object, ...]) -> None:
-    env = ("--env.entry_point", "examples/reach_env.py:ReachTargets")
-    pixels = ("--env.kwargs", "{pixels_only = true, size = 12}")
-    small = ("--actor.fsdp.policy.channels", "[4]")
-    job.succeed(*env, *pixels, *small, *storage, "--training.total_steps", 4 * STEPS)
+@pytest.mark.parametrize("images", [PIXELS, COMPRESSED], ids=["raw", "compressed"])
+def test_images_are_stored_as_bytes_and_learnt_from(
+    job: Job, storage: tuple[object, ...], images: tuple[object, ...]
+) -> None:
+    job.succeed(*images, *storage, "--training.total_steps", 4 * STEPS)
     job.check_books(4)
-    job.succeed(*env, *pixels, *small, *storage, "--resume")
+    ended = job.train(*(COMPRESSED if images == PIXELS else PIXELS), *storage, "--resume")
+    assert ended.code == 2
+    assert "replay.images (" in ended.err
+    job.succeed(*images, *storage, "--resume")
     job.check_books(6)
     if not storage:
-        slots = (80 + STEPS * 5) * 12 * 12 * 3
-        assert (job.out / "replay/observation.bin").stat().st_size == slots
+        kept = 12 * 12 * 3 if images == PIXELS else 12  # or where its bytes lie
+        slots = 80 + STEPS * 5
+        assert (job.out / "replay/observation.bin").stat().st_size == slots * kept
+
+
+def test_killed_workers_keep_compressed_images_and_a_cut_file_is_named(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killer = Killer(monkeypatch)
+    killer.victims = {1: "Replay[0]", 3: "Replay[0]"}
+    with nothing_left_behind():
+        summary = job.succeed(*PROCESS, *COMPRESSED)
+    assert summary.restarts == {"Replay[0]": 2}
+    job.check_books(6)
+    [newest, *_] = sorted(
+        (job.out / "replay").glob("images-*.bin"), key=lambda file: -file.stat().st_mtime_ns
+    )
+    newest.write_bytes(newest.read_bytes()[:5])
+    ended = job.train(*COMPRESSED, "--resume", "--training.total_steps", 7 * STEPS)
+    assert ended.code == 1
+    assert f"{newest.name} has 5 bytes" in ended.err
 
 
 def test_choices_are_learnt_from_and_a_resumed_run_goes_on(job: Job) -> None:

@@ -29,6 +29,8 @@ KITCHEN = "tests.jobs.embodied.envs:Kitchen"
         ("replay.n_step", 9, "replay.n_step: returns of 9 steps were asked for, but a trajectory"),
         ("replay.priority_alpha", 1.5, "priority_alpha is 1.5; it must be above 0 and at most 1"),
         ("replay.sampling", "priority", "replay.sampling"),
+        ("replay.images", "compressed", "images: 'compressed', but Pendulum-v1 shows no images"),
+        ("replay.images", "png", "replay.images"),
         ("replay.folder", __file__, "replay.folder: the replay store cannot be written there"),
         ("training.learning_starts", 192, "nothing would be learnt"),
         ("training.updates_per_step", 0, "updates_per_step is 0.0; it must be above 0"),

@@ -354,7 +354,14 @@ def check_ranks(config: ReplaySettings) -> None:
 
 
 def _check_images(config: ReplaySettings, section: str, spec: EnvSpec) -> None:
-    """Refuse images that a CNN cannot have, or that would be shifted out of the picture."""
+    """Refuse images that a CNN cannot have, that would be shifted out of the picture, or that are
+    to be compressed, but are not there."""
+    if config.replay.images == "compressed" and not spec.observation.of_kind("image"):
+        raise ConfigError(
+            f"'compressed', but {config.env.name} shows no images ({spec.observation}): leave it "
+            "out",
+            path=("replay", "images"),
+        )
     if spec.observation.flat:
         return
     if problem := cnn_misfit(PolicyConfig(observation=spec.observation, action=spec.action)):

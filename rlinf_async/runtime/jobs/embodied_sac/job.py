@@ -167,11 +167,12 @@ def checked_demonstrations(full: ReplaySettings, spec: EnvSpec) -> int:
 def check_store(full: ReplaySettings, shown: int) -> None:
     """Raise `ConfigError` where the store has no room, or its folder cannot be written.
 
-    ``shown`` demonstrations lie beside the transitions.
+    ``shown`` demonstrations lie beside the transitions. How much compressed images need is not
+    known before.
     """
     replay, policy = full.store, full.acting_policy
-    goals = isinstance(full, FittedSac) and full.goals is not None
-    columns = columns_of(policy.observation, policy.action, episodes=goals)
+    goals, compressed = isinstance(full, FittedSac) and full.goals is not None, replay.compressed
+    columns = columns_of(policy.observation, policy.action, episodes=goals, compressed=compressed)
     rings = 1 + (full.asked.demonstrates if full.asked.person else 0)
     if replay.storage == "memory":
         needed, there = (
@@ -187,9 +188,13 @@ def check_store(full: ReplaySettings, shown: int) -> None:
     if needed > there:
         beside = ", as many that a person may add," * (rings - 1)
         beside += f", and {shown} demonstrations," if shown else ""
+        images = policy.observation.of_kind("image")
+        without = ", without their images," * compressed
+        instead = ", or set replay.images = 'compressed'" * bool(images and not compressed)
         raise ConfigError(
-            f"{replay.capacity} transitions{beside} of {bytes_of(columns, 1)} bytes need "
-            f"{needed / 2**30:.1f} GiB, and {place} has {there / 2**30:.1f} GiB: take fewer",
+            f"{replay.capacity} transitions{beside} of {bytes_of(columns, 1)} bytes{without} need "
+            f"{needed / 2**30:.1f} GiB, and {place} has {there / 2**30:.1f} GiB: take fewer"
+            f"{instead}",
             path=("replay", "capacity"),
         )
 

@@ -1,0 +1,1 @@
+"""Images in a replay store, raw and compressed: ``python -m``."""
