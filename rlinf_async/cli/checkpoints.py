@@ -59,7 +59,7 @@ OF_LANGUAGE = ("dtype", "model", "shard_size")
     default="folder",
     show_default=True,
     help="Of a policy for robots: its weights, or one graph with everything in it, or, of one "
-    "that lerobot defines (smolvla), its folder. Of demonstrations: lerobot.",
+    "that lerobot defines (smolvla, pi0), its folder. Of demonstrations: lerobot.",
 )
 @click.option(
     "--checkpoint",

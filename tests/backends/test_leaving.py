@@ -163,7 +163,7 @@ def every_kind_and_form() -> list[Any]:
     quick: tuple[Form, ...] = ("folder", "torchscript")
     found, seen = list[Any](), set[str]()
     for kind in KINDS:
-        # A folder of lerobot's is for policies that it defines itself: `tests/backends/smolvla`.
+        # A folder of lerobot's is for policies that it defines itself: `backends/expert_flow`.
         every = tuple(form for form in get_args(Form) if form != "lerobot")
         forms = quick if kind.name in seen else every
         seen.add(kind.name)

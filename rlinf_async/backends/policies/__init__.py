@@ -12,7 +12,7 @@
     bounded.py    policies that learn from data alone
     vision_language/   images and text, actions as tokens
     flow_action/       chunks of actions, integrated from noise
-    smolvla/           the flow of a folder that LeRobot wrote
+    expert_flow/       the flows of folders that LeRobot wrote
     moments.py    running statistics, published with the weights
     serving.py    a policy that answers observations in numpy
     left.py       the note of a policy that has left the framework (no torch)

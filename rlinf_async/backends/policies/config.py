@@ -30,9 +30,9 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     observation_clip: float = 10.0
     """bound of normalised observations, in both directions"""
     vision_language: VisionLanguageConfig = VisionLanguageConfig()
-    """settings of the policy ``vision_language_action``; of ``smolvla`` its folder and adapters"""
+    """settings of the policy ``vision_language_action``; of `EXPERT_FLOWS` folder and adapters"""
     flow: FlowConfig = FlowConfig()
-    """settings of the policies ``flow_action`` and ``smolvla``"""
+    """settings of the policies ``flow_action`` and `EXPERT_FLOWS`"""
     action_chunk: int = 0
     """actions of an answer; taken from the environment"""
     token_values: bool = False
@@ -77,6 +77,9 @@ VISION_LANGUAGE: Final = "vision_language_action"
 FLOW: Final = "flow_action"
 
 SMOLVLA: Final = "smolvla"
+PI0: Final = "pi0"
+EXPERT_FLOWS: Final = (SMOLVLA, PI0)
+"""flows that are loaded from a folder of LeRobot, whose ``type`` is this"""
 
 OWNERS: Final = {
     "vision_language": VISION_LANGUAGE,
@@ -85,12 +88,12 @@ OWNERS: Final = {
     "flow": FLOW,
 }
 """settings that one built-in policy has for itself; ``flow_action`` has those of its trunk, too,
-and ``smolvla`` those of a flow, and the folder and adapters of a vision-language model"""
+and `EXPERT_FLOWS` those of a flow, and the folder and adapters of a vision-language model"""
 TOKENS: Final = ("bins", "chunk", "decoding", "attention", "head")
 """settings of ``vision_language`` that are of actions at slots"""
 LOADED: Final = ("folder", "lora")
 """settings of ``vision_language`` that do not say how a new model is built"""
-BUILT_IN: Final = (*MLPS, *OWNERS.values(), SMOLVLA)
+BUILT_IN: Final = (*MLPS, *OWNERS.values(), *EXPERT_FLOWS)
 
 
 def ignored(config: PolicyConfig) -> tuple[tuple[str, ...], str]:
@@ -115,22 +118,23 @@ def ignored(config: PolicyConfig) -> tuple[tuple[str, ...], str]:
                 f"it is of actions as tokens, but policy {FLOW!r} answers with numbers: leave it "
                 "out"
             )
-    for name in VisionLanguageConfig.__struct_fields__ if config.name == SMOLVLA else ():
+    for name in VisionLanguageConfig.__struct_fields__ if config.name in EXPERT_FLOWS else ():
         changed = getattr(config.vision_language, name) != getattr(VisionLanguageConfig(), name)
         if changed and name not in LOADED:
             return ("vision_language", name), (
-                f"policy {SMOLVLA!r} is as its folder says (vision_language.folder): leave it out"
+                f"policy {config.name!r} is as its folder says (vision_language.folder): leave it "
+                "out"
             )
     clips = config.observation_clip not in (PolicyConfig().observation_clip, math.inf)
-    if config.name == SMOLVLA and clips:
+    if config.name in EXPERT_FLOWS and clips:
         return ("observation_clip",), (
-            f"policy {SMOLVLA!r} normalises observations by its folder's statistics, without a "
+            f"policy {config.name!r} normalises observations by its folder's statistics, without a "
             "bound: leave it out"
         )
     setting, problem = config.flow.ignored()
     if problem:
         return ("flow", setting), problem
-    reads, flows = config.name == VISION_LANGUAGE, config.name in (FLOW, SMOLVLA)
+    reads, flows = config.name == VISION_LANGUAGE, config.name in (FLOW, *EXPERT_FLOWS)
     deviates = config.vision_language.head == "continuous" if reads else not flows
     for name, used in (
         ("hidden_sizes", not reads),
@@ -145,7 +149,7 @@ def ignored(config: PolicyConfig) -> tuple[tuple[str, ...], str]:
 
 def _parts(config: PolicyConfig) -> tuple[str, ...]:
     """The policies whose settings a policy has beside its own: those of its parts."""
-    if config.name == SMOLVLA:
+    if config.name in EXPERT_FLOWS:
         return FLOW, VISION_LANGUAGE
     if config.name != FLOW or not config.sees.of_kind("image"):
         return ()

@@ -35,7 +35,8 @@ POLICY: Final = ("actor", "fsdp", "policy")
 SHOWN: Final = 4
 """tensors that a text names; the rest is counted"""
 OF_LEROBOT: Final = (
-    "name it in actor.fsdp.policy.vision_language.folder, with actor.fsdp.policy.name = 'smolvla'"
+    "name it in actor.fsdp.policy.vision_language.folder, and its family in "
+    "actor.fsdp.policy.name (smolvla, pi0)"
 )
 SHAPING: Final = ("hidden_sizes", "channels", "memory_size", "vision_language")
 """settings of a policy that say which tensors it has, or what they mean"""

@@ -1,13 +1,13 @@
-"""A SmolVLA of some 40,000 weights in a folder as LeRobot 0.4.4 writes it, made from nothing.
+"""What the tiny policies of LeRobot's families have in common: `smolvla.py`, `pi0.py`.
 
-Its numbers come from a generator of numpy, so that they are the same wherever they are drawn:
-``reference.json`` holds what LeRobot 0.4.4 itself computed with this folder.
+Their numbers come from a generator of numpy, so that they are the same wherever they are drawn:
+``smolvla.json`` and ``pi0.json`` hold what LeRobot 0.4.4 itself computed with these folders.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,14 @@ from rlinf_async.messages.spaces import (
 
 CHUNK, EXECUTED, NUMBERS, STATE, STEPS = 4, 3, 2, 3, 4
 PADDED_STATE, PADDED_ACTION = 6, 5
-HIDDEN, INNER, HEADS, SHARED, HEAD = 16, 32, 2, 1, 8
-LAYERS, ALL_LAYERS, VISION_LAYERS, SIDE, PATCH, SCALE = 3, 4, 1, 16, 4, 2
-WIDTH, EXPERT_INNER = 12, 256
+SIDE, PATCH = 16, 4
+"""of what the vision encoder sees"""
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz \n"
 TOKENS = 2 + len(CHARACTERS)
 SIZES = {"front": (12, 16), "wrist": (8, 8)}
 """height and width of each camera"""
+Shape = tuple[str, tuple[int, ...]]
+"""name and shape of a tensor"""
 SPEC = ObservationSpec(
     (
         ObservationPart(name="state", kind="state", shape=(STATE,)),
@@ -44,8 +45,7 @@ SPEC = ObservationSpec(
         ObservationPart(name="task", kind="text", shape=(12,)),
     )
 )
-CONFIG: dict[str, Any] = {
-    "type": "smolvla",
+FEATURES: dict[str, Any] = {
     "n_obs_steps": 1,
     "input_features": {
         "observation.state": {"type": "STATE", "shape": [STATE]},
@@ -61,100 +61,47 @@ CONFIG: dict[str, Any] = {
     "n_action_steps": EXECUTED,
     "max_state_dim": PADDED_STATE,
     "max_action_dim": PADDED_ACTION,
-    "resize_imgs_with_padding": [SIDE, SIDE],
     "empty_cameras": 0,
     "tokenizer_max_length": 8,
-    "num_steps": STEPS,
-    "vlm_model_name": "vlm",
-    "load_vlm_weights": False,
-    "attention_mode": "cross_attn",
-    "num_expert_layers": -1,
-    "num_vlm_layers": LAYERS,
-    "self_attn_every_n_layers": 2,
-    "expert_width_multiplier": 0.75,
 }
-VLM: dict[str, Any] = {
-    "model_type": "smolvlm",
-    "architectures": ["SmolVLMForConditionalGeneration"],
-    "scale_factor": SCALE,
-    "image_token_id": 1,
-    "pad_token_id": 0,
-    "tie_word_embeddings": False,
-    "vision_config": {
-        "model_type": "smolvlm_vision",
-        "hidden_size": HIDDEN,
-        "intermediate_size": INNER,
-        "num_hidden_layers": VISION_LAYERS,
-        "num_attention_heads": HEADS,
-        "image_size": SIDE,
-        "patch_size": PATCH,
-    },
-    "text_config": {
-        "model_type": "llama",
-        "hidden_size": HIDDEN,
-        "intermediate_size": INNER,
-        "num_hidden_layers": ALL_LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": SHARED,
-        "head_dim": HEAD,
-        "vocab_size": TOKENS,
-        "rms_norm_eps": 1e-5,
-        "pad_token_id": 0,
-        "rope_theta": 100000.0,
-    },
-}
+"""of ``config.json``, in both families"""
 
 
-def shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The tensors of ``model.safetensors``, in the order in which they are drawn."""
-    inside = "model.vlm_with_expert."
-    vision = f"{inside}vlm.model.vision_model."
-    yield f"{vision}embeddings.patch_embedding.weight", (HIDDEN, 3, PATCH, PATCH)
-    yield f"{vision}embeddings.patch_embedding.bias", (HIDDEN,)
-    yield f"{vision}embeddings.position_embedding.weight", ((SIDE // PATCH) ** 2, HIDDEN)
-    for index in range(VISION_LAYERS):
-        layer = f"{vision}encoder.layers.{index}."
+def linear(name: str, out: int, of: int, *, biased: bool = True) -> Iterator[Shape]:
+    """The tensors of a linear layer."""
+    yield f"{name}.weight", (out, of)
+    if biased:
+        yield f"{name}.bias", (out,)
+
+
+def encoder_shapes(start: str, hidden: int, inner: int, layers: int) -> Iterator[Shape]:
+    """The tensors of a SigLIP."""
+    yield f"{start}embeddings.patch_embedding.weight", (hidden, 3, PATCH, PATCH)
+    yield f"{start}embeddings.patch_embedding.bias", (hidden,)
+    yield f"{start}embeddings.position_embedding.weight", ((SIDE // PATCH) ** 2, hidden)
+    for index in range(layers):
+        layer = f"{start}encoder.layers.{index}."
         for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            yield f"{layer}self_attn.{name}.weight", (HIDDEN, HIDDEN)
-            yield f"{layer}self_attn.{name}.bias", (HIDDEN,)
-        for name, (out, of) in {"fc1": (INNER, HIDDEN), "fc2": (HIDDEN, INNER)}.items():
-            yield f"{layer}mlp.{name}.weight", (out, of)
-            yield f"{layer}mlp.{name}.bias", (out,)
+            yield from linear(f"{layer}self_attn.{name}", hidden, hidden)
+        yield from linear(f"{layer}mlp.fc1", inner, hidden)
+        yield from linear(f"{layer}mlp.fc2", hidden, inner)
         for name in ("layer_norm1", "layer_norm2"):
-            yield f"{layer}{name}.weight", (HIDDEN,)
-            yield f"{layer}{name}.bias", (HIDDEN,)
-    yield f"{vision}post_layernorm.weight", (HIDDEN,)
-    yield f"{vision}post_layernorm.bias", (HIDDEN,)
-    connector = f"{inside}vlm.model.connector.modality_projection.proj.weight"
-    yield connector, (HIDDEN, HIDDEN * SCALE**2)
-    text = f"{inside}vlm.model.text_model."
-    yield f"{text}embed_tokens.weight", (TOKENS, HIDDEN)
-    yield f"{inside}vlm.lm_head.weight", (TOKENS, HIDDEN)
-    for start, width, inner in ((text, HIDDEN, INNER), (expert_of(inside), WIDTH, EXPERT_INNER)):
-        for index in range(LAYERS):
-            across = start != text and index % 2 == 1
-            yield from layer_shapes(f"{start}layers.{index}.", width, inner, across=across)
-        yield f"{start}norm.weight", (width,)
-    yield from linear("model.state_proj", HIDDEN, PADDED_STATE)
-    yield from linear("model.action_in_proj", WIDTH, PADDED_ACTION)
-    yield from linear("model.action_out_proj", PADDED_ACTION, WIDTH)
-    yield from linear("model.action_time_mlp_in", WIDTH, 2 * WIDTH)
-    yield from linear("model.action_time_mlp_out", WIDTH, WIDTH)
-
-
-def expert_of(inside: str) -> str:
-    return f"{inside}lm_expert."
+            yield f"{layer}{name}.weight", (hidden,)
+            yield f"{layer}{name}.bias", (hidden,)
+    yield f"{start}post_layernorm.weight", (hidden,)
+    yield f"{start}post_layernorm.bias", (hidden,)
 
 
 def layer_shapes(
-    layer: str, width: int, inner: int, *, across: bool
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    keys = SHARED * HEAD
+    layer: str, width: int, inner: int, queries: int, keys: int, *, across: bool = False
+) -> Iterator[Shape]:
+    """The tensors of a layer of a language model. ``across``: of an expert, whose keys and values
+    are made of the trunk's."""
     of = keys if across else width
-    yield f"{layer}self_attn.q_proj.weight", (HEADS * HEAD, width)
+    yield f"{layer}self_attn.q_proj.weight", (queries, width)
     yield f"{layer}self_attn.k_proj.weight", (keys, of)
     yield f"{layer}self_attn.v_proj.weight", (keys, of)
-    yield f"{layer}self_attn.o_proj.weight", (width, HEADS * HEAD)
+    yield f"{layer}self_attn.o_proj.weight", (width, queries)
     yield f"{layer}mlp.gate_proj.weight", (inner, width)
     yield f"{layer}mlp.up_proj.weight", (inner, width)
     yield f"{layer}mlp.down_proj.weight", (width, inner)
@@ -162,18 +109,16 @@ def layer_shapes(
     yield f"{layer}post_attention_layernorm.weight", (width,)
 
 
-def linear(name: str, out: int, of: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield f"{name}.weight", (out, of)
-    yield f"{name}.bias", (out,)
-
-
-def weights() -> dict[str, NDArray[np.float32]]:
+def weights(
+    shapes: Iterable[Shape], around: Callable[[str], float]
+) -> dict[str, NDArray[np.float32]]:
+    """Drawn numbers; ``around``: the middle of those of one dimension, by name."""
     drawn = np.random.default_rng(0)
     found: dict[str, NDArray[np.float32]] = {}
-    for name, shape in shapes():
+    for name, shape in shapes:
         numbers = drawn.standard_normal(shape)
         scale = 1.0 / np.sqrt(np.prod(shape[1:])) if len(shape) > 1 else 0.3
-        middle = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+        middle = around(name) if len(shape) == 1 else 0.0
         found[name] = (middle + scale * numbers).astype(np.float32)
     return found
 
@@ -187,20 +132,20 @@ def statistics() -> dict[str, NDArray[np.float32]]:
     }
 
 
-def write_folder(folder: Path, **changes: Any) -> Path:
-    """Write the folder, with the vision-language model's own files in ``vlm``; ``changes`` are of
-    ``config.json``."""
-    config = CONFIG | changes
+def write_policy(
+    folder: Path, config: dict[str, Any], tensors: dict[str, NDArray[np.float32]], vlm: str
+) -> None:
+    """Write a policy's folder, with the tokenizer in the folder ``vlm`` below it."""
     features = {**config["input_features"], **config["output_features"]}
     folder.mkdir(parents=True)
     write(folder / "config.json", config)
-    save_file(weights(), folder / "model.safetensors")
+    save_file(tensors, folder / "model.safetensors")
     state = "policy_preprocessor_step_5_normalizer_processor.safetensors"
     norm = {"eps": 1e-8, "features": features, "norm_map": config["normalization_mapping"]}
     steps: list[dict[str, Any]] = [
         {"registry_name": "rename_observations_processor", "config": {"rename_map": {}}},
         {"registry_name": "to_batch_processor", "config": {}},
-        {"registry_name": "smolvla_new_line_processor", "config": {}},
+        {"registry_name": f"{config['type']}_new_line_processor", "config": {}},
         {
             "registry_name": "tokenizer_processor",
             "config": {
@@ -209,7 +154,7 @@ def write_folder(folder: Path, **changes: Any) -> Path:
                 "padding_side": "right",
                 "padding": "longest",
                 "truncation": True,
-                "tokenizer_name": str(folder / "vlm"),
+                "tokenizer_name": vlm,
             },
         },
         {
@@ -231,14 +176,12 @@ def write_folder(folder: Path, **changes: Any) -> Path:
     ]
     write(folder / "policy_postprocessor.json", {"name": "policy_postprocessor", "steps": steps})
     save_file(statistics(), folder / after)
-    write_vision_language(folder / "vlm")
-    return folder
+    write_tokenizer(folder / vlm)
 
 
-def write_vision_language(folder: Path) -> None:
-    """Configuration and tokenizer of the model, whose tokens are characters."""
+def write_tokenizer(folder: Path) -> None:
+    """Its tokens are characters."""
     folder.mkdir()
-    write(folder / "config.json", VLM)
     vocabulary = {one: number for number, one in enumerate(("<pad>", "<unk>", *CHARACTERS))}
     model = {"type": "BPE", "vocab": vocabulary, "merges": [], "unk_token": "<unk>"}
     special = [
@@ -263,7 +206,9 @@ def write(file: Path, content: Any) -> None:
     file.write_text(json.dumps(content, indent=2))
 
 
-def config(folder: Path, noise: str = "network", **fields: Any) -> PolicyConfig:
+def config(
+    folder: Path, noise: str = "network", name: str = "smolvla", **fields: Any
+) -> PolicyConfig:
     """Chunks of 4 actions of 2 numbers, of which 3 are executed."""
     own = {"lora": fields.pop("lora")} if "lora" in fields else {}
     flow: dict[str, Any] = {"steps": STEPS, "noise": noise}
@@ -271,7 +216,7 @@ def config(folder: Path, noise: str = "network", **fields: Any) -> PolicyConfig:
     size = EXECUTED * NUMBERS
     return PolicyConfig(
         **{
-            "name": "smolvla",
+            "name": name,
             "observation": SPEC,
             "observation_size": STATE,
             "action": continuous(size),

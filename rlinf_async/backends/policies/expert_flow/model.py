@@ -1,50 +1,31 @@
-"""A SmolVLA: the first layers of a small vision-language model, and an action expert beside them.
+"""The first layers of a vision-language model, and an action expert beside them.
 
 ::
 
-    images | instruction | state --trunk--> keys and values of each layer      (once)
-                                               |
-    actions with noise, time ----expert--------+------> velocity               (at each step)
+    images | instruction --trunk--> keys and values of each layer      (once; the state too, by the
+                                        |                              trunk or by the expert)
+    actions with noise, time --expert---+------> velocity              (at each step)
 
-Images and instruction see each other, the state sees all; of the expert, every other layer attends
-to the trunk's keys and values and to the actions before, the others to the trunk's alone, through
-projections of their own (Shukor et al. 2025, "SmolVLA", arXiv 2506.01844). Parameters below
+The layers are own ones, so that FSDP2's units are called by their forward. Parameters below
 ``trunk`` and ``expert`` have Hugging Face's names.
 """
 
 from __future__ import annotations
 
-import importlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from rlinf_async.backends.building import one_at_a_time
-from rlinf_async.backends.policies.smolvla.folder import SmolVlaSettings
+from rlinf_async.backends.policies.expert_flow.folder import FolderSettings
 
 LONGEST: Final = 10_000.0
 """of the wavelengths of rotary positions, over 2 pi, whatever the model's own configuration says"""
-NAMES: Final = {
-    "trunk.": "model.vlm_with_expert.vlm.model.",
-    "expert.": "model.vlm_with_expert.lm_expert.",
-    "state_proj.": "model.state_proj.",
-    "action_in_proj.": "model.action_in_proj.",
-    "action_out_proj.": "model.action_out_proj.",
-    "action_time_mlp_in.": "model.action_time_mlp_in.",
-    "action_time_mlp_out.": "model.action_time_mlp_out.",
-}
-"""beginnings of our names of parameters, and LeRobot's"""
-
-
-def lerobot_name(name: str) -> str:
-    """Return LeRobot's name of a parameter of `SmolVla`."""
-    ours = next(start for start in NAMES if name.startswith(start))
-    return NAMES[ours] + name[len(ours) :]
 
 
 class Seen(NamedTuple):
@@ -56,7 +37,7 @@ class Seen(NamedTuple):
     there: Tensor
     """``[N, P]``, False for padding"""
     summary: Tensor
-    """``[N, hidden]``: the trunk's last hidden state, at the state"""
+    """``[N, hidden]``: the last hidden state at the state, which has seen everything"""
 
 
 class Shape(NamedTuple):
@@ -70,8 +51,11 @@ class Shape(NamedTuple):
     size: int
     """of a head"""
     epsilon: float
-    biased: bool
-    biased_mlp: bool
+    biased: bool = False
+    biased_mlp: bool = False
+    norm: type[nn.RMSNorm] = nn.RMSNorm
+    activation: Callable[[Tensor], Tensor] = functional.silu
+    """within the gated networks"""
 
 
 class Attention(nn.Module):
@@ -109,6 +93,7 @@ class Perceptron(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         width, inner, biased = shape.width, shape.inner, shape.biased_mlp
+        self.activation = shape.activation
         self.gate_proj = nn.Linear(width, inner, biased)
         self.up_proj = nn.Linear(width, inner, biased)
         self.down_proj = nn.Linear(inner, width, biased)
@@ -116,7 +101,7 @@ class Perceptron(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """``[..., width]``"""
         mixed: Tensor = self.down_proj(
-            functional.silu(self.gate_proj(hidden)) * self.up_proj(hidden)
+            self.activation(self.gate_proj(hidden)) * self.up_proj(hidden)
         )
         return mixed
 
@@ -130,10 +115,10 @@ class Layer(nn.Module):
     def __init__(self, shape: Shape, *, across: bool = False) -> None:
         super().__init__()
         self.across = across
-        self.input_layernorm = nn.RMSNorm(shape.width, shape.epsilon)
+        self.input_layernorm = shape.norm(shape.width, shape.epsilon)
         width = shape.shared * shape.size if across else shape.width
         self.self_attn = Attention(shape, width)
-        self.post_attention_layernorm = nn.RMSNorm(shape.width, shape.epsilon)
+        self.post_attention_layernorm = shape.norm(shape.width, shape.epsilon)
         self.mlp = Perceptron(shape)
 
     def forward(
@@ -187,37 +172,50 @@ class Text(nn.Module):
         if tokens:
             self.embed_tokens = nn.Embedding(tokens, shape.width)
         self.layers = nn.ModuleList(layers)
-        self.norm = nn.RMSNorm(shape.width, shape.epsilon)
+        self.norm = shape.norm(shape.width, shape.epsilon)
+
+
+class Read(NamedTuple):
+    """What a trunk makes of embedded images and instructions."""
+
+    hidden: Tensor
+    """``[N, P, hidden]``"""
+    keys: list[Tensor]
+    """of each layer, ``[N, P, heads, size]``"""
+    values: list[Tensor]
 
 
 class Trunk(nn.Module):
-    """Vision encoder, connector and the first layers of the language model."""
+    """Vision encoder, connector and layers of a language model.
 
-    def __init__(self, config: Any, layers: int, shape: Shape) -> None:
+    Args:
+        text: embeddings and layers.
+        vision: pictures ``pixel_values`` -> ``last_hidden_state``.
+        connector: from there to the language model's hidden size.
+        scale: of embedded pictures.
+    """
+
+    def __init__(self, text: Text, vision: nn.Module, connector: nn.Module, scale: float) -> None:
         super().__init__()
-        library: Any = importlib.import_module("transformers.models.smolvlm.modeling_smolvlm")
+        self._scale = scale
         # The longest list of layers is sharded by layer; of several, the first.
-        self.text_model = Text(
-            [Layer(shape) for _ in range(layers)], shape, config.text_config.vocab_size
-        )
-        self.vision_model = library.SmolVLMVisionTransformer._from_config(config.vision_config)
-        self.connector = library.SmolVLMConnector(config)
+        self.text_model = text
+        self.vision_model = vision
+        self.connector = connector
 
     def embed_image(self, image: Tensor) -> Tensor:
         """``[N, tokens, hidden]`` of pictures ``[N, 3, H, W]`` in [-1, 1]."""
         features = self.vision_model(pixel_values=image).last_hidden_state
         embedded: Tensor = self.connector(features)
-        return embedded * math.sqrt(embedded.shape[-1])
+        return embedded * self._scale
 
     def embed_text(self, tokens: Tensor) -> Tensor:
         """``[N, tokens, hidden]``"""
         embedded: Tensor = self.text_model.embed_tokens(tokens)
         return embedded * math.sqrt(embedded.shape[-1])
 
-    def forward(self, embedded: Tensor, there: Tensor) -> Seen:
-        """Read ``[N, P, hidden]``, the state last."""
-        mask = there.unsqueeze(1).repeat(1, there.shape[1], 1)
-        mask[:, :-1, -1] = False
+    def forward(self, embedded: Tensor, there: Tensor, mask: Tensor) -> Read:
+        """Read ``[N, P, hidden]``; ``mask [N, P, P]`` is True where a position sees another."""
         position = there.cumsum(1).sub(1).clamp(min=0)
         keys, values = [], []
         hidden = embedded
@@ -225,58 +223,70 @@ class Trunk(nn.Module):
             hidden, key, value = layer(hidden, position, mask)
             keys.append(key)
             values.append(value)
-        return Seen(keys, values, there, self.text_model.norm(hidden[:, -1]))
+        return Read(hidden, keys, values)
 
 
-class SmolVla(nn.Module):
+class ExpertFlow(nn.Module):
     """Observations -> what the expert sees; actions with noise -> their velocity.
 
     Time and velocity are as in ``flow_action``: noise at 0, actions at 1.
 
     Args:
         settings: of the folder.
-        model: folder of the vision-language model's configuration.
+        hidden: numbers of an embedded state, and of `Seen.summary`.
     """
 
-    def __init__(self, settings: SmolVlaSettings, model: Path) -> None:
-        super().__init__()
-        import transformers
+    names: ClassVar[dict[str, str]]
+    """beginnings of our names of parameters, and LeRobot's"""
+    causal: ClassVar[bool]
+    """whether an action sees none of those after it"""
 
-        config: Any = transformers.AutoConfig.from_pretrained(model)
-        text = config.text_config
-        layers = settings.num_vlm_layers
-        layers = min(layers, text.num_hidden_layers) if layers > 0 else text.num_hidden_layers
-        shape = _shape(text, text.hidden_size, text.intermediate_size)
-        self.width = int(text.hidden_size * settings.expert_width_multiplier)
-        """of the expert"""
-        self.hidden = int(text.hidden_size)
+    def __init__(
+        self, settings: FolderSettings, trunk: Trunk, expert: Text, width: int, hidden: int
+    ) -> None:
+        super().__init__()
+        self.width, self.hidden = width, hidden
         self._periods = (settings.min_period, settings.max_period)
-        self._resized = settings.resize_imgs_with_padding
-        own = _shape(text, self.width, _inner(self.width))
-        self.trunk = Trunk(config, layers, shape)
-        every = settings.self_attn_every_n_layers
-        crossing = "cross" in settings.attention_mode
-        across = [crossing and not (every > 0 and i % every == 0) for i in range(layers)]
-        self.expert = Text([Layer(own, across=one) for one in across], own)
+        self.trunk, self.expert = trunk, expert
         numbers = settings.max_action_dim
-        self.state_proj = nn.Linear(settings.max_state_dim, self.hidden)
-        self.action_in_proj = nn.Linear(numbers, self.width)
-        self.action_out_proj = nn.Linear(self.width, numbers)
-        self.action_time_mlp_in = nn.Linear(2 * self.width, self.width)
-        self.action_time_mlp_out = nn.Linear(self.width, self.width)
+        self.state_proj = nn.Linear(settings.max_state_dim, hidden)
+        self.action_in_proj = nn.Linear(numbers, width)
+        self.action_out_proj = nn.Linear(width, numbers)
+        self.action_time_mlp_in = nn.Linear(2 * width, width)
+        self.action_time_mlp_out = nn.Linear(width, width)
+
+    @classmethod
+    def built(cls, settings: Any, language: Path, tensors: Mapping[str, Tensor]) -> ExpertFlow:
+        """Build the model of a folder, with any weights. Raises `ValueError` for ``tensors`` from
+        which its sizes cannot be read."""
+        raise NotImplementedError
+
+    @classmethod
+    def lerobot_names(cls, name: str) -> tuple[str, ...]:
+        """Return what LeRobot calls a parameter: the usual name first, then what else a folder may
+        call it."""
+        ours = next(start for start in cls.names if name.startswith(start))
+        return (cls.names[ours] + name[len(ours) :],)
+
+    def prepared(self, image: Tensor) -> Tensor:
+        """Return pictures ``[N, 3, H, W]`` in [0, 1] as the trunk takes them."""
+        raise NotImplementedError
+
+    def read(self, embedded: Tensor, there: Tensor, state: Tensor) -> Seen:
+        """Read embedded images and instructions ``[N, P, F]``, and states ``[N, 1, hidden]``."""
+        raise NotImplementedError
 
     def see(self, images: list[Tensor], tokens: Tensor, written: Tensor, state: Tensor) -> Seen:
         """Read images ``[N, H, W, 3]`` (uint8), tokens ``[N, T]`` with what of them is written, and
         states ``[N, D]``, normalised."""
-        parts = [self.trunk.embed_image(self._prepared(one)) for one in images]
+        floats = [one.movedim(-1, 1).to(torch.float32) / 255.0 for one in images]
+        parts = [self.trunk.embed_image(self.prepared(one)) for one in floats]
         there = [part.new_ones(part.shape[:2], dtype=torch.bool) for part in parts]
         parts.append(self.trunk.embed_text(tokens))
         there.append(written)
         padded = functional.pad(state, (0, self.state_proj.in_features - state.shape[1]))
-        parts.append(self.state_proj(padded).unsqueeze(1))
-        there.append(written.new_ones(len(written), 1))
-        seen: Seen = self.trunk(torch.cat(parts, 1), torch.cat(there, 1))
-        return seen
+        embedded = self.state_proj(padded).unsqueeze(1)
+        return self.read(torch.cat(parts, 1), torch.cat(there, 1), embedded)
 
     def forward(self, seen: Seen, x: Tensor, time: float | Tensor) -> tuple[Tensor, Tensor]:
         """Return the velocity ``[N, H, D]`` of actions ``x [N, H, D]`` at a time (of all, or
@@ -285,8 +295,9 @@ class SmolVla(nn.Module):
         count, length, _ = hidden.shape
         later = torch.arange(length, device=x.device)
         there = seen.there.unsqueeze(1).expand(-1, length, -1)
-        causal = (later.unsqueeze(0) <= later.unsqueeze(1)).expand(count, -1, -1)
-        both = torch.cat([there, causal], 2)
+        every = torch.ones(length, length, dtype=torch.bool, device=x.device)
+        among = every.tril() if self.causal else every
+        both = torch.cat([there, among.expand(count, -1, -1)], 2)
         alone = later.expand(count, -1)
         behind = alone + seen.there.sum(1, keepdim=True)
         for layer, key, value in zip(self.expert.layers, seen.keys, seen.values, strict=True):
@@ -313,65 +324,40 @@ class SmolVla(nn.Module):
         )
         return embedded
 
-    def _prepared(self, pixels: Tensor) -> Tensor:
-        image = pixels.movedim(-1, 1).to(torch.float32) / 255.0
-        if self._resized is not None:
-            image = resized(image, *self._resized)
-        return image * 2.0 - 1.0
 
-
-def resized(image: Tensor, width: int, height: int) -> Tensor:
-    """Scale pictures ``[N, C, H, W]`` until one side fits, and fill with 0 left and above."""
+def scaled(image: Tensor, width: int, height: int) -> Tensor:
+    """Scale pictures ``[N, C, H, W]`` until one side fits."""
     ratio = max(image.shape[3] / width, image.shape[2] / height)
     size = (int(image.shape[2] / ratio), int(image.shape[3] / ratio))
-    image = functional.interpolate(image, size, mode="bilinear", align_corners=False)
-    return functional.pad(image, (max(0, width - size[1]), 0, max(0, height - size[0]), 0))
+    return functional.interpolate(image, size, mode="bilinear", align_corners=False)
 
 
-def load_weights(model: SmolVla, tensors: Mapping[str, Tensor]) -> None:
+def load_weights(model: ExpertFlow, tensors: Mapping[str, Tensor]) -> None:
     """Take the weights of a folder. Raises `ValueError` where one is missing, or of another
     shape."""
-    wanted = model.state_dict()
     taken: dict[str, Tensor] = {}
-    for name, one in wanted.items():
-        theirs = lerobot_name(name)
-        found = tensors.get(theirs)
+    for name, one in model.state_dict().items():
+        names = model.lerobot_names(name)
+        found = next((tensors[theirs] for theirs in names if theirs in tensors), None)
         if found is None or found.shape != one.shape:
             what = "is missing" if found is None else f"has shape {list(found.shape)}"
-            raise ValueError(f"its weights do not fit: {theirs} {what}, not {list(one.shape)}")
+            raise ValueError(f"its weights do not fit: {names[0]} {what}, not {list(one.shape)}")
         taken[name] = found.to(torch.float32)
     model.load_state_dict(taken)
 
 
-def loaded(settings: SmolVlaSettings, model: Path, weights: Path) -> SmolVla:
+def loaded(
+    kind: type[ExpertFlow], settings: FolderSettings, language: Path, weights: Path
+) -> ExpertFlow:
     """Build the model of a folder. Raises `ValueError` for weights that do not fit."""
     from safetensors.torch import load_file
 
+    tensors = load_file(weights)
     with one_at_a_time:
-        built = SmolVla(settings, model)
-    load_weights(built, load_file(weights))
+        built = kind.built(settings, language, tensors)
+    load_weights(built, tensors)
     if settings.train_expert_only:
         built.trunk.requires_grad_(False)
     elif settings.freeze_vision_encoder:
         built.trunk.vision_model.requires_grad_(False)
-    built.state_proj.requires_grad_(settings.train_state_proj)
     return built
-
-
-def _shape(text: Any, width: int, inner: int) -> Shape:
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return Shape(
-        width=width,
-        inner=inner,
-        heads=text.num_attention_heads,
-        shared=text.num_key_value_heads,
-        size=size,
-        epsilon=text.rms_norm_eps,
-        biased=bool(getattr(text, "attention_bias", False)),
-        biased_mlp=bool(getattr(text, "mlp_bias", False)),
-    )
-
-
-def _inner(width: int) -> int:
-    """Width within the expert's perceptrons: 8/3 of its own, up to a multiple of 256."""
-    return -(-4 * (2 * width // 3) // 256) * 256

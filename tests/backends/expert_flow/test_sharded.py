@@ -1,4 +1,4 @@
-"""Two FSDP ranks clone and train the policy of LeRobot's folder as one does."""
+"""Two FSDP ranks clone and train the policies of LeRobot's folders as one does."""
 
 from __future__ import annotations
 
@@ -28,27 +28,31 @@ from rlinf_async.data.demonstrations import (
     write_info,
 )
 from rlinf_async.messages.embodied import Trajectory
-from tests.backends.fsdp_helpers import in_processes, load_result, save_result
-from tests.backends.smolvla.kit import (
+from tests.backends.expert_flow import pi0, smolvla
+from tests.backends.expert_flow.kit import (
     EXECUTED,
     NUMBERS,
     SPEC,
     config,
     observations,
-    write_folder,
 )
+from tests.backends.fsdp_helpers import in_processes, load_result, save_result
 
 CELLS: dict[str, dict[str, Any]] = {
     "network": {},
     "sde": {"noise": "sde"},
     "lora": {"lora": LoraConfig(rank=2)},
+    "pi0": {"name": "pi0"},
+    "pi0 lora": {"name": "pi0", "lora": LoraConfig(rank=2)},
 }
+WRITE: Any = {"smolvla": smolvla.write_folder, "pi0": pi0.write_folder}
 
 
-def trainer_config(folder: Path, shown: Path, cell: str, ranks: int) -> EmbodiedTrainerConfig:
+def trainer_config(folders: Path, shown: Path, cell: str, ranks: int) -> EmbodiedTrainerConfig:
+    own = CELLS[cell]
     return EmbodiedTrainerConfig(
         fsdp=FSDPConfig(
-            policy=config(folder, **CELLS[cell]),
+            policy=config(folders / str(own.get("name", "smolvla")), **own),
             optimizer=OptimizerConfig(lr=1e-3, max_grad_norm=1.0),
         ),
         ppo=PPOConfig(
@@ -108,11 +112,11 @@ def trajectory(made: EmbodiedTrainerConfig, stage: int) -> Trajectory:
     )
 
 
-def train(rank: int, ranks: int, results: Path, folder: Path, shown: Path) -> None:
+def train(rank: int, ranks: int, results: Path, folders: Path, shown: Path) -> None:
     """Clone two steps, and take an update of everything that the ranks have."""
     found: dict[str, Any] = {}
     for cell in CELLS:
-        made = trainer_config(folder, shown, cell, ranks)
+        made = trainer_config(folders, shown, cell, ranks)
         trainer = EmbodiedTrainer(made, ranks, rank)
         cloned = trainer.clone()
         stages = range(rank, 2, ranks)
@@ -126,22 +130,26 @@ def train(rank: int, ranks: int, results: Path, folder: Path, shown: Path) -> No
 
 
 def test_two_ranks_clone_and_train_like_one(tmp_path: Path) -> None:
-    folder, shown = write_folder(tmp_path / "folder"), tmp_path / "shown"
+    shown = tmp_path / "shown"
+    before = {
+        name: PolicyServer(config(write(tmp_path / name), name=name)).policy.state_dict()
+        for name, write in WRITE.items()
+    }
     demonstrate(shown)
     single, double = tmp_path / "single", tmp_path / "double"
     single.mkdir()
     double.mkdir()
-    train(0, 1, single, folder, shown)
+    train(0, 1, single, tmp_path, shown)
     expected = load_result(single, 0)
-    before = PolicyServer(config(folder)).policy.state_dict()
-    for found in in_processes(train, 2, double, folder, shown):
+    for found in in_processes(train, 2, double, tmp_path, shown):
         for cell, other in expected.items():
             one = found[cell]
             assert np.allclose(one["numbers"], other["numbers"], rtol=1e-4, atol=1e-5), cell
             for name, tensor in other["state"].items():
                 assert float((one["state"][name] - tensor).abs().max()) < 1e-5, (cell, name)
     # The trunk stays as it was, as the folder says, and the expert does not.
-    for name, tensor in expected["network"]["state"].items():
-        same = torch.equal(tensor, before[name])
-        if name.startswith("model."):
-            assert same == name.startswith("model.trunk."), name
+    for cell, family in (("network", "smolvla"), ("pi0", "pi0")):
+        for name, tensor in expected[cell]["state"].items():
+            same = torch.equal(tensor, before[family][name])
+            if name.startswith("model."):
+                assert same == name.startswith("model.trunk."), name

@@ -9,7 +9,7 @@ import gymnasium
 import numpy as np
 from gymnasium.spaces import Box, Dict, Text
 
-from tests.backends.smolvla.kit import NUMBERS, SIZES, STATE
+from tests.backends.expert_flow.kit import NUMBERS, SIZES, STATE
 
 
 class Arm(gymnasium.Env[Any, Any]):

@@ -1,36 +1,39 @@
-"""A trained SmolVLA as a folder of LeRobot: the one that it was loaded from, with its weights."""
+"""A trained policy as a folder of LeRobot: the one that it was loaded from, with its weights."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from rlinf_async.backends.policies.smolvla.folder import CONFIG, WEIGHTS
-from rlinf_async.backends.policies.smolvla.model import lerobot_name
+from rlinf_async.backends.policies.expert_flow.folder import CONFIG, WEIGHTS
+from rlinf_async.backends.policies.expert_flow.model import ExpertFlow
 
 ADAPTED = ".base_layer"
 """in names of an adapted layer's own parameters"""
 
 
 def write_folder(
-    model: nn.Module, source: Path, folder: Path, *, steps: int, executed: int
+    model: ExpertFlow, source: Path, folder: Path, changes: Mapping[str, object]
 ) -> None:
-    """Copy the folder ``source`` and put the weights of ``model`` in; adapters are merged.
-
-    ``steps`` and ``executed`` are what LeRobot calls ``num_steps`` and ``n_action_steps``.
-    """
+    """Copy the folder ``source`` with ``changes`` of its ``config.json``, and put the weights of
+    ``model`` in; adapters are merged."""
     shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".*"))
     config: dict[str, Any] = json.loads((source / CONFIG).read_bytes())
-    config |= {"num_steps": steps, "n_action_steps": executed}
+    config |= changes
     (folder / CONFIG).write_text(json.dumps(config, indent=4) + "\n", encoding="utf-8")
     # What is not in the model, such as the head of the language model, stays as it was.
     tensors = load_file(source / WEIGHTS)
-    tensors |= {lerobot_name(name): one for name, one in merged(model).items()}
+    for name, one in merged(model).items():
+        names = model.lerobot_names(name)
+        for theirs in [known for known in names if known in tensors] or names[:1]:
+            # One tensor twice cannot be written.
+            tensors[theirs] = one.clone()
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
 

@@ -10,15 +10,19 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
 pytest.importorskip("transformers")
 
 from rlinf_async.backends.base import LoraConfig
 from rlinf_async.backends.policies.base import find_policy, to_tensors
-from rlinf_async.backends.policies.smolvla.folder import misfit
+from rlinf_async.backends.policies.expert_flow.folder import FolderSettings, misfit
+from rlinf_async.backends.policies.expert_flow.pi0 import Pi0Settings
+from rlinf_async.backends.policies.expert_flow.smolvla import SmolVlaSettings
 from rlinf_async.messages.spaces import ObservationPart, ObservationSpec, continuous
-from tests.backends.smolvla.kit import (
+from tests.backends.expert_flow import pi0, smolvla
+from tests.backends.expert_flow.kit import (
     CHUNK,
     EXECUTED,
     NUMBERS,
@@ -29,28 +33,31 @@ from tests.backends.smolvla.kit import (
     noise,
     observations,
     statistics,
-    write_folder,
 )
 
 COUNT = 3
 SIZE = EXECUTED * NUMBERS
+FAMILIES: dict[str, Any] = {"smolvla": smolvla, "pi0": pi0}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("smolvla") / "folder")
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One of each family, whose name it has."""
+    made: Path = FAMILIES[request.param].write_folder(tmp_path_factory.mktemp("f") / request.param)
+    return made
 
 
-@pytest.fixture(scope="module")
-def reference() -> dict[str, Tensor]:
+@pytest.fixture
+def reference(folder: Path) -> dict[str, Tensor]:
     """What LeRobot 0.4.4 computed."""
-    found = json.loads((Path(__file__).parent / "reference.json").read_text())
+    found = json.loads((Path(__file__).parent / f"{folder.name}.json").read_text())
     return {name: torch.tensor(found[name]) for name in ("actions", "losses")}
 
 
 def build(folder: Path, noise: str = "network", **fields: Any) -> Any:
     torch.manual_seed(0)
-    return find_policy("smolvla")(config(folder, noise, **fields))
+    name = str(json.loads((folder / "config.json").read_bytes())["type"])
+    return find_policy(name)(config(folder, noise, name, **fields))
 
 
 def seen(count: int = COUNT) -> Any:
@@ -180,9 +187,41 @@ def test_adapters_change_nothing_at_first_and_are_trained_alone(folder: Path) ->
     assert all(one is not None and bool(one.any()) for one in grads)
 
 
-def test_a_camera_that_may_be_missing_is_left_out(tmp_path: Path) -> None:
-    policy = build(write_folder(tmp_path / "folder", empty_cameras=1), observation=without("wrist"))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_camera_that_may_be_missing_is_left_out(tmp_path: Path, family: str) -> None:
+    made = FAMILIES[family].write_folder(tmp_path / "folder", empty_cameras=1)
+    policy = build(made, observation=without("wrist"))
     assert policy.mode(seen()).shape == (COUNT, SIZE)
+
+
+def test_a_pi0_is_trained_as_its_folder_says_and_written_as_it_was_read(tmp_path: Path) -> None:
+    made = pi0.write_folder(tmp_path / "own", train_expert_only=False, freeze_vision_encoder=True)
+    # As openpi's converter names them, with the embeddings' other name.
+    tensors = {
+        name.replace(pi0.HEAD_NAME, pi0.EMBEDDINGS).removeprefix("model."): one
+        for name, one in load_file(made / "model.safetensors").items()
+    }
+    save_file(tensors, made / "model.safetensors")
+    policy = build(made)
+    before = policy.mode(seen())
+    policy.evaluate(seen(), policy.act(seen()).chain).log_prob.sum().backward()
+    with torch.no_grad():
+        for name, one in policy.named_parameters():
+            assert one.requires_grad == ("vision_model" not in name), name
+            if one.grad is not None:
+                one.sub_(0.1 * one.grad.sign())
+    trained = policy.mode(seen())
+    assert float((trained - before).abs().max()) > 0.01
+    left = tmp_path / "left"
+    left.mkdir()
+    assert all(not name.startswith("model.") for name in policy.write_lerobot(left))
+    assert torch.equal(build(left).mode(seen()), trained)
+    written = load_file(left / "model.safetensors")
+    assert written.keys() == tensors.keys()
+    embeddings = pi0.EMBEDDINGS.removeprefix("model.")
+    assert not np.array_equal(written[embeddings], tensors[embeddings])
+    said = json.loads((left / "config.json").read_bytes())
+    assert (said["num_inference_steps"], said["n_action_steps"]) == (STEPS, EXECUTED)
 
 
 def without(name: str) -> ObservationSpec:
@@ -197,7 +236,11 @@ def with_image(name: str, height: int, width: int) -> ObservationSpec:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"type": "pi0"}, "it holds a policy of the family 'pi0'; the family that is read is 'sm"),
+        (
+            {"type": "pi0"},
+            "it holds a policy of the family 'pi0': set actor.fsdp.policy.name = 'pi",
+        ),
+        ({"type": "act"}, "the family 'act'; the families that are read are 'smolvla' and 'pi0'"),
         ({"type": None, "model_type": "llama"}, "it holds a model of type 'llama', and no policy"),
         ({"chunk_size": "many"}, "its config.json is damaged: Expected `int`, got `str`"),
         ({"chunk_size": 2}, "it predicts chunk_size = 2 actions at once, but env.action_chunk is"),
@@ -219,8 +262,34 @@ def with_image(name: str, height: int, width: int) -> ObservationSpec:
 def test_a_folder_that_does_not_fit_is_named(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
-    folder = write_folder(tmp_path / "folder", **changes)
-    assert message in misfit(config(folder))
+    folder = smolvla.write_folder(tmp_path / "folder", **changes)
+    assert message in misfit(config(folder), SmolVlaSettings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"type": "pi05"}, "the family 'pi05'; the families that are read are 'smolvla' and 'pi0'"),
+        ({"type": "pi0_fast"}, "a policy of the family 'pi0_fast'; the families that are read ar"),
+        ({"type": "smolvla"}, "family 'smolvla': set actor.fsdp.policy.name = 'smolvla'"),
+        ({"image_resolution": [16, 12]}, "image_resolution is 16 x 12: PaliGemma takes squares"),
+        ({"chunk_size": 2}, "it predicts chunk_size = 2 actions at once, but env.action_chunk is"),
+        ({"max_action_dim": 1}, "max_action_dim is 1, which is less than the 2 of an action"),
+        ({"max_state_dim": 1}, "max_state_dim is 1, which is less than the 3 of a state"),
+    ],
+)
+def test_a_folder_of_pi0_that_does_not_fit_is_named(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    folder = pi0.write_folder(tmp_path / "folder", **changes)
+    assert message in misfit(config(folder, name="pi0"), Pi0Settings)
+
+
+def test_a_pi0_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    folder = pi0.write_folder(tmp_path / "folder")
+    (folder / "vlm/tokenizer.json").unlink()
+    found = misfit(config(folder, name="pi0"), Pi0Settings)
+    assert "tokenizer_name = 'vlm', is neither a folder with its tokenizer.json, nor in H" in found
 
 
 @pytest.mark.parametrize(
@@ -243,11 +312,12 @@ def test_a_folder_that_does_not_fit_is_named(
 def test_an_environment_that_does_not_fit_is_named(
     folder: Path, changes: dict[str, Any], message: str
 ) -> None:
-    assert message in misfit(config(folder, **changes))
+    kind: type[FolderSettings] = SmolVlaSettings if folder.name == "smolvla" else Pi0Settings
+    assert message in misfit(config(folder, name=folder.name, **changes), kind)
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "folder")
+    folder = smolvla.write_folder(tmp_path / "folder")
     found = config(folder)
     for name, message in {
         "policy_preprocessor_step_5_normalizer_processor.safetensors": "cannot be read",
@@ -256,14 +326,22 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         "config.json": "its config.json cannot be read",
     }.items():
         (folder / name).unlink()
-        assert message in misfit(found), name
+        assert message in misfit(found, SmolVlaSettings), name
     own = msgspec.structs.replace(found.vision_language, folder="")
     assert "it is loaded from a folder" in misfit(
-        msgspec.structs.replace(found, vision_language=own)
+        msgspec.structs.replace(found, vision_language=own), SmolVlaSettings
     )
 
 
 def test_weights_of_another_shape_are_named(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "folder", expert_width_multiplier=0.5)
+    folder = smolvla.write_folder(tmp_path / "folder", expert_width_multiplier=0.5)
     with pytest.raises(ValueError, match=r"model\.vlm_with_expert\.lm_expert\.\S+ has shape"):
+        build(folder)
+    folder = pi0.write_folder(tmp_path / "pi0", image_resolution=[12, 12])
+    with pytest.raises(ValueError, match=r"embeddings\.position_embedding\.weight has shape"):
+        build(folder)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.paligemma_with_expert.gemma_expert.model.layers.0.mlp.gate_proj.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"expert\.model\.layers\.0\.mlp\.gate_proj\.weight is m"):
         build(folder)

@@ -1,4 +1,4 @@
-"""Runs of a policy from LeRobot's folder: several cameras, cloned, trained, resumed, refused."""
+"""Runs of policies from LeRobot's folders: several cameras, cloned, trained, resumed, refused."""
 
 from __future__ import annotations
 
@@ -11,22 +11,27 @@ import pytest
 pytest.importorskip("transformers")
 
 from rlinf_async.policy import Policy
-from tests.backends.smolvla.arm import Arm
-from tests.backends.smolvla.kit import EXECUTED, write_folder
+from tests.backends.expert_flow import pi0, smolvla
+from tests.backends.expert_flow.arm import Arm
+from tests.backends.expert_flow.kit import EXECUTED
 from tests.jobs.embodied.kit import Job, record_training
 
-ARM = "tests/backends/smolvla/arm.py:"
+ARM = "tests/backends/expert_flow/arm.py:"
+NAME = "--actor.fsdp.policy.name"
 MODEL = "--actor.fsdp.policy.vision_language."
 FLOW = "--actor.fsdp.policy.flow."
 
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> tuple[object, ...]:
-    """The arguments of a tiny run."""
-    folder = write_folder(tmp_path / "folder")
+    """The arguments of a tiny run of a SmolVLA."""
+    return run_of(smolvla.write_folder(tmp_path / "folder"), "smolvla")
+
+
+def run_of(folder: Path, name: str) -> tuple[object, ...]:
     return (
         *("--env.id", "arm", "--env.entry_point", f"{ARM}Arm", "--env.action_chunk", EXECUTED),
-        *("--actor.fsdp.policy.name", "smolvla", "--actor.fsdp.policy.hidden_sizes", "[8]"),
+        *(NAME, name, "--actor.fsdp.policy.hidden_sizes", "[8]"),
         *(f"{MODEL}folder", folder, f"{FLOW}steps", 2, "--env.envs", 2),
         *("--training.steps_per_iteration", 6, "--training.total_steps", 24),
         *("--actor.ppo.minibatch_size", 4, "--actor.ppo.epochs", 1, "--evaluation.episodes", 1),
@@ -65,6 +70,33 @@ def test_a_run_clones_goes_on_by_ppo_is_resumed_and_leaves(
     ended = job.command("check", job.file, *map(str, tiny), "--model.path", tmp_path / "as_lerobot")
     assert ended.code == 2
     assert "in lerobot's form: name it in actor.fsdp.policy.vision_language.folder" in ended.err
+
+
+def test_a_pi0_is_cloned_trained_with_adapters_and_leaves(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = record_training(monkeypatch)
+    folder = pi0.write_folder(tmp_path / "folder")
+    summary = job.succeed(
+        *(*run_of(folder, "pi0"), "--training.total_steps", 12, f"{MODEL}lora", "{rank = 2}"),
+        *("--demonstrations.policy", f"{ARM}expert", "--demonstrations.episodes", 2),
+        *("--actor.cloning.steps", 2, "--actor.ppo.log_prob_level", "action"),
+    )
+    assert (summary.iterations, summary.env_steps) == (1, 12)
+    assert float(str(summary.extra["cloning_loss"])) > 0.0
+    assert all(one.chain is not None for call in trained for one in call.batch)
+    assert all(float(row["approx_kl"]) < 1e-6 for row in job.iterations)
+    left = tmp_path / "left"
+    ended = job.command("export", job.out, left, "--to", "lerobot")
+    assert ended.code == 0, ended.err
+    seen, _ = Arm().reset(seed=1)
+    assert np.asarray(Policy.load(left).act(seen)).shape == (EXECUTED, 2)
+    config = json.loads((left / "config.json").read_bytes())
+    assert (config["num_inference_steps"], config["n_action_steps"]) == (2, EXECUTED)
+    assert job.command("check", job.file, *map(str, run_of(left, "pi0"))).code == 0
+    ended = job.command("check", job.file, *map(str, run_of(left, "smolvla")))
+    assert ended.code == 2
+    assert "family 'pi0': set actor.fsdp.policy.name = 'pi0'" in ended.err
 
 
 @pytest.mark.usefixtures("no_cluster")

@@ -1,4 +1,4 @@
-"""The flow of a SmolVLA carries noise to ``H`` actions; the first ``k`` of them are executed.
+"""The flow of a folder carries noise to ``H`` actions; the first ``k`` of them are executed.
 
 The steps, the noise in them, cloning and log-probs are those of ``flow_action``. What is new is
 that a folder's flow carries more numbers than are executed: actions behind the first ``k``, and
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -27,22 +27,25 @@ from rlinf_async.backends.policies.base import (
     Evaluation,
     Policy,
     Step,
-    register_policy,
 )
 from rlinf_async.backends.policies.config import PolicyConfig
+from rlinf_async.backends.policies.expert_flow.folder import (
+    WEIGHTS,
+    Affine,
+    FolderSettings,
+    misfit,
+    read_folder,
+)
+from rlinf_async.backends.policies.expert_flow.model import ExpertFlow, Seen, loaded
+from rlinf_async.backends.policies.expert_flow.writing import write_folder
 from rlinf_async.backends.policies.flow_action.noise import StepNoise
 from rlinf_async.backends.policies.flow_action.policy import FlowActionPolicy
 from rlinf_async.backends.policies.mlp import run_mlp, tanh_mlp
-from rlinf_async.backends.policies.smolvla.folder import WEIGHTS, Affine, misfit, read_folder
-from rlinf_async.backends.policies.smolvla.model import Seen, loaded
-from rlinf_async.backends.policies.smolvla.writing import write_folder
 from rlinf_async.backends.policies.vision_language.policy import add_adapters
 from rlinf_async.messages.spaces import STATE
 
 ADAPTED = r".*\.(q|k|v|o|gate|up|down)_proj"
 """linear layers of the expert that get adapters"""
-TIMES = (1.5, 1.0)
-"""of the beta distribution of times in cloning, from actions (0) to noise (1), as in pi0"""
 
 Observation = Mapping[str, Tensor]
 
@@ -57,8 +60,7 @@ class _Run(NamedTuple):
     entropy: Tensor
 
 
-@register_policy("smolvla")
-class SmolVlaPolicy(Policy[Observation]):
+class ExpertFlowPolicy(Policy[Observation]):
     """Actions ``[N, k * A]`` in the environment's units; log-probs and entropies ``[N, k * A]``,
     values ``[N, k]``, or as many as log-probs with ``token_values``.
 
@@ -66,12 +68,14 @@ class SmolVlaPolicy(Policy[Observation]):
     the rest of ``x_0``.
     """
 
+    reads: ClassVar[type[FolderSettings]]
+    flow: ClassVar[type[ExpertFlow]]
     levels = ("token", "action", "chunk")
     normalizes = False
 
     @classmethod
     def misfit(cls, config: PolicyConfig) -> str:
-        return misfit(config)
+        return misfit(config, cls.reads)
 
     @classmethod
     def entropy_misfit(cls, config: PolicyConfig) -> str:
@@ -80,7 +84,7 @@ class SmolVlaPolicy(Policy[Observation]):
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
         own = config.vision_language
-        found = read_folder(own.folder)
+        found = read_folder(own.folder, self.reads)
         self._folder, self.settings = own.folder, found.settings
         self.steps, self.executed = config.flow.steps, max(config.action_chunk, 1)
         self.numbers = config.action_size // self.executed
@@ -94,13 +98,14 @@ class SmolVlaPolicy(Policy[Observation]):
         self._images = [name for name in found.parts.values() if name in shown]
         [text] = config.sees.of_kind("text")
         self._text = text.name
-        self._tokens = _Tokens(str(found.model), self.settings.tokenizer_max_length)
+        self._tokens = _Tokens(str(found.language), self.settings.tokenizer_max_length)
         self._affine("state", found.state)
         self._affine("action", found.action)
         inside = torch.zeros(self.chunk, self.padded, dtype=torch.bool)
         inside[: self.executed, : self.numbers] = True
         self.register_buffer("_inside", inside, persistent=False)
-        self.model = loaded(self.settings, found.model, Path(own.folder) / WEIGHTS)
+        weights = Path(own.folder) / WEIGHTS
+        self.model = loaded(self.flow, self.settings, found.language, weights)
         if own.lora.rank:
             self.model.trunk.requires_grad_(False)
             add_adapters(self.model.expert, own.lora, ADAPTED)
@@ -173,7 +178,8 @@ class SmolVlaPolicy(Policy[Observation]):
         """Return the actions ``[N, H * A]``, and noise and time of a point on the path to each,
         ``[N, H * D + 1]``."""
         noise = generator.standard_normal((len(action), self.drawn), np.float32)
-        time = 0.999 * (1.0 - generator.beta(*TIMES, (len(action), 1)))
+        first, second, scale, offset = self.settings.times
+        time = 1.0 - (scale * generator.beta(first, second, (len(action), 1)) + offset)
         return action, torch.from_numpy(np.concatenate([noise, time.astype(np.float32)], 1))
 
     def forward(
@@ -200,8 +206,8 @@ class SmolVlaPolicy(Policy[Observation]):
 
     def write_lerobot(self, folder: Path) -> dict[str, Tensor]:
         """Write LeRobot's folder; return the tensors that have no place in it."""
-        source = Path(self._folder)
-        write_folder(self.model, source, folder, steps=self.steps, executed=self.executed)
+        changes = {self.settings.steps_name: self.steps, "n_action_steps": self.executed}
+        write_folder(self.model, Path(self._folder), folder, changes)
         return {
             name: one for name, one in self.state_dict().items() if not name.startswith("model.")
         }

@@ -1,4 +1,4 @@
-"""What a folder of LeRobot says of its SmolVLA, and whether an environment fits it. No torch.
+"""What a folder of LeRobot says of its policy, and whether an environment fits it. No torch.
 
 ::
 
@@ -7,9 +7,8 @@
     policy_preprocessor.json         how observations are normalised; names a file of statistics
     policy_postprocessor.json        how actions are, likewise
 
-The folder does not hold the configuration and the tokenizer of the vision-language model that it is
-built on, whose name is ``vlm_model_name``: a folder (of its own, or below this one), or a name in
-Hugging Face's cache.
+The folder does not hold the tokenizer of the vision-language model that it is built on, whose name
+it says: a folder (of its own, or below this one), or a name in Hugging Face's cache.
 """
 
 from __future__ import annotations
@@ -18,15 +17,14 @@ import importlib.util
 import json
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Final, Literal, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rlinf_async.backends.policies.config import PolicyConfig
+from rlinf_async.backends.policies.config import EXPERT_FLOWS, PolicyConfig
 
-FAMILY: Final = "smolvla"
 CONFIG: Final = "config.json"
 WEIGHTS: Final = "model.safetensors"
 BEFORE: Final = "policy_preprocessor.json"
@@ -45,7 +43,7 @@ EPSILON: Final = 1e-8
 
 
 class FolderError(ValueError):
-    """A folder cannot be read as a SmolVLA; the text says why."""
+    """A folder cannot be read as such a policy; the text says why."""
 
 
 class Feature(msgspec.Struct, frozen=True):
@@ -56,9 +54,14 @@ class Feature(msgspec.Struct, frozen=True):
     """of an image ``(channels, height, width)``"""
 
 
-class SmolVlaSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What of ``config.json`` says how the policy computes; the defaults are LeRobot's."""
+class FolderSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What of ``config.json`` says how the policy computes, of every family; the defaults are
+    LeRobot's."""
 
+    family: ClassVar[str]
+    """what ``type`` is, and the policy's name here"""
+    steps_name: ClassVar[str]
+    """LeRobot's name of the number of steps"""
     type: str
     input_features: dict[str, Feature]
     output_features: dict[str, Feature]
@@ -67,21 +70,10 @@ class SmolVlaSettings(msgspec.Struct, frozen=True, kw_only=True):
     normalization_mapping: dict[str, str] = {}
     max_state_dim: int = 32
     max_action_dim: int = 32
-    resize_imgs_with_padding: tuple[int, int] | None = (512, 512)
-    """width and height"""
     empty_cameras: int = 0
-    adapt_to_pi_aloha: bool = False
     tokenizer_max_length: int = 48
-    freeze_vision_encoder: bool = True
-    train_expert_only: bool = True
-    train_state_proj: bool = True
-    vlm_model_name: str = "HuggingFaceTB/SmolVLM2-500M-Video-Instruct"
-    add_image_special_tokens: bool = False
-    attention_mode: str = "cross_attn"
-    num_expert_layers: int = -1
-    num_vlm_layers: int = 16
-    self_attn_every_n_layers: int = 2
-    expert_width_multiplier: float = 0.75
+    freeze_vision_encoder: bool = False
+    train_expert_only: bool = False
     min_period: float = 4e-3
     max_period: float = 4.0
     use_peft: bool = False
@@ -106,6 +98,30 @@ class SmolVlaSettings(msgspec.Struct, frozen=True, kw_only=True):
         """Numbers of an action."""
         return self.output_features[ACTION_KEY].shape[0]
 
+    @property
+    def times(self) -> Times:
+        """Where cloning matches the flow."""
+        return Times()
+
+    def unread(self) -> tuple[tuple[bool, str], ...]:
+        """What is wrong with it, or not read, and the text that says so."""
+        return ()
+
+    def language(self, path: Path, tokenizer: str) -> Path:
+        """Return the folder of what is needed of the vision-language model beside ``path``:
+        its tokenizer, which the processors call ``tokenizer``. Raises `FolderError`."""
+        raise NotImplementedError
+
+
+class Times(NamedTuple):
+    """LeRobot's times in cloning, from actions (0) to noise (1): ``scale * beta + offset``."""
+
+    first: float = 1.5
+    """of the beta distribution"""
+    second: float = 1.0
+    scale: float = 0.999
+    offset: float = 0.001
+
 
 class Affine(NamedTuple):
     """``(x - shift) / divisor`` goes in, ``y * scale + shift`` comes out; ``[D]`` each, float32."""
@@ -115,12 +131,13 @@ class Affine(NamedTuple):
     scale: NDArray[np.float32]
 
 
-class SmolVlaFolder(NamedTuple):
+class ExpertFolder(NamedTuple):
     """A folder that was read, but for its weights."""
 
-    settings: SmolVlaSettings
-    model: Path
-    """folder of the vision-language model's configuration and tokenizer"""
+    settings: Any
+    """the `FolderSettings` of its family"""
+    language: Path
+    """folder of the vision-language model's tokenizer, and of what else is needed of it"""
     state: Affine
     action: Affine
     parts: dict[str, str]
@@ -128,22 +145,23 @@ class SmolVlaFolder(NamedTuple):
 
 
 @lru_cache(maxsize=4)
-def read_folder(folder: str) -> SmolVlaFolder:
+def read_folder(folder: str, kind: type[FolderSettings]) -> ExpertFolder:
     """Read all but the weights. Raises `FolderError`."""
     path = Path(folder)
-    settings = _settings(path)
+    settings = _settings(path, kind)
     before, after = _read(path / BEFORE, _Pipeline), _read(path / AFTER, _Pipeline)
     renamed = before.step("rename_observations_processor").get("rename_map", {})
-    return SmolVlaFolder(
+    tokenizer = before.step("tokenizer_processor").get("tokenizer_name", "")
+    return ExpertFolder(
         settings,
-        _vision_language(path, settings.vlm_model_name),
+        settings.language(path, str(tokenizer)),
         _affine(path, before, "normalizer_processor", settings, STATE_KEY, settings.state_size),
         _affine(path, after, "unnormalizer_processor", settings, ACTION_KEY, settings.action_size),
         _parts(settings, {key: source for source, key in renamed.items()}),
     )
 
 
-def misfit(config: PolicyConfig) -> str:
+def misfit(config: PolicyConfig, kind: type[FolderSettings]) -> str:
     """Return why the policy cannot have these observations and actions, or this folder; empty if it
     can."""
     if importlib.util.find_spec("transformers") is None:
@@ -159,14 +177,14 @@ def misfit(config: PolicyConfig) -> str:
     if not config.acts.continuous:
         return f"its actions are vectors of numbers (Box); the environment takes {config.acts}"
     try:
-        found = read_folder(own.folder)
+        found = read_folder(own.folder, kind)
     except FolderError as error:
         return f"vision_language.folder is {own.folder!r}: {error}"
     problem = _misfit_of_spaces(config, found)
     return f"vision_language.folder is {own.folder!r}: {problem}" if problem else ""
 
 
-def _misfit_of_spaces(config: PolicyConfig, found: SmolVlaFolder) -> str:
+def _misfit_of_spaces(config: PolicyConfig, found: ExpertFolder) -> str:
     settings, executed = found.settings, max(config.action_chunk, 1)
     numbers = config.action_size // executed
     if numbers != settings.action_size:
@@ -212,23 +230,21 @@ def _misfit_of_spaces(config: PolicyConfig, found: SmolVlaFolder) -> str:
     return ""
 
 
-def _settings(path: Path) -> SmolVlaSettings:
+def _settings(path: Path, kind: type[FolderSettings]) -> FolderSettings:
     raw = _read(path / CONFIG, dict[str, Any])
     family = raw.get("type")
-    if family != FAMILY:
+    if family != kind.family:
         other = f"a policy of the family {family!r}" if family else "no policy of lerobot"
         if not family and "model_type" in raw:
             other = f"a model of type {raw['model_type']!r}, and no policy of lerobot"
-        raise FolderError(f"it holds {other}; the family that is read is {FAMILY!r}")
-    settings = _converted(path / CONFIG, raw, SmolVlaSettings)
+        if family in EXPERT_FLOWS:
+            raise FolderError(f"it holds {other}: set actor.fsdp.policy.name = {family!r}")
+        read = " and ".join(map(repr, EXPERT_FLOWS))
+        raise FolderError(f"it holds {other}; the families that are read are {read}")
+    settings = _converted(path / CONFIG, raw, kind)
     for wrong, text in (
         (settings.n_obs_steps != 1, f"n_obs_steps is {settings.n_obs_steps}; 1 is read"),
-        (settings.adapt_to_pi_aloha, "adapt_to_pi_aloha is true, which is not read"),
-        (settings.add_image_special_tokens, "add_image_special_tokens is true: not read"),
-        (
-            settings.num_expert_layers not in (-1, 0, settings.num_vlm_layers),
-            "num_expert_layers is neither -1 nor num_vlm_layers: as many of both are read",
-        ),
+        *settings.unread(),
         (settings.use_peft, "use_peft is true: merge the adapter into the weights"),
         (ACTION_KEY not in settings.output_features, f"it has no output feature {ACTION_KEY!r}"),
         (not settings.cameras, "it knows no camera"),
@@ -240,28 +256,42 @@ def _settings(path: Path) -> SmolVlaSettings:
     ):
         if wrong:
             raise FolderError(text)
+    for name, most, numbers, what in (
+        ("max_state_dim", settings.max_state_dim, settings.state_size, "a state"),
+        ("max_action_dim", settings.max_action_dim, settings.action_size, "an action"),
+    ):
+        if most < numbers:
+            raise FolderError(f"{name} is {most}, which is less than the {numbers} of {what}")
     return settings
 
 
-def _vision_language(path: Path, name: str) -> Path:
-    """The folder of the vision-language model's ``config.json`` and tokenizer."""
+def located(path: Path, name: str, what: str, files: tuple[str, ...]) -> Path:
+    """Return the folder of a model that is named by its folder, also below ``path``, or by its name
+    in Hugging Face's cache.
+
+    Args:
+        path: folder of the policy.
+        name: of the model.
+        what: what the name is, in a text.
+        files: the folder has the first of them, the cache all.
+
+    Raises `FolderError`.
+    """
     for place in (path / name, Path(name)):
-        if (place / CONFIG).is_file():
+        if (place / files[0]).is_file():
             return place
     if importlib.util.find_spec("huggingface_hub") is not None:
         from huggingface_hub import try_to_load_from_cache
 
         try:
-            found = [try_to_load_from_cache(name, one) for one in (CONFIG, "tokenizer.json")]
+            found = [try_to_load_from_cache(name, one) for one in files]
         except ValueError:  # no name of a repository
             found = []
         if found and all(isinstance(one, str) for one in found):
             return Path(str(found[0])).parent
     raise FolderError(
-        f"the model that it is built on, vlm_model_name = {name!r}, is neither a folder with its "
-        "config.json and tokenizer, nor in Hugging Face's cache: hf download "
-        f"{name} config.json tokenizer.json tokenizer_config.json, or write the name of a folder "
-        f"into {CONFIG}"
+        f"{what} = {name!r}, is neither a folder with its {files[0]}, nor in Hugging Face's cache: "
+        f"hf download {name} {' '.join(files)} tokenizer_config.json, or write the name of a folder"
     )
 
 
@@ -283,7 +313,7 @@ class _Pipeline(msgspec.Struct, frozen=True):
 
 
 def _affine(
-    path: Path, pipeline: _Pipeline, step: str, settings: SmolVlaSettings, key: str, size: int
+    path: Path, pipeline: _Pipeline, step: str, settings: FolderSettings, key: str, size: int
 ) -> Affine:
     kind = "STATE" if key == STATE_KEY else "ACTION"
     config = pipeline.step(step)
@@ -326,7 +356,7 @@ def _statistics(path: Path, file: str) -> dict[str, NDArray[Any]]:
         raise FolderError(f"{file} cannot be read: {error}") from error
 
 
-def _parts(settings: SmolVlaSettings, sources: dict[str, str]) -> dict[str, str]:
+def _parts(settings: FolderSettings, sources: dict[str, str]) -> dict[str, str]:
     names = {key: sources.get(key, key) for key in settings.cameras}
     return {
         key: name.removeprefix(IMAGES).removeprefix("observation.") for key, name in names.items()
