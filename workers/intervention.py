@@ -200,7 +200,8 @@ class InterventionWorker(Worker):
             return await self._person(seen, proposed)
         # Nobody waits for a thread in which a person is still asked when the run has ended.
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._person, seen, proposed)
+        said = await loop.run_in_executor(self._threads, self._person, seen, proposed)
+        return await said if inspect.isawaitable(said) else said
 
     def _checked(self, said: Any, like: Any) -> Any:
         """The action as one of the policy's. Raises `InterventionError` where it is none."""

@@ -35,6 +35,16 @@ async def at_the_start_later(observation: Any, proposed: Any) -> Any:
     return at_the_start(observation, proposed)
 
 
+class Later:
+    """A person who is no function, and whose answer is awaited all the same."""
+
+    async def __call__(self, observation: Any, proposed: Any) -> Any:
+        return await at_the_start_later(observation, proposed)
+
+
+later = Later()
+
+
 def no_action(observation: Any, proposed: Any) -> Any:
     return np.zeros(3, np.float32)
 
@@ -83,7 +93,7 @@ async def collected(person: str, *, transitions: bool = True) -> tuple[list[Traj
         return made, report
 
 
-@pytest.mark.parametrize("person", ["at_the_start", "at_the_start_later"])
+@pytest.mark.parametrize("person", ["at_the_start", "at_the_start_later", "later"])
 def test_the_action_of_the_person_is_executed_and_recorded(person: str) -> None:
     (made,), report = asyncio.run(collected(f"{HERE}:{person}"))
     first = made.observation[..., 1] == 0

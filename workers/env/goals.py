@@ -137,9 +137,11 @@ class GoalRewards:
     ) -> NDArray[Any]:
         count = len(achieved)
         both = [self._as_goals(one) for one in (achieved, desired)]
+        # Of as many steps as a goal has numbers, nobody knows which of both a result has.
+        ambiguous = count in self._goals.shape
         self._env.call.begin(STEP)
         try:
-            if name not in self._one_by_one:
+            if name not in self._one_by_one and not ambiguous:
                 at_once = _at_once(function, both, count)
                 if at_once is not None:
                     return at_once
@@ -170,5 +172,4 @@ def _at_once(
     except Exception:  # it is asked again, one by one
         return None
     fits = said.shape == (count,) and said.dtype.kind in "biuf" and np.isfinite(said).all()
-    # Of as many steps as a goal has numbers, nobody knows which of both the result has.
-    return said if fits and count not in both[0].shape[1:] else None
+    return said if fits else None

@@ -261,6 +261,10 @@ def test_a_killed_run_goes_on_with_what_the_person_has_done(job: Job, start_driv
             "'page' is one person, who cannot act in 4 environments",
         ),
         (
+            ("--intervention.person", "page", "--cluster.backend", "ray"),
+            "'page' is served on loopback, and Ray may start the person on any of its hosts",
+        ),
+        (
             (
                 *PERSON[:1],
                 "page",

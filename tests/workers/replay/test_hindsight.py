@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import msgspec
@@ -15,7 +15,7 @@ from rlinf_async.config import ConfigError
 from rlinf_async.messages.embodied import BatchRequest, Collect, ReplayBatch, Trajectory
 from rlinf_async.messages.spaces import continuous, flat_spec
 from rlinf_async.workers.env.config import EnvConfig
-from rlinf_async.workers.env.goals import Goals, describe_goals
+from rlinf_async.workers.env.goals import GoalRewards, Goals, describe_goals
 from rlinf_async.workers.replay.columns import ReplayError
 from rlinf_async.workers.replay.store import transitions_of
 from rlinf_async.workers.replay.worker import ReplayConfig, ReplayPlan, ReplayWorker, spread
@@ -77,6 +77,16 @@ class Broad(Road):
 
     def compute_terminated(self, achieved: Any, desired: Any, info: Any) -> Any:
         return self.ends & (np.abs(achieved - desired)[..., 0] <= 1.0)
+
+
+class Noted(Broad):
+    """The same, which notes how many steps it was asked about at once."""
+
+    asked: ClassVar[list[int]] = []
+
+    def compute_reward(self, achieved: Any, desired: Any, info: Any) -> Any:
+        self.asked.append(np.ndim(achieved) and len(np.reshape(achieved, (-1, 1))))
+        return super().compute_reward(achieved, desired, info)
 
 
 def env_config(kind: str = "Road", **kwargs: object) -> EnvConfig:
@@ -263,6 +273,17 @@ def test_a_batch_is_that_of_a_plain_script(
     if strategy == "future" and not kwargs:
         assert {left for _, left in seen} == {*range(7)}
         assert {at for at, left in seen if left == 6} == {*range(7)}
+
+
+def test_steps_as_many_as_a_goal_has_numbers_are_asked_one_by_one_and_only_they() -> None:
+    """One step is as many as this goal has numbers: what a result ``[1]`` is of, nobody knows."""
+    env = env_config("Noted")
+    rewards, places = GoalRewards(env, describe_goals(env)), np.arange(4.0, dtype=np.float32)
+    Noted.asked.clear()
+    for count in (4, 1, 4):
+        paid = rewards.rewards(places[:count, None], np.zeros((count, 1), np.float32))
+        assert paid.tolist() == [0.0, 0.0, -1.0, -1.0][:count]
+    assert Noted.asked == [4, 1, 4]
 
 
 def test_a_killed_worker_and_a_resumed_run_draw_what_they_would_have_drawn(

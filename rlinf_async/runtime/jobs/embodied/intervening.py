@@ -145,6 +145,12 @@ def _check_page(config: EnvironmentSettings) -> None:
     """Refuse a page that cannot be served, or whose person would have too many environments."""
     for module in ("starlette", "uvicorn"):
         needed(module, extra="view", needed_for=f"intervention.person = {PAGE!r}")
+    if config.cluster.backend == "ray":
+        raise ConfigError(
+            f"{PAGE!r} is served on loopback, and Ray may start the person on any of its hosts: "
+            "take cluster.backend 'processes', or name a function",
+            path=PATH,
+        )
     envs = config.cluster.env_workers * config.env.envs
     if envs > 1:
         raise ConfigError(
