@@ -6,5 +6,6 @@
     plan.py       what a seed means: the job, its settings, who is killed or hangs when
     driven.py     the driver of a run, which carries that out
     hanging.py    an environment that hangs when it is asked to
+    person.py     who acts in its place now and then
     accounts.py   what the run says it did, against what it had to do
 """

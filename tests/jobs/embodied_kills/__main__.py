@@ -1,10 +1,10 @@
 """``python -m tests.jobs.embodied_kills --count 5 --hangs 4``: 20 kills and 20 hangs.
 
-Each seed is a run of PPO or of soft actor-critic with four kills, of the driver, an actor, a replay
-or rollout worker and an env worker, and as many hangs, in which an environment's step does not
-return or a process is stopped. After what ends a run a start with ``--resume`` follows; a driver
-that is stopped is woken, or killed, by who looks after it, here. Prints for each run what became of
-it.
+Each seed is a run of PPO or of soft actor-critic, in which a person acts now and then, with four
+kills, of the driver, an actor, a person, a rollout or replay worker and an env worker in turn, and
+as many hangs, in which an environment's step does not return or a process is stopped. After what
+ends a run a start with ``--resume`` follows; a driver that is stopped is woken, or killed, by who
+looks after it, here. Prints for each run what became of it.
 """
 
 from __future__ import annotations

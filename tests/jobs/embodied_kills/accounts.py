@@ -19,7 +19,8 @@ class Accounts(msgspec.Struct, frozen=True):
 
     iterations: int
     doubled: int
-    """iterations, environment steps, transitions and gradient steps that were counted twice"""
+    """iterations, environment steps, transitions, the person's too, and
+    gradient steps that were counted twice"""
     lost: int
     left_out: int
     """second deliveries that the run has noticed, and left out"""
@@ -49,8 +50,10 @@ def accounts(made: Plan, out: Path) -> Accounts:
         note = json.loads((out / "checkpoints/latest.json").read_bytes())
         state = read_state(out / "checkpoints" / note["checkpoint"] / "replay/state.json")
         updates = iterations * steps - 480
+        acted = sum(round(float(row["intervention_share"]) * steps) for row in rows)
         wrong += [
             (state.count if state else 0) - iterations * steps,
+            (state.intervened if state else 0) - acted,
             int(str(summary.extra["gradient steps"])) - updates,
             int(sum(float(row["updates"] or 0.0) for row in rows)) - updates,
         ]

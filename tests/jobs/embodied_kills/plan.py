@@ -189,13 +189,16 @@ def plan(seed: int, kills: int = KILLS, hangs: int = 0, *, short: bool = False) 
     else:
         settings["replay.sampling"] = random.choice(("uniform", "prioritized"))
         settings["replay.n_step"] = random.choice((1, 3))
+        settings["intervention.person"] = "tests.jobs.embodied_kills.person:holds_up"
     made = Plan(seed, kind, settings, (), short)
     others = [f"Rollout[{rank}]" for rank in range(rollouts)] or ["Env[1]"]
     victims = ["Env[0]", "Replay[0]" if kind == "sac" else random.choice(others)]
+    victims += ["Person[0]"] if kind == "sac" else []
     victims += [f"Actor[{random.randrange(actors)}]", DRIVER]
-    killed = [victims[-1 - one % 4] for one in range(kills)]
+    killed = [victims[-1 - one % len(victims)] for one in range(kills)]
     victims[0] = ENVIRONMENT
-    faults = [*product(killed, KILL), *product([victims[one % 4] for one in range(hangs)], HANG)]
+    hung = [victims[one % len(victims)] for one in range(hangs)]
+    faults = [*product(killed, KILL), *product(hung, HANG)]
     random.shuffle(faults)
     # What is left after the last one takes longer than a restart.
     moments = sorted(random.choices(range(made.iterations * 2 // 3), k=len(faults)))
