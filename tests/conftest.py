@@ -56,7 +56,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--longest",
         metavar="K/N",
-        help="of the files that take longest (tests/together.py) run a part: 0/3, 1/3 or 2/3",
+        help="of the files that take longest (tests/together.py) run a part, the first: 0/4",
     )
 
 
