@@ -57,7 +57,7 @@ LONGEST = {
     "jobs/embodied_offline/test_offline": 53,
     "jobs/language/test_lora": 52,
     "jobs/language/test_runs": 52,
-    "jobs/embodied/test_smolvla": 49,
+    "jobs/embodied/test_expert_flow": 49,
     "episodes/test_mcp": 48,
     "jobs/embodied/test_failing_envs": 48,
     "jobs/embodied_sac/test_intervention": 48,
