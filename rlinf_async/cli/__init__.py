@@ -26,6 +26,7 @@ COMMANDS = {
     "bundle": ("replay", "Write the part of a recording around a crash into one file."),
     "calibrate": ("simulate", "Fit the cost models of a simulation to a real run."),
     "check": ("train", "Say whether a run could start; start nothing."),
+    "classifier": ("classifier", "Learn from episodes what a success looks like."),
     "demonstrations": ("demonstrations", "Take demonstrations: of a script, or of a data set."),
     "envs": ("envs", "List simulators, their environments, and the policies that fit."),
     "evaluate": ("evaluate", "Let a trained policy act, or a trained model answer, again."),

@@ -6,12 +6,13 @@
     episode_000000.npz        an array for each part, ``[T, ...]``, and ``action [T, A]``;
                               what a transition has besides: ``next.reward [T]``, ``last.PART
                               [1, ...]`` (each part after the last step), and ``next.terminated``,
-                              False where the episode was only cut
+                              False where the episode was only cut; and ``success``, where the
+                              environment says it
     episode_000001.npz        ...
 
-The last three are in folders that say ``transitions``; cloning needs none of them. Images are uint8
-and texts UTF-8 bytes, as in `rlinf_async.messages.spaces`; actions are those of the policy: with
-``env.actions = "rescale"`` bounds are -1 and 1. Those outside of the bounds are refused.
+What a transition has is in folders that say ``transitions``; cloning needs none of it. Images are
+uint8 and texts UTF-8 bytes, as in `rlinf_async.messages.spaces`; actions are those of the policy:
+with ``env.actions = "rescale"`` bounds are -1 and 1. Those outside of the bounds are refused.
 
 A folder of LeRobot's format is read too: `rlinf_async.data.lerobot`. It has no observation after
 the last step: where an episode did not end there for good, that step is no transition.
@@ -39,6 +40,7 @@ FILE: Final = "demonstrations.json"
 ACTION: Final = "action"
 REWARD: Final = "next.reward"  # in both formats
 TERMINATED: Final = "next.terminated"
+SUCCESS: Final = "success"
 LAST: Final = "last."
 """names in an episode's file; `LAST` stands before the name of a part"""
 
@@ -83,6 +85,8 @@ class DemonstratedEpisode(msgspec.Struct, frozen=True):
     """float32 ``[T, A]``, or int64 ``[T]``"""
     outcome: Outcome | None = None
     """None in folders without ``transitions``"""
+    success: bool | None = None
+    """whether it has succeeded; None where nobody says so, and in folders of earlier versions"""
 
 
 class Chunks(msgspec.Struct, frozen=True):
@@ -103,6 +107,8 @@ def write_episode(folder: Path, number: int, episode: DemonstratedEpisode) -> No
         last = _fields(outcome.last_observation)
         arrays |= {f"{LAST}{name}": array for name, array in last.items()}
         arrays |= {REWARD: outcome.reward, TERMINATED: np.bool_(outcome.terminated)}
+    if episode.success is not None:
+        arrays[SUCCESS] = np.bool_(episode.success)
     np.savez_compressed(_file(folder, number), **arrays)
 
 
@@ -430,14 +436,15 @@ def episode_of(arrays: Any, info: DemonstrationsInfo) -> DemonstratedEpisode:
     """Return an episode, of arrays by the names in its file."""
     action = arrays[ACTION].astype(np.int64 if info.discrete else np.float32)
     seen = _shown(arrays, info.observation, "", len(action))
+    success = bool(arrays[SUCCESS]) if SUCCESS in arrays else None
     if not info.transitions:
-        return DemonstratedEpisode(seen, action)
+        return DemonstratedEpisode(seen, action, success=success)
     outcome = Outcome(
         arrays[REWARD].astype(np.float32),
         _shown(arrays, info.observation, LAST, 1),
         bool(arrays[TERMINATED]),
     )
-    return DemonstratedEpisode(seen, action, outcome)
+    return DemonstratedEpisode(seen, action, outcome, success)
 
 
 def _shown(arrays: Any, spec: ObservationSpec, prefix: str, steps: int) -> ObservationArray:

@@ -49,21 +49,47 @@ class EnvRewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     function: str = ""
     """``"file.py:function"`` or ``"module:function"``, see `rlinf_async.workers.env.labels`; empty:
     the environment says it"""
+    classifier: str = ""
+    """folder of a classifier of success, which ``rlinf-async classifier`` has written: 1 is paid
+    for each step that is one, 0 for any other"""
+    threshold: float = 0.5
+    """probability from which a step is a success for the classifier"""
     ends: bool = False
     """whether an episode terminates with its first success"""
 
     def __post_init__(self) -> None:
+        if self.function and self.classifier:
+            raise ConfigError(
+                f"{self.function!r}, but classifier = {self.classifier!r} would say, too, what is "
+                "paid: leave one of the two out",
+                path=("function",),
+            )
+        if not 0.0 < self.threshold < 1.0:
+            raise ConfigError(
+                f"{self.threshold} is no probability between 0 and 1", path=("threshold",)
+            )
+        if self.threshold != 0.5 and not self.classifier:
+            raise ConfigError(
+                f"{self.threshold} was given, but there is no classifier: name its folder in "
+                "classifier, or leave it out",
+                path=("threshold",),
+            )
         if self.ends and not self.labels:
             raise ConfigError(
                 "true, but it is the environment that says what a success is, and when it ends: "
-                "name a function, or leave it out",
+                "name a function or a classifier, or leave it out",
                 path=("ends",),
             )
 
     @property
     def labels(self) -> bool:
         """Whether anybody but the environment says it."""
-        return bool(self.function)
+        return bool(self.setting)
+
+    @property
+    def setting(self) -> str:
+        """Name of the setting that says who; empty: the environment says it itself."""
+        return "classifier" if self.classifier else "function" if self.function else ""
 
 
 class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -251,10 +277,11 @@ class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         reward = self.reward
         if reward.labels and self.asynchronous and self.simulator != "pool":
             raise ConfigError(
-                f"{reward.function!r}, but simulator = {self.simulator!r}, in which some "
-                "environments are ready before others, is not asked step by step: leave it out, or "
-                "use simulator = 'single', 'pool' or 'vector', or 'envpool' without ready",
-                path=("reward", "function"),
+                f"{getattr(reward, reward.setting)!r}, but simulator = {self.simulator!r}, in "
+                "which some environments are ready before others, is not asked step by step: leave "
+                "it out, or use simulator = 'single', 'pool' or 'vector', or 'envpool' without "
+                "ready",
+                path=("reward", reward.setting),
             )
         if reward.ends and self.many_in_a_call:
             raise ConfigError(

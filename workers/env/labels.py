@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from rlinf_async.config.registry import Registry, raised
 from rlinf_async.messages.converting import ObservationWriter, array_of
 from rlinf_async.messages.embodied import SUCCESS, Bools, Floats
-from rlinf_async.messages.spaces import ObservationArray
+from rlinf_async.messages.spaces import ObservationArray, ObservationSpec
 from rlinf_async.workers.env.config import (
     Autoreset,
     EnvRewardConfig,
@@ -74,11 +74,18 @@ class Labeller:
     """Calls the function that the settings name, and checks what it says.
 
     Raises:
-        ConfigError: there is no such function.
+        ConfigError: there is no such function, or no classifier of what is ``shown``.
     """
 
-    def __init__(self, config: EnvRewardConfig) -> None:
+    def __init__(self, config: EnvRewardConfig, shown: ObservationSpec) -> None:
         self.ends = config.ends
+        self._function: RewardFunction
+        if config.classifier:
+            from rlinf_async.backends.success.classifier import classifier_for
+
+            self._name = f"the classifier {config.classifier!r}"
+            self._function = classifier_for(config.classifier, config.threshold, shown)
+            return
         self._name = f"the reward function {config.function!r}"
         self._function = reward_functions.check(config.function, ("reward", "function"))
 
@@ -133,7 +140,7 @@ class LabelledEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         """``name`` is the environment's. Raises: as `Labeller`."""
         super().__init__(env)
         self._writer = ObservationWriter(env.observation_space, name)
-        self._label = Labeller(config)
+        self._label = Labeller(config, self._writer.spec)
         self._seen: ObservationArray = self._writer.spec.empty(1)
 
     def reset(
@@ -186,7 +193,7 @@ class LabelledSimulator:
         self.single_action_space = env.single_action_space
         self._autoreset = autoreset
         self._writer = ObservationWriter(env.single_observation_space, name)
-        self._label = Labeller(config)
+        self._label = Labeller(config, self._writer.spec)
         self._seen: ObservationArray = self._writer.spec.empty(self.num_envs)
         self._begins = np.zeros(self.num_envs, np.bool_)
 

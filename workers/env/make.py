@@ -146,7 +146,9 @@ def _probing(config: EnvConfig) -> Iterator[None]:
         yield
     except EnvFailed as error:
         if config.reward.labels and isinstance(error.__cause__, LabelError):
-            raise ConfigError(str(error.__cause__), path=("reward", "function")) from error
+            raise ConfigError(
+                str(error.__cause__), path=("reward", config.reward.setting)
+            ) from error
 
 
 def describe_spaces(config: EnvConfig) -> Spaces:

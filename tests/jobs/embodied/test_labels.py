@@ -8,6 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlinf_async.backends.success.classifier import (
+    ClassifierInfo,
+    Figures,
+    SuccessClassifier,
+)
+from rlinf_async.messages.spaces import ObservationPart, ObservationSpec
 from rlinf_async.observe.samples import read_samples
 from rlinf_async.workers.env.labels import Steps
 from tests.jobs import kit as jobs
@@ -76,6 +82,33 @@ def test_another_environment_judges_by_its_own_reward(job: jobs.Job[Any]) -> Non
     job.succeed(*LABELLED, "--env.reward.ends", "true", *judging, "--training.total_steps", steps)
     # Three steps, of which the last succeeds; the environment itself pays -1 at the end of four.
     check(job, episode=6.0, success=True, judged=-1.0)
+
+
+def later_than(at: float) -> SuccessClassifier:
+    """What a classifier is that has learnt that steps after this one are successes."""
+    spec = ObservationSpec((ObservationPart(name="state", kind="state", shape=(2,)),))
+    zeros: dict[str, Any] = dict.fromkeys(Figures.__struct_fields__, 0)
+    info = ClassifierInfo(
+        env="far", observation=spec, layers=1, convolutions=0, figures=Figures(**zeros)
+    )
+    weight, bias = np.array([[0.0, 10.0]], np.float32), np.array([-10 * at], np.float32)
+    tensors = {"layers.0.weight": weight, "layers.0.bias": bias}
+    normal = {"mean": np.zeros(2, np.float32), "scale": np.ones(2, np.float32)}
+    return SuccessClassifier(info, tensors | normal)
+
+
+def test_a_classifier_pays_and_a_resumed_run_has_the_same(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, folder = Job(tmp_path, capsys), tmp_path / "classifier"
+    later_than(2.5).save(folder)
+    paid = (*FAR, "--env.reward.classifier", folder)
+    job.succeed(*paid, "--training.total_steps", 64)
+    check(job, episode=2.0, success=True, judged=2.0)
+    later_than(1.5).save(folder)
+    ended = job.train(*paid, "--training.total_steps", 128, "--resume")
+    assert ended.code == 2
+    assert "env.reward.classifier: weights.npz differs" in ended.err
 
 
 def test_what_a_person_does_is_labelled_and_goals_in_hindsight_are_refused(

@@ -19,7 +19,7 @@ import msgspec
 from rlinf_async.messages.spaces import EnvSpec
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import EmbodiedSummary
-from rlinf_async.runtime.jobs.config import Reads
+from rlinf_async.runtime.jobs.config import Reads, every_file
 from rlinf_async.runtime.jobs.embodied.beginning import Beginning, as_begun, pinned
 from rlinf_async.runtime.jobs.embodied.choosing import planned, tried_and_chosen
 from rlinf_async.runtime.jobs.embodied.playing import (
@@ -83,7 +83,7 @@ class EnvironmentJob(ABC, Generic[ConfigT, FittedT]):
             resume=resume,
             may_differ=self.may_differ,
             build=build,
-            reads=self.reads,
+            reads=self.read_by,
         )
 
     def trained(self, config: ConfigT) -> TrainedPolicy:
@@ -116,6 +116,16 @@ class EnvironmentJob(ABC, Generic[ConfigT, FittedT]):
         self, full: FittedT, folder: RunFolder, beginning: Beginning | None
     ) -> Run[EmbodiedSummary]:
         """Make the run."""
+
+    def read_by(self, run: Any) -> Reads:
+        """Return the files that a run reads, its classifier of success among them."""
+        found, folder = self.reads(run), run.config.env.reward.classifier
+        if not folder:
+            return found
+        place = Path(folder)
+        return found._replace(
+            files={**found.files, "env.reward.classifier": (place, every_file(place))}
+        )
 
     @abstractmethod
     def trainer(self, full: FittedT) -> TrainerMaker:

@@ -332,8 +332,9 @@ def _record_episode(
         if terminated or truncated:
             break
     outcome = Outcome(np.array(rewards, np.float32), _row(writer, observation), bool(terminated))
-    episode = DemonstratedEpisode(np.concatenate(seen), np.array(actions), outcome)
-    return episode, success_of(info)
+    success = success_of(info)
+    episode = DemonstratedEpisode(np.concatenate(seen), np.array(actions), outcome, success)
+    return episode, success
 
 
 def _row(writer: ObservationWriter, observation: Any) -> ObservationArray:

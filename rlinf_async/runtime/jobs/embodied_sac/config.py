@@ -292,9 +292,9 @@ def _check_hindsight(config: SacConfig) -> None:
         )
     if env.reward.labels:
         raise ConfigError(
-            f"{replay.hindsight!r}, but what a step pays is said by env.reward.function, not by "
-            "compute_reward, which is asked what another goal would have paid: leave one of the "
-            "two out",
+            f"{replay.hindsight!r}, but what a step pays is said by env.reward."
+            f"{env.reward.setting}, not by compute_reward, which is asked what another goal would "
+            "have paid: leave one of the two out",
             path=path,
         )
     if env.many_in_a_call or env.control.hz:
