@@ -45,8 +45,8 @@ def shard(
 
     At world size 1 it stays a plain module: there is nothing to shard, and the hooks of FSDP cost
     more than the arithmetic of a small policy.
-    Every block of a transformer (the longest ModuleList) is a unit of its own, so that no more than
-    two blocks are unsharded at a time.
+    Every block of a transformer (the ModuleList with the most numbers) is a unit of its own, so
+    that no more than two blocks are unsharded at a time.
     """
     if world_size == 1:
         return model
@@ -59,11 +59,15 @@ def shard(
             model, use_orig_params=True, device_mesh=mesh, device_id=device
         )
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    for block in max(lists, key=len, default=[]):
+    for block in max(lists, key=_numbers, default=[]):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     gc.collect(1)  # a function of torch's that refers to itself, and holds the model until then
     return model
+
+
+def _numbers(module: nn.Module) -> int:
+    return sum(one.numel() for one in module.parameters())
 
 
 def reshard(model: nn.Module) -> None:

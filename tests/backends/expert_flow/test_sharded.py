@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 pytest.importorskip("transformers")
 
@@ -45,6 +46,8 @@ CELLS: dict[str, dict[str, Any]] = {
     "pi0": {"name": "pi0"},
     "pi0 lora": {"name": "pi0", "lora": LoraConfig(rank=2)},
 }
+UNITS = {"smolvla": {"model.expert.layers"}, "pi0": {"model.trunk.text_model.layers"}}
+"""the layers that have the most numbers, each of which is a unit of FSDP2"""
 WRITE: Any = {"smolvla": smolvla.write_folder, "pi0": pi0.write_folder}
 
 
@@ -118,6 +121,12 @@ def train(rank: int, ranks: int, results: Path, folders: Path, shown: Path) -> N
     for cell in CELLS:
         made = trainer_config(folders, shown, cell, ranks)
         trainer = EmbodiedTrainer(made, ranks, rank)
+        sharded = {
+            name.rpartition(".")[0]
+            for name, one in trainer.manager.model.named_modules()
+            if name and isinstance(one, FSDPModule)
+        }
+        assert sharded == (UNITS[made.fsdp.policy.name] if ranks > 1 else set()), cell
         cloned = trainer.clone()
         stages = range(rank, 2, ranks)
         metrics = trainer.train([trajectory(made, stage) for stage in stages])

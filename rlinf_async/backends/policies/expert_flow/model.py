@@ -133,14 +133,14 @@ class Layer(nn.Module):
         normed = self.input_layernorm(hidden)
         query = attention.queries(normed, position)
         size = attention.shape.size
+        # Copies, so that no view is returned: FSDP2 loses its hooks on those.
         if self.across and seen is not None:
             key, value = (
-                _heads(projection(one.flatten(2)), size)
+                _heads(projection(one.flatten(2)), size).clone()
                 for projection, one in zip((attention.k_proj, attention.v_proj), seen, strict=True)
             )
         else:
             key = rotated(_heads(attention.k_proj(normed), size), position)
-            # A copy, so that no view is returned: FSDP2 loses its hooks on those.
             value = _heads(attention.v_proj(normed), size).clone()
             if seen is not None:
                 key, value = torch.cat([seen[0], key], 1), torch.cat([seen[1], value], 1)
@@ -198,7 +198,6 @@ class Trunk(nn.Module):
     def __init__(self, text: Text, vision: nn.Module, connector: nn.Module, scale: float) -> None:
         super().__init__()
         self._scale = scale
-        # The longest list of layers is sharded by layer; of several, the first.
         self.text_model = text
         self.vision_model = vision
         self.connector = connector
