@@ -291,7 +291,7 @@ def located(path: Path, name: str, what: str, files: tuple[str, ...]) -> Path:
             return Path(str(found[0])).parent
     raise FolderError(
         f"{what} = {name!r}, is neither a folder with its {files[0]}, nor in Hugging Face's cache: "
-        f"hf download {name} {' '.join(files)} tokenizer_config.json, or write the name of a folder"
+        f"hf download {name} {' '.join(files)}, or write the name of a folder"
     )
 
 

@@ -256,8 +256,8 @@ class ExpertFlow(nn.Module):
 
     @classmethod
     def built(cls, settings: Any, language: Path, tensors: Mapping[str, Tensor]) -> ExpertFlow:
-        """Build the model of a folder, with any weights. Raises `ValueError` for ``tensors`` from
-        which its sizes cannot be read."""
+        """Build the model of a folder, with any weights; parameters may be on the device ``meta``,
+        buffers not. Raises `ValueError` for ``tensors`` from which its sizes cannot be read."""
         raise NotImplementedError
 
     @classmethod
@@ -341,8 +341,9 @@ def load_weights(model: ExpertFlow, tensors: Mapping[str, Tensor]) -> None:
         if found is None or found.shape != one.shape:
             what = "is missing" if found is None else f"has shape {list(found.shape)}"
             raise ValueError(f"its weights do not fit: {names[0]} {what}, not {list(one.shape)}")
-        taken[name] = found.to(torch.float32)
-    model.load_state_dict(taken)
+        # A copy: what was loaded may be the file itself.
+        taken[name] = found.to(torch.float32, copy=True)
+    model.load_state_dict(taken, assign=True)
 
 
 def loaded(
@@ -352,7 +353,8 @@ def loaded(
     from safetensors.torch import load_file
 
     tensors = load_file(weights)
-    with one_at_a_time:
+    # Weights are drawn for nothing else than to be replaced: of a pi0, three billion.
+    with one_at_a_time, torch.device("meta"):
         built = kind.built(settings, language, tensors)
     load_weights(built, tensors)
     if settings.train_expert_only:

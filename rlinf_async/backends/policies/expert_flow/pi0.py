@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -73,7 +74,7 @@ class Pi0Settings(FolderSettings, frozen=True, kw_only=True):
 
     def language(self, path: Path, tokenizer: str) -> Path:
         what = "the tokenizer of its processors, tokenizer_name"
-        return located(path, tokenizer, what, ("tokenizer.json",))
+        return located(path, tokenizer, what, ("tokenizer.json", "tokenizer_config.json"))
 
 
 class Norm(nn.RMSNorm):
@@ -208,4 +209,5 @@ def _vision(sizes: _Sizes, side: int) -> Any:
     )
     # In earlier versions of transformers, the encoder is a module within the model.
     encoder = getattr(library, "SiglipVisionTransformer", library.SiglipVisionModel)
-    return encoder._from_config(config)
+    with torch.device("cpu"):  # it has buffers
+        return encoder._from_config(config)

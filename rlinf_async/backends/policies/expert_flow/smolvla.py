@@ -65,7 +65,8 @@ class SmolVlaSettings(FolderSettings, frozen=True, kw_only=True):
 
     def language(self, path: Path, tokenizer: str) -> Path:
         what = "the model that it is built on, vlm_model_name"
-        return located(path, self.vlm_model_name, what, (CONFIG, "tokenizer.json"))
+        files = (CONFIG, "tokenizer.json", "tokenizer_config.json")
+        return located(path, self.vlm_model_name, what, files)
 
 
 class SmolVla(ExpertFlow):
@@ -133,7 +134,8 @@ def padded(image: Tensor, width: int, height: int) -> Tensor:
 def _trunk(config: Any, layers: int, shape: Shape) -> Trunk:
     library: Any = importlib.import_module("transformers.models.smolvlm.modeling_smolvlm")
     text = Text([Layer(shape) for _ in range(layers)], shape, config.text_config.vocab_size)
-    vision = library.SmolVLMVisionTransformer._from_config(config.vision_config)
+    with torch.device("cpu"):  # it has buffers
+        vision = library.SmolVLMVisionTransformer._from_config(config.vision_config)
     return Trunk(text, vision, library.SmolVLMConnector(config), math.sqrt(shape.width))
 
 
