@@ -65,10 +65,13 @@ PIXELS = (
 COMPRESSED = (*PIXELS, "--replay.images", "compressed")
 
 
-@pytest.mark.parametrize("storage", [(), MEMORY], ids=["disk", "memory"])
-@pytest.mark.parametrize("images", [PIXELS, COMPRESSED], ids=["raw", "compressed"])
+@pytest.mark.parametrize(
+    ("images", "storage"),
+    [(PIXELS, ()), (PIXELS, MEMORY), (COMPRESSED, MEMORY)],
+    ids=["raw-disk", "raw-memory", "compressed-memory"],
+)
 def test_images_are_stored_as_bytes_and_learnt_from(
-    job: Job, storage: tuple[object, ...], images: tuple[object, ...]
+    job: Job, images: tuple[object, ...], storage: tuple[object, ...]
 ) -> None:
     job.succeed(*images, *storage, "--training.total_steps", 4 * STEPS)
     job.check_books(4)
@@ -78,25 +81,26 @@ def test_images_are_stored_as_bytes_and_learnt_from(
     job.succeed(*images, *storage, "--resume")
     job.check_books(6)
     if not storage:
-        kept = 12 * 12 * 3 if images == PIXELS else 12  # or where its bytes lie
-        slots = 80 + STEPS * 5
-        assert (job.out / "replay/observation.bin").stat().st_size == slots * kept
+        slots = (80 + STEPS * 5) * 12 * 12 * 3
+        assert (job.out / "replay/observation.bin").stat().st_size == slots
 
 
-def test_killed_workers_keep_compressed_images_and_a_cut_file_is_named(
+def test_a_killed_store_keeps_compressed_images_and_a_file_that_was_cut_is_named(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killer = Killer(monkeypatch)
     killer.victims = {1: "Replay[0]", 3: "Replay[0]"}
     with nothing_left_behind():
-        summary = job.succeed(*PROCESS, *COMPRESSED)
+        summary = job.succeed(*PROCESS, *COMPRESSED, "--replay.n_step", 3)
     assert summary.restarts == {"Replay[0]": 2}
     job.check_books(6)
-    [newest, *_] = sorted(
-        (job.out / "replay").glob("images-*.bin"), key=lambda file: -file.stat().st_mtime_ns
-    )
+    again = (*COMPRESSED, "--replay.n_step", 3, "--resume", "--training.total_steps")
+    job.succeed(*again, 7 * STEPS)
+    job.check_books(7)
+    files = (job.out / "replay").glob("images-*.bin")
+    newest = max(files, key=lambda file: file.stat().st_mtime_ns)
     newest.write_bytes(newest.read_bytes()[:5])
-    ended = job.train(*COMPRESSED, "--resume", "--training.total_steps", 7 * STEPS)
+    ended = job.train(*again, 8 * STEPS)
     assert ended.code == 1
     assert f"{newest.name} has 5 bytes" in ended.err
 

@@ -73,6 +73,22 @@ def test_an_entropy_that_choices_never_have_is_refused(job: Job) -> None:
     assert job.command("check", job.file, *choosing, "--actor.sac.target_entropy", 0.6).code == 0
 
 
+def test_a_store_of_images_without_room_is_refused(job: Job) -> None:
+    pixels = (
+        "--env.entry_point",
+        "examples/reach_env.py:ReachTargets",
+        "--replay.capacity",
+        10**15,
+    )
+    form = ("check", job.file, *pixels, "--env.kwargs", "{pixels_only = true}")
+    ended = job.command(*form)
+    assert ended.code == 2
+    assert "take fewer, or set replay.images = 'compressed'" in ended.err
+    ended = job.command(*form, "--replay.images", "compressed")
+    assert ended.code == 2
+    assert "1000000000000000 transitions of 52 bytes, without their images, need" in ended.err
+
+
 def test_several_ranks_of_fsdp1_are_refused(job: Job) -> None:
     two = ("--cluster.actors", 2, "--cluster.backend", "process")
     ended = job.train(*two, "--actor.fsdp.strategy", "fsdp1")
