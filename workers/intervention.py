@@ -42,11 +42,13 @@ from rlinf_async.config.counts import check_bounds
 from rlinf_async.config.registry import check_arguments, load_entry_point
 from rlinf_async.deadlines import timeout
 from rlinf_async.messages.embodied import (
+    GOES_ON,
     Actions,
     Bools,
     Choice,
     Intervention,
     Proposal,
+    Verdict,
     stage_key,
 )
 from rlinf_async.messages.spaces import ActionSpec, ObservationArray
@@ -54,8 +56,8 @@ from rlinf_async.threads import ThreadEach
 from rlinf_async.workers.base import Worker
 
 Person = Callable[[Any, Any], Any]
-"""``person(observation, proposed)``, of one environment, returns an action or None, or an awaitable
-of it."""
+"""``person(observation, proposed)``, of one environment, returns an action, a `Verdict` or None, or
+an awaitable of it."""
 
 
 MOST: Final = 1024
@@ -122,6 +124,8 @@ class InterventionReport(msgspec.Struct, kw_only=True):
     """questions that were not put to the person, because the stage had gone on to its next"""
     acted: int = 0
     """actions of the person, one for each environment"""
+    judged: int = 0
+    """episodes that the person has ended"""
 
 
 class InterventionWorker(Worker):
@@ -132,19 +136,28 @@ class InterventionWorker(Worker):
         page: where the page of ``"page"`` is served; None: the person is a function.
         acts: whether they act; False: they say what they would do.
         choices: number of choices, of which an action is one; 0: actions are numbers.
+        unjudged: why the person cannot end episodes, as a sentence; empty: they can.
     """
 
     def __init__(
-        self, person: str, page: PageAddress | None = None, *, acts: bool = True, choices: int = 0
+        self,
+        person: str,
+        page: PageAddress | None = None,
+        *,
+        acts: bool = True,
+        choices: int = 0,
+        unjudged: str = "",
     ) -> None:
-        self._name, self._acts, self._choices = person, acts, choices
+        self._name, self._acts, self._choices, self._unjudged = person, acts, choices, unjudged
         self._hands: Any = None
         self._threads = ThreadEach("person")
         if page is None:
             self._person = load_person(person)
         else:
             make = load_entry_point("rlinf_async.view.hands:Hands")
-            self._hands = self._person = make(page.action, page.port, page.token)
+            self._hands = self._person = make(
+                page.action, page.port, page.token, judges=not unjudged
+            )
 
     async def setup(self) -> None:
         """Serve the page, where the person has one."""
@@ -176,13 +189,18 @@ class InterventionWorker(Worker):
                         await interventions.put(answer, key=key)
                         report.questions += 1
                         report.acted += 0 if answer.acts is None else int(answer.acts.sum())
+                        ended = answer.verdict
+                        report.judged += 0 if ended is None else int((ended != GOES_ON).sum())
             except EndOfChannel:
                 return report
 
     async def _answer(self, question: Proposal) -> Intervention:
         action, acts = question.action.copy(), np.zeros(len(question.action), np.bool_)
+        verdict = np.full(len(acts), GOES_ON)
         for env, seen in enumerate(question.observation):
             said = await self._ask(seen, question.action[env])
+            if isinstance(said, Verdict):
+                verdict[env], said = self._judged(said), said.action
             if said is None:
                 continue
             action[env], acts[env] = self._checked(said, action[env]), True
@@ -192,6 +210,7 @@ class InterventionWorker(Worker):
             sequence=question.sequence,
             action=action if some else None,
             acts=acts if some else None,
+            verdict=None if (verdict == GOES_ON).all() else verdict,
             says=not self._acts,
         )
 
@@ -202,6 +221,14 @@ class InterventionWorker(Worker):
         loop = asyncio.get_running_loop()
         said = await loop.run_in_executor(self._threads, self._person, seen, proposed)
         return await said if inspect.isawaitable(said) else said
+
+    def _judged(self, said: Verdict) -> bool:
+        """What the person says of an episode. Raises `InterventionError` where it is nothing, or
+        nobody could end it."""
+        if self._unjudged or type(said.success) not in (bool, np.bool_):
+            problem = self._unjudged or "success is True or False"
+            raise InterventionError(f"{self._name!r} returned {said!r}: {problem}")
+        return bool(said.success)
 
     def _checked(self, said: Any, like: Any) -> Any:
         """The action as one of the policy's. Raises `InterventionError` where it is none."""
@@ -297,6 +324,7 @@ class Attention:
         )
         acts: Bools = np.zeros(len(answer.action), np.bool_)
         action: Choice = answer.action
+        verdict = None if said is None else said.verdict
         label: Choice | None = None
         if said is not None and said.action is not None and said.acts is not None:
             acts, theirs = said.acts, said.action
@@ -307,7 +335,9 @@ class Attention:
             else:
                 action = action.copy()
                 action[acts] = theirs[acts]
-        return msgspec.structs.replace(answer, action=action, intervened=acts, label=label)
+        return msgspec.structs.replace(
+            answer, action=action, intervened=acts, label=label, verdict=verdict
+        )
 
     async def _ask(
         self,

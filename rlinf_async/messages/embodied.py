@@ -199,6 +199,22 @@ class Actions(msgspec.Struct, kw_only=True):
     """``[E]``: whose action, or label, is that of a person; None: no person is asked"""
     label: Choice | None = None
     """as ``action``: what a person who only says it would do; None: they do it"""
+    verdict: Ints | None = None
+    """``[E]``: whose episode a person ends with this step, 1 as a success, 0 as a failure, -1
+    where it goes on; None: everywhere"""
+
+
+GOES_ON: Final = -1
+"""verdict on an episode that is not ended: see `Actions`"""
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What a person answers who ends the episode with the step that they are asked about."""
+
+    success: bool
+    """the step pays 1, and the episode has succeeded; or 0, and it has failed"""
+    action: Any = None
+    """what the person does in this step; None: what the policy does"""
 
 
 class Proposal(msgspec.Struct, kw_only=True):
@@ -225,6 +241,8 @@ class Intervention(msgspec.Struct, kw_only=True):
     """``[E, A]``, of which those count where the person acts; None: the policy acts everywhere"""
     acts: Bools | None
     """``[E]``: where the person acts; None as ``action``"""
+    verdict: Ints | None = None
+    """``[E]``, as in `Actions`; None: no episode is ended"""
     says: bool = False
     """whether the person only says what they would do, and the policy acts"""
 

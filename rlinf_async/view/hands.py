@@ -6,6 +6,7 @@
     GET   /api/seen    what the policy sees, and is about to do
     GET   /api/image   the numbers of an image of it, by name
     POST  /api/hands   what the person's hands do: an action, or null, "off"
+    POST  /api/verdict whether the episode, which ends with the next step, is a success
 
 Hands that have said nothing for `HELD` seconds are off: a page that was closed, or hangs, lets go.
 While the page is open the policy takes at most `HZ` steps a second, so that somebody can follow.
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import numpy as np
 
+from rlinf_async.messages.embodied import Verdict
 from rlinf_async.messages.spaces import ActionSpec
 from rlinf_async.observe.files import RunFolderError
 from rlinf_async.view.server import as_json, served, static_files
@@ -51,6 +53,7 @@ class Hands:
         token: what the address has to carry.
         clock: seconds, as `time.monotonic`.
         hz: most steps in a second while the page is open.
+        judges: whether the person may end episodes.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class Hands:
         *,
         clock: Callable[[], float] = time.monotonic,
         hz: float = HZ,
+        judges: bool = False,
     ) -> None:
         self._spec, self._port, self._token = action, port, token
         self._clock, self._hz = clock, hz
@@ -68,6 +72,8 @@ class Hands:
         self._open = AsyncExitStack()
         self._held: Any = None
         self._held_at = self._watched_at = self._answered_at = -math.inf
+        self._judges = judges
+        self._verdict: bool | None = None
         self._seen: Any = None
         self._proposed: Any = None
         self._asked = 0
@@ -86,13 +92,16 @@ class Hands:
         await self._open.aclose()
 
     async def __call__(self, observation: Any, proposed: Any) -> Any:
-        """Return what the hands do, or None while they are off."""
+        """Return what the hands do, or None while they are off; or a verdict, since a button was
+        pressed: once, with the first step that is asked about from then on."""
         if self._clock() - self._watched_at < WATCHED:
             await asyncio.sleep(max(0.0, self._answered_at + 1.0 / self._hz - self._clock()))
         self._answered_at = self._clock()
         self._seen, self._proposed = observation, np.asarray(proposed).tolist()
         self._asked += 1
-        return self._held if self._acts else None
+        held = self._held if self._acts else None
+        verdict, self._verdict = self._verdict, None
+        return held if verdict is None else Verdict(verdict, held)
 
     @property
     def _acts(self) -> bool:
@@ -110,6 +119,7 @@ class Hands:
                 Route("/api/seen", self._tell),
                 Route("/api/image", self._image),
                 Route("/api/hands", self._take, methods=["POST"]),
+                Route("/api/verdict", self._judge, methods=["POST"]),
             ],
             exception_handlers={RunFolderError: _problem},
         )
@@ -143,6 +153,7 @@ class Hands:
             {
                 "asked": self._asked,
                 "acts": self._acts,
+                "judges": self._judges,
                 "proposed": self._proposed,
                 "numbers": 0 if self._spec.discrete else self._spec.columns,
                 "choices": self._spec.outputs if self._spec.discrete else 0,
@@ -170,6 +181,20 @@ class Hands:
         except (msgspec.DecodeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise RunFolderError(f"this is no action: {error}") from error
         self._held_at = self._watched_at = self._clock()
+        return as_json({})
+
+    async def _judge(self, request: Request) -> Response:
+        try:
+            success = msgspec.json.decode(await request.body())["success"]
+        except (msgspec.DecodeError, KeyError, TypeError) as error:
+            raise RunFolderError(f"this is no verdict: {error}") from error
+        if type(success) is not bool:
+            raise RunFolderError(f"this is no verdict: {success!r} is not true or false")
+        if not self._judges or not self._asked:
+            raise RunFolderError(
+                "no episode can be ended here" if self._asked else "no episode has begun"
+            )
+        self._verdict, self._watched_at = success, self._clock()
         return as_json({})
 
     def _checked(self, said: Any) -> Any:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import rlinf_async as ra
-from rlinf_async.messages.embodied import Intervention, Proposal
+from rlinf_async.messages.embodied import Intervention, Proposal, Verdict
 from rlinf_async.messages.spaces import ActionSpec, ObservationPart, ObservationSpec, choices
 from rlinf_async.messages.spaces import continuous as numbers
 from rlinf_async.view.hands import HELD, Hands
@@ -38,9 +38,11 @@ class Clock:
 
 
 @asynccontextmanager
-async def opened(spec: ActionSpec, clock: Clock) -> AsyncIterator[tuple[Hands, httpx.AsyncClient]]:
+async def opened(
+    spec: ActionSpec, clock: Clock, *, judges: bool = True
+) -> AsyncIterator[tuple[Hands, httpx.AsyncClient]]:
     """A page without a limit of steps in a second, and a client that has entered it."""
-    hands = Hands(spec, 0, "token", clock=clock, hz=math.inf)
+    hands = Hands(spec, 0, "token", clock=clock, hz=math.inf, judges=judges)
     await hands.open()
     url = httpx.URL(hands.address)
     try:
@@ -108,6 +110,31 @@ async def test_what_is_no_action_is_refused(spec: ActionSpec, body: str) -> None
         assert await hands(SEEN, PROPOSED) is None
 
 
+async def test_a_verdict_counts_once_beside_what_hands_do() -> None:
+    async with opened(numbers(2), Clock()) as (hands, client):
+        early = await client.post("/api/verdict", json={"success": True})
+        assert early.status_code == 400
+        assert "no episode has begun" in early.text
+        assert await hands(SEEN, PROPOSED) is None
+        for success in (True, False):
+            assert (await client.post("/api/verdict", json={"success": success})).status_code == 200
+            assert await hands(SEEN, PROPOSED) == Verdict(success)
+            assert await hands(SEEN, PROPOSED) is None
+        await client.post("/api/hands", json={"action": [0.5, -1.0]})
+        await client.post("/api/verdict", json={"success": True})
+        said = await hands(SEEN, PROPOSED)
+        assert said.success is True
+        np.testing.assert_array_equal(said.action, np.array([0.5, -1.0], np.float32))
+        for body in ("", "[]", "{}", '{"success": 1}', '{"success": null}'):
+            assert (await client.post("/api/verdict", content=body)).status_code == 400
+        assert isinstance(await hands(SEEN, PROPOSED), np.ndarray)
+    async with opened(numbers(2), Clock(), judges=False) as (hands, client):
+        await hands(SEEN, PROPOSED)
+        refused = await client.post("/api/verdict", json={"success": True})
+        assert refused.status_code == 400
+        assert "no episode can be ended here" in refused.text
+
+
 async def test_nobody_else_acts() -> None:
     async with opened(numbers(2), Clock()) as (hands, client):
         elsewhere = {"origin": "http://127.0.0.1:1"}
@@ -148,13 +175,15 @@ def asked_again_and_again(
     """A page whose person is asked without end, its address, and what was said last."""
     said: list[Any] = [None]
     ready, done = threading.Event(), threading.Event()
-    hands = Hands(spec, 0, "token", hz=200.0)
+    hands = Hands(spec, 0, "token", hz=200.0, judges=True)
 
     async def main() -> None:
         await hands.open()
         ready.set()
         while not done.is_set():
             said[0] = await hands(seen, proposed)
+            if isinstance(said[0], Verdict):
+                said.append(said[0].success)
             await asyncio.sleep(0.005)
         await hands.close()
 
@@ -192,6 +221,11 @@ def test_keys_and_buttons_of_the_page_are_actions_while_they_are_down(browser: B
         browser.do("dispatchEvent(new Event('blur'))")
         until(lambda: said[0] is None, "nothing, in another window")
         assert "0.100 0.200" in browser.text("#proposed")
+        assert len(said) == 1
+        key(browser, "keydown", "Enter")
+        until(lambda: said[1:] == [True], "a success")
+        browser.do("document.querySelector('[data-verdict=false]').click()")
+        until(lambda: said[1:] == [True, False], "a failure")
     with asked_again_and_again(choices(3), np.int64(0)) as (address, said):
         browser.open(address)
         browser.until(who, "the policy acts")

@@ -9,12 +9,29 @@ import signal
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 import rlinf_async as ra
 from rlinf_async.config import ConfigError
-from rlinf_async.messages.embodied import Actions, Collect, Intervention, Proposal, Trajectory
+from rlinf_async.embodied import (
+    EmbodiedConfig,
+    EmbodiedTrainingConfig,
+    EnvConfig,
+    ReplayConfig,
+    SacConfig,
+    SacTrainingConfig,
+)
+from rlinf_async.messages.embodied import (
+    GOES_ON,
+    Actions,
+    Collect,
+    Intervention,
+    Proposal,
+    Trajectory,
+    Verdict,
+)
 from rlinf_async.testing import explore
 from rlinf_async.workers.base import WorkerDied
 from rlinf_async.workers.env import EnvReport, EnvWorker
@@ -53,18 +70,30 @@ def not_finite(observation: Any, proposed: Any) -> Any:
     return np.array([np.nan], np.float32)
 
 
+def judges_at_the_second(observation: Any, proposed: Any) -> Any:
+    """Ends each episode with its second step; every second one is a success."""
+    return Verdict(bool(observation[0] % 2 == 0), [-5.0]) if observation[1] == 1 else None
+
+
+def is_not_sure(observation: Any, proposed: Any) -> Any:
+    return Verdict("perhaps")  # type: ignore[arg-type]
+
+
 def dies(observation: Any, proposed: Any) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-async def collected(person: str, *, transitions: bool = True) -> tuple[list[Trajectory], EnvReport]:
+async def collected(
+    person: str, *, transitions: bool = True, unjudged: str = "", simulator: str = "single"
+) -> tuple[list[Trajectory], EnvReport]:
     """One ticket of 6 steps in 2 environments of one stage."""
     async with ra.Cluster.local() as cluster:
         channels = Channels(cluster)
         proposals = cluster.channel(Proposal, name="proposals", capacity=4, max_deliveries=3)
         interventions = cluster.channel(Intervention, name="interventions", capacity=4)
-        envs = await cluster.launch(EnvWorker, counting(envs=2, stages=1), person_seconds=60.0)
-        people = await cluster.launch(InterventionWorker, person)
+        wanted = msgspec.structs.replace(counting(envs=2, stages=1), simulator=simulator)
+        envs = await cluster.launch(EnvWorker, wanted, person_seconds=60.0)
+        people = await cluster.launch(InterventionWorker, person, unjudged=unjudged)
         rollout = await cluster.launch(ToyRollout, None)
         serving = rollout.call(
             ToyRollout.serve,
@@ -111,6 +140,44 @@ def test_the_action_of_the_person_is_executed_and_recorded(person: str) -> None:
     np.testing.assert_array_equal(stored.reward, made.reward.reshape(-1))
 
 
+@pytest.mark.parametrize("simulator", ["single", "pool"])
+def test_a_person_ends_episodes_and_says_what_they_were(simulator: str) -> None:
+    person = f"{HERE}:judges_at_the_second"
+    (made,), report = asyncio.run(collected(person, simulator=simulator))
+    # Left alone, odd episodes terminate after three steps, even ones are cut after two.
+    shown = [[episode, at] for episode in (1, 2, 3) for at in (0, 1)]
+    np.testing.assert_array_equal(made.observation[:, 0], shown)
+    second = made.observation[..., 1] == 1
+    np.testing.assert_array_equal(made.terminated, second)
+    assert not made.truncated.any()
+    np.testing.assert_array_equal(made.reward[second], made.observation[..., 0][second] % 2 == 0)
+    np.testing.assert_array_equal(made.action[second], [[-5.0]] * 6)
+    own = made.action[..., 0] * 10 + 1
+    np.testing.assert_array_equal(made.reward[~second], own[~second])
+    assert made.episode_success == [False, False, True, True, False, False]
+    assert made.episode_length == [2] * 6
+    assert made.episode_return[2] == made.reward[2, 0] + 1.0
+    assert report.episodes == 6
+    stored = transitions_of(made, n_step=1, gamma=0.9)
+    np.testing.assert_array_equal(stored.discount == 0.0, second.reshape(-1))
+
+
+def test_a_verdict_is_refused_where_nobody_can_end_an_episode() -> None:
+    with pytest.raises(ra.WorkerError, match=r"InterventionError.*judges_at.*Verdict.*: no reason"):
+        asyncio.run(collected(f"{HERE}:judges_at_the_second", unjudged="no reason"))
+    many = EnvConfig(id="CartPole-v1", simulator="vector")
+    job = EmbodiedConfig(
+        env=many, training=EmbodiedTrainingConfig(total_steps=8, steps_per_iteration=8)
+    )
+    assert job.unjudged == "env.simulator = 'vector' ends episodes by itself, and nobody else"
+    sac = SacConfig(
+        env=EnvConfig(id="FetchReach-v4"),
+        training=SacTrainingConfig(total_steps=8, steps_per_iteration=8, learning_starts=4),
+        replay=ReplayConfig(hindsight="future"),
+    )
+    assert sac.unjudged.startswith("with replay.hindsight = 'future' the goals say what is paid")
+
+
 def test_a_person_who_always_dies_ends_the_run_by_name() -> None:
     async def main() -> None:
         async with ra.Cluster.process() as cluster:
@@ -127,7 +194,12 @@ def test_a_person_who_always_dies_ends_the_run_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("person", "said"), [("no_action", r"shape \[3\]"), ("not_finite", "NaN or infinity")]
+    ("person", "said"),
+    [
+        ("no_action", r"shape \[3\]"),
+        ("not_finite", "NaN or infinity"),
+        ("is_not_sure", "success is True or False"),
+    ],
 )
 def test_what_is_no_action_is_named(person: str, said: str) -> None:
     with pytest.raises(ra.WorkerError, match=rf"InterventionError.*{said}"):
@@ -173,6 +245,7 @@ def act(question: Proposal, value: float) -> Intervention:
         sequence=question.sequence,
         action=np.full((2, 1), value, np.float32),
         acts=np.array([True, False]),
+        verdict=np.array([GOES_ON, 1]),
     )
 
 
@@ -200,6 +273,9 @@ async def steps(
             await asyncio.sleep(0.25)  # of virtual time: the step of the environment
             assert answer.action is not None
             assert answer.intervened is not None
+            if answer.verdict is not None:  # as late as the action, or as early
+                assert answer.verdict.tolist() == [GOES_ON, 1]
+            assert (answer.verdict is None) is (not answer.intervened.any())
             np.testing.assert_array_equal(answer.intervened, answer.action[:, 0] != number)
             done.append(answer.action[:, 0].tolist())
         attention.close()

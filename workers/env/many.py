@@ -379,6 +379,10 @@ class AsyncEnvs(Protocol):
         """From now on episodes begin in this level."""
         ...
 
+    def judge(self, env: int, *, success: bool) -> None:
+        """End the episode of an environment with its next step."""
+        ...
+
     def close(self) -> None:
         """Close the environments, those in the middle of a step too."""
         ...
@@ -460,6 +464,10 @@ class AsyncStage:
     def take_level(self, level: Level) -> None:
         """From now on begin episodes in this level."""
         self._envs.take_level(level)
+
+    def judge(self, env: int, *, success: bool) -> None:
+        """End the episode of an environment with its next step."""
+        self._envs.judge(env, success=success)
 
     def close(self) -> None:
         """Close the environments."""
@@ -616,6 +624,10 @@ class SimulatorEnvs(SimulatorOfMany[AsyncEnv]):
     def take_level(self, level: Level) -> None:
         """Raise `EnvError`: a simulator of many begins episodes by itself."""
         raise no_levels(self.label)
+
+    def judge(self, env: int, *, success: bool) -> None:
+        """Raise `EnvError`: a simulator of many ends episodes by itself."""
+        raise EnvError(f"{self.label} ends episodes by itself, and cannot be told to")
 
     def close(self) -> None:
         """Wait for the steps that are under way, and close the simulator."""

@@ -65,6 +65,8 @@ class Act(msgspec.Struct, frozen=True, tag=True):
     action: bytes
     dtype: str
     """numpy's name of the action's dtype"""
+    verdict: bool | None = None
+    """what a person says of the episode, which ends with this step; None: it goes on"""
 
 
 class Pause(msgspec.Struct, frozen=True, tag=True):
@@ -150,6 +152,7 @@ class EnvPool:
         _check_plain(config)
         self._spec, self._labels, self._made = spec, labels, False
         self._control_hz = config.control.hz
+        self._verdicts: dict[int, bool] = {}
         self._row = spec.empty(1).dtype
         self._decoder = msgspec.msgpack.Decoder(FromEnv)
         pairs = [socket.socketpair() for _ in labels]
@@ -201,7 +204,7 @@ class EnvPool:
         """Begin a step in these environments."""
         dtype = answer.dtype.str
         for env, action in zip(rows.tolist(), answer, strict=True):
-            self._send(env, Act(action.tobytes(), dtype))
+            self._send(env, Act(action.tobytes(), dtype, self._verdicts.pop(env, None)))
 
     def receive(self, timeout: float | None) -> list[Ready]:
         """Wait for at least one environment, and return all that are ready.
@@ -224,6 +227,10 @@ class EnvPool:
         """From now on begin episodes in this level."""
         for env in range(len(self._sockets)):
             self._send(env, TakeLevel(level))
+
+    def judge(self, env: int, *, success: bool) -> None:
+        """End the episode of an environment with its next step."""
+        self._verdicts[env] = success
 
     def close(self) -> None:
         """Have the environments closed, and wait for their processes. One in the middle of a step

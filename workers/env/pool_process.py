@@ -169,6 +169,7 @@ class EnvProcess:
     def _step(self, asked: Act) -> Shown:
         answer = np.frombuffer(asked.action, asked.dtype).reshape(1, *self._actions.spec.shape)
         row = self._rows[0]
+        self._slot.verdict = asked.verdict
         reward, terminated, truncated, episode = self._slot.step(
             self._actions.read(answer, 1)[0], row
         )

@@ -154,6 +154,8 @@ class Slot(ForeignEnv):
         self.env = env
         self.level = Level(0, options or {})
         """that in which the next episodes begin"""
+        self.verdict: bool | None = None
+        """what a person says of the episode, which ends with the next step; None: it goes on"""
         self._began_in = 0
         self._write = write
         self.action_rewards: list[float] = []
@@ -195,10 +197,14 @@ class Slot(ForeignEnv):
             self.length += self.control.steps - self.control.skipped - 1
         else:
             self.length += max(len(self.action_rewards) - 1, 0)
+        verdict, self.verdict = self.verdict, None
+        if verdict is not None:
+            gained, terminated, truncated, going_on = float(verdict), True, False, False
         self._return += gained
         if going_on:
             return gained, False, False, None
-        ended = Episode(self._return, self.length, success_of(info), self._began_in)
+        success = success_of(info) if verdict is None else verdict
+        ended = Episode(self._return, self.length, success, self._began_in)
         return gained, bool(terminated), bool(truncated), ended
 
     def pause(self) -> None:
@@ -392,6 +398,10 @@ class Stage:
         """From now on begin episodes in this level."""
         for slot in self._slots:
             slot.level = level
+
+    def judge(self, env: int, *, success: bool) -> None:
+        """End the episode of an environment with its next step."""
+        self._slots[env].verdict = success
 
     def _chunks(self) -> tuple[Floats | None, Bools | None]:
         """Rewards ``[E, k]`` of the actions of a chunk, and which were executed."""

@@ -42,6 +42,7 @@ from rlinf_async.channels import EndOfChannel, Receiver, Sender
 from rlinf_async.messages.converting import ActionReader, ObservationWriter
 from rlinf_async.messages.described import EnvError
 from rlinf_async.messages.embodied import (
+    GOES_ON,
     Actions,
     Choice,
     Collect,
@@ -579,6 +580,8 @@ class EnvWorker(Worker):
                 answer = await ask(seen, **self._remembered(number, rows, record))
                 if self._person is not None:
                     answer = await self._attentions[number].act(*self._person, seen, answer)
+                    if answer.verdict is not None:
+                        _judge(stage, answer.verdict, rows)
                 record.acted(seen, answer, rows)
                 self._memories[number] = after_answer(
                     self._memories[number], answer.memory, rows, len(stage.observation)
@@ -638,6 +641,14 @@ class EnvWorker(Worker):
 
     def _trajectory_key(self, trajectory: Trajectory, actor_ranks: int) -> int:
         return (self.rank * self.config.stages + trajectory.stage) % actor_ranks
+
+
+def _judge(stage: EnvStage, verdict: Ints, rows: Ints | None) -> None:
+    """End the episodes of which a person says so with the next step of these environments."""
+    if not isinstance(stage, (Stage, AsyncStage)):
+        raise EnvError("a simulator of many ends episodes by itself: no person can end one")
+    for place in np.flatnonzero(verdict != GOES_ON).tolist():
+        stage.judge(place if rows is None else int(rows[place]), success=bool(verdict[place]))
 
 
 async def _all(stages: Iterable[Coroutine[Any, Any, Made]]) -> list[Made]:

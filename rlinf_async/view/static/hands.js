@@ -68,6 +68,26 @@ async function say() {
   await saying;
 }
 
+// Enter and Backspace end the episode, once, with the next step: as a success, or a failure.
+const VERDICTS = { Enter: true, Backspace: false };
+
+async function judge(success) {
+  if (!seen?.judges || !seen.asked) return;
+  const answer = await fetch("/api/verdict", { method: "POST", body: JSON.stringify({ success }) });
+  if (!answer.ok) throw new Error(await answer.text());
+}
+
+function verdict(success, text) {
+  const made = document.createElement("button");
+  made.textContent = text;
+  made.dataset.verdict = success;
+  made.addEventListener("click", () => {
+    made.blur(); // space would press it again
+    judge(success).catch(tell);
+  });
+  return made;
+}
+
 function button(key, text) {
   const made = document.createElement("button");
   made.textContent = text;
@@ -89,7 +109,7 @@ function named(key) {
 }
 
 function drawButtons() {
-  const form = `${seen.numbers}/${seen.choices}`;
+  const form = `${seen.numbers}/${seen.choices}/${seen.judges}`;
   if (form === drawn) return;
   drawn = form;
   const made = [];
@@ -98,6 +118,7 @@ function drawButtons() {
     made.push(button(less, `${number} - (${less})`), button(more, `${number} + (${more})`));
   });
   if (seen.numbers) made.push(button(" ", "stand still (space)"));
+  if (seen.judges) made.push(verdict(true, "success (Enter)"), verdict(false, "failure (Backspace)"));
   one("buttons").replaceChildren(...made);
 }
 
@@ -175,6 +196,11 @@ async function hold() {
 
 addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest?.("input")) return;
+  if (event.key in VERDICTS) {
+    event.preventDefault(); // Enter would press the button that has the focus, too
+    if (!event.repeat) judge(VERDICTS[event.key]).catch(tell);
+    return;
+  }
   const key = named(event.key);
   if (key === " " || key.startsWith("Arrow")) event.preventDefault();
   press(key, true);

@@ -76,6 +76,9 @@ class Virtual:
         for slot in self._slots:
             slot.level = level
 
+    def judge(self, env: int, *, success: bool) -> None:
+        self._slots[env].verdict = success
+
     def close(self) -> None:
         for slot in self._slots:
             slot.close()

@@ -87,6 +87,7 @@ class Intervening:
             page,
             acts=self._config.asked.acts,
             choices=action.outputs if action.discrete else 0,
+            unjudged=self._config.unjudged,
             name="Person",
             restart=Restart(max=counts.max_restarts),
             env_vars=counts.environment,

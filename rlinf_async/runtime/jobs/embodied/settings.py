@@ -263,6 +263,13 @@ class EnvironmentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         """The person who is asked at each step; by default nobody."""
         return InterventionConfig()
 
+    @property
+    def unjudged(self) -> str:
+        """Why a person cannot end episodes, as a sentence; empty: they can."""
+        if not self.env.many_in_a_call:
+            return ""
+        return f"env.simulator = {self.env.simulator!r} ends episodes by itself, and nobody else"
+
     def plan(self, devices: Sequence[Device]) -> PlacementPlan:
         """The devices of every worker.
 

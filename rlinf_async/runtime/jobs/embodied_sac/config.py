@@ -128,6 +128,16 @@ class SacConfig(ReplaySettings, frozen=True, kw_only=True, forbid_unknown_fields
         return self.intervention
 
     @property
+    def unjudged(self) -> str:
+        """Why a person cannot end episodes, as a sentence; empty: they can."""
+        if self.replay.hindsight == "none":
+            return super().unjudged
+        return (
+            f"with replay.hindsight = {self.replay.hindsight!r} the goals say what is paid, and no "
+            "person"
+        )
+
+    @property
     def shows(self) -> bool:
         """Whether batches have demonstrations, as soon as there are some."""
         asked = self.intervention
