@@ -184,12 +184,9 @@ class ImageRing:
         for part, first, last in self._parts(numbers):
             end = 0
             if first % self._rows:
-                booked = self._next[0] == first
-                end = (
-                    self._next[1]
-                    if booked
-                    else self._end(range(max(part * self._rows, oldest), first))
-                )
+                following, end = self._next
+                if following != first:
+                    end = self._end(range(max(part * self._rows, oldest), first))
             here = slice(first - numbers.start, last - numbers.start)
             shown = {name: rows[name][here] for name in kept}
             blobs = self._compressed(shown, {name: kept[name][here] for name in kept}, end)

@@ -196,6 +196,13 @@ def test_a_damaged_file_is_named(tmp_path: pathlib.Path, disk: bool, way: str) -
             again.take(again.numbers)
 
 
+def test_a_disk_without_room_is_named(tmp_path: pathlib.Path) -> None:
+    store = store_of(tmp_path, True)
+    (tmp_path / "images-0.bin").symlink_to("/dev/full")
+    with pytest.raises(ReplayError, match=r"images-0\.bin cannot be written: .*Make room, or keep"):
+        store.write(rows_of(np.random.default_rng(0), 1))
+
+
 def test_a_store_is_opened_as_it_was_made(tmp_path: pathlib.Path) -> None:
     for made in (True, False):
         store_of(tmp_path, made)
