@@ -51,7 +51,11 @@ from rlinf_async.runtime.jobs.embodied_offline.config import (
     OfflineConfig,
     OfflineTrainingConfig,
 )
-from rlinf_async.runtime.jobs.embodied_sac.config import SacConfig, SacTrainingConfig
+from rlinf_async.runtime.jobs.embodied_sac.config import (
+    ResidualConfig,
+    SacConfig,
+    SacTrainingConfig,
+)
 from rlinf_async.runtime.jobs.hooks import HooksConfig
 from rlinf_async.runtime.jobs.placement import RolePlacement
 from rlinf_async.runtime.jobs.targets import KeepBestConfig, StopAtConfig
@@ -101,6 +105,7 @@ __all__ = [
     "RayConfig",
     "RecordingConfig",
     "ReplayConfig",
+    "ResidualConfig",
     "RolePlacement",
     "RolloutConfig",
     "SacConfig",

@@ -10,6 +10,7 @@ policy takes along to where its environment, and Gymnasium, are not installed.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Union
 
 import msgspec
@@ -149,6 +150,18 @@ def described(
         f"MultiDiscrete, MultiBinary{text}, and Dict and Tuple of them are: wrap the environment "
         f"(gymnasium.{wrapper}Wrapper)"
     )
+
+
+def leaves(space: Space) -> Iterator[Space]:
+    """The spaces of which Dicts and Tuples are made, in their order."""
+    if isinstance(space, DictSpace):
+        for _, part in space.parts:
+            yield from leaves(part)
+    elif isinstance(space, TupleSpace):
+        for part in space.parts:
+            yield from leaves(part)
+    else:
+        yield space
 
 
 def zero_of(space: Space) -> Any:

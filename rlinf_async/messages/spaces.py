@@ -113,6 +113,11 @@ class ActionSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return len(self.factors) == 1 and self.factors[0].kind == "continuous"
 
     @property
+    def numeric(self) -> bool:
+        """Whether the action is numbers alone, of one vector or of several, side by side."""
+        return bool(self.factors) and all(one.kind == "continuous" for one in self.factors)
+
+    @property
     def numbers(self) -> int:
         """Numbers of all its vectors."""
         return sum(factor.size for factor in self.factors if factor.kind == "continuous")

@@ -76,6 +76,8 @@ class EmbodiedSummary(Summary, kw_only=True):
     """Mean episode return in it."""
     success_rate_before: float | None = None
     """Success rate of the evaluation before the first iteration, where one is configured."""
+    return_before: float | None = None
+    """Mean episode return of that evaluation."""
     return_: float | None = None
     """Mean episode return of the evaluation at the end."""
     evaluation_episodes: int | None = None
@@ -93,7 +95,8 @@ class EmbodiedSummary(Summary, kw_only=True):
             silent, of = self.success_unreported, self.evaluation_episodes
             parts.append(f"{silent} of {of} episodes did not say")
         if self.return_ is not None and math.isfinite(self.return_):
-            parts.append(f"return {self.return_:.2f}")
+            before = self.return_before if self.success_rate is None else None
+            parts.append(_with_before("return", self.return_, before))
         if self.return_in_training is not None and math.isfinite(self.return_in_training):
             rate = self.success_rate_in_training
             there = "" if rate is None else f"success rate {rate:.2f}, "

@@ -19,13 +19,20 @@ from rlinf_async.backends.sac_config import (
 )
 from rlinf_async.messages.embodied import ReplayBatch
 from tests.backends.fsdp_helpers import in_processes, load_result, save_result
+from tests.backends.test_residual_update import POLICY as CORRECTING
 from tests.backends.test_sac_choices import POLICY as CHOOSING
 from tests.backends.test_sac_choices import chosen
 from tests.backends.test_sac_images import IMAGES, image_batch
 from tests.backends.test_sac_trainer import POLICY, batch
 
 UPDATES = 10
-POLICIES = {"vector": POLICY, "images": IMAGES, "rlpd": POLICY, "choices": CHOOSING}
+POLICIES = {
+    "vector": POLICY,
+    "images": IMAGES,
+    "rlpd": POLICY,
+    "choices": CHOOSING,
+    "residual": CORRECTING,
+}
 COLUMNS = ("weight", "observation", "action", "reward", "next_observation", "discount", "version")
 CONFIG = SacTrainerConfig(
     fsdp=SacShardingConfig(optimizer=SacOptimizerConfig(lr=3e-3, value_lr=1e-2, max_grad_norm=5.0))

@@ -292,6 +292,27 @@ def test_a_policy_learns_from_data_alone(
     assert summary.extra == {"gradient steps": 20}
 
 
+def test_a_frozen_policy_is_corrected(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        *("train", EXAMPLES / "iql_fetch_reach.toml", "--out", tmp_path / "base"),
+        *("--demonstrations.policy", f"{EXAMPLES / 'fetch_expert.py'}:reach"),
+        *("--demonstrations.episodes", 2, "--evaluation.episodes", 1, "--cluster.backend", "local"),
+        *("--training.total_steps", 20, "--training.steps_per_iteration", 10),
+        *("--actor.offline.inverse_temperature", 0),
+    ]
+    falls_short(words, tmp_path / "base", capsys)
+    words = [
+        *("train", EXAMPLES / "residual_fetch_reach.toml", "--out", tmp_path / "run"),
+        *("--residual.path", tmp_path / "base", "--cluster.backend", "local"),
+        *("--training.total_steps", 200, "--training.learning_starts", 180),
+        *("--evaluation.episodes", 1),
+    ]
+    summary = falls_short(words, tmp_path / "run", capsys)
+    assert (summary.extra["gradient steps"], summary.success_rate_before) == (20, 0.0)
+
+
 def test_a_person_who_steps_in_is_learnt_from(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

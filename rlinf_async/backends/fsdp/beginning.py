@@ -39,7 +39,9 @@ class Comparison(NamedTuple):
     tensors: dict[str, str]
     """those that fit: name in the model -> name in the folder"""
     misfits: list[str]
-    """the others, each with why: of the model, and of the folder"""
+    """the others of the model, each with why"""
+    unused: list[str]
+    """the others of the folder, each with why"""
 
 
 def compare(
@@ -76,8 +78,8 @@ def compare(
     for name in _torn_statistics(model, tensors):
         del tensors[name]
         misfits.append(f"{name!r} is of statistics that begin anew")
-    misfits += [f"{name!r} has no place here" for name in named if name not in present]
-    return Comparison(tensors, misfits)
+    unused = [f"{name!r} has no place here" for name in named if name not in present]
+    return Comparison(tensors, misfits, unused)
 
 
 def _torn_statistics(model: nn.Module, fitting: Collection[str]) -> list[str]:

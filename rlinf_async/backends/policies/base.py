@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -174,6 +174,19 @@ class Policy(nn.Module, ABC, Generic[ObservedT]):
                 )
 
 
+@runtime_checkable
+class Drawing(Protocol):
+    """A policy that can be one graph: tensors only, and no look at their values."""
+
+    def features(self, normalized: Any) -> Tensor:
+        """Return features ``[N, F]``; of a recurrent policy, its memory."""
+        ...
+
+    def draw(self, features: Tensor, noise: Tensor) -> Tensor:
+        """Return the actions to which ``noise [N, outputs]`` leads; zeros: the most likely ones."""
+        ...
+
+
 class PolicyBuilder(Protocol):
     """The signature of a registered policy: a class, or a function that returns one."""
 
@@ -189,6 +202,7 @@ policies: Registry[PolicyBuilder] = Registry(
         "rlinf_async.backends.policies.off_policy",
         "rlinf_async.backends.policies.squashed",
         "rlinf_async.backends.policies.bounded",
+        "rlinf_async.backends.policies.residual",
         "rlinf_async.backends.policies.vision_language.policy",
         "rlinf_async.backends.policies.flow_action.policy",
         "rlinf_async.backends.policies.expert_flow.smolvla",

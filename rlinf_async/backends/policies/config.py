@@ -13,6 +13,18 @@ from rlinf_async.config.counts import check_between, check_bounds
 from rlinf_async.messages.spaces import ActionSpec, ObservationSpec, continuous, flat_spec
 
 
+class Corrected(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A frozen policy, whose actions another one corrects."""
+
+    base: PolicyConfig
+    scale: float
+    """largest correction of each number of an action, which lie in [-1, 1]"""
+    middle: tuple[float, ...]
+    """what is 0 there, in the units of the frozen policy"""
+    half: tuple[float, ...]
+    """what is 1, beyond the middle"""
+
+
 class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A registered policy. Sizes and specs are empty until the environment has been asked."""
 
@@ -37,6 +49,8 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """actions of an answer; taken from the environment"""
     token_values: bool = False
     """whether an answer has a value for each token; taken from ``actor.advantage.level``"""
+    corrected: Corrected | None = None
+    """the frozen policy of which this one is the residual; taken from ``[residual]``"""
     observation: ObservationSpec = ObservationSpec()
     """the parts of an observation; taken from the environment"""
     action: ActionSpec = ActionSpec()
@@ -102,6 +116,10 @@ def ignored(config: PolicyConfig) -> tuple[tuple[str, ...], str]:
 
     A policy of somebody's own may use any of them.
     """
+    if config.corrected is not None:
+        return ("corrected",), (
+            "it is set by the section [residual] of job = 'embodied_sac': leave it out"
+        )
     if config.name not in BUILT_IN:
         return (), ""
     for name, owner in OWNERS.items():
@@ -215,10 +233,10 @@ def mlp_for(action: ActionSpec) -> str:
 
 
 def box_misfit(config: PolicyConfig) -> str:
-    """Return why a policy of one vector of numbers cannot have these actions; empty if it can."""
-    if config.acts.continuous:
+    """Return why a policy of numbers alone cannot have these actions; empty if it can."""
+    if config.acts.numeric:
         return ""
-    return "it samples one Box of continuous actions; the environment's are others"
+    return "it samples continuous actions, of one Box or several; the environment's are others"
 
 
 def mlp_misfit(config: PolicyConfig, name: str = "") -> str:

@@ -63,7 +63,8 @@ class ImageEncoder(nn.Module):
 
 
 class FeatureHead(nn.Module):
-    """A linear layer, layer norm and tanh, of the features of pixels; the state stays as it is."""
+    """A linear layer, layer norm and tanh, of the features of pixels; the state, and what stands
+    after it, stay as they are."""
 
     def __init__(self, encoder: ImageEncoder) -> None:
         super().__init__()

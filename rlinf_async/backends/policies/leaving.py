@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from rlinf_async.backends.policies.base import Policy
+from rlinf_async.backends.policies.base import Drawing, Policy
 from rlinf_async.backends.policies.left import (
     ACTION,
     ANSWER,
@@ -46,29 +46,15 @@ from rlinf_async.config import UsageError, needed
 from rlinf_async.messages.converting import middle_and_half
 from rlinf_async.messages.described import (
     BoxSpace,
-    DictSpace,
     DiscreteSpace,
     MultiDiscreteSpace,
     Space,
-    TupleSpace,
+    leaves,
 )
 from rlinf_async.messages.spaces import STATE
 
 TRACED = 2
 """observations of the example by which a graph is traced; it then takes any number"""
-
-
-@runtime_checkable
-class Drawing(Protocol):
-    """A policy that can be one graph: tensors only, and no look at their values."""
-
-    def features(self, normalized: Any) -> Tensor:
-        """Return features ``[N, F]``; of a recurrent policy, its memory."""
-        ...
-
-    def draw(self, features: Tensor, noise: Tensor) -> Tensor:
-        """Return the actions to which ``noise [N, outputs]`` leads; zeros: the most likely ones."""
-        ...
 
 
 @runtime_checkable
@@ -212,7 +198,7 @@ class ActingGraph(nn.Module):
 def _bounds_of(space: Space, *, rescaled: bool) -> dict[str, NDArray[Any]]:
     """Return what is done to each column of an answer, ``[columns]`` each: ``choice``, ``whole``
     (numbers of integers), ``first`` (of choices), ``low``, ``high``, ``middle`` and ``half``."""
-    parts = [_bounds_of_leaf(leaf, rescaled=rescaled) for leaf in _leaves(space)]
+    parts = [_bounds_of_leaf(leaf, rescaled=rescaled) for leaf in leaves(space)]
     joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     with np.errstate(over="ignore"):  # what is no float32 is no bound of one
         return {
@@ -245,17 +231,6 @@ def _first_and_counts(space: Space) -> tuple[NDArray[Any], NDArray[Any]]:
         return np.array(space.starts), np.array(space.counts)
     size = int(np.prod(getattr(space, "shape", ())))
     return np.zeros(size, np.int64), np.full(size, 2)
-
-
-def _leaves(space: Space) -> Iterator[Space]:
-    if isinstance(space, DictSpace):
-        for _, part in space.parts:
-            yield from _leaves(part)
-    elif isinstance(space, TupleSpace):
-        for part in space.parts:
-            yield from _leaves(part)
-    else:
-        yield space
 
 
 def _write_torchscript(graph: ActingGraph, inputs: tuple[Tensor, ...], file: Path) -> None:

@@ -39,6 +39,7 @@ class OffPolicyPolicy(Policy[ObservedT]):
         config: sizes of the layers, and spaces.
         outputs: numbers that a distribution has.
         encoder: encoder of images; None: observations are one vector.
+        beside: numbers that stand after the features of an observation.
     """
 
     off_policy = True
@@ -46,10 +47,15 @@ class OffPolicyPolicy(Policy[ObservedT]):
     uniform: Tensor
 
     def __init__(
-        self, config: PolicyConfig, outputs: int, encoder: ImageEncoder | None = None
+        self,
+        config: PolicyConfig,
+        outputs: int,
+        encoder: ImageEncoder | None = None,
+        *,
+        beside: int = 0,
     ) -> None:
         super().__init__(config)
-        self._vector = config.observation_size
+        self._vector, self._beside = config.observation_size, beside
         self.encoder = encoder
         self.head, inputs = self.new_head()
         sizes = (inputs, *config.hidden_sizes, outputs)
@@ -59,9 +65,9 @@ class OffPolicyPolicy(Policy[ObservedT]):
     def new_head(self) -> tuple[nn.Module, int]:
         """Return a new head for features, and the number of its outputs."""
         if self.encoder is None:
-            return nn.Identity(), self._vector
+            return nn.Identity(), self._vector + self._beside
         head = FeatureHead(self.encoder)
-        return head, head.size
+        return head, head.size + self._beside
 
     def features(self, observation: ObservedT) -> Tensor:
         """Return what the critics see too, ``[N, F]``, with gradients."""

@@ -34,8 +34,10 @@ CLONED_MARGIN: Final = 1e-3
 class SquashedGaussianPolicy(OffPolicyPolicy[ObservedT]):
     """Mean and deviation of each number of an action."""
 
-    def __init__(self, config: PolicyConfig, encoder: ImageEncoder | None = None) -> None:
-        super().__init__(config, 2 * config.action_size, encoder)
+    def __init__(
+        self, config: PolicyConfig, encoder: ImageEncoder | None = None, *, beside: int = 0
+    ) -> None:
+        super().__init__(config, 2 * config.action_size, encoder, beside=beside)
         self._size = config.action_size
 
     def sample(self, features: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,7 +45,8 @@ class SquashedGaussianPolicy(OffPolicyPolicy[ObservedT]):
         their log-probs ``[N]``."""
         mean, log_std = self._outputs(features)
         unsquashed = torch.addcmul(mean, noise, log_std.exp())
-        return unsquashed.tanh(), squashed_log_prob(noise, log_std, unsquashed)
+        log_prob = squashed_log_prob(noise, log_std, unsquashed)
+        return self.executed(features, unsquashed.tanh()), log_prob
 
     def draw(self, features: Tensor, noise: Tensor) -> Tensor:
         """Return the actions to which ``noise [N, A]`` leads: zeros to the most likely ones."""
@@ -55,7 +58,8 @@ class SquashedGaussianPolicy(OffPolicyPolicy[ObservedT]):
         value = torch.zeros(shape[0], device=device)
         if self.uniform.item():
             drawn = torch.rand(shape, generator=generator, device=device)
-            return Step(2.0 * drawn - 1.0, value - self._size * math.log(2.0), value)
+            action = self.uniform_actions(observation, 2.0 * drawn - 1.0)
+            return Step(action, value - self._size * math.log(2.0), value)
         noise = torch.randn(shape, generator=generator, device=device)
         action, log_prob = self.sample(self.features(observation), noise)
         self.require_finite(action=action, log_prob=log_prob)
@@ -64,9 +68,22 @@ class SquashedGaussianPolicy(OffPolicyPolicy[ObservedT]):
     @torch.no_grad()
     def mode(self, observation: ObservedT) -> Tensor:
         """Return the squashed means."""
-        mean, _ = self._outputs(self.features(observation))
+        features = self.features(observation)
+        mean, _ = self._outputs(features)
         self.require_finite(mean=mean)
-        return mean.tanh()
+        return self.executed(features, mean.tanh())
+
+    def executed(self, features: Tensor, squashed: Tensor) -> Tensor:
+        """Return what is executed of squashed numbers ``[N, A]``: these."""
+        return squashed
+
+    def squashed(self, features: Tensor, action: Tensor) -> Tensor:
+        """Return the squashed numbers of what was executed."""
+        return action
+
+    def uniform_actions(self, observation: ObservedT, drawn: Tensor) -> Tensor:
+        """Return what is executed of numbers ``[N, A]`` that are all alike in [-1, 1]."""
+        return drawn
 
     def forward(self, normalized: ObservedT, action: Tensor) -> Evaluation:
         """Log-probs of ``action``, whose entropy has no closed form: a single-sample estimate."""
@@ -91,7 +108,7 @@ class SquashedGaussianPolicy(OffPolicyPolicy[ObservedT]):
         of at least ``least``."""
         mean, log_std = self._outputs(features)
         log_std, most = log_std.clamp(min=least), 1.0 - margin
-        unsquashed = torch.atanh(action.clamp(-most, most))
+        unsquashed = torch.atanh(self.squashed(features, action).clamp(-most, most))
         noise = (unsquashed - mean) * (-log_std).exp()
         return squashed_log_prob(noise, log_std, unsquashed)
 

@@ -82,3 +82,46 @@ class Kitchen(gymnasium.Env[Any, Any]):
     def _shown(self) -> Any:
         camera = self.np_random.integers(0, 255, (6, 6, 3), np.uint8)
         return {"camera": camera, "instruction": "grip it", "arm": self.np_random.random(2)}
+
+
+class OneHand(gymnasium.Env[Any, Any]):
+    """Takes three numbers within bounds of their own. Episodes of 5 steps."""
+
+    observation_space = gymnasium.spaces.Box(-1.0, 1.0, (2,))
+    action_space: gymnasium.Space[Any] = gymnasium.spaces.Box(
+        np.array([-2.0, 0.0, 0.0], np.float32), np.array([1.0, 4.0, 4.0], np.float32)
+    )
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.at = 0
+        return self._shown(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        assert self.action_space.contains(action)
+        self.at += 1
+        reward = -float(np.square(self.numbers(action) - 0.5).sum())
+        return self._shown(), reward, False, self.at == 5, {}
+
+    def numbers(self, action: Any) -> Any:
+        """The numbers of an action, side by side."""
+        return action
+
+    def _shown(self) -> Any:
+        return self.np_random.uniform(-1.0, 1.0, 2).astype(np.float32)
+
+
+class TwoHands(OneHand):
+    """The same numbers, by name."""
+
+    action_space = gymnasium.spaces.Dict(
+        {
+            "left": gymnasium.spaces.Box(-2.0, 1.0, (1,)),
+            "right": gymnasium.spaces.Box(0.0, 4.0, (2,)),
+        }
+    )
+
+    def numbers(self, action: Any) -> Any:
+        return np.concatenate([action["left"], action["right"]])

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from rlinf_async import Policy
 from rlinf_async.messages.embodied import TrainReport
 from rlinf_async.runtime.jobs.embodied_sac.run import SacRun
 from tests.jobs import killing
+from tests.jobs.embodied.envs import TwoHands
+from tests.jobs.embodied.test_beginning import newest, weights
 from tests.jobs.embodied_sac.kit import STEPS, Job
 from tests.jobs.killing import nothing_left_behind
 from tests.jobs.processes import Start
@@ -113,6 +119,24 @@ def test_choices_are_learnt_from_and_a_resumed_run_goes_on(job: Job) -> None:
     job.check_books(6)
     trained = [row for row in job.iterations if row["updates"]]
     assert all(0.0 < float(row["entropy"]) <= math.log(2) for row in trained)
+
+
+def test_numbers_by_name_are_learnt_as_those_side_by_side(job: Job, tmp_path: Path) -> None:
+    """Of a Dict of Boxes, to the last bit; an export answers by name again."""
+    learnt = []
+    for env in ("OneHand", "TwoHands"):
+        job.out = tmp_path / env
+        asked = ("--env.entry_point", f"tests.jobs.embodied.envs:{env}", "--env.id", "hands")
+        job.succeed(*asked, "--training.max_staleness", 0)
+        job.check_books(6)
+        learnt.append(weights(newest(job.out)))
+    assert learnt[0].keys() == learnt[1].keys()
+    for name, one in learnt[0].items():
+        torch.testing.assert_close(learnt[1][name], one, rtol=0, atol=0)
+    assert job.command("export", job.out, tmp_path / "left").code == 0
+    action = Policy.load(tmp_path / "left").act(np.zeros(2, np.float32))
+    assert {name: one.shape for name, one in action.items()} == {"left": (1,), "right": (2,)}
+    assert TwoHands.action_space.contains(action)
 
 
 @pytest.mark.parametrize("storage", [(), MEMORY], ids=["disk", "memory"])

@@ -20,7 +20,7 @@ KITCHEN = "tests.jobs.embodied.envs:Kitchen"
             "CartPole-v1",
             "env.actions: 'rescale' stretches numbers to the bounds of a Box",
         ),
-        ("env.entry_point", KITCHEN, "takes actions that are no single Box or Discrete"),
+        ("env.entry_point", KITCHEN, "takes actions that are neither numbers alone nor one choice"),
         ("env.actions", "clip", "env.actions: 'clip', but the policy's actions lie in [-1, 1]"),
         ("env.group_size", 2, "env.group_size: 2 was given; soft actor-critic learns from single"),
         ("replay.capacity", 8, "batch_size is 16, which is more than the capacity of 8"),
@@ -87,6 +87,13 @@ def test_a_store_of_images_without_room_is_refused(job: Job) -> None:
     ended = job.command(*form, "--replay.images", "compressed")
     assert ended.code == 2
     assert "1000000000000000 transitions of 52 bytes, without their images, need" in ended.err
+
+
+def test_demonstrations_of_numbers_by_name_are_refused(job: Job) -> None:
+    hands = ("--env.entry_point", "tests.jobs.embodied.envs:TwoHands")
+    ended = job.command("check", job.file, *hands, "--demonstrations.policy", "any.py:expert")
+    assert ended.code == 2
+    assert "demonstrations.policy: 'any.py:expert', but demonstrations have actions of" in ended.err
 
 
 def test_several_ranks_of_fsdp1_are_refused(job: Job) -> None:

@@ -2,7 +2,7 @@
 
 ::
 
-    folder --origin--> policy, actions, files --agree--> tensors that fit --actors--> version 0
+    folder --source--> policy, actions, files --agree--> tensors that fit --actors--> version 0
 
 It is no resume: optimizer, iteration and version begin at 0, of the other run only weights and
 statistics are taken. What an actor takes is decided here, once, before anything starts.
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -30,7 +30,11 @@ from rlinf_async.runtime.jobs.targets import BEST
 if TYPE_CHECKING:
     from torch import nn
 
+    from rlinf_async.backends.policies.left import Note
+
 PATH: Final = ("model", "path")
+SECTIONS: Final = ("model", "residual")
+"""sections that name a folder with weights, where a job has them"""
 POLICY: Final = ("actor", "fsdp", "policy")
 SHOWN: Final = 4
 """tensors that a text names; the rest is counted"""
@@ -55,11 +59,8 @@ class Origin(NamedTuple):
     config: EnvironmentSettings | None
     """configuration of the run; None: of an exported policy"""
     files: list[Path]
-
-    @property
-    def checkpoint(self) -> str:
-        """Name of the checkpoint; empty: it is an exported policy."""
-        return "" if self.config is None else self.folder.name
+    checkpoint: str = ""
+    """name of the checkpoint; empty: it is an exported policy"""
 
 
 class Beginning(NamedTuple):
@@ -69,6 +70,8 @@ class Beginning(NamedTuple):
     first: FirstWeights
     said: str
     """what was taken and what begins anew, for the user"""
+    section: str = "model"
+    """the settings that name the folder"""
 
 
 SettingsT = TypeVar("SettingsT", bound=EnvironmentSettings)
@@ -113,10 +116,11 @@ def begins_with(
         found = compare(module, origin.folder, prefix=prefix, anew=anew)
     except CheckpointError as error:
         raise ConfigError(str(error), path=PATH) from error
-    _check_tensors(full, origin, found.tensors, found.misfits)
+    misfits = [*found.misfits, *found.unused]
+    _check_tensors(full, origin, found.tensors, misfits)
     _check_used(full, origin, policy, found.tensors)
     first = FirstWeights(folder=str(origin.folder.resolve()), tensors=found.tensors)
-    made = Beginning(origin, first, _said(origin, found.tensors, found.misfits))
+    made = Beginning(origin, first, _said(origin, found.tensors, misfits))
     _checked.append((full.env, full.model, made))
     return made
 
@@ -129,77 +133,161 @@ def pinned(config: SettingsT, out: Path | None, *, resume: bool) -> SettingsT:
     """The configuration of a resumed run, with the checkpoint that it has begun with: that is not
     the newest any more where the other run has gone on."""
     started = None if out is None else out / "config.toml"
-    if not (resume and config.model.path and started is not None and started.is_file()):
+    if not resume or started is None or not started.is_file():
         return config
-    before = Document.read(started).tables.get("model", {}).get("checkpoint", "")
-    named = config.model.checkpoint
-    same = named in ("", BEST) or (folder_of(int(named)) if named.isdecimal() else named) == before
-    if not same:
-        return config
-    return msgspec.structs.replace(
-        config, model=msgspec.structs.replace(config.model, checkpoint=before)
-    )
+    for section in SECTIONS:
+        asked: Named | None = getattr(config, section, None)
+        if asked is None or not asked.path:
+            continue
+        before = Document.read(started).tables.get(section, {}).get("checkpoint", "")
+        named = asked.checkpoint
+        full_name = folder_of(int(named)) if named.isdecimal() else named
+        if named in ("", BEST) or full_name == before:
+            config = _with_checkpoint(config, section, before)
+    return config
 
 
 def as_begun(config: SettingsT, beginning: Beginning | None) -> SettingsT:
     """The configuration as it is kept, with the name of the checkpoint that the run begins with."""
-    if beginning is None or Path(config.model.path).parent.name == "checkpoints":
+    if beginning is None:
         return config
-    model = msgspec.structs.replace(config.model, checkpoint=beginning.origin.checkpoint)
-    return msgspec.structs.replace(config, model=model)
+    asked: Named = getattr(config, beginning.section)
+    if Path(asked.path).parent.name == "checkpoints":
+        return config
+    return _with_checkpoint(config, beginning.section, beginning.origin.checkpoint)
+
+
+def _with_checkpoint(config: SettingsT, section: str, checkpoint: str) -> SettingsT:
+    replace = msgspec.structs.replace
+    named = replace(getattr(config, section), checkpoint=checkpoint)
+    return replace(config, **{section: named})
 
 
 def files_of(beginning: Beginning | None) -> dict[str, tuple[Path, list[Path]]]:
     """The files that a run reads for it, by setting: see `check_inputs`."""
     if beginning is None:
         return {}
-    return {"model.path": (beginning.origin.folder, beginning.origin.files)}
+    return {f"{beginning.section}.path": (beginning.origin.folder, beginning.origin.files)}
 
 
 # ---- where it comes from
 
 
-def _origin(ours: EnvironmentSettings, job: PlayingJob) -> Origin:
-    from rlinf_async.backends.fsdp.beginning import weight_files
+class Named(Protocol):
+    """A section that names a folder with weights."""
 
-    model = ours.model
-    path = Path(model.path).expanduser()
-    single = path.parent.name == "checkpoints"
-    run = path.parent.parent if single else path
+    @property
+    def path(self) -> str:
+        """A run, a checkpoint of one, or an exported policy."""
+        ...
+
+    @property
+    def checkpoint(self) -> str:
+        """Checkpoint of the run; empty: the newest."""
+        ...
+
+
+class Source(NamedTuple):
+    """A folder with weights, whose settings were read."""
+
+    asked: Named
+    section: str
+    run: Path
+    """the run, or the exported policy"""
+    document: Document | None
+    """configuration of the run; None: of an exported policy"""
+    note: Note | None
+    """what an exported policy says of itself; None: of a run"""
+
+    @property
+    def where(self) -> tuple[str, ...]:
+        """The setting that names the folder."""
+        return self.section, "path"
+
+    @property
+    def job(self) -> str:
+        """Name of the run's job; empty: of an exported policy."""
+        return "" if self.document is None else str(self.document.tables.get("job"))
+
+    def origin(self, policy: PolicyConfig, actions: str, config: Any) -> Origin:
+        """What its newest checkpoint, or the one asked for, holds.
+
+        Raises:
+            ConfigError: there is no such checkpoint.
+        """
+        from rlinf_async.backends.fsdp.beginning import weight_files
+
+        if self.document is None:
+            return Origin(self.run, policy, actions, None, weight_files(self.run))
+        path = Path(self.asked.path).expanduser()
+        single, named = path.parent.name == "checkpoints", self.asked.checkpoint
+        if single and named:
+            raise ConfigError(
+                f"{named!r} was given, but {self.section}.path is a checkpoint already: leave it "
+                "out",
+                path=(self.section, "checkpoint"),
+            )
+        with _located((self.section, "checkpoint") if named else self.where):
+            folder = checkpoint_of(
+                self.run, path.name if single else named or None, to="begin with"
+            )
+        return Origin(folder, policy, actions, config, weight_files(folder), folder.name)
+
+    def trained_by(
+        self, job: PlayingJob | None
+    ) -> tuple[PolicyConfig, str, EnvironmentSettings | None]:
+        """Return the policy, fitted to the environment that it was trained in, ``env.actions``
+        there, and the configuration of its run.
+
+        Raises:
+            ConfigError: the environment of the run cannot be had.
+        """
+        if self.note is not None:
+            return self.note.policy, self.note.actions, None
+        if self.document is None or job is None:
+            raise TypeError("the configuration of a run, and its job, were expected")
+        try:
+            config: Any = self.document.to(job.config_type)
+            full = job.trained(config).config
+        except ConfigError as error:
+            raise ConfigError(
+                f"what {self.run} has trained cannot be told: {self.document.located(error)}. "
+                f"Where its environment can be had, rlinf-async export {self.run} OUT writes a "
+                "folder that says so",
+                path=self.where,
+            ) from error
+        return full.acting_policy, full.env.actions, full
+
+
+def source_of(asked: Named, section: str, *, use: str) -> Source:
+    """Read what the folder says that a section names; ``use`` is what a graph is of no use for.
+
+    Raises:
+        ConfigError: it has no weights of a policy.
+    """
+    path = Path(asked.path).expanduser()
+    run = path.parent.parent if path.parent.name == "checkpoints" else path
     if not (run / MARKER).is_file():
-        return _exported(model, path, weight_files)
-    with _located(PATH):
-        document = Document.read(str(run / "config.toml"))
-    kind = document.tables.get("job")
-    if kind != ours.job:
-        raise ConfigError(
-            f"{path} is a run of {kind!r}; its weights are of another family than those of "
-            f"{ours.job!r}: begin with a run of that",
-            path=PATH,
-        )
-    if single and model.checkpoint:
-        raise ConfigError(
-            f"{model.checkpoint!r} was given, but model.path is a checkpoint already: leave it out",
-            path=("model", "checkpoint"),
-        )
-    with _located(("model", "checkpoint") if model.checkpoint else PATH):
-        name = path.name if single else model.checkpoint or None
-        folder = checkpoint_of(run, name, to="begin with")
-    try:
-        config: Any = document.to(job.config_type)
-        full = job.trained(config).config
-    except ConfigError as error:
-        raise ConfigError(
-            f"what {run} has trained cannot be told: {document.located(error)}. Where its "
-            f"environment can be had, rlinf-async export {run} OUT writes a folder that says so",
-            path=PATH,
-        ) from error
-    return Origin(folder, full.acting_policy, full.env.actions, full, weight_files(folder))
+        return Source(asked, section, path, None, _note(asked, path, section, use))
+    with _located((section, "path")):
+        return Source(asked, section, run, Document.read(str(run / "config.toml")), None)
 
 
-def _exported(model: ModelConfig, path: Path, weight_files: Callable[[Path], list[Path]]) -> Origin:
+def _origin(ours: EnvironmentSettings, job: PlayingJob) -> Origin:
+    source = source_of(ours.model, "model", use="trained")
+    if source.job not in ("", ours.job):
+        raise ConfigError(
+            f"{ours.model.path} is a run of {source.job!r}; its weights are of another family than "
+            f"those of {ours.job!r}: begin with a run of that",
+            path=PATH,
+        )
+    return source.origin(*source.trained_by(job))
+
+
+def _note(asked: Named, path: Path, section: str, use: str) -> Note:
     from rlinf_async.backends.policies.left import NOTE, read_note
 
+    where = (section, "path")
     if not (path / NOTE).is_file():
         what = "there is no such folder"
         if path.is_dir():
@@ -208,23 +296,23 @@ def _exported(model: ModelConfig, path: Path, weight_files: Callable[[Path], lis
                 what = f"a policy of lerobot: {OF_LEROBOT}"
         elif path.exists():
             what = "a file, not a folder"
-        raise ConfigError(f"{model.path!r}: {what}", path=PATH)
-    with _located(PATH):
+        raise ConfigError(f"{asked.path!r}: {what}", path=where)
+    with _located(where):
         note = read_note(path)
     if note.form == "lerobot":
-        raise ConfigError(f"{model.path!r} is in lerobot's form: {OF_LEROBOT}", path=PATH)
+        raise ConfigError(f"{asked.path!r} is in lerobot's form: {OF_LEROBOT}", path=where)
     if note.form != "folder":
         raise ConfigError(
-            f"{model.path!r} holds a graph ({note.form}), which cannot be trained: name its run, "
-            "or export that with --to folder",
-            path=PATH,
+            f"{asked.path!r} holds a graph ({note.form}), which cannot be {use}: name its run, or "
+            "export that with --to folder",
+            path=where,
         )
-    if model.checkpoint:
+    if asked.checkpoint:
         raise ConfigError(
-            f"{model.checkpoint!r} was given, but {model.path} holds one policy: leave it out",
-            path=("model", "checkpoint"),
+            f"{asked.checkpoint!r} was given, but {asked.path} holds one policy: leave it out",
+            path=(section, "checkpoint"),
         )
-    return Origin(path, note.policy, note.actions, None, weight_files(path))
+    return note
 
 
 @contextmanager

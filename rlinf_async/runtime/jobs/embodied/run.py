@@ -513,6 +513,8 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
         self._last: TrainReport | None = None
         self._warnings: set[str] = set()
         """warnings that were printed"""
+        self._before: list[EvaluatedEpisode] = []
+        """episodes of the evaluation before the first iteration"""
         self._episodes: list[EvaluatedEpisode] = []
         self._elsewhere: list[EvaluatedEpisode] = []
         """episodes in the environment of the training, where the evaluation has another"""
@@ -605,6 +607,12 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
             make = partial(evaluated_episodes, episodes, step, min_version)
             self._samples.put(make, len(episodes))
         return episodes
+
+    async def _evaluate_before(self, flow: EmbodiedFlow[ChannelsT]) -> None:
+        """Evaluate the weights with which the run begins, where that is asked for."""
+        if not self.progress.version and self.config.evaluation.before:
+            self._before = await self._evaluate(flow, 0)
+            flow.view.note = ""
 
     def first_weights(self) -> FirstWeights | None:
         """Weights of another run to begin with, which are named; None: new ones, or those of the
@@ -752,6 +760,9 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
             }
         if self._samples is not None:
             summary.dropped |= self._samples.close()
+        if self._before:
+            summary.success_rate_before = evaluated_rate(self._before, self.progress, self.config)
+            summary.return_before = mean_return(self._before)
         if self.beginning is not None:
             summary.extra["began"] = self.beginning.said.removeprefix("begins ")
         return summary
@@ -780,8 +791,6 @@ class EmbodiedRun(EnvironmentRun[EmbodiedConfig, EmbodiedProgress, EmbodiedChann
         super().__init__(config, folder, EmbodiedProgress(), beginning)
         self._cloned: dict[str, float] = {}
         """metrics of the cloning, where there was one"""
-        self._before: list[EvaluatedEpisode] = []
-        """episodes of the evaluation before the first iteration"""
 
     async def main(self, cluster: Cluster, view: LiveView) -> None:
         """The flow, from the first ticket to the evaluation."""
@@ -858,9 +867,7 @@ class EmbodiedRun(EnvironmentRun[EmbodiedConfig, EmbodiedProgress, EmbodiedChann
         if not first and self.config.actor.cloning.demonstrations:
             await self._clone(actors, flow.view)
         await actors.call(EmbodiedFSDPActor.sync_model_to_rollout, channels.weights.sender)
-        if not first and self.config.evaluation.before:
-            self._before = await self._evaluate(flow, 0)
-            flow.view.note = ""
+        await self._evaluate_before(flow)
         collecting = flow.collectors.collect()
         loop.clock.start()
         flow.view.training_begins()
@@ -928,6 +935,5 @@ class EmbodiedRun(EnvironmentRun[EmbodiedConfig, EmbodiedProgress, EmbodiedChann
     def summary(self, stopped: Stopped | None) -> EmbodiedSummary:
         """Return the summary of the run."""
         summary = super().summary(stopped)
-        summary.success_rate_before = evaluated_rate(self._before, self.progress, self.config)
         summary.extra.update({name: f"{value:g}" for name, value in self._cloned.items()})
         return summary

@@ -46,6 +46,7 @@ SectionT = TypeVar(
 
 MAY_DIFFER = (
     *ALWAYS_MAY_DIFFER,
+    "residual.path",
     "replay.prefetch",
     "intervention.person",
     "intervention.deadline",
@@ -107,12 +108,36 @@ class ReplaySettings(EnvironmentSettings, frozen=True, kw_only=True, forbid_unkn
         raise NotImplementedError(f"{type(self).__name__} does not say how much is learnt")
 
 
+class ResidualConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A frozen policy, whose actions the trained one corrects."""
+
+    path: str = ""
+    """folder of a run, of a checkpoint of one, or of a policy that ``export`` wrote; empty: the
+    policy acts by itself"""
+    checkpoint: str = ""
+    """checkpoint of that run: its name, or the number of its version, or ``best``; empty: the
+    newest"""
+    scale: float = 0.2
+    """largest correction of each number of an action, which lie in [-1, 1]"""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "scale", above=0, most=2)
+        for setting, default in (("checkpoint", ""), ("scale", 0.2)):
+            if getattr(self, setting) != default and not self.path:
+                raise ConfigError(
+                    f"{getattr(self, setting)!r} was given, but no path of a policy that is to be "
+                    "corrected: set residual.path, or leave it out",
+                    path=(setting,),
+                )
+
+
 class SacConfig(ReplaySettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Soft actor-critic on a Gymnasium environment."""
 
     job: str = "embodied_sac"
     name: str = "embodied-sac"
     training: SacTrainingConfig
+    residual: ResidualConfig = ResidualConfig()
     intervention: InterventionConfig = InterventionConfig()
     replay: ReplayConfig = ReplayConfig()
     actor: SacTrainerConfig = SacTrainerConfig()
@@ -215,6 +240,12 @@ def check_sizes(config: SacConfig) -> None:
                 "actions: leave it out",
                 path=("env", setting),
             )
+    if config.residual.path and config.model.path:
+        raise ConfigError(
+            f"{config.residual.path!r} is to be corrected by a new policy, and the run would begin "
+            f"with the weights of model.path = {config.model.path!r}: leave one of the two out",
+            path=("residual", "path"),
+        )
     check_warmup(config, "soft actor-critic has training.learning_starts instead")
 
 
@@ -393,15 +424,21 @@ def check_spaces(config: ReplaySettings, spec: EnvSpec, section: str, learner: s
     Raises:
         ConfigError: with what to do.
     """
-    if not (spec.action.continuous or spec.action.discrete):
-        kinds = ", ".join(f"{factor.kind} ({factor.size})" for factor in spec.action.factors)
+    if not (spec.action.numeric or spec.action.discrete):
         raise ConfigError(
-            f"{config.env.name} takes actions that are no single Box or Discrete ({kinds}); "
-            f"{learner} takes one Box of continuous actions, or one choice: wrap the environment, "
-            "or use job = 'embodied_ppo'",
+            f"{config.env.name} takes actions that are neither numbers alone nor one choice "
+            f"({spec.action}); {learner} takes a Box, or a Dict or Tuple of Boxes alone, or one "
+            "Discrete: wrap the environment, or use job = 'embodied_ppo'",
             path=("env",),
         )
-    if spec.action.continuous and config.env.actions != "rescale":
+    given, scripted = config.replay.demonstrations, config.demonstrations.policy
+    if len(spec.action.factors) > 1 and (given or scripted):
+        raise ConfigError(
+            f"{given or scripted!r}, but demonstrations have actions of one Box or one Discrete, "
+            f"and {config.env.name} takes {spec.action}: leave them out, or wrap the environment",
+            path=("replay", "demonstrations") if given else ("demonstrations", "policy"),
+        )
+    if spec.action.numeric and config.env.actions != "rescale":
         raise ConfigError(
             f"{config.env.actions!r}, but the policy's actions lie in [-1, 1], which the "
             "environment stretches to its bounds: set actions = 'rescale'",

@@ -109,10 +109,15 @@ class EmbodiedSAC(ReplayJob[SacConfig, FittedSac]):
         check_person(config)
 
     def fitted(self, config: SacConfig, spec: EnvSpec) -> FittedSac:
-        return fitted(config, spec)
+        full = fitted(config, spec)
+        if not config.residual.path:
+            return full
+        from rlinf_async.runtime.jobs.embodied_sac.residual import residual_of
+
+        return msgspec.structs.replace(full, policy=residual_of(config, full.policy))
 
     def checked(self, config: SacConfig, spec: EnvSpec) -> FittedSac:
-        full = fitted(config, spec)
+        full = self.fitted(config, spec)
         if config.replay.hindsight != "none":
             full = msgspec.structs.replace(full, goals=goals_of(config))
         check_judging_env(config, spec)
@@ -123,6 +128,11 @@ class EmbodiedSAC(ReplayJob[SacConfig, FittedSac]):
         return full
 
     def begins_with(self, full: FittedSac, *, starts: bool = False) -> Beginning | None:
+        if full.residual.path:
+            from rlinf_async.runtime.jobs.embodied_sac.residual import begins_with_base
+
+            return begins_with_base(full)
+
         def make_model() -> nn.Module:
             from rlinf_async.backends.building import building
             from rlinf_async.backends.fsdp.sac import model_for

@@ -272,6 +272,7 @@ class ReplayRun(EnvironmentRun[ReplayedT, SacProgress, SacChannels]):
     ) -> None:
         channels = flow.channels
         await actor.call(SacActor.sync_model_to_rollout, channels.weights.sender)
+        await self._evaluate_before(flow)
         serving = replay.call(
             ReplayWorker.serve,
             channels.trajectories.receiver,
