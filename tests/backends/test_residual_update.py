@@ -173,6 +173,7 @@ def test_updates_are_those_of_a_script_written_from_the_papers(
 ) -> None:
     one = trainer()
     script, begun = Script(parameters(one)), parameters(one)
+    found = begun
     share, drawn = one._share, list[SacBatch]()
 
     def kept(given: ReplayBatch) -> SacBatch:
