@@ -16,7 +16,7 @@ from rlinf_async.backends.fsdp.config import (
     FSDPConfig,
     PPOConfig,
 )
-from rlinf_async.backends.policies.config import PolicyConfig
+from rlinf_async.backends.policies.config import Corrected, PolicyConfig
 from rlinf_async.backends.policies.flow_action.config import FlowConfig
 from rlinf_async.backends.policies.vision_language.config import VisionLanguageConfig
 from rlinf_async.backends.sac_config import (
@@ -71,6 +71,7 @@ __all__ = [
     "BatchesConfig",
     "CloningConfig",
     "ControlConfig",
+    "Corrected",
     "CurriculumConfig",
     "DemonstrationsConfig",
     "EmbodiedClusterConfig",
