@@ -1,5 +1,5 @@
-"""Scripted policies for FetchReach: one that moves the hand to the goal, a little unsteadily, and
-one that most often does not.
+"""Scripted policies for FetchReach: one that moves the hand to the goal, a little unsteadily, one
+that always goes past it, and one that most often goes elsewhere.
 
 ``examples/rlpd_fetch_reach.toml`` and ``examples/iql_fetch_reach.toml`` record their episodes as
 demonstrations. By hand::
@@ -29,6 +29,20 @@ def reach(env: gymnasium.Env[Any, Any], seed: int) -> Callable[[Any], NDArray[np
         towards = GAIN * (observation["desired_goal"] - observation["achieved_goal"])
         hand = np.clip(towards + generator.normal(0.0, 0.2, 3), -1.0, 1.0)
         return np.append(hand, 0.0).astype(np.float32)
+
+    return act
+
+
+ASIDE = np.array([0.03, 0.03, 0.03])
+"""metres from the goal to where a camera that was moved sees it: 5.2 cm, and 5 are a success"""
+
+
+def aside(env: gymnasium.Env[Any, Any], seed: int) -> Callable[[Any], NDArray[np.float32]]:
+    """The same by a camera that was moved: the hand goes past the goal, and stays there."""
+    steady = reach(env, seed)
+
+    def act(observation: Any) -> NDArray[np.float32]:
+        return steady({**observation, "desired_goal": observation["desired_goal"] + ASIDE})
 
     return act
 

@@ -20,7 +20,7 @@ OF_THE_READER = re.compile(r"(file|FILE|script|mine|rewards|my_\w+|(benchmarks/)
 """what stands for a file of the reader's own"""
 IN_EXAMPLES: Final = {
     *("bad.py", "dead.py", "pass_at_k.py", "test_agent.py", "test_tally.py", "near.py", "nera.py"),
-    "digits.py",
+    *("digits.py", "reach.py"),
 }
 """files that pages have their reader write"""
 

@@ -297,7 +297,7 @@ def test_a_frozen_policy_is_corrected(
 ) -> None:
     words = [
         *("train", EXAMPLES / "iql_fetch_reach.toml", "--out", tmp_path / "base"),
-        *("--demonstrations.policy", f"{EXAMPLES / 'fetch_expert.py'}:reach"),
+        *("--demonstrations.policy", f"{EXAMPLES / 'fetch_expert.py'}:aside"),
         *("--demonstrations.episodes", 2, "--evaluation.episodes", 1, "--cluster.backend", "local"),
         *("--training.total_steps", 20, "--training.steps_per_iteration", 10),
         *("--actor.offline.inverse_temperature", 0),

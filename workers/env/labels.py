@@ -32,7 +32,7 @@ from rlinf_async.workers.env.config import (
     LabelError,
     is_interrupt,
 )
-from rlinf_async.workers.env.many import BatchedEnv, at, batch_of, last_name, one_each
+from rlinf_async.workers.env.many import FINAL, BatchedEnv, at, batch_of, one_each
 from rlinf_async.workers.env.stage import reward_problem
 
 
@@ -252,7 +252,16 @@ class LabelledSimulator:
         if self._autoreset != "same_step" or not ended.any():
             return after
         last: ObservationArray = after.copy()
-        shown = info[last_name(info)]
+        name = next((one for one in FINAL if one in info), "")
+        none = np.full(self.num_envs, name != "")
+        there = one_each(info.get(f"_{name}", none), "last observations", self.num_envs)
+        if not there[ended].all():
+            raise LabelError(
+                "an episode ended, and a new one was begun in the same step, but info has no "
+                f"{' or '.join(FINAL)} of it: rewards of one's own need the last observations of "
+                "all episodes that end, of those that terminate, too"
+            )
+        shown = info[name]
         for place in np.flatnonzero(ended).tolist():
             self._writer.write(at(shown, place), last[place])
         return last

@@ -72,6 +72,35 @@ def many(num_envs: int, autoreset: str = "same_step") -> Any:
     return SyncVectorEnv([make] * num_envs, autoreset_mode=AutoresetMode[autoreset.upper()])
 
 
+class ShowsCutOnes(SyncVectorEnv):
+    """Has the last observations of episodes that were cut, which is all that training asks for."""
+
+    def step(self, actions: Any) -> Any:
+        *rest, truncations, info = super().step(actions)
+        if not truncations.any():
+            info = {name: one for name, one in info.items() if "final_obs" not in name}
+        return (*rest, truncations, info)
+
+
+def shows_cut_ones(num_envs: int) -> Any:
+    return ShowsCutOnes([make] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+
+
+class ShowsAllButOne(ShowsCutOnes):
+    """The same, of which one episode terminates where the other is cut."""
+
+    def step(self, actions: Any) -> Any:
+        shown, rewards, terminations, truncations, info = SyncVectorEnv.step(self, actions)
+        if "final_obs" in info:
+            terminations[0], truncations[0] = True, False
+            info["_final_obs"] = np.array([False, True])
+        return shown, rewards, terminations, truncations, info
+
+
+def shows_all_but_one(num_envs: int) -> Any:
+    return ShowsAllButOne([make] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+
+
 def config_of(form: str, function: str = "paid", **reward: Any) -> EnvConfig:
     batched = form not in ("single", "pool")
     return EnvConfig(
@@ -110,7 +139,8 @@ def joined(one: StageOutcome, other: StageOutcome) -> StageOutcome:
         np.concatenate([getattr(one, name), getattr(other, name)])[order]
         for name in ("reward", "terminated", "truncated")
     )
-    episodes = [*one.episodes, *other.episodes]
+    first, last = (one, other) if one.rows[0] < other.rows[0] else (other, one)
+    episodes = [*first.episodes, *last.episodes]
     return StageOutcome(reward, terminated, truncated, None, episodes, rows=rows[order])
 
 
@@ -211,6 +241,30 @@ def test_what_goes_wrong_is_named_with_function_and_step(
     try:
         with pytest.raises(EnvFailed, match=rf"Toy\[0\].*step 1\b.*{named}"):
             step(stage)
+    finally:
+        stage.close()
+
+
+@pytest.mark.parametrize("simulator", ["shows_cut_ones", "shows_all_but_one"])
+def test_last_observations_that_are_not_there_are_named_before_the_run_begins(
+    simulator: str,
+) -> None:
+    """The new episode's first observation would stand for them."""
+    config = EnvConfig(
+        id="Toy",
+        entry_point=f"{HERE}:{simulator}",
+        simulator="vector",
+        envs=2,
+        stages=1,
+        reward=EnvRewardConfig(function=f"{HERE}:unsaid"),
+    )
+    missing = "info has no final_obs or final_observation of it: rewards of one's own need"
+    with pytest.raises(ConfigError, match=missing):
+        describe_env(config, probe=True)
+    stage = made(config)
+    try:
+        with pytest.raises(EnvFailed, match=missing):
+            [step(stage) for _ in range(5)]
     finally:
         stage.close()
 
