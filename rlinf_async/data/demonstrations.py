@@ -63,6 +63,9 @@ class DemonstrationsInfo(msgspec.Struct, frozen=True, kw_only=True):
     transitions: bool = False
     """whether episodes have what a transition has; not in folders of earlier versions, or of
     LeRobot without rewards"""
+    rewards: str | None = None
+    """who said what steps pay, in the place of the environment; empty: it did; None: not known, as
+    in folders of earlier versions, or from elsewhere"""
 
 
 class Outcome(msgspec.Struct, frozen=True):

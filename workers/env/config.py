@@ -91,6 +91,15 @@ class EnvRewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         """Name of the setting that says who; empty: the environment says it itself."""
         return "classifier" if self.classifier else "function" if self.function else ""
 
+    @property
+    def said_by(self) -> str:
+        """Who says it, wherever their file lies; empty: the environment does."""
+        if not self.labels:
+            return ""
+        name = getattr(self, self.setting).rstrip("/").rpartition("/")[2]
+        threshold = f" at {self.threshold:g}" if self.classifier else ""
+        return f"{self.setting} {name}{threshold}{', which ends episodes' * self.ends}"
+
 
 class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The environments of each env worker."""

@@ -179,6 +179,7 @@ def record_demonstrations(
         successes=successes,
         bounds=reader.bounds,
         transitions=True,
+        rewards=single.reward.said_by,
     )
     write_info(out, info)
     return info

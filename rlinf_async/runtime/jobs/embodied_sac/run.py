@@ -117,6 +117,16 @@ def check_transitions(folder: Path, config: ReplaySettings, bounds: Bounds) -> N
             f"{config.env.name}, and learns from their rewards: record them in this environment; "
             f"or write its name into their {FILE}, where it pays the same"
         )
+    ours = config.env.reward.said_by
+    if info.rewards is not None and info.rewards != ours:
+        theirs, said = (
+            f"by {one}" if one else "by the environment" for one in (info.rewards, ours)
+        )
+        raise DataError(
+            f"the rewards of the demonstrations in {str(folder)!r} are said {theirs}, and those of "
+            f"the run {said} (env.reward), and it learns from both: record them as the run is; or "
+            f"write {ours!r} as rewards into their {FILE}, where it pays the same"
+        )
 
 
 class ReplayRun(EnvironmentRun[ReplayedT, SacProgress, SacChannels]):
