@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlinf_async.messages.embodied import Verdict
 from rlinf_async.runtime.jobs.embodied import intervening
 from tests.jobs.embodied_sac.kit import STEPS, Job
 from tests.jobs.embodied_sac.test_runs import MEMORY, PROCESS, Killer
@@ -25,6 +26,12 @@ FOUR = ("--training.total_steps", 4 * STEPS)
 def holds_up(observation: Any, proposed: Any) -> Any:
     """Acts while the pendulum is in the upper half."""
     return np.array([OWN]) if observation[0] > 0 else None
+
+
+def judges(observation: Any, proposed: Any) -> Any:
+    """Ends an episode as a success where the pendulum swings fast one way, as a failure where it
+    does the other way."""
+    return Verdict(bool(observation[2] > 0)) if abs(observation[2]) > 1 else None
 
 
 def presses_right(observation: Any, proposed: Any) -> Any:
@@ -193,6 +200,27 @@ def test_what_a_person_only_says_is_cloned_and_not_executed(job: Job) -> None:
     assert sum(float(row["intervention_share"]) * STEPS for row in job.iterations) == said
     job.succeed(*PERSON, *dagger, "--resume")
     job.check_books(6)
+
+
+def test_a_verdict_ends_an_episode_of_training_and_says_nothing_of_evaluations(job: Job) -> None:
+    job.succeed("--intervention.person", f"{__name__}:judges", *PERSON[2:], *FOUR)
+    job.check_books(4)
+    count = job.store.count
+    speed, reward, discount = (
+        column(job, name, *shape)[:count]
+        for name, shape in (("observation", (3,)), ("reward", ()), ("discount", ()))
+    )
+    speed = speed[:, 2]
+    judged = np.abs(speed) > 1
+    assert {*reward[judged & (speed > 0)]} == {1.0}
+    assert {*reward[judged & (speed < 0)]} == {0.0}
+    np.testing.assert_array_equal(discount == 0, judged)
+    assert (reward[~judged] < 0).all()  # the pendulum's own
+    last = job.iterations[-1]
+    assert 0.0 < float(last["success_rate"]) < 1.0
+    assert int(last["episodes"]) == judged.sum()
+    # Nobody judges evaluations, and a pendulum says nothing of success.
+    assert job.summary.success_rate is None
 
 
 def test_killed_workers_cost_no_step_of_the_person_and_count_none_twice(

@@ -418,9 +418,9 @@ def evaluated_rate(
     config: EnvironmentSettings,
 ) -> float | None:
     """The share of successes; None where the environment reports none, in the training neither, if
-    it is the same."""
-    same = config.evaluation.env is None
-    reports = same and progress is not None and progress.success_reports > 0
+    it is the same, and no person was there who may have said so in its place."""
+    alike = config.evaluation.env is None and not config.asked.person
+    reports = alike and progress is not None and progress.success_reports > 0
     said = [episode.success for episode in episodes]
     return success_rate(said, reports=reports)
 
@@ -749,9 +749,9 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
         summary = summarized(self.config, self.progress, self._episodes, stopped)
         if self._elsewhere:
             summary.return_in_training = mean_return(self._elsewhere)
-            summary.success_rate_in_training = success_rate(
-                [one.success for one in self._elsewhere], reports=self.progress.success_reports > 0
-            )
+            known = self.progress.success_reports > 0 and not self.config.asked.person
+            said = [one.success for one in self._elsewhere]
+            summary.success_rate_in_training = success_rate(said, reports=known)
         summary.failed_episodes = self._failed_episodes
         if self.progress.version:
             summary.dropped = {
