@@ -71,7 +71,7 @@ class Hands:
         self._files = static_files()
         self._open = AsyncExitStack()
         self._held: Any = None
-        self._held_at = self._watched_at = self._answered_at = -math.inf
+        self._held_at = self._watched_at = self._answered_at = self._judged_at = -math.inf
         self._judges = judges
         self._verdict: bool | None = None
         self._seen: Any = None
@@ -93,7 +93,8 @@ class Hands:
 
     async def __call__(self, observation: Any, proposed: Any) -> Any:
         """Return what the hands do, or None while they are off; or a verdict, since a button was
-        pressed: once, with the first step that is asked about from then on."""
+        pressed: once, with the first step that is asked about from then on. One that is older than
+        `WATCHED` is of an episode that nobody sees any more, and is dropped."""
         if self._clock() - self._watched_at < WATCHED:
             await asyncio.sleep(max(0.0, self._answered_at + 1.0 / self._hz - self._clock()))
         self._answered_at = self._clock()
@@ -101,7 +102,9 @@ class Hands:
         self._asked += 1
         held = self._held if self._acts else None
         verdict, self._verdict = self._verdict, None
-        return held if verdict is None else Verdict(verdict, held)
+        if verdict is None or self._clock() - self._judged_at > WATCHED:
+            return held
+        return Verdict(verdict, held)
 
     @property
     def _acts(self) -> bool:
@@ -194,7 +197,8 @@ class Hands:
             raise RunFolderError(
                 "no episode can be ended here" if self._asked else "no episode has begun"
             )
-        self._verdict, self._watched_at = success, self._clock()
+        self._verdict = success
+        self._judged_at = self._watched_at = self._clock()
         return as_json({})
 
     def _checked(self, said: Any) -> Any:

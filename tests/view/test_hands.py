@@ -110,6 +110,17 @@ async def test_what_is_no_action_is_refused(spec: ActionSpec, body: str) -> None
         assert await hands(SEEN, PROPOSED) is None
 
 
+async def test_a_verdict_that_no_question_follows_is_dropped() -> None:
+    """While an evaluation plays, say: the next question is of an episode that nobody has seen."""
+    clock = Clock()
+    async with opened(numbers(2), clock) as (hands, client):
+        assert await hands(SEEN, PROPOSED) is None
+        await client.post("/api/verdict", json={"success": True})
+        clock.now += 2.1
+        assert await hands(SEEN, PROPOSED) is None
+        assert await hands(SEEN, PROPOSED) is None
+
+
 async def test_a_verdict_counts_once_beside_what_hands_do() -> None:
     async with opened(numbers(2), Clock()) as (hands, client):
         early = await client.post("/api/verdict", json={"success": True})

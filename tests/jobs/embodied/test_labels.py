@@ -111,6 +111,20 @@ def test_a_classifier_pays_and_a_resumed_run_has_the_same(
     assert "env.reward.classifier: weights.npz differs" in ended.err
 
 
+def test_another_classifier_that_judges_a_resumed_run_is_said(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, folder = Job(tmp_path, capsys), tmp_path / "classifier"
+    later_than(2.5).save(folder)
+    env = f'{{entry_point = "{FAR[3]}", reward = {{classifier = "{folder}"}}}}'
+    judged = (*FAR, "--evaluation.env", env)
+    job.succeed(*judged, "--training.total_steps", 64)
+    later_than(1.5).save(folder)
+    ended = job.train(*judged, "--training.total_steps", 128, "--resume")
+    assert ended.code == 0, ended.err
+    assert "goes on with other files than before: evaluation.env.reward.classifier" in ended.err
+
+
 def test_what_a_person_does_is_labelled_and_goals_in_hindsight_are_refused(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 
@@ -55,12 +56,14 @@ def test_a_run_begins_as_its_base_which_is_in_checkpoints_and_exports(
     source, base = sources.made(ppo, "ppo"), tmp_path / "base"
     shutil.copytree(source, base)
     asked = ("--residual.path", base, "--evaluation.before", "true", *PLAYED)
-    summary = job.succeed(*asked, "--evaluation.seed", 3)
+    # From another folder than where it is evaluated and exported.
+    with contextlib.chdir(tmp_path):
+        summary = job.succeed(*asked, "--evaluation.seed", 3, "--residual.path", "base")
     played = job.command("evaluate", base, "--episodes", 1, "--seed", 3).out
     assert summary.return_before is not None
     assert f"return {summary.return_before:.2f} (" in played
     assert summary.extra["began"] == (
-        f"with the policy of {newest(base)}, which is frozen and corrected"
+        f"with the policy of base/checkpoints/{newest(base).name}, which is frozen and corrected"
     )
     job.check_books(6)
     frozen, found = weights(newest(base)), weights(newest(job.out))

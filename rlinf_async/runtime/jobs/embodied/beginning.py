@@ -148,13 +148,21 @@ def pinned(config: SettingsT, out: Path | None, *, resume: bool) -> SettingsT:
 
 
 def as_begun(config: SettingsT, beginning: Beginning | None) -> SettingsT:
-    """The configuration as it is kept, with the name of the checkpoint that the run begins with."""
+    """The configuration as it is kept, with the name of the checkpoint that the run begins with.
+
+    A policy that is corrected is read again by whoever lets that of the run act, from any folder.
+    """
     if beginning is None:
         return config
-    asked: Named = getattr(config, beginning.section)
-    if Path(asked.path).parent.name == "checkpoints":
+    section = beginning.section
+    if section == "residual":
+        asked = getattr(config, section)
+        whole = msgspec.structs.replace(asked, path=str(Path(asked.path).resolve()))
+        config = msgspec.structs.replace(config, **{section: whole})
+    named: Named = getattr(config, section)
+    if Path(named.path).parent.name == "checkpoints":
         return config
-    return _with_checkpoint(config, beginning.section, beginning.origin.checkpoint)
+    return _with_checkpoint(config, section, beginning.origin.checkpoint)
 
 
 def _with_checkpoint(config: SettingsT, section: str, checkpoint: str) -> SettingsT:

@@ -39,6 +39,8 @@ from rlinf_async.workers.base import Device
 ConfigT = TypeVar("ConfigT", bound=EnvironmentSettings)
 FittedT = TypeVar("FittedT", bound=EnvironmentSettings)
 
+JUDGES = "evaluation.env.reward.classifier"
+
 
 class EnvironmentJob(ABC, Generic[ConfigT, FittedT]):
     """A job in environments; a subclass says what its settings are, and which run they make."""
@@ -118,14 +120,16 @@ class EnvironmentJob(ABC, Generic[ConfigT, FittedT]):
         """Make the run."""
 
     def read_by(self, run: Any) -> Reads:
-        """Return the files that a run reads, its classifier of success among them."""
-        found, folder = self.reads(run), run.config.env.reward.classifier
-        if not folder:
-            return found
-        place = Path(folder)
-        return found._replace(
-            files={**found.files, "env.reward.classifier": (place, every_file(place))}
-        )
+        """Return the files that a run reads, its classifiers of success among them."""
+        found, config = self.reads(run), run.config
+        judging = config.evaluation.env
+        named = {
+            "env.reward.classifier": config.env.reward.classifier,
+            JUDGES: judging.reward.classifier if judging is not None else "",
+        }
+        files = {name: (Path(one), every_file(Path(one))) for name, one in named.items() if one}
+        may_differ = (*found.may_differ, JUDGES)  # as all of `[evaluation]`
+        return found._replace(files={**found.files, **files}, may_differ=may_differ)
 
     @abstractmethod
     def trainer(self, full: FittedT) -> TrainerMaker:

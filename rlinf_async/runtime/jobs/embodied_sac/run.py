@@ -124,8 +124,9 @@ def check_transitions(folder: Path, config: ReplaySettings, bounds: Bounds) -> N
         )
         raise DataError(
             f"the rewards of the demonstrations in {str(folder)!r} are said {theirs}, and those of "
-            f"the run {said} (env.reward), and it learns from both: record them as the run is; or "
-            f"write {ours!r} as rewards into their {FILE}, where it pays the same"
+            f"the run {said} (env.reward): record them as the run is, or write {ours!r} as rewards "
+            f"into their {FILE}, where it pays the same; what judges evaluations alone is "
+            "evaluation.env.reward"
         )
 
 
