@@ -214,7 +214,9 @@ def test_killed_around_the_stop_and_the_best_checkpoint_each_iteration_is_there_
     ended = job.succeed("--resume", *asked, "--evaluation.episodes", 1)
     assert str(ended.reached).startswith("env_steps at least 320 was reached in iteration 4: ")
     job.check_records(5, 64, resumed=True)
-    assert job.checkpoints == ["version-000001", "version-000005"]
+    # Killed after the fifth was named and before the fourth went, it has that, too: it goes with
+    # the next one that is written, and here there is none.
+    assert {*job.checkpoints} - {"version-000004"} == {"version-000001", "version-000005"}
 
 
 def _reached(run: pathlib.Path) -> bool:
