@@ -135,6 +135,9 @@ class CostStage:
     def take_level(self, level: Level) -> None:
         """Its episodes are all alike."""
 
+    def judge(self, env: int, *, success: bool) -> None:
+        """Nobody judges them."""
+
     def pause(self, rows: Ints | None = None) -> None:
         """Nothing to do."""
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from rlinf_async.channels import ChannelError
 from rlinf_async.config import ConfigError
+from rlinf_async.config.counts import check_bounds
 from rlinf_async.config.registry import Registry, raised
 from rlinf_async.messages.described import EnvError
 from rlinf_async.realtime import ControlConfig
@@ -64,10 +65,7 @@ class EnvRewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                 "paid: leave one of the two out",
                 path=("function",),
             )
-        if not 0.0 < self.threshold < 1.0:
-            raise ConfigError(
-                f"{self.threshold} is no probability between 0 and 1", path=("threshold",)
-            )
+        check_bounds(self, "threshold", above=0, below=1)
         if self.threshold != 0.5 and not self.classifier:
             raise ConfigError(
                 f"{self.threshold} was given, but there is no classifier: name its folder in "

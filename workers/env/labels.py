@@ -33,7 +33,7 @@ from rlinf_async.workers.env.config import (
     is_interrupt,
 )
 from rlinf_async.workers.env.many import FINAL, BatchedEnv, at, batch_of, one_each
-from rlinf_async.workers.env.stage import reward_problem
+from rlinf_async.workers.env.stage import wrong_reward
 
 
 class Steps(NamedTuple):
@@ -102,9 +102,10 @@ class Labeller:
     def _checked(self, said: Any, count: int) -> Labels:
         rewards, success = said if isinstance(said, tuple) and len(said) == 2 else (said, None)
         paid = self._numbers(rewards, "rewards", count)
-        for place, reward in enumerate(paid.tolist()):
-            if problem := reward_problem(reward):
-                raise LabelError(f"{self._name} returned {problem}, of step {place} of {count}")
+        if wrong := wrong_reward(paid):
+            raise LabelError(
+                f"{self._name} returned {wrong.problem}, of step {wrong.place} of {count}"
+            )
         if success is None:
             return Labels(paid, None)
         solved = self._numbers(success, "successes", count)

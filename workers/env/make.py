@@ -13,6 +13,7 @@ from rlinf_async.messages.spaces import EnvSpec
 from rlinf_async.workers.env.config import EnvConfig, EnvFailed, LabelError, not_made
 from rlinf_async.workers.env.make_batched import (
     autoreset_of,
+    closed_where_it_fails,
     loaded,
     made_by_gymnasium,
     make_async,
@@ -90,11 +91,8 @@ def _labelled(env: Env, config: EnvConfig) -> Env:
     """The environment, whose rewards are those of `env.reward`."""
     from rlinf_async.workers.env.labels import LabelledEnv
 
-    try:
+    with closed_where_it_fails(env):
         return LabelledEnv(env, config.reward, config.name)
-    except BaseException:
-        env.close()
-        raise
 
 
 def _make_one(config: EnvConfig, render_mode: str | None) -> Env:

@@ -51,8 +51,15 @@ def _labelled(env: BatchedEnv, config: EnvConfig) -> BatchedEnv:
     """The simulator, whose rewards are those of `env.reward`."""
     from rlinf_async.workers.env.labels import LabelledSimulator
 
-    try:
+    with closed_where_it_fails(env):
         return LabelledSimulator(env, config.reward, config.name, autoreset_of(config, env))
+
+
+@contextmanager
+def closed_where_it_fails(env: Any) -> Iterator[None]:
+    """Close an environment where the block raises, which wraps it."""
+    try:
+        yield
     except BaseException:
         env.close()
         raise

@@ -59,7 +59,6 @@ from rlinf_async.messages.embodied import (
     all_counts,
     success_at,
 )
-from rlinf_async.messages.language import MAX_REWARD
 from rlinf_async.messages.spaces import ObservationArray, ObservationSpec, all_finite, numbers_of
 from rlinf_async.workers.env.config import Autoreset, EnvFailed
 from rlinf_async.workers.env.evaluation import Readiness
@@ -69,6 +68,7 @@ from rlinf_async.workers.env.stage import (
     StageOutcome,
     chunk_rewards,
     reward_problem,
+    wrong_reward,
 )
 from rlinf_async.workers.foreign_calls import (
     ASYNC_RESET,
@@ -209,11 +209,8 @@ class BatchedStage(SimulatorOfMany[BatchedEnv]):
             ended = terminated | cut
             final = self._final(shown, cut, info) if cut.any() else None
         self._check(shown, STEP)
-        good = np.abs(paid) <= MAX_REWARD
-        if not good.all():
-            first = int(np.argmin(good))
-            problem = reward_problem(float(paid[first]))
-            raise self.failed(STEP, f"returned {problem}, environment {first}")
+        if wrong := wrong_reward(paid):
+            raise self.failed(STEP, f"returned {wrong.problem}, environment {wrong.place}")
         reward = paid.astype(np.float32)
         valid = None if begins is None else ~begins
         episodes = self._episodes(reward, ended, valid, info)
@@ -226,6 +223,10 @@ class BatchedStage(SimulatorOfMany[BatchedEnv]):
     def take_level(self, level: Level) -> None:
         """Raise `EnvError`: a simulator of many begins episodes by itself."""
         raise no_levels(self.label)
+
+    def judge(self, env: int, *, success: bool) -> None:
+        """Raise `EnvError`: a simulator of many ends episodes by itself."""
+        raise no_verdicts(self.label)
 
     def close(self) -> None:
         """Close the simulator.
@@ -280,6 +281,11 @@ class BatchedStage(SimulatorOfMany[BatchedEnv]):
 def no_levels(label: str) -> EnvError:
     """The error where a simulator of many is to begin episodes in a level of a curriculum."""
     return EnvError(f"{label} begins episodes by itself, and cannot be told a level")
+
+
+def no_verdicts(label: str) -> EnvError:
+    """The error where a person is to end an episode of a simulator of many."""
+    return EnvError(f"{label} ends episodes by itself, and cannot be told to")
 
 
 def one_each(values: Any, name: str, count: int) -> NDArray[Any]:
@@ -627,7 +633,7 @@ class SimulatorEnvs(SimulatorOfMany[AsyncEnv]):
 
     def judge(self, env: int, *, success: bool) -> None:
         """Raise `EnvError`: a simulator of many ends episodes by itself."""
-        raise EnvError(f"{self.label} ends episodes by itself, and cannot be told to")
+        raise no_verdicts(self.label)
 
     def close(self) -> None:
         """Wait for the steps that are under way, and close the simulator."""

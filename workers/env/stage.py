@@ -18,10 +18,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from rlinf_async.config.registry import raised
 from rlinf_async.messages.converting import ActionReader
@@ -82,6 +83,22 @@ def reward_problem(reward: float) -> str:
         return ""
     beyond = f", beyond {MAX_REWARD:g}, which training cannot compute with: scale it"
     return f"the reward {reward:g}{beyond if math.isfinite(reward) else ''}"
+
+
+class WrongReward(NamedTuple):
+    """One of several rewards that cannot be trained on."""
+
+    place: int
+    problem: str
+
+
+def wrong_reward(rewards: NDArray[np.float64]) -> WrongReward | None:
+    """Return the first of ``rewards [N]`` that cannot be trained on; None: there is none."""
+    good = np.abs(rewards) <= MAX_REWARD
+    if good.all():
+        return None
+    first = int(np.argmin(good))
+    return WrongReward(first, reward_problem(float(rewards[first])))
 
 
 class ForeignEnv:
@@ -302,6 +319,11 @@ class EnvStage(Protocol):
 
     def take_level(self, level: Level) -> None:
         """From now on episodes begin in this level."""
+        ...
+
+    def judge(self, env: int, *, success: bool) -> None:
+        """End the episode of an environment with its next step; raises `EnvError` where a simulator
+        of many ends episodes by itself."""
         ...
 
     def close(self) -> None:

@@ -645,8 +645,6 @@ class EnvWorker(Worker):
 
 def _judge(stage: EnvStage, verdict: Ints, rows: Ints | None) -> None:
     """End the episodes of which a person says so with the next step of these environments."""
-    if not isinstance(stage, (Stage, AsyncStage)):
-        raise EnvError("a simulator of many ends episodes by itself: no person can end one")
     for place in np.flatnonzero(verdict != GOES_ON).tolist():
         stage.judge(place if rows is None else int(rows[place]), success=bool(verdict[place]))
 

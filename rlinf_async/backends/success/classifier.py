@@ -36,27 +36,30 @@ Tensors = Mapping[str, NDArray[Any]]
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """What a classifier is right and wrong about, in episodes that it has not learnt from."""
+    """What a classifier is right and wrong about, in episodes that it has not learnt from.
 
-    threshold: float
+    Zeros: nothing was measured.
+    """
+
+    threshold: float = 0.0
     """probability from which an observation is a success"""
-    episodes: int
-    succeeded: int
+    episodes: int = 0
+    succeeded: int = 0
     """episodes that have succeeded, as recorded"""
-    steps: int
-    positives: int
+    steps: int = 0
+    positives: int = 0
     """steps that are successes, as recorded: the last ones of episodes that have succeeded"""
-    accuracy: float
+    accuracy: float = 0.0
     """share of steps that are called what they are"""
-    false_positives: int
+    false_positives: int = 0
     """other steps that are called successes"""
-    false_negatives: int
+    false_negatives: int = 0
     """successes that are called none"""
-    episode_accuracy: float
+    episode_accuracy: float = 0.0
     """share of episodes whose last step is called what the episode was"""
-    episode_false_positives: int
+    episode_false_positives: int = 0
     """failed episodes in which any step is called a success"""
-    early: int
+    early: int = 0
     """episodes that have succeeded, in which a step before the last ones is called a success"""
 
     @property

@@ -193,8 +193,7 @@ def train_classifier(folders: Sequence[Path], wanted: Wanted) -> SuccessClassifi
         )
         return SuccessClassifier(info, network.tensors())
 
-    # What is measured is what acts.
-    made = with_figures(_measured([], [], wanted))
+    made = with_figures(Figures())  # what is measured is what acts
     return with_figures(_measured(held, [made.probability(one.shown) for one in held], wanted))
 
 
@@ -227,18 +226,17 @@ def _measured(
     called = [one >= wanted.threshold for one in said]
     solved = [one.solved(wanted.last) for one in episodes]
     pairs = list(zip(episodes, called, strict=True))
-    none = np.zeros(0, np.bool_)
-    yes, truth = np.concatenate([none, *called]), np.concatenate([none, *solved])
+    yes, truth = np.concatenate(called), np.concatenate(solved)
     return Figures(
         threshold=wanted.threshold,
         episodes=len(episodes),
         succeeded=sum(one.success for one in episodes),
         steps=len(truth),
         positives=int(truth.sum()),
-        accuracy=float((yes == truth).mean()) if len(truth) else 0.0,
+        accuracy=float((yes == truth).mean()),
         false_positives=int((yes & ~truth).sum()),
         false_negatives=int((~yes & truth).sum()),
-        episode_accuracy=sum(bool(c[-1]) is e.success for e, c in pairs) / max(len(pairs), 1),
+        episode_accuracy=sum(bool(c[-1]) is e.success for e, c in pairs) / len(pairs),
         episode_false_positives=sum(bool(c.any()) for e, c in pairs if not e.success),
         early=sum(bool(c[: -wanted.last].any()) for e, c in pairs if e.success),
     )

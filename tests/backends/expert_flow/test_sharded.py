@@ -32,12 +32,12 @@ from rlinf_async.data.demonstrations import (
 from rlinf_async.messages.embodied import Trajectory
 from tests.backends.expert_flow import pi0, smolvla
 from tests.backends.expert_flow.kit import (
-    EXECUTED,
     NUMBERS,
     SPEC,
     config,
     observations,
 )
+from tests.backends.flow_action.kit import trajectory
 from tests.backends.fsdp_helpers import in_processes, load_result, save_result
 
 CELLS: dict[str, dict[str, Any]] = {
@@ -88,35 +88,10 @@ def demonstrate(folder: Path) -> None:
     write_info(folder, info)
 
 
-def trajectory(made: EmbodiedTrainerConfig, stage: int) -> Trajectory:
+def collected(made: EmbodiedTrainerConfig, stage: int) -> Trajectory:
     """Two steps of four environments, some of which end within a chunk."""
-    steps, envs = 2, 4
-    drawn = np.random.default_rng(stage)
-    torch.manual_seed(0)
-    server = PolicyServer(made.fsdp.policy, seed=stage)
-    seen = observations(steps * envs, seed=stage).reshape(steps, envs)
-    answers = [server.act(rows) for rows in seen]
-    ended = drawn.random((steps, envs)) < 0.3
-    count = np.where(ended, drawn.integers(1, EXECUTED + 1, (steps, envs)), EXECUTED)
-    executed = np.arange(EXECUTED) < count[..., None]
-    reward = np.where(executed, drawn.normal(size=executed.shape), 0.0).astype(np.float32)
-    return Trajectory(
-        iteration=0,
-        env_rank=0,
-        stage=stage,
-        observation=seen,
-        action=np.stack([one.action for one in answers]),
-        log_prob=np.stack([one.log_prob for one in answers]),
-        value=np.stack([*(one.value for one in answers), answers[0].value]),
-        reward=reward.sum(-1),
-        terminated=ended,
-        truncated=np.zeros_like(ended),
-        final_value=np.zeros((steps, envs), np.float32),
-        version=np.zeros(steps, np.int64),
-        action_reward=reward,
-        executed=executed,
-        chain=np.stack([one.chain for one in answers if one.chain is not None]),
-    )
+    seen = observations(8, seed=stage).reshape(2, 4)
+    return trajectory(made.fsdp.policy, stage, steps=2, seen=seen)
 
 
 def train(rank: int, ranks: int, results: Path, folders: Path, shown: Path) -> None:
@@ -133,7 +108,7 @@ def train(rank: int, ranks: int, results: Path, folders: Path, shown: Path) -> N
         assert sharded == (UNITS[made.fsdp.policy.name] if ranks > 1 else set()), cell
         cloned = trainer.clone()
         stages = range(rank, 2, ranks)
-        metrics = trainer.train([trajectory(made, stage) for stage in stages])
+        metrics = trainer.train([collected(made, stage) for stage in stages])
         state = trainer.manager.get_model_state_dict(everywhere=True)
         found[cell] = {
             "state": state,

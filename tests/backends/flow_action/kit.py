@@ -98,18 +98,27 @@ def observations(spec: ObservationSpec, count: int, seed: int = 0) -> Observatio
 
 
 def trajectory(
-    policy: PolicyConfig, stage: int, *, steps: int = 4, envs: int = 4, cut: bool = True
+    policy: PolicyConfig,
+    stage: int,
+    *,
+    steps: int = 4,
+    envs: int = 4,
+    cut: bool = True,
+    seen: ObservationArray | None = None,
 ) -> Trajectory:
     """What a stage collected by a policy of the first weights, with episodes that end within
-    chunks where ``cut``."""
+    chunks where ``cut``; of ``seen [steps, envs, ...]``, or of any observations."""
     drawn = np.random.default_rng(stage)
     torch.manual_seed(0)
     server = PolicyServer(policy, seed=stage)
-    seen = observations(policy.sees, steps * envs, seed=stage).reshape(steps, envs, *extra(policy))
+    if seen is None:
+        seen = observations(policy.sees, steps * envs, seed=stage)
+        seen = seen.reshape(steps, envs, *extra(policy))
+    chunk = policy.action_chunk
     answers = [server.act(rows) for rows in seen]
     ended = (drawn.random((steps, envs)) < 0.3) & cut
-    count = np.where(ended, drawn.integers(1, EXECUTED + 1, (steps, envs)), EXECUTED)
-    executed = np.arange(EXECUTED) < count[..., None]
+    count = np.where(ended, drawn.integers(1, chunk + 1, (steps, envs)), chunk)
+    executed = np.arange(chunk) < count[..., None]
     reward = np.where(executed, drawn.normal(size=executed.shape), 0.0).astype(np.float32)
     return Trajectory(
         iteration=0,

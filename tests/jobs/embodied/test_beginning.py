@@ -20,7 +20,7 @@ STILL = ("--actor.fsdp.optimizer.lr", 1e-30, "--actor.fsdp.optimizer.weight_deca
 """a learning rate with which no weight changes"""
 
 
-class _Sources:
+class Sources:
     """Runs to begin with, each made once."""
 
     def __init__(self, folder: Path) -> None:
@@ -48,8 +48,8 @@ class _Sources:
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> _Sources:
-    return _Sources(tmp_path_factory.mktemp("sources"))
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
+    return Sources(tmp_path_factory.mktemp("sources"))
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def newest(run: Path) -> Path:
 
 
 def test_ppo_begins_with_weights_and_statistics_of_a_run_and_counts_from_0(
-    job: Job, sources: _Sources
+    job: Job, sources: Sources
 ) -> None:
     """Optimizer, iteration and version are its own; a run that goes on changes nothing for it."""
     source = sources.ppo(job)
@@ -120,9 +120,7 @@ def test_a_resumed_run_knows_what_it_has_begun_with(job: Job, tmp_path: Path) ->
     assert "model.path: rank_0_of_1.safetensors differs" in ended.err
 
 
-def test_another_environment_takes_what_fits_and_names_the_rest(
-    job: Job, sources: _Sources
-) -> None:
+def test_another_environment_takes_what_fits_and_names_the_rest(job: Job, sources: Sources) -> None:
     """CartPole shows 4 numbers and takes 2 actions, Acrobot 6 and 3; from an exported policy."""
     folder = sources.exported("ppo", job, sources.ppo(job))
     asked = ("--env.id", "Acrobot-v1", "--model.path", folder)
@@ -174,7 +172,7 @@ def test_other_actions_of_the_same_shape_begin_anew(job: Job, tmp_path: Path) ->
 
 
 def test_soft_actor_critic_of_choices_begins_with_those_of_a_run(
-    sac: SacJob, sources: _Sources
+    sac: SacJob, sources: Sources
 ) -> None:
     choosing = ("--env.id", "CartPole-v1", "--env.actions", "clip")
     source = sources.made("choices", sac, *choosing)
@@ -186,7 +184,7 @@ def test_soft_actor_critic_of_choices_begins_with_those_of_a_run(
 
 
 def test_sac_begins_with_policy_critics_and_coefficient_of_a_run(
-    sac: SacJob, sources: _Sources
+    sac: SacJob, sources: Sources
 ) -> None:
     """Its first actions are the policy's own, not uniform ones. An exported policy has no critics:
     they begin anew where that is asked for."""
@@ -247,7 +245,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_a_run_cannot_begin_with_is_refused(
-    case: str, job: Job, sac: SacJob, sources: _Sources, monkeypatch: pytest.MonkeyPatch
+    case: str, job: Job, sac: SacJob, sources: Sources, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments, text = REFUSED[case]
     monkeypatch.chdir(job.file.parent)

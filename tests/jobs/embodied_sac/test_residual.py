@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rlinf_async import Policy
+from tests.jobs.embodied import test_beginning as beginning
 from tests.jobs.embodied.kit import Job as PpoJob
 from tests.jobs.embodied.test_beginning import newest, weights
 from tests.jobs.embodied_sac.kit import Job
@@ -19,23 +20,11 @@ PLAYED = ("--evaluation.episodes", 1)
 PPO = ("--training.total_steps", 64, "--cluster.rollout_workers", 0, *PLAYED)
 
 
-class Sources:
+class Sources(beginning.Sources):
     """Runs to correct, each made once: of PPO, whose actions are clipped to the bounds."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def made(self, ppo: PpoJob, name: str, *arguments: object) -> Path:
-        ppo.out = self.folder / name
-        if not ppo.out.exists():
-            ppo.succeed("--env.id", "Pendulum-v1", *PPO, *arguments)
-        return ppo.out
-
-    def exported(self, ppo: PpoJob, name: str, run: Path, form: str = "folder") -> Path:
-        out = self.folder / name
-        if not out.exists():
-            assert ppo.command("export", run, out, "--to", form).code == 0
-        return out
+    def pendulum(self, ppo: PpoJob, name: str = "ppo", *arguments: object) -> Path:
+        return self.made(name, ppo, "--env.id", "Pendulum-v1", *PPO, *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +42,7 @@ def ppo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> PpoJob:
 def test_a_run_begins_as_its_base_which_is_in_checkpoints_and_exports(
     job: Job, ppo: PpoJob, sources: Sources, tmp_path: Path
 ) -> None:
-    source, base = sources.made(ppo, "ppo"), tmp_path / "base"
+    source, base = sources.pendulum(ppo), tmp_path / "base"
     shutil.copytree(source, base)
     asked = ("--residual.path", base, "--evaluation.before", "true", *PLAYED)
     # From another folder than where it is evaluated and exported.
@@ -82,7 +71,7 @@ def test_a_run_begins_as_its_base_which_is_in_checkpoints_and_exports(
         assert ended.code == 0, ended.err
         actions.append(Policy.load(tmp_path / form).act(seen))
     np.testing.assert_allclose(actions[0], actions[1], rtol=1e-5, atol=1e-5)
-    others, there = newest(sources.made(ppo, "others", "--seed", 1)), newest(moved)
+    others, there = newest(sources.pendulum(ppo, "others", "--seed", 1)), newest(moved)
     shutil.rmtree(there)
     shutil.copytree(others, there)
     ended = job.train(*again)
@@ -94,10 +83,10 @@ def test_an_exported_policy_that_corrects_another_is_corrected(
     job: Job, ppo: PpoJob, sources: Sources
 ) -> None:
     """Over two actors, which take its weights in their shards."""
-    run = sources.made(ppo, "ppo")
+    run = sources.pendulum(ppo)
     mine, job.out = job.out, job.out.with_name("first")
-    job.succeed("--residual.path", sources.exported(ppo, "exported", run), *PLAYED)
-    again = sources.exported(ppo, "corrected", job.out)
+    job.succeed("--residual.path", sources.exported("exported", ppo, run), *PLAYED)
+    again = sources.exported("corrected", ppo, job.out)
     job.out = mine
     two = ("--cluster.backend", "process", "--cluster.actors", 2)
     job.succeed("--residual.path", again, "--residual.scale", 0.5, *two, *PLAYED)
@@ -148,16 +137,16 @@ def test_what_cannot_be_corrected_is_refused(
 ) -> None:
     arguments, text = REFUSED[case]
     monkeypatch.chdir(job.file.parent)
-    run = sources.made(ppo, "ppo")
+    run = sources.pendulum(ppo)
     gru = ("--actor.fsdp.policy.name", "gru")
     places = {
         "PPO": lambda: run,
-        "POLE": lambda: sources.made(ppo, "pole", "--env.id", "CartPole-v1"),
-        "CHUNKS": lambda: sources.made(ppo, "chunks", "--env.action_chunk", 2),
-        "GRU": lambda: sources.made(ppo, "gru", *gru),
-        "FOLDER": lambda: sources.exported(ppo, "exported", run),
-        "GRAPH": lambda: sources.exported(ppo, "graph", run, "torchscript"),
-        "PART": lambda: without_statistics(sources.exported(ppo, "exported", run)),
+        "POLE": lambda: sources.pendulum(ppo, "pole", "--env.id", "CartPole-v1"),
+        "CHUNKS": lambda: sources.pendulum(ppo, "chunks", "--env.action_chunk", 2),
+        "GRU": lambda: sources.pendulum(ppo, "gru", *gru),
+        "FOLDER": lambda: sources.exported("exported", ppo, run),
+        "GRAPH": lambda: sources.exported("graph", ppo, run, "torchscript"),
+        "PART": lambda: without_statistics(sources.exported("exported", ppo, run)),
     }
     given = [places[str(one)]() if one in places else one for one in arguments]
     ended = job.command("check", job.file, *given)

@@ -13,6 +13,7 @@ The layers are own ones, so that FSDP2's units are called by their forward. Para
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final, NamedTuple
@@ -225,7 +226,7 @@ class Trunk(nn.Module):
         return Read(hidden, keys, values)
 
 
-class ExpertFlow(nn.Module):
+class ExpertFlow(nn.Module, ABC):
     """Observations -> what the expert sees; actions with noise -> their velocity.
 
     Time and velocity are as in ``flow_action``: noise at 0, actions at 1.
@@ -255,10 +256,10 @@ class ExpertFlow(nn.Module):
         self.action_time_mlp_out = nn.Linear(width, width)
 
     @classmethod
+    @abstractmethod
     def built(cls, settings: Any, language: Path, tensors: Mapping[str, Tensor]) -> ExpertFlow:
         """Build the model of a folder, with any weights; parameters may be on the device ``meta``,
         buffers not. Raises `ValueError` for ``tensors`` from which its sizes cannot be read."""
-        raise NotImplementedError
 
     @classmethod
     def lerobot_names(cls, name: str) -> tuple[str, ...]:
@@ -267,13 +268,13 @@ class ExpertFlow(nn.Module):
         ours = next(start for start in cls.names if name.startswith(start))
         return (cls.names[ours] + name[len(ours) :],)
 
+    @abstractmethod
     def prepared(self, image: Tensor) -> Tensor:
         """Return pictures ``[N, 3, H, W]`` in [0, 1] as the trunk takes them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read(self, embedded: Tensor, there: Tensor, state: Tensor) -> Seen:
         """Read embedded images and instructions ``[N, P, F]``, and states ``[N, 1, hidden]``."""
-        raise NotImplementedError
 
     def see(self, images: list[Tensor], tokens: Tensor, written: Tensor, state: Tensor) -> Seen:
         """Read images ``[N, H, W, 3]`` (uint8), tokens ``[N, T]`` with what of them is written, and

@@ -148,21 +148,18 @@ def pinned(config: SettingsT, out: Path | None, *, resume: bool) -> SettingsT:
 
 
 def as_begun(config: SettingsT, beginning: Beginning | None) -> SettingsT:
-    """The configuration as it is kept, with the name of the checkpoint that the run begins with.
-
-    A policy that is corrected is read again by whoever lets that of the run act, from any folder.
-    """
+    """The configuration as it is kept: with the name of the checkpoint that the run begins with,
+    and the folder by a path that leads there from anywhere, since it is read again."""
     if beginning is None:
         return config
     section = beginning.section
-    if section == "residual":
-        asked = getattr(config, section)
-        whole = msgspec.structs.replace(asked, path=str(Path(asked.path).resolve()))
-        config = msgspec.structs.replace(config, **{section: whole})
-    named: Named = getattr(config, section)
-    if Path(named.path).parent.name == "checkpoints":
-        return config
-    return _with_checkpoint(config, section, beginning.origin.checkpoint)
+    named: Any = getattr(config, section)
+    checkpoint = named.checkpoint
+    if Path(named.path).parent.name != "checkpoints":
+        checkpoint = beginning.origin.checkpoint
+    path = str(Path(named.path).expanduser().resolve())
+    replace = msgspec.structs.replace
+    return replace(config, **{section: replace(named, path=path, checkpoint=checkpoint)})
 
 
 def _with_checkpoint(config: SettingsT, section: str, checkpoint: str) -> SettingsT:
@@ -391,10 +388,10 @@ def _check_tensors(
 ) -> None:
     if not taken:
         raise ConfigError(
-            f"nothing in {origin.folder} fits the policy of this run: {_some(misfits)}", path=PATH
+            f"nothing in {origin.folder} fits the policy of this run: {some_of(misfits)}", path=PATH
         )
     if misfits and not full.model.partial:
-        raise ConfigError(f"{origin.folder} does not fit: {_some(misfits)}: {PARTLY}", path=PATH)
+        raise ConfigError(f"{origin.folder} does not fit: {some_of(misfits)}: {PARTLY}", path=PATH)
 
 
 def _check_used(
@@ -429,11 +426,12 @@ def _has_statistics(folder: Path, count: str) -> bool:
     return number_in(folder, count) > 0
 
 
-def _some(texts: list[str]) -> str:
+def some_of(texts: list[str]) -> str:
+    """The first few of some texts, as one; the rest is counted."""
     more = len(texts) - SHOWN
     return "; ".join(texts[:SHOWN]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _said(origin: Origin, taken: dict[str, str], misfits: list[str]) -> str:
     text = f"begins with {len(taken)} tensors of {origin.folder}"
-    return f"{text}; anew: {_some(misfits)}" if misfits else text
+    return f"{text}; anew: {some_of(misfits)}" if misfits else text

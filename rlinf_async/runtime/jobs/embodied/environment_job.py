@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Final, Generic, TypeVar
 
 import msgspec
 
@@ -39,7 +39,8 @@ from rlinf_async.workers.base import Device
 ConfigT = TypeVar("ConfigT", bound=EnvironmentSettings)
 FittedT = TypeVar("FittedT", bound=EnvironmentSettings)
 
-JUDGES = "evaluation.env.reward.classifier"
+JUDGES: Final = "evaluation.env.reward.classifier"
+"""setting of a classifier that judges evaluations alone"""
 
 
 class EnvironmentJob(ABC, Generic[ConfigT, FittedT]):

@@ -419,10 +419,13 @@ def evaluated_rate(
 ) -> float | None:
     """The share of successes; None where the environment reports none, in the training neither, if
     it is the same, and no person was there who may have said so in its place."""
-    alike = config.evaluation.env is None and not config.asked.person
-    reports = alike and progress is not None and progress.success_reports > 0
-    said = [episode.success for episode in episodes]
-    return success_rate(said, reports=reports)
+    reports = config.evaluation.env is None and _reports(progress, config)
+    return success_rate([episode.success for episode in episodes], reports=reports)
+
+
+def _reports(progress: EmbodiedProgress | None, config: EnvironmentSettings) -> bool:
+    """Whether the environment itself has reported success in the training."""
+    return progress is not None and progress.success_reports > 0 and not config.asked.person
 
 
 def unreported(episodes: Sequence[EvaluatedEpisode]) -> int:
@@ -749,9 +752,10 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
         summary = summarized(self.config, self.progress, self._episodes, stopped)
         if self._elsewhere:
             summary.return_in_training = mean_return(self._elsewhere)
-            known = self.progress.success_reports > 0 and not self.config.asked.person
             said = [one.success for one in self._elsewhere]
-            summary.success_rate_in_training = success_rate(said, reports=known)
+            summary.success_rate_in_training = success_rate(
+                said, reports=_reports(self.progress, self.config)
+            )
         summary.failed_episodes = self._failed_episodes
         if self.progress.version:
             summary.dropped = {

@@ -17,7 +17,7 @@ from rlinf_async.config import ConfigError
 from rlinf_async.messages.converting import middle_and_half
 from rlinf_async.messages.described import BoxSpace, leaves
 from rlinf_async.runtime.jobs import get_job
-from rlinf_async.runtime.jobs.embodied.beginning import Beginning, Source, source_of
+from rlinf_async.runtime.jobs.embodied.beginning import Beginning, Source, some_of, source_of
 from rlinf_async.runtime.jobs.embodied.playing import PlayingJob
 from rlinf_async.runtime.jobs.embodied.settings import spaces_of
 from rlinf_async.runtime.jobs.embodied_sac.config import FittedSac, SacConfig
@@ -26,8 +26,6 @@ PATH: Final = ("residual", "path")
 PART: Final = "policy."
 BASE: Final = "policy.base."
 """what the names of the frozen policy's tensors have before them in what is trained"""
-SHOWN: Final = 4
-"""tensors that a text names; the rest is counted"""
 
 
 def residual_of(config: SacConfig, policy: PolicyConfig) -> PolicyConfig:
@@ -85,11 +83,9 @@ def begins_with_base(full: FittedSac) -> Beginning:
     except CheckpointError as error:
         raise ConfigError(str(error), path=PATH) from error
     if found.misfits:
-        more = len(found.misfits) - SHOWN
         raise ConfigError(
             f"{origin.folder} is not all of a policy {corrected.base.name!r}: "
-            + "; ".join(found.misfits[:SHOWN])
-            + (f"; and {more} more" if more > 0 else ""),
+            f"{some_of(found.misfits)}",
             path=PATH,
         )
     tensors = {BASE + name.removeprefix(PART): there for name, there in found.tensors.items()}
@@ -104,14 +100,11 @@ def _source(config: SacConfig) -> Source:
 
 def _trained(source: Source) -> tuple[PolicyConfig, str]:
     """The frozen policy, fitted to its environment, and ``env.actions`` there."""
-    if not source.job:
-        policy, actions, _ = source.trained_by(None)
-        return policy, actions
     try:
-        job = get_job(source.job)
+        job = get_job(source.job) if source.job else None
     except ConfigError as error:
         raise ConfigError(f"{source.run}: {error}", path=PATH) from error
-    if not isinstance(job, PlayingJob):
+    if job is not None and not isinstance(job, PlayingJob):
         raise ConfigError(
             f"{source.run} is a run of {source.job!r}, which trains no policy that acts in an "
             "environment: name another run",
