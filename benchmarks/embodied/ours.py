@@ -15,7 +15,8 @@ from pathlib import Path
 
 from rlinf_async.cli import main as command
 from rlinf_async.config import Document, MissingExtra
-from rlinf_async.runtime.jobs.embodied import EmbodiedConfig
+from rlinf_async.runtime.jobs import get_job
+from rlinf_async.runtime.jobs.embodied.settings import EnvironmentSettings
 from rlinf_async.workers.env import describe_env
 
 SKIPPED = 77
@@ -26,8 +27,12 @@ WANTED = 0.95
 
 def missing(file: str) -> str:
     """Why the environment cannot be made here; empty if it can."""
+    document = Document.read(file)
+    config = document.to(get_job(str(document.tables["job"])).config_type)
+    if not isinstance(config, EnvironmentSettings):
+        raise TypeError(f"{file} is of a job without environments")
     try:
-        describe_env(Document.read(file).to(EmbodiedConfig).env)
+        describe_env(config.env)
     except MissingExtra as error:
         return str(error)
     return ""

@@ -52,14 +52,23 @@ class CriticLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     tau: float = 0.005
     """share by which the target critics move towards the critics after each gradient step"""
     critics: int = 2
-    """number of critics, which learn the same target"""
+    """number of critics, which learn the same target; 0, where nothing asks for values: none"""
     critic_layer_norm: bool = False
     """whether each hidden layer of a critic is normalised"""
     image_shift: int = 4
     """pixels by which each image of a batch is shifted at random, at most; 0: none"""
 
+    @property
+    def fewest_critics(self) -> int:
+        """Critics without which nothing can be learnt."""
+        return 1
+
     def __post_init__(self) -> None:
-        check_bounds(self, "critics", least=1)
+        if self.critics < self.fewest_critics:
+            raise ValueError(
+                f"critics is {self.critics}; it must be at least {self.fewest_critics}: only a "
+                "policy that clones alone (cloning = 1.0) has no need of values"
+            )
         check_between(self, "gamma")
         check_bounds(self, "tau", above=0, most=1)
         check_bounds(self, "image_shift", least=0)
@@ -82,11 +91,20 @@ class SacLossConfig(CriticLossConfig, frozen=True, kw_only=True, forbid_unknown_
     """gradient steps of the critics for each of the policy and the entropy coefficient"""
     cloning: float = 0.0
     """share of the policy's loss that is the log-likelihood of what demonstrations do; 1: it clones
-    them, and the critics' values are not asked for"""
+    them, and the critics' values are not asked for: there may be ``critics = 0``"""
+
+    @property
+    def fewest_critics(self) -> int:
+        return 0 if self.cloning == 1.0 else 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_bounds(self, "target_critics", "policy_every", least=1)
+        if not self.critics and self.policy_every > 1:
+            raise ValueError(
+                f"policy_every is {self.policy_every}, but with critics = 0 the other steps would "
+                "train nothing: leave it out"
+            )
         if self.target_critics is not None and self.target_critics > self.critics:
             raise ValueError(
                 f"target_critics is {self.target_critics}, but there are critics = {self.critics}: "

@@ -218,9 +218,12 @@ def test_the_critics_alone_are_trained_between_steps_of_the_policy(tmp_path: Pat
         ({"target_critics": 0}, "target_critics is 0; it must be at least 1"),
         ({"target_critics": 3}, "target_critics is 3, but there are critics = 2: take at most"),
         ({"policy_every": 0}, "policy_every is 0; it must be at least 1"),
+        ({"critics": 0, "cloning": 0.9}, "critics is 0; it must be at least 1: only a policy that"),
+        ({"critics": 0, "cloning": 1.0, "policy_every": 2}, "policy_every is 2, but with critics"),
+        ({"critics": 0, "cloning": 1.0, "target_critics": 1}, "there are critics = 0: take"),
     ],
 )
-def test_numbers_that_cannot_be_are_named(wrong: dict[str, int], said: str) -> None:
+def test_numbers_that_cannot_be_are_named(wrong: dict[str, float], said: str) -> None:
     with pytest.raises(msgspec.ValidationError, match=said):
         msgspec.convert(wrong, SacLossConfig)
 
@@ -255,6 +258,19 @@ def test_a_policy_that_clones_takes_the_steps_of_a_script_for_what_is_demonstrat
                 torch.testing.assert_close(parameters(one)[name], value.detach(), atol=1e-5, rtol=0)
         assert done.metrics["entropy_coefficient"] == 1.0
     assert not torch.equal(parameters(one)["critic.weights.0"], values)
+
+
+def test_without_critics_it_clones_as_it_does_beside_them_and_says_nothing_of_values() -> None:
+    beside = trainer(msgspec.structs.replace(RLPD, cloning=1.0))
+    alone = trainer(SacLossConfig(cloning=1.0, critics=0))
+    assert all(name.startswith("policy.") for name in parameters(alone))
+    for number in range(3):
+        with_values, done = beside.step(cloned(number)), alone.step(cloned(number))
+        assert done.metrics.keys() == {"policy_loss", "grad_norm", "demonstrations_share"}
+        for name in ("policy_loss", "demonstrations_share"):
+            assert done.metrics[name] == with_values.metrics[name]
+    for name, value in parameters(alone).items():
+        torch.testing.assert_close(value, parameters(beside)[name], rtol=0, atol=0)
 
 
 def test_a_share_of_cloning_is_a_share_of_the_loss_and_nothing_is_cloned_of_nobody() -> None:

@@ -64,6 +64,8 @@ from rlinf_async.weights.pack import pack
 
 OF_POLICY = ("policy_loss", "entropy")
 """metrics of the steps that train the policy"""
+OF_CLONING = ("policy_loss",)
+"""metrics of a policy that clones alone, without critics"""
 
 
 class SacBatch(NamedTuple):
@@ -99,16 +101,17 @@ class SacLosses(NamedTuple):
     total: Tensor
     """a scalar: the sum of all losses"""
     error: Tensor
-    """``[N]``: absolute temporal-difference errors, mean over the critics"""
+    """``[N]``: absolute temporal-difference errors, mean over the critics; 0 without any"""
     value: Tensor
-    """``[N]``: values, mean over the critics"""
+    """``[N]``: values, mean over the critics; 0 without any"""
     metrics: Tensor
     """``[M]``: means over the share, in the order of the model's ``metrics``; NaN for those of a
     policy that is not trained"""
 
 
 class Critics(nn.Module):
-    """``E`` MLPs of features and an action, ReLU between the layers, in one multiplication.
+    """``E`` MLPs of features and an action, ReLU between the layers, in one multiplication; of none
+    there are no parameters.
 
     Where actions are choices, ``action`` is None: the values are those of every choice, ``[E, N,
     A]``.
@@ -131,14 +134,14 @@ class Critics(nn.Module):
         self.head = head
         self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
         self.scales, self.shifts = nn.ParameterList(), nn.ParameterList()
-        for inputs, outputs in pairwise(sizes):
+        for inputs, outputs in pairwise(sizes) if count else ():
             bound = 1.0 / math.sqrt(inputs)
             for into, shape in (
                 (self.weights, (count, inputs, outputs)),
                 (self.biases, (count, 1, outputs)),
             ):
                 into.append(nn.Parameter(torch.empty(shape).uniform_(-bound, bound)))
-        for size in sizes[1:-1] if layer_norm else ():
+        for size in sizes[1:-1] if layer_norm and count else ():
             self.scales.append(nn.Parameter(torch.ones(count, 1, size)))
             self.shifts.append(nn.Parameter(torch.zeros(count, 1, size)))
 
@@ -279,7 +282,7 @@ class SacModel(CriticModel):
             # The policy's loss does not train the encoder.
             of_policy, log_prob = self._policy_loss(seen.detach(), batch.noise, coefficient)
             if self._sac.cloning:
-                cloned = self._cloning_loss(seen, batch)
+                cloned = cloning_loss(self.policy, seen, batch)
                 of_policy = torch.lerp(of_policy, cloned, self._sac.cloning)
             total, entropy = total + of_policy, -log_prob.mean()
             if fixed is None and self._sac.cloning < 1.0:
@@ -293,16 +296,6 @@ class SacModel(CriticModel):
             value = values.mean(0).float()
         # A sum and no view: FSDP2 loses its hooks on outputs that are views.
         return SacLosses(total.sum(), error, value, stacked)
-
-    def _cloning_loss(self, seen: Tensor, batch: SacBatch) -> Tensor:
-        """What the policy says against the actions of demonstrations; it trains the encoder, too.
-
-        HG-DAgger (Kelly et al. 2019) where these grow by what a person does.
-        """
-        if batch.demonstrated is None:
-            return seen.new_zeros(())
-        cloned: Tensor = self.policy.cloned(seen, batch.action)
-        return -(cloned * batch.demonstrated).mean()
 
     def _aimed_at(self, batch: SacBatch, coefficient: Tensor) -> Tensor:
         """The target of the critics, ``[N]``."""
@@ -355,9 +348,36 @@ class ChoosingSacModel(SacModel):
         return -soft_value(values, log_probs, coefficient).mean(), expected
 
 
-def model_for(policy: PolicyConfig) -> type[SacModel]:
-    """Return the model that learns actions of this kind."""
-    return ChoosingSacModel if policy.acts.discrete else SacModel
+class CloningModel(CriticModel):
+    """A policy that clones demonstrations and learns nothing else: it has no critics."""
+
+    trains = (SquashedGaussianPolicy, SoftCategoricalPolicy)
+    metrics = OF_CLONING
+
+    def forward(self, batch: SacBatch) -> SacLosses:
+        """Return the loss of a batch, with gradients for the policy and its encoder."""
+        loss = cloning_loss(self.policy, self.policy.features(batch.observation), batch)
+        none = torch.zeros_like(batch.weight)
+        # A sum and no view: FSDP2 loses its hooks on outputs that are views.
+        return SacLosses(loss.sum(), none, none, loss.detach().float().reshape(1))
+
+
+def cloning_loss(policy: Any, seen: Tensor, batch: SacBatch) -> Tensor:
+    """What the policy says against the actions of demonstrations; it trains the encoder, too.
+
+    HG-DAgger (Kelly et al. 2019) where these grow by what a person does.
+    """
+    if batch.demonstrated is None:
+        return seen.new_zeros(())
+    cloned: Tensor = policy.cloned(seen, batch.action)
+    return -(cloned * batch.demonstrated).mean()
+
+
+def model_for(policy: PolicyConfig, sac: SacLossConfig) -> CriticModel:
+    """Return the new model that learns actions of this kind."""
+    if not sac.critics:
+        return CloningModel(policy, sac)
+    return (ChoosingSacModel if policy.acts.discrete else SacModel)(policy, sac)
 
 
 LossesT = TypeVar("LossesT", bound=CriticLossConfig)
@@ -466,7 +486,9 @@ class CriticTrainer(ABC, Generic[LossesT]):
         error, value, demonstrated = rest.reshape(len(rest), 3, -1).movedim(1, 0).flatten(1)
         numbers: dict[str, float] = dict(zip(names, metrics.mean(0).tolist(), strict=True))
         if shown is not None:
-            numbers |= _halves(error, value, demonstrated > 0.0)
+            shares = _halves(error, value, demonstrated > 0.0)
+            told = shares if self.losses.critics else ("demonstrations_share",)
+            numbers |= {name: shares[name] for name in told}
         return numbers, error.numpy()
 
     def _share(self, batch: ReplayBatch) -> SacBatch:
@@ -576,8 +598,8 @@ class SacTrainer(CriticTrainer[SacLossConfig]):
     ) -> None:
         super().__init__(config, config.sac, policy, world_size, rank)
 
-    def make_model(self, policy: PolicyConfig) -> SacModel:
-        return model_for(policy)(policy, self.losses)
+    def make_model(self, policy: PolicyConfig) -> CriticModel:
+        return model_for(policy, self.losses)
 
     def target_critics(self) -> Tensor | None:
         sac, generator = self.losses, self._generator

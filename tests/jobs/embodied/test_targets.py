@@ -273,8 +273,9 @@ def test_columns_that_check_knows_are_those_that_are_written(job: Job, sac: SacJ
     from rlinf_async.runtime.jobs.embodied.job import OF_TRAINING
     from rlinf_async.runtime.jobs.embodied.run import AT_THE_END, COLUMNS, OF_EPISODES
     from rlinf_async.runtime.jobs.embodied_sac.job import COLUMNS as OF_SAC
+    from rlinf_async.runtime.jobs.embodied_sac.job import OF_CRITICS
 
-    for one, columns in ((job, OF_LOSS + OF_TRAINING), (sac, OF_SAC)):
+    for one, columns in ((job, OF_LOSS + OF_TRAINING), (sac, OF_SAC + OF_CRITICS)):
         one.succeed(*QUICK)
         header = (one.out / "metrics.csv").read_text().splitlines()[0].split(",")
         may_lack = {"step", *AT_THE_END, *OF_EPISODES}

@@ -12,6 +12,7 @@ import pytest
 
 from rlinf_async.messages.embodied import Verdict
 from rlinf_async.runtime.jobs.embodied import intervening
+from tests.jobs.embodied.test_beginning import newest, weights
 from tests.jobs.embodied_sac.kit import STEPS, Job
 from tests.jobs.embodied_sac.test_runs import MEMORY, PROCESS, Killer
 from tests.jobs.killing import nothing_left_behind
@@ -186,8 +187,10 @@ def test_a_page_that_nobody_opens_costs_nothing(job: Job) -> None:
         assert {float(row[name]) for row in job.iterations} == {0.0}
 
 
-def test_what_a_person_only_says_is_cloned_and_not_executed(job: Job) -> None:
+@pytest.mark.parametrize("critics", [0, 2])
+def test_what_a_person_only_says_is_cloned_and_not_executed(job: Job, critics: int) -> None:
     dagger = ("--intervention.acts", "false", "--actor.sac.cloning", 1.0)
+    dagger += ("--actor.sac.critics", critics)
     job.succeed(*PERSON, *dagger, *FOUR)
     job.check_books(4)
     count, said = 4 * STEPS, job.store.intervened
@@ -200,6 +203,28 @@ def test_what_a_person_only_says_is_cloned_and_not_executed(job: Job) -> None:
     assert sum(float(row["intervention_share"]) * STEPS for row in job.iterations) == said
     job.succeed(*PERSON, *dagger, "--resume")
     job.check_books(6)
+
+
+def test_a_policy_without_critics_has_their_columns_no_more_and_others_begin_with_it(
+    job: Job,
+) -> None:
+    alone = (*PERSON, "--actor.sac.cloning", 1.0, "--actor.sac.critics", 0)
+    job.succeed(*alone, *FOUR)
+    header = {*job.iterations[0]}
+    assert {"policy_loss", "demonstrations_share", "intervention_share"} <= header
+    assert not header & {"critic_loss", "value", "entropy_coefficient", "value_own", "error_own"}
+    ended = job.command("check", job.file, *alone, "--training.stop_at", "value > 0")
+    assert ended.code == 2
+    assert "training.stop_at: " in ended.err
+    cloned = weights(newest(job.out))
+    found = job.command("check", job.file, "--model.path", job.out)
+    assert found.code == 2
+    assert "'critic.weights.0' is not there" in " ".join(found.err.split()), found.err
+    begins = ("--model.path", job.out, "--model.partial", "true", "--training.learning_starts")
+    job.out = job.out.parent / "next"
+    job.succeed(*begins, 5 * STEPS)
+    learnt = weights(newest(job.out))
+    assert {*cloned} < {*learnt}
 
 
 def test_a_verdict_ends_an_episode_of_training_and_says_nothing_of_evaluations(job: Job) -> None:
@@ -306,6 +331,14 @@ def test_a_killed_run_goes_on_with_what_the_person_has_done(job: Job, start_driv
             "intervention.deadline: 0.1 seconds, but while its page is open a person takes up to",
         ),
         ((*PERSON, "--replay.demonstrated_share", 0.01), "0.01 of a batch of 16 are 0"),
+        ((*PERSON, "--actor.sac.critics", 0), "critics is 0; it must be at least 1: only a policy"),
+        (
+            (
+                *(*PERSON, "--actor.sac.critics", 0, "--actor.sac.cloning", 1.0),
+                *("--replay.sampling", "prioritized"),
+            ),
+            "replay.sampling: 'prioritized', but with actor.sac.critics = 0 there are no errors",
+        ),
         (
             (*PERSON, "--intervention.acts", "false"),
             "intervention.acts: false: the person says what they would do, which only a policy",

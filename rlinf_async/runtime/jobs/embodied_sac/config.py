@@ -229,6 +229,12 @@ def check_sizes(config: SacConfig) -> None:
             f"after the first {training.learning_starts} are none: nothing would be learnt",
             path=("training", "updates_per_step"),
         )
+    if config.replay.prioritized and not config.actor.sac.critics:
+        raise ConfigError(
+            "'prioritized', but with actor.sac.critics = 0 there are no errors of critics to draw "
+            "by: take 'uniform'",
+            path=("replay", "sampling"),
+        )
     check_ranks(config)
     _check_said(config)
     _check_share(config)

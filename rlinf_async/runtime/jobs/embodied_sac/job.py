@@ -56,16 +56,14 @@ if TYPE_CHECKING:
     from torch import nn
 
 COEFFICIENT: Final = "log_entropy_coefficient"
+OF_CRITICS: Final = ("critic_loss", "entropy", "entropy_coefficient", "value")
 COLUMNS: Final = (
-    *("critic_loss", "policy_loss", "entropy", "entropy_coefficient", "value", "grad_norm"),
-    *("updates", "replay_size", "replay_age_mean", "replay_age_max"),
+    *("policy_loss", "grad_norm", "updates"),
+    *("replay_size", "replay_age_mean", "replay_age_max"),
 )
-"""columns of soft actor-critic"""
-OF_DEMONSTRATIONS: Final = (
-    *("value_demonstrations", "value_own", "error_demonstrations", "error_own"),
-    "demonstrations_share",
-)
-"""columns where batches have demonstrations"""
+"""columns of soft actor-critic, beside those of its critics"""
+OF_VALUES: Final = ("value_demonstrations", "value_own", "error_demonstrations", "error_own")
+"""columns where batches have demonstrations, and critics value them"""
 
 
 FittedT = TypeVar("FittedT", bound=ReplaySettings)
@@ -123,8 +121,7 @@ class EmbodiedSAC(ReplayJob[SacConfig, FittedSac]):
         check_judging_env(config, spec)
         shown = checked_demonstrations(full, spec)
         check_store(full, shown)
-        of_person = (*InterventionCounts().metrics(),) if full.asked.person else ()
-        check_judged(full, COLUMNS + OF_DEMONSTRATIONS * full.shows + of_person)
+        check_judged(full, columns_of_run(full))
         return full
 
     def begins_with(self, full: FittedSac, *, starts: bool = False) -> Beginning | None:
@@ -138,12 +135,20 @@ class EmbodiedSAC(ReplayJob[SacConfig, FittedSac]):
             from rlinf_async.backends.fsdp.sac import model_for
 
             with building(full.actor.seed):
-                return model_for(full.policy)(full.policy, full.actor.sac)
+                return model_for(full.policy, full.actor.sac)
 
         beginning = begins_with(full, self, make_model, prefix="policy.", starts=starts)
         if beginning is not None and COEFFICIENT in beginning.first.tensors:
             _check_coefficient(full, beginning)
         return beginning
+
+
+def columns_of_run(full: FittedSac) -> tuple[str, ...]:
+    """Return the columns that the run has, beside those of every run in environments."""
+    valued = OF_CRITICS + OF_VALUES * full.shows if full.actor.sac.critics else ()
+    shown = ("demonstrations_share",) * full.shows
+    of_person = (*InterventionCounts().metrics(),) if full.asked.person else ()
+    return COLUMNS + valued + shown + of_person
 
 
 def _check_coefficient(full: FittedSac, beginning: Beginning) -> None:
