@@ -329,6 +329,30 @@ def test_a_person_who_steps_in_is_learnt_from(
     assert 0.8984375 in columns["demonstrations_share"]
 
 
+def test_a_block_is_pushed_by_a_person_who_steps_in(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which takes the environment and the person of "push_t.py"."""
+    pytest.importorskip("gym_pusht")
+    words = [
+        *("train", EXAMPLES / "hg_dagger_push_t.toml", "--out", tmp_path / "run"),
+        *("--env.entry_point", f"{EXAMPLES / 'push_t.py'}:make"),
+        *("--intervention.person", f"{EXAMPLES / 'push_t.py'}:steps_in"),
+        *("--intervention.deadline", 60, "--evaluation.episodes", 1, "--env.envs", 2),
+        *("--training.total_steps", 400, "--training.learning_starts", 300),
+        *("--cluster.backend", "local"),
+    ]
+    falls_short(words, tmp_path / "run", capsys)
+    assert read_columns(tmp_path / "run" / "metrics.csv")["intervention_share"][0] > 0.5
+
+
+def test_who_pushes_the_block_solves_it_alone() -> None:
+    pytest.importorskip("gym_pusht")
+    done = run(EXAMPLES / "push_t.py", "--episodes", 3)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "solved 1.00, 3 episodes" in done.stdout
+
+
 @pytest.mark.parametrize("example", ["vla_reach.toml", "flow_reach.toml"])
 def test_a_policy_is_cloned_and_trained(tmp_path: pathlib.Path, example: str) -> None:
     """Which takes the environment and the script of "reach_env.py"."""
