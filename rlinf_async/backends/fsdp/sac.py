@@ -44,13 +44,17 @@ from rlinf_async.algorithms.losses import (
 from rlinf_async.backends.base import FirstWeights, GradientStep, TrainingDiverged
 from rlinf_async.backends.building import building
 from rlinf_async.backends.checkpoint import collectives
+from rlinf_async.backends.fsdp.fused_sac import FusedSac, Layers
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.fsdp.state import local_shard
 from rlinf_async.backends.policies.base import ObservationTensors, find_policy, to_tensors
 from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.backends.policies.images import random_shift
 from rlinf_async.backends.policies.off_policy import OffPolicyPolicy, SoftCategoricalPolicy
-from rlinf_async.backends.policies.squashed import SquashedGaussianPolicy
+from rlinf_async.backends.policies.squashed import (
+    MlpSquashedGaussianPolicy,
+    SquashedGaussianPolicy,
+)
 from rlinf_async.backends.sac_config import (
     CriticLossConfig,
     CriticTrainerConfig,
@@ -266,6 +270,14 @@ class SacModel(CriticModel):
         """Return the target of the entropy where none is set: Haarnoja et al. 2018."""
         return -float(action_size)
 
+    def by_hand(self) -> FusedSac:
+        """Return losses and gradients written out by hand, for what `FusedSac` covers."""
+        critics, targets = (
+            Layers(tuple(one.weights), tuple(one.biases)) for one in (self.critic, self.target)
+        )
+        coefficient, fixed = self.log_entropy_coefficient, self._sac.entropy_coefficient
+        return FusedSac(self.policy, critics, targets, coefficient, fixed, self._target_entropy)
+
     def forward(self, batch: SacBatch) -> SacLosses:
         """Return the losses of a batch, with gradients for all but the targets."""
         fixed = self._sac.entropy_coefficient
@@ -455,9 +467,7 @@ class CriticTrainer(ABC, Generic[LossesT]):
         share = self._share(batch)
         for group in manager.optimizer.param_groups:
             group["frozen"] = group["name"] == "policy" and not share.trains_policy
-        with manager.autocast():
-            losses: SacLosses = manager.model(share)
-        manager.backward(losses.total)
+        losses = self.accumulate(share)
         norm, _ = manager.optimizer_step()
         if math.isfinite(norm):
             self._skipped_in_a_row = 0
@@ -474,6 +484,13 @@ class CriticTrainer(ABC, Generic[LossesT]):
         if not share.trains_policy:
             numbers = {name: one for name, one in numbers.items() if name not in OF_POLICY}
         return GradientStep({**numbers, "grad_norm": norm}, error)
+
+    def accumulate(self, share: SacBatch) -> SacLosses:
+        """Return the losses of a share; set the gradients, which were zero."""
+        with self.manager.autocast():
+            losses: SacLosses = self.manager.model(share)
+        self.manager.backward(losses.total)
+        return losses
 
     def _measured(self, losses: SacLosses, shown: Bools | None) -> tuple[dict[str, float], Floats]:
         """Metrics of a step, and the errors ``[B]``, of all ranks."""
@@ -597,9 +614,17 @@ class SacTrainer(CriticTrainer[SacLossConfig]):
         self, config: SacTrainerConfig, policy: PolicyConfig, world_size: int = 1, rank: int = 0
     ) -> None:
         super().__init__(config, config.sac, policy, world_size, rank)
+        self._by_hand = fused_sac(self.manager, self.losses)
 
     def make_model(self, policy: PolicyConfig) -> CriticModel:
         return model_for(policy, self.losses)
+
+    def accumulate(self, share: SacBatch) -> SacLosses:
+        if self._by_hand is None:
+            return super().accumulate(share)
+        self.manager.check_loaded("a gradient step")
+        error, value, metrics = self._by_hand(share)
+        return SacLosses(metrics.new_zeros(()), error, value, metrics)
 
     def target_critics(self) -> Tensor | None:
         sac, generator = self.losses, self._generator
@@ -611,6 +636,16 @@ class SacTrainer(CriticTrainer[SacLossConfig]):
     @property
     def trains_policy(self) -> bool:
         return self.manager.steps % self.losses.policy_every == 0
+
+
+def fused_sac(manager: FSDPModelManager, sac: SacLossConfig) -> FusedSac | None:
+    """Return the hand-written losses and gradients if they cover this model, else None."""
+    model, cpu = manager.model, manager.device.type == "cpu"
+    if type(model) is not SacModel or type(model.policy) is not MlpSquashedGaussianPolicy:
+        return None
+    exact = manager.world_size == 1 and cpu and manager.cfg.precision == "float32"
+    other = sac.critic_layer_norm or sac.cloning or sac.target_critics is not None
+    return model.by_hand() if sac.fused and exact and not other else None
 
 
 def _halves(error: Tensor, value: Tensor, demonstrated: Tensor) -> dict[str, float]:
