@@ -189,8 +189,8 @@ def test_a_page_that_nobody_opens_costs_nothing(job: Job) -> None:
 
 @pytest.mark.parametrize("critics", [0, 2])
 def test_what_a_person_only_says_is_cloned_and_not_executed(job: Job, critics: int) -> None:
-    dagger = ("--intervention.acts", "false", "--actor.sac.cloning", 1.0)
-    dagger += ("--actor.sac.critics", critics)
+    alone = ("--actor.sac.cloning", 1.0, "--actor.sac.critics", critics)
+    dagger = ("--intervention.acts", "false", *alone)
     job.succeed(*PERSON, *dagger, *FOUR)
     job.check_books(4)
     count, said = 4 * STEPS, job.store.intervened
