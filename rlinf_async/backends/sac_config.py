@@ -52,7 +52,7 @@ class CriticLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     tau: float = 0.005
     """share by which the target critics move towards the critics after each gradient step"""
     critics: int = 2
-    """number of critics, which learn the same target; 0, where nothing asks for values: none"""
+    """number of critics, which learn the same target"""
     critic_layer_norm: bool = False
     """whether each hidden layer of a critic is normalised"""
     image_shift: int = 4
@@ -64,11 +64,7 @@ class CriticLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         return 1
 
     def __post_init__(self) -> None:
-        if self.critics < self.fewest_critics:
-            raise ValueError(
-                f"critics is {self.critics}; it must be at least {self.fewest_critics}: only a "
-                "policy that clones alone (cloning = 1.0) has no need of values"
-            )
+        check_bounds(self, "critics", least=self.fewest_critics)
         check_between(self, "gamma")
         check_bounds(self, "tau", above=0, most=1)
         check_bounds(self, "image_shift", least=0)
@@ -100,13 +96,10 @@ class SacLossConfig(CriticLossConfig, frozen=True, kw_only=True, forbid_unknown_
         return 0 if self.cloning == 1.0 else 1
 
     def __post_init__(self) -> None:
+        if not self.critics:
+            self._check_without_critics()
         super().__post_init__()
         check_bounds(self, "target_critics", "policy_every", least=1)
-        if not self.critics and self.policy_every > 1:
-            raise ValueError(
-                f"policy_every is {self.policy_every}, but with critics = 0 the other steps would "
-                "train nothing: leave it out"
-            )
         if self.target_critics is not None and self.target_critics > self.critics:
             raise ValueError(
                 f"target_critics is {self.target_critics}, but there are critics = {self.critics}: "
@@ -119,6 +112,22 @@ class SacLossConfig(CriticLossConfig, frozen=True, kw_only=True, forbid_unknown_
             raise ValueError(
                 f"target_entropy is {self.target_entropy}; it must be a finite number, or left out"
             )
+
+    def _check_without_critics(self) -> None:
+        """Refuse to have no critics where something asks for values, and numbers that are theirs
+        alone."""
+        if self.cloning != 1.0:
+            raise ValueError(
+                "critics is 0; it must be at least 1: only a policy that clones alone (cloning = "
+                "1.0) has no need of values"
+            )
+        needless = {"critics", "cloning", "image_shift", "fused"}
+        for field in msgspec.structs.fields(self):
+            value = getattr(self, field.name)
+            if field.name not in needless and value != field.default:
+                raise ValueError(
+                    f"{field.name} is {value}, but with critics = 0 nothing is valued: leave it out"
+                )
 
 
 class OfflineLossConfig(CriticLossConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rlinf_async.backends.base import OffloadedError
 from rlinf_async.backends.fsdp.sac import SacBatch, SacModel, SacTrainer, fused_sac
 from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.backends.sac_config import (
@@ -129,6 +131,28 @@ def test_updates_are_those_of_autograd(sac: dict[str, Any]) -> None:
         found, wanted = ours.step(transitions), theirs.step(transitions)
         assert found.metrics == pytest.approx(wanted.metrics, rel=1e-5, abs=1e-5)
         np.testing.assert_allclose(found.error, wanted.error, rtol=1e-5, atol=1e-5)
+    for name, value in parameters(theirs).items():
+        torch.testing.assert_close(parameters(ours)[name], value, rtol=1e-5, atol=1e-5)
+
+
+def test_it_goes_on_with_the_weights_that_there_are(tmp_path: Path) -> None:
+    """After a checkpoint was read, the model was moved, and the optimizer began anew."""
+    ours, theirs = (trainer(SacLossConfig(fused=fused)) for fused in (True, False))
+    for one, name in ((ours, "ours"), (theirs, "theirs")):
+        one.step(batch())
+        one.save_checkpoint(tmp_path / name)
+        one.step(batch(1))
+        one.load_checkpoint(tmp_path / name)
+        one.step(batch(2))
+        one.manager.offload_param_and_grad()
+        one.manager.offload_optimizer()
+        with pytest.raises(OffloadedError):
+            one.step(batch(3))
+        one.manager.load_param_and_grad()
+        one.manager.load_optimizer()
+        one.step(batch(3))
+        one.manager.restart_optimizer()
+        one.step(batch(4))
     for name, value in parameters(theirs).items():
         torch.testing.assert_close(parameters(ours)[name], value, rtol=1e-5, atol=1e-5)
 

@@ -220,7 +220,8 @@ def test_the_critics_alone_are_trained_between_steps_of_the_policy(tmp_path: Pat
         ({"policy_every": 0}, "policy_every is 0; it must be at least 1"),
         ({"critics": 0, "cloning": 0.9}, "critics is 0; it must be at least 1: only a policy that"),
         ({"critics": 0, "cloning": 1.0, "policy_every": 2}, "policy_every is 2, but with critics"),
-        ({"critics": 0, "cloning": 1.0, "target_critics": 1}, "there are critics = 0: take"),
+        ({"critics": 0, "cloning": 1.0, "target_critics": 1}, "target_critics is 1, but with crit"),
+        ({"critics": 0, "cloning": 1.0, "tau": 0.1}, "tau is 0.1, but with critics = 0 nothing is"),
     ],
 )
 def test_numbers_that_cannot_be_are_named(wrong: dict[str, float], said: str) -> None:
@@ -271,6 +272,18 @@ def test_without_critics_it_clones_as_it_does_beside_them_and_says_nothing_of_va
             assert done.metrics[name] == with_values.metrics[name]
     for name, value in parameters(alone).items():
         torch.testing.assert_close(value, parameters(beside)[name], rtol=0, atol=0)
+
+
+def test_without_critics_a_batch_in_which_nobody_shows_anything_changes_nothing() -> None:
+    alone = trainer(SacLossConfig(cloning=1.0, critics=0))
+    before = parameters(alone)
+    for unseen in (batch(), cloned(0)):
+        if unseen.demonstrated is not None:  # a share of the whole batch that has none
+            unseen.index = np.arange(len(unseen.index))
+        assert alone.step(unseen).metrics["policy_loss"] == 0.0
+    for name, value in parameters(alone).items():
+        if name.startswith("policy.actor."):
+            torch.testing.assert_close(value, before[name], rtol=0, atol=0)
 
 
 def test_a_share_of_cloning_is_a_share_of_the_loss_and_nothing_is_cloned_of_nobody() -> None:

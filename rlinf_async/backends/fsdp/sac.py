@@ -379,9 +379,9 @@ def cloning_loss(policy: Any, seen: Tensor, batch: SacBatch) -> Tensor:
 
     HG-DAgger (Kelly et al. 2019) where these grow by what a person does.
     """
-    if batch.demonstrated is None:
-        return seen.new_zeros(())
     cloned: Tensor = policy.cloned(seen, batch.action)
+    if batch.demonstrated is None:
+        return (0.0 * cloned).mean()  # with gradients, of 0: nothing else may have any
     return -(cloned * batch.demonstrated).mean()
 
 

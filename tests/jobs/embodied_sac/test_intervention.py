@@ -205,6 +205,13 @@ def test_what_a_person_only_says_is_cloned_and_not_executed(job: Job, critics: i
     job.check_books(6)
 
 
+def test_a_person_who_never_acts_leaves_a_policy_without_critics_as_it_is(job: Job) -> None:
+    alone = ("--actor.sac.cloning", 1.0, "--actor.sac.critics", 0)
+    job.succeed("--intervention.person", f"{__name__}:says_nothing", *alone, *FOUR)
+    job.check_books(4)
+    assert {float(row["policy_loss"] or 0.0) for row in job.iterations} == {0.0}
+
+
 def test_a_policy_without_critics_has_their_columns_no_more_and_others_begin_with_it(
     job: Job,
 ) -> None:
@@ -332,6 +339,10 @@ def test_a_killed_run_goes_on_with_what_the_person_has_done(job: Job, start_driv
         ),
         ((*PERSON, "--replay.demonstrated_share", 0.01), "0.01 of a batch of 16 are 0"),
         ((*PERSON, "--actor.sac.critics", 0), "critics is 0; it must be at least 1: only a policy"),
+        (
+            (*PERSON, "--actor.sac.critics", 0, "--actor.sac.cloning", 1.0, "--replay.n_step", 3),
+            "replay.n_step: 3, but with actor.sac.critics = 0 nothing learns from returns",
+        ),
         (
             (
                 *(*PERSON, "--actor.sac.critics", 0, "--actor.sac.cloning", 1.0),

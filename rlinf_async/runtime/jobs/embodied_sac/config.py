@@ -235,6 +235,11 @@ def check_sizes(config: SacConfig) -> None:
             "by: take 'uniform'",
             path=("replay", "sampling"),
         )
+    if n_step > 1 and not config.actor.sac.critics:
+        raise ConfigError(
+            f"{n_step}, but with actor.sac.critics = 0 nothing learns from returns: leave it out",
+            path=("replay", "n_step"),
+        )
     check_ranks(config)
     _check_said(config)
     _check_share(config)
