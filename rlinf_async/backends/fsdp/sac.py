@@ -115,7 +115,7 @@ class SacLosses(NamedTuple):
 
 class Critics(nn.Module):
     """``E`` MLPs of features and an action, ReLU between the layers, in one multiplication; of none
-    there are no parameters.
+    there is the head alone.
 
     Where actions are choices, ``action`` is None: the values are those of every choice, ``[E, N,
     A]``.
