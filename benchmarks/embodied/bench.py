@@ -154,7 +154,7 @@ BENCH = Bench(
         ),
     ),
     bars=(
-        _faster("HalfCheetah, Stable-Baselines3", CHEETAH, CHEETAH_SB3, 1.5),
+        _faster("HalfCheetah, Stable-Baselines3", CHEETAH, CHEETAH_SB3, 2.0),
         _faster("HalfCheetah, overlapped, Stable-Baselines3", OVERLAPPED, CHEETAH_SB3, 2.0),
         _as_good("HalfCheetah", CHEETAH),
         _as_good("HalfCheetah, overlapped", OVERLAPPED),
