@@ -7,44 +7,25 @@
     weights ---> |            <-----Actions------                     |
                  +----------------------------------------------------+
 
-The two workers are the same classes as in two processes, and their channels are as typed and
-bounded; but an item between them is passed by reference, which saves some hundred microseconds for
-each. That is worth it where a step costs less than that (MuJoCo locomotion: 0.07 ms), and not where
-a step is long enough to overlap with the policy.
+The two workers are the same classes as in two processes, with the same questions and answers; but
+a question is a call, which saves some hundred microseconds each way. That is worth it where a step
+costs less than that (MuJoCo locomotion: 0.07 ms), and not where a step is long enough to overlap
+with the policy.
 
 Both die together; the ticket is delivered again to the restarted worker.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, ClassVar
 
-import msgspec
-
-from rlinf_async.channels import Channel, LatestReceiver, Receiver, Sender
-from rlinf_async.messages.embodied import (
-    Actions,
-    Collect,
-    Intervention,
-    Observations,
-    Proposal,
-    Trajectory,
-)
+from rlinf_async.channels import LatestReceiver, Receiver, Sender
+from rlinf_async.messages.embodied import Collect, Intervention, Proposal, Trajectory
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.workers.base import Worker, make
 from rlinf_async.workers.env import EnvConfig, EvaluatedEpisode
 from rlinf_async.workers.env.worker import EnvReport, EnvWorker, EvaluationPlan
 from rlinf_async.workers.rollout.policy import RolloutConfig, RolloutWorker
-
-
-class _Between(msgspec.Struct):
-    """The channels between the two workers."""
-
-    observations: Channel[Observations]
-    actions: Channel[Actions]
 
 
 class CollocatedEnvWorker(Worker):
@@ -58,6 +39,9 @@ class CollocatedEnvWorker(Worker):
         person_seconds: how long a step waits for a person; None: nobody is asked.
     """
 
+    rollout_type: ClassVar[type[RolloutWorker]] = RolloutWorker
+    """the class of the worker that answers; a subclass may bring its own"""
+
     def __init__(
         self,
         env: EnvConfig,
@@ -68,10 +52,9 @@ class CollocatedEnvWorker(Worker):
         person_seconds: float | None = None,
     ) -> None:
         own = self._context
-        self._stages = env.stages + 1  # one more for the evaluation
         options = {"actor_ranks": actor_ranks, "person_seconds": person_seconds}
         self._env = make(EnvWorker, own, (env,), options)
-        self._rollout = make(RolloutWorker, own, (policy, rollout), {})
+        self._rollout = make(self.rollout_type, own, (policy, rollout), {})
 
     async def setup(self) -> None:
         """The policy first: where it cannot be made, no environment is open."""
@@ -94,9 +77,10 @@ class CollocatedEnvWorker(Worker):
         interventions: Receiver[Intervention] | None = None,
     ) -> EnvReport:
         """Collect for the tickets under this rank's key until they end. See `EnvWorker.collect`."""
-        async with self._serving(weights) as between:
-            policy = between.observations.sender, between.actions.receiver
-            return await self._env.collect(tickets, *policy, trajectories, proposals, interventions)
+        async with self._rollout.following(weights):
+            return await self._env.collect_with(
+                self._rollout.answer, tickets, trajectories, proposals, interventions
+            )
 
     async def evaluate(
         self,
@@ -105,27 +89,5 @@ class CollocatedEnvWorker(Worker):
         evaluated: Sender[EvaluatedEpisode] | None = None,
     ) -> list[EvaluatedEpisode]:
         """Run this rank's share of the plan's episodes. See `EnvWorker.evaluate`."""
-        async with self._serving(weights) as between:
-            return await self._env.evaluate(
-                plan, between.observations.sender, between.actions.receiver, evaluated
-            )
-
-    @asynccontextmanager
-    async def _serving(self, weights: LatestReceiver[WeightUpdate]) -> AsyncIterator[_Between]:
-        """Serve the policy while the block runs; its failure is raised as it is."""
-        between = _Between(
-            Channel(Observations, name=f"{self.name} observations", capacity=self._stages),
-            Channel(Actions, name=f"{self.name} actions", capacity=2),
-        )
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(
-                    self._rollout.serve(
-                        between.observations.receiver, between.actions.sender, weights
-                    )
-                )
-                yield between
-                between.observations.close()
-        except BaseExceptionGroup as failures:
-            first = failures.exceptions[0]
-            raise first from first.__cause__
+        async with self._rollout.following(weights):
+            return await self._env.evaluate_with(self._rollout.answer, plan, evaluated)

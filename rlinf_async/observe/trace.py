@@ -252,11 +252,13 @@ class Meter:
                 kind.change(0, self.clock())
                 kind.capacity = capacity
 
-    @contextmanager
-    def batch(self, name: str, size: float) -> Iterator[None]:
-        """Measure the block as the work on ``size`` rows or items at once."""
-        began = self.clock()
-        yield
+    def batch(self, name: str, size: float) -> _Batch:
+        """A context manager that measures its block as the work on ``size`` rows or items at once;
+        not one that raises."""
+        return _Batch(self, name, size)
+
+    def add(self, name: str, size: float, began: int) -> None:
+        """Note work on ``size`` rows or items, which ends now."""
         seconds = (self.clock() - began) / 1e9
         with self._lock:
             self._kind(name, began).add(size, size, seconds)
@@ -300,6 +302,27 @@ class Meter:
             together = None if is_waiting(name) else self._everything
             found = self._kinds.setdefault(name, _Kind(name, at, together))
         return found
+
+
+class _Batch:
+    """Work on several rows. No generator: it stands in every forward pass."""
+
+    __slots__ = ("_began", "_meter", "_name", "_size")
+
+    def __init__(self, meter: Meter, name: str, size: float) -> None:
+        self._meter, self._name, self._size = meter, name, size
+
+    def __enter__(self) -> None:
+        self._began = self._meter.clock()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self._meter.add(self._name, self._size, self._began)
 
 
 class Piece:

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import msgspec
+import numpy as np
 import pytest
 
 import rlinf_async as ra
+from rlinf_async.backends.base import PolicyAnswer, PolicyBackend, PolicyOutputError
 from rlinf_async.backends.policies.config import PolicyConfig
+from rlinf_async.messages.embodied import Collect
+from rlinf_async.testing import explore, nothing_left_waiting, wait_all_blocked
 from rlinf_async.workers.collocated import CollocatedEnvWorker
-from rlinf_async.workers.env import EnvConfig
-from tests.workers.env.toy import Counting
+from rlinf_async.workers.env import EnvConfig, EnvReport
+from rlinf_async.workers.env.worker import EvaluationPlan
+from rlinf_async.workers.rollout.policy import WeightsEnded
+from tests.workers.env.toy import (
+    Channels,
+    Counting,
+    ToyPolicy,
+    ToyRollout,
+    by_hand,
+    counting,
+    weights,
+)
 
 
 class Open(Counting):
@@ -45,3 +60,132 @@ async def test_environments_are_closed_at_the_end(loop_kind: str) -> None:
         await cluster.launch(CollocatedEnvWorker, ENV, right)
         assert Open.count > 0
     assert Open.count == 0
+
+
+class Toy(CollocatedEnvWorker):
+    """Answers by `ToyPolicy`."""
+
+    rollout_type = ToyRollout
+
+
+class BrokenRollout(ToyRollout):
+    """Its policy returns NaN as values."""
+
+    def make_policy(self) -> PolicyBackend:
+        return Broken()
+
+
+class Broken(ToyPolicy):
+    def act(self, observation: Any) -> PolicyAnswer:
+        return super().act(observation)._replace(value=np.full(len(observation), np.nan))
+
+
+class BrokenToy(CollocatedEnvWorker):
+    rollout_type = BrokenRollout
+
+
+def start(
+    envs: ra.WorkerGroup[CollocatedEnvWorker], channels: Channels
+) -> ra.GroupCall[list[EnvReport]]:
+    return envs.call(
+        CollocatedEnvWorker.collect,
+        channels.tickets.receiver,
+        channels.trajectories.sender,
+        channels.weights.receiver,
+    )
+
+
+def tickets(*steps: int, min_version: int = 0) -> list[Collect]:
+    return [Collect(iteration=n, steps=s, min_version=min_version) for n, s in enumerate(steps)]
+
+
+def test_a_trajectory_is_what_stepping_by_hand_gives_under_every_schedule() -> None:
+    async def body() -> None:
+        async with ra.Cluster.local() as cluster:
+            channels = Channels(cluster)
+            envs = await cluster.launch(Toy, counting(envs=4, stages=2), None)
+            collecting = start(envs, channels)
+            await channels.weights.sender.publish(weights(3))
+            await channels.issue(tickets(7, 4, 6))
+            [report] = await collecting
+            collected = channels.collected()
+            assert [(one.iteration, one.stage) for one in collected] == [
+                (iteration, stage) for iteration in range(3) for stage in range(2)
+            ]
+            for stage in range(2):
+                expected = by_hand(2, tickets(7, 4, 6), version=3)
+                for trajectory, wanted in zip(collected[stage::2], expected, strict=True):
+                    for name, value in wanted.items():
+                        np.testing.assert_array_equal(getattr(trajectory, name), value, name)
+            assert report == EnvReport(tickets=3, env_steps=17 * 4, episodes=6 * 4)
+            nothing_left_waiting(channels.tickets)
+
+    explore(body, seeds=range(40))
+
+
+async def test_a_question_waits_for_its_weights_whatever_ends_meanwhile() -> None:
+    """An evaluation follows the weights too, and its end is not theirs."""
+    async with ra.Cluster.local() as cluster:
+        channels = Channels(cluster)
+        envs = await cluster.launch(Toy, counting(envs=2, stages=1), None)
+        await channels.weights.sender.publish(weights(0))
+        collecting = start(envs, channels)
+        await channels.issue(tickets(4, min_version=1))
+        await wait_all_blocked()
+        plan = EvaluationPlan(episodes=2, min_version=0)
+        [episodes] = await envs.call(
+            CollocatedEnvWorker.evaluate, plan, channels.weights.receiver
+        )
+        assert [one.version for one in episodes] == [0, 0]
+        await wait_all_blocked()
+        assert not collecting.done() and not channels.collected()
+        await channels.weights.sender.publish(weights(1))
+        await collecting
+        [trajectory] = channels.collected()
+        assert trajectory.version.tolist() == [1, 1, 1, 1]
+
+
+async def test_weights_that_will_not_come_are_an_error() -> None:
+    async with ra.Cluster.local() as cluster:
+        channels = Channels(cluster)
+        envs = await cluster.launch(Toy, counting(envs=2, stages=1), None)
+        await channels.weights.sender.publish(weights(0))
+        collecting = start(envs, channels)
+        await channels.issue(tickets(4, min_version=1))
+        channels.weights.sender.close()
+        with pytest.raises(ra.WorkerError, match="version 1 are asked for") as got:
+            await collecting
+        assert isinstance(got.value.__cause__, WeightsEnded)
+
+
+async def test_a_policy_that_returns_nan_is_named_with_its_version() -> None:
+    async with ra.Cluster.local() as cluster:
+        channels = Channels(cluster)
+        envs = await cluster.launch(BrokenToy, counting(envs=2, stages=1), None)
+        await channels.weights.sender.publish(weights(4))
+        collecting = start(envs, channels)
+        await channels.issue(tickets(4))
+        with pytest.raises(ra.WorkerError, match="version 4, returned 'value'") as got:
+            await collecting
+        assert isinstance(got.value.__cause__, PolicyOutputError)
+
+
+async def test_a_damaged_update_ends_a_collection_that_waits_for_tickets() -> None:
+    from rlinf_async.backends.policies.mlp import MlpGaussianPolicy
+    from rlinf_async.weights.pack import pack
+
+    config = PolicyConfig(observation_size=2, action_size=1)
+    update = pack(dict(MlpGaussianPolicy(config).state_dict()), 0, 1 << 20)
+    async with ra.Cluster.local() as cluster:
+        channels = Channels(cluster)
+        envs = await cluster.launch(CollocatedEnvWorker, counting(envs=2, stages=1), config)
+        await channels.weights.sender.publish(update)
+        collecting = start(envs, channels)
+        with channels.tickets.sender as sender:
+            await sender.put(tickets(3)[0], key=0)
+            await channels.trajectories.receiver.get(key=0)
+            damaged = msgspec.structs.replace(update, version=1, checksum=update.checksum ^ 1)
+            await channels.weights.sender.publish(damaged)
+            with pytest.raises(ra.WorkerError, match="checksum") as got:
+                await collecting
+        assert type(got.value.__cause__).__name__ == "WeightsDamaged"

@@ -22,9 +22,7 @@ Exactly once: a ticket is acknowledged when the trajectories of all its stages a
 that dies or is cancelled before leaves it to the next, which collects all stages again; the actor
 knows a trajectory that comes twice by its iteration, env rank, stage and epoch.
 
-Invariant: `Conversation.ask` returns the answer to its own question. A rollout worker that died
-after it had answered leaves a second answer to the same question, and a stage that was restarted or
-cancelled leaves one to a question that is not open any more: both are dropped, and counted.
+A question gets its own answer, whichever rollout worker died meanwhile: see `asking`.
 """
 
 from __future__ import annotations
@@ -53,11 +51,11 @@ from rlinf_async.messages.embodied import (
     Proposal,
     Trajectory,
     samples_of,
-    stage_key,
 )
 from rlinf_async.messages.spaces import EnvSpec, ObservationArray
 from rlinf_async.workers.base import Worker, task_group
-from rlinf_async.workers.env.config import EnvConfig, RolloutGone, env_seed, episode_seed
+from rlinf_async.workers.env.asking import Answering, Conversation, OverChannels
+from rlinf_async.workers.env.config import EnvConfig, env_seed, episode_seed
 from rlinf_async.workers.env.evaluation import (
     BatchedEvaluation,
     EvaluatedEpisode,
@@ -226,68 +224,6 @@ class Environments:
         )
 
 
-class Conversation:
-    """Asks under the key of one stage; evaluation has the number after the last stage."""
-
-    def __init__(self, env_rank: int, stage: int, incarnation: int) -> None:
-        self._env_rank = env_rank
-        self._stage = stage
-        self._incarnation = incarnation
-        self._key = stage_key(env_rank, stage)
-        self._sequence = 0
-        self.dropped = 0
-        """answers to other questions than the open one"""
-
-    async def ask(
-        self,
-        observations: Sender[Observations],
-        actions: Receiver[Actions],
-        observation: ObservationArray,
-        *,
-        min_version: int,
-        final_observation: ObservationArray | None = None,
-        value_only: bool = False,
-        deterministic: bool = False,
-        memory: Floats | None = None,
-        final_memory: Floats | None = None,
-    ) -> Actions:
-        """Ask about ``observation [E, D]`` and wait for the answer.
-
-        Raises:
-            RolloutGone: the channel of answers has ended.
-        """
-        self._sequence += 1
-        question = Observations(
-            env_rank=self._env_rank,
-            stage=self._stage,
-            incarnation=self._incarnation,
-            sequence=self._sequence,
-            observation=observation,
-            min_version=min_version,
-            value_only=value_only,
-            final_observation=final_observation,
-            deterministic=deterministic,
-            memory=memory,
-            final_memory=final_memory,
-        )
-        await observations.put(question, weight=len(observation))
-        while not self._fits(answer := await self._next(actions)):
-            self.dropped += 1
-        return answer
-
-    def _fits(self, answer: Actions) -> bool:
-        return answer.sequence == self._sequence and answer.incarnation == self._incarnation
-
-    async def _next(self, actions: Receiver[Actions]) -> Actions:
-        try:
-            return await actions.get(key=self._key)
-        except EndOfChannel as error:
-            raise RolloutGone(
-                f"channel {actions.channel_name!r} has ended while stage {self._key} waits for its "
-                "actions: the rollout workers must go on until the env workers are done"
-            ) from error
-
-
 Made = TypeVar("Made")
 
 
@@ -420,19 +356,33 @@ class EnvWorker(Worker):
             EnvError: the policy's actions do not fit the environment.
             RolloutGone: the answers ended before the tickets.
         """
+        answering = OverChannels(observations, actions)
+        report = await self.collect_with(
+            answering, tickets, trajectories, proposals, interventions
+        )
+        report.dropped_answers = answering.dropped
+        return report
+
+    async def collect_with(
+        self,
+        answering: Answering,
+        tickets: Receiver[Collect],
+        trajectories: Sender[Trajectory],
+        proposals: Sender[Proposal] | None = None,
+        interventions: Receiver[Intervention] | None = None,
+    ) -> EnvReport:
+        """Collect as `collect` does, with whoever answers; raises what that does, too."""
         report = EnvReport()
         if proposals is not None and interventions is not None:
             if not self._attentions:
                 raise ValueError("a person is to be asked, but person_seconds is None")
             self._person = proposals, interventions
-        dropped = sum(one.dropped for one in self._conversations)
         try:
-            while await self._collect_next(tickets, observations, actions, trajectories, report):
+            while await self._collect_next(tickets, answering, trajectories, report):
                 pass
         finally:
             for attention in self._attentions:
                 attention.close()
-        report.dropped_answers = sum(one.dropped for one in self._conversations) - dropped
         return report
 
     async def evaluate(
@@ -451,6 +401,15 @@ class EnvWorker(Worker):
 
         Raises: as `collect`.
         """
+        return await self.evaluate_with(OverChannels(observations, actions), plan, evaluated)
+
+    async def evaluate_with(
+        self,
+        answering: Answering,
+        plan: EvaluationPlan,
+        evaluated: Sender[EvaluatedEpisode] | None = None,
+    ) -> list[EvaluatedEpisode]:
+        """Evaluate as `evaluate` does, with whoever answers; raises what that does, too."""
         mine = range(self.rank, plan.episodes, self.world_size)
         failed = self._failed(mine, plan)
         done = failed_episodes(failed, plan.min_version)
@@ -462,7 +421,7 @@ class EnvWorker(Worker):
             return done
         envs, pace = self._played(plan), self._pace if plan.env is None else self._other_pace
         run = await pace.run("make envs", envs.evaluation, left, plan.seed)
-        ask = partial(self._evaluating.ask, observations, actions)
+        ask = partial(self._evaluating.ask, answering)
         while await pace.run("reset", run.begin):
             answer = await ask(
                 run.observation,
@@ -500,8 +459,7 @@ class EnvWorker(Worker):
     async def _collect_next(
         self,
         tickets: Receiver[Collect],
-        observations: Sender[Observations],
-        actions: Receiver[Actions],
+        answering: Answering,
         trajectories: Sender[Trajectory],
         report: EnvReport,
     ) -> bool:
@@ -510,7 +468,7 @@ class EnvWorker(Worker):
             async with tickets.lease(key=self.rank) as batch:
                 ticket = batch[0]
                 made = await _all(
-                    self._collect_epochs(ticket, stage, observations, actions)
+                    self._collect_epochs(ticket, stage, answering)
                     for stage in range(self.config.stages)
                 )
                 for trajectory in chain.from_iterable(made):
@@ -525,25 +483,16 @@ class EnvWorker(Worker):
         return True
 
     async def _collect_epochs(
-        self,
-        ticket: Collect,
-        number: int,
-        observations: Sender[Observations],
-        actions: Receiver[Actions],
+        self, ticket: Collect, number: int, answering: Answering
     ) -> list[Trajectory]:
         """One trajectory of the stage for each epoch of the ticket, one after the other."""
         return [
-            await self._collect_stage(ticket, epoch, number, observations, actions)
+            await self._collect_stage(ticket, epoch, number, answering)
             for epoch in range(ticket.epochs)
         ]
 
     async def _collect_stage(
-        self,
-        ticket: Collect,
-        epoch: int,
-        number: int,
-        observations: Sender[Observations],
-        actions: Receiver[Actions],
+        self, ticket: Collect, epoch: int, number: int, answering: Answering
     ) -> Trajectory:
         stage = self._stages[number]
         if self._person is not None and not ticket.transitions:
@@ -552,7 +501,7 @@ class EnvWorker(Worker):
                 "policy's own actions would take those of the person for draws of the policy"
             )
         ask = partial(
-            self._conversations[number].ask, observations, actions, min_version=ticket.min_version
+            self._conversations[number].ask, answering, min_version=ticket.min_version
         )
         if ticket.level is not None:
             stage.take_level(ticket.level)

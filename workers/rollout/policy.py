@@ -23,10 +23,18 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import groupby
-from typing import Any, TypeGuard
+from typing import Any, Final, TypeGuard
 
 import msgspec
 import numpy as np
@@ -53,6 +61,9 @@ from rlinf_async.messages.spaces import ObservationArray, all_finite
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.workers.base import Worker, task_group
 from rlinf_async.workers.host import Pace
+
+TURN: Final = 8
+"""questions of the same process after which all else in it has a turn: some milliseconds"""
 
 Answered = list[tuple[Observations, Actions]]
 """Each question with its answer."""
@@ -236,6 +247,8 @@ class FollowedWeights:
         self._askers = askers
         self._waiting: list[WaitFuture] = []
         self._ended = False
+        self._following = 0
+        """how many `follow` are under way: those of a collection and an evaluation may be at once"""
         self.loads = 0
         """weight updates that were applied"""
         self.interrupted: frozenset[str] = frozenset()
@@ -255,6 +268,7 @@ class FollowedWeights:
         Raises what ``load`` raises: `WeightsError` for a damaged update.
         """
         self.begin()
+        self._following += 1
         seen = 0  # not what the receiver has seen: another rank of this process may hold it too
         try:
             while True:
@@ -264,8 +278,10 @@ class FollowedWeights:
         except EndOfChannel:
             pass  # the loaded weights still serve
         finally:
-            self._ended = True
-            self.wake()
+            self._following -= 1
+            if not self._following:
+                self._ended = True
+                self.wake()
 
     def loaded(self) -> None:
         """Count an update that was applied, and wake those that wait for its version."""
@@ -339,6 +355,7 @@ class RolloutWorker(Worker):
         self._policy_config = policy
         self._backend_name = backend
         self._pace = Pace(self)
+        self._until_turn = TURN
 
     @classmethod
     def slow_imports(cls, arguments: Mapping[str, Any]) -> Sequence[str]:
@@ -379,15 +396,40 @@ class RolloutWorker(Worker):
         """
         report = RolloutReport()
         loads = self._weights.loads
-        async with task_group() as group:
-            following = group.create_task(self._weights.follow(weights, self._load))
-            async with asyncio.TaskGroup() as aside:
-                while await self._serve_next(observations, actions, aside, report):
-                    pass
-            following.cancel()
+        async with self.following(weights), asyncio.TaskGroup() as aside:
+            while await self._serve_next(observations, actions, aside, report):
+                pass
         report.weight_updates = self._weights.loads - loads
         report.version = self._policy.version
         return report
+
+    @asynccontextmanager
+    async def following(self, weights: LatestReceiver[WeightUpdate]) -> AsyncIterator[None]:
+        """Load newer weights while the block runs.
+
+        Raises:
+            WeightsError: an update was damaged or does not fit the policy.
+        """
+        async with task_group() as group:
+            self._weights.begin()  # a question may be there before the task has begun
+            following = group.create_task(self._weights.follow(weights, self._load))
+            yield
+            following.cancel()
+
+    async def answer(self, question: Observations) -> Actions:
+        """Answer a question of this process, within `following`.
+
+        Raises:
+            PolicyOutputError: the policy returned NaN or infinity.
+            WeightsEnded: the weights that the question asks for will not come.
+        """
+        await self._weights.reach(question.min_version)
+        [(_, answer)] = await self._forward([question])
+        self._until_turn -= 1
+        if not self._until_turn:  # what else is due in this process: so far nothing need have waited
+            self._until_turn = TURN
+            await asyncio.sleep(0)
+        return answer
 
     async def _load(self, update: WeightUpdate) -> None:
         await self._pace.run("load weights", self._policy.load, update)
@@ -435,10 +477,7 @@ class RolloutWorker(Worker):
     async def _answer(
         self, questions: list[Observations], actions: Sender[Actions], report: RolloutReport
     ) -> None:
-        rows = sum(len(question.observation) for question in questions)
-        with self.meter.batch("forward", rows):
-            answered = await self._pace.run("forward", answer_all, self._policy, questions)
-        for question, answer in answered:
+        for question, answer in await self._forward(questions):
             try:
                 await actions.put(answer, key=stage_key(question.env_rank, question.stage))
             except NoReceivers:  # a question that was delivered again, after the env worker left
@@ -446,6 +485,11 @@ class RolloutWorker(Worker):
             report.observations += len(question.observation)
         report.questions += len(questions)
         report.forwards += 1
+
+    async def _forward(self, questions: list[Observations]) -> Answered:
+        rows = sum(len(question.observation) for question in questions)
+        with self.meter.batch("forward", rows):
+            return await self._pace.run("forward", answer_all, self._policy, questions)
 
 
 def _need(question: Observations) -> int:

@@ -221,6 +221,7 @@ class ArrayGaussian:
         self._policy = policy
         self._actor, self._critic = ArrayMlp(policy.actor), ArrayMlp(policy.critic)
         self._log_std: Floats = policy.log_std.detach().numpy()
+        self._noise = torch.empty(0, self._log_std.size)
 
     @classmethod
     def of(cls, policy: nn.Module, device: torch.device) -> ArrayGaussian | None:
@@ -235,7 +236,9 @@ class ArrayGaussian:
         normalized = self._policy.observation_normalizer.of_array(seen)
         mean = self._actor(normalized)
         value = self._critic(normalized)[:, 0]
-        noise: Floats = torch.randn(mean.shape, generator=generator).numpy()
+        if len(self._noise) != len(mean):
+            self._noise = torch.empty(mean.shape)
+        noise: Floats = self._noise.normal_(generator=generator).numpy()
         action = noise * np.exp(self._log_std)
         action += mean
         # (action - mean) / deviation is the noise again.
