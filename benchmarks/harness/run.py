@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 import psutil
 
+from benchmarks.harness.cores import cores_there
 from benchmarks.harness.model import Absence, Bench, Case, CommandOutput, Gap, Results, Sample
 from benchmarks.harness.peers import PeerMissing, PeerStore
 from rlinf_async.config.registry import UsageError, nearest
@@ -31,6 +32,8 @@ _TAIL = 400
 """characters of the end of a failed command's output that are shown"""
 SKIPPED = 77
 """Exit code of a command that cannot run on this machine; the end of its output says why."""
+CORES = "cores"
+"""metric of a case on several cores: the work that they did beside each other, in cores"""
 _GRACE = 10.0
 """seconds between asking a command to stop and killing it"""
 _DYING = 60.0
@@ -197,7 +200,7 @@ def measure(
                 continue
             say(f"{case.name} ({repetition + 1} of {repetitions})")
             try:
-                sample = run_case(case, python=pythons[case.name], here=here, repetition=repetition)
+                sample = _run(case, python=pythons[case.name], here=here, repetition=repetition)
             except CaseSkipped as skipped:
                 results.drop(case.name, Gap(Absence.SKIPPED, str(skipped)))
             except CaseFailed as error:
@@ -205,6 +208,15 @@ def measure(
             else:
                 results.add(case.name, sample)
     return results
+
+
+def _run(case: Case, *, python: str, here: pathlib.Path, repetition: int) -> Sample:
+    """`run_case`, and how many of its cores were there, before and after it."""
+    before = cores_there(case.cores) if case.cores > 1 else 1.0
+    sample = run_case(case, python=python, here=here, repetition=repetition)
+    if case.cores > 1:
+        sample[CORES] = (before + cores_there(case.cores)) / 2
+    return sample
 
 
 def _interpreters(

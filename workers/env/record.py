@@ -64,6 +64,7 @@ class Record:
         """steps that all environments have taken together"""
         self._steps = np.zeros(envs, np.int64)
         """``[E]``: steps that each has taken, where some get ready before others"""
+        self._apart = False
         self._cut: list[_Cut] = []
         self._terminal: list[_Cut] = []
         """those that terminated"""
@@ -91,7 +92,9 @@ class Record:
     @property
     def full(self) -> bool:
         """Whether every environment has taken its steps."""
-        return self._step == self._length or int(self._steps.min()) == self._length
+        if not self._apart:
+            return self._step == self._length
+        return int(self._steps.min()) == self._length
 
     def unfinished(self, rows: Ints | None) -> Ints | None:
         """Return the environments of ``rows`` that have steps to take; None: all of the stage."""
@@ -180,6 +183,7 @@ class Record:
             self._step += 1
         else:
             self._steps[outcome.rows] += 1
+            self._apart = True
 
     def finish(self, answer: Actions) -> Trajectory:
         """Record the last answer, which has values only, and return the trajectory."""

@@ -44,6 +44,7 @@ from rlinf_async.backends.checkpoint.collectives import Counters
 from rlinf_async.backends.checkpoint.writing import CheckpointWriter, ModelFiles
 from rlinf_async.backends.fsdp import beginning, checkpoint
 from rlinf_async.backends.fsdp import sharding as offload
+from rlinf_async.backends.fsdp.adamw import PlainAdamW
 from rlinf_async.backends.fsdp.checkpoint import LossScaler, parameter_groups
 from rlinf_async.backends.fsdp.config import FSDPConfig, ShardingConfig
 from rlinf_async.backends.fsdp.sharding import (
@@ -383,7 +384,8 @@ class FSDPModelManager:
         groups = parameter_groups(
             model, self._value_names, config, freeze_rest=enable_critic_warmup
         )
-        return torch.optim.AdamW(
+        made = PlainAdamW if PlainAdamW.covers(model) else torch.optim.AdamW
+        return made(
             groups, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
         )
 

@@ -222,6 +222,7 @@ class ArrayGaussian:
         self._actor, self._critic = ArrayMlp(policy.actor), ArrayMlp(policy.critic)
         self._log_std: Floats = policy.log_std.detach().numpy()
         self._noise = torch.empty(0, self._log_std.size)
+        self._drawn: Floats = self._noise.numpy()
 
     @classmethod
     def of(cls, policy: nn.Module, device: torch.device) -> ArrayGaussian | None:
@@ -236,14 +237,17 @@ class ArrayGaussian:
         normalized = self._policy.observation_normalizer.of_array(seen)
         mean = self._actor(normalized)
         value = self._critic(normalized)[:, 0]
-        if len(self._noise) != len(mean):
+        if len(self._drawn) != len(mean):
             self._noise = torch.empty(mean.shape)
-        noise: Floats = self._noise.normal_(generator=generator).numpy()
+            self._drawn = self._noise.numpy()
+        self._noise.normal_(generator=generator)
+        noise = self._drawn
         action = noise * np.exp(self._log_std)
         action += mean
         # (action - mean) / deviation is the noise again.
-        log_prob: Floats = np.float32(-0.5) * np.square(noise, out=noise).sum(1)
-        log_prob -= np.float32(self._log_std.sum() + HALF_LOG_TWO_PI * self._log_std.size)
+        log_prob: Floats = np.float32(-0.5) * np.add.reduce(np.square(noise, out=noise), 1)
+        log_scale = np.add.reduce(self._log_std) + HALF_LOG_TWO_PI * self._log_std.size
+        log_prob -= np.float32(log_scale)
         # A log-prob is finite where its action is.
         if not (all_finite(action) and all_finite(value)):
             self._policy.require_finite(
