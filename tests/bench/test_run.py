@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import pathlib
 from typing import Any
 
 import pytest
 
 from benchmarks.harness import Bench, Case, PeerSoftware
+from benchmarks.harness.cores import cores_there
 from benchmarks.harness.peers import PeerStore
 from benchmarks.harness.report import run_bench
 from tests.bench.conftest import printing, versus
@@ -154,3 +156,22 @@ def test_a_case_is_pinned_and_told_how_many_threads_to_use(run: Runner) -> None:
     case = Case("ours", ("{python}", "-c", program), cores=1, threads=2)
     _, _, report = run(versus(case, printing("theirs", SLOW)))
     assert report["cases"]["ours"]["medians"] == {"rate": 2.0, "cores": 1.0}
+
+
+def test_a_case_on_several_cores_says_how_many_were_there(
+    run: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a shared machine the second core comes and goes: before a run, and after it."""
+    there = iter([2.0, 1.0])
+    monkeypatch.setattr("benchmarks.harness.run.cores_there", lambda _: next(there))
+    both = dataclasses.replace(printing("both", FAST), cores=2)
+    cases = (both, printing("one", FAST))
+    _, printed, report = run(Bench("small", "a small bench", cases=cases, bars=(), repetitions=1))
+    assert report["cases"]["both"]["samples"] == [{"rate": 30.0, "cores": 1.5}]
+    assert report["cases"]["one"]["samples"] == [{"rate": 30.0}]
+    assert any("cores" in line and "1.5" in line for line in printed)
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_cores_are_counted_by_processes_of_their_own(cores: int) -> None:
+    assert 0.0 < cores_there(cores) < math.inf
