@@ -77,9 +77,9 @@ class CollocatedEnvWorker(Worker):
         interventions: Receiver[Intervention] | None = None,
     ) -> EnvReport:
         """Collect for the tickets under this rank's key until they end. See `EnvWorker.collect`."""
-        async with self._rollout.following(weights):
+        async with self._rollout.answering(weights) as policy:
             return await self._env.collect_with(
-                self._rollout.answer, tickets, trajectories, proposals, interventions
+                policy, tickets, trajectories, proposals, interventions
             )
 
     async def evaluate(
@@ -89,5 +89,5 @@ class CollocatedEnvWorker(Worker):
         evaluated: Sender[EvaluatedEpisode] | None = None,
     ) -> list[EvaluatedEpisode]:
         """Run this rank's share of the plan's episodes. See `EnvWorker.evaluate`."""
-        async with self._rollout.following(weights):
-            return await self._env.evaluate_with(self._rollout.answer, plan, evaluated)
+        async with self._rollout.answering(weights) as policy:
+            return await self._env.evaluate_with(policy, plan, evaluated)

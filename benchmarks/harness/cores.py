@@ -5,34 +5,35 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
+from collections.abc import Sequence
 
 SECONDS = 0.25
 """for which each count goes on"""
 
 _COUNT = """
 import os, sys, time
-core, begin, seconds = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
+core, seconds = int(sys.argv[1]), float(sys.argv[2])
 if core >= 0:
     os.sched_setaffinity(0, {core})
-while time.time() < begin:
-    pass
-end, counted = begin + seconds, 0
-while time.time() < end:
+print("ready", flush=True)
+sys.stdin.readline()
+begin, counted = time.perf_counter(), 0
+while (passed := time.perf_counter() - begin) < seconds:
     counted += 1
-print(counted)
+print(counted / passed)
 """
-_STARTING = 0.2
-"""seconds in which an interpreter starts"""
 
 
-def cores_there(cores: int) -> float:
+def cores_there(cores: int) -> float | None:
     """Return the work of ``cores`` processes, each on a core of its own, at the same time, as a
     multiple of what one does alone: 2.0 where two cores are as good as that, 1.0 where the second
-    adds nothing."""
+    adds nothing; None where it cannot be counted."""
     places = _places(cores)
-    alone = _counted(places[-1:])
-    return _counted(places) / alone
+    try:
+        alone, together = _rate(places[-1:]), _rate(places)
+    except (OSError, ValueError):
+        return None
+    return together / alone if alone else None
 
 
 def _places(cores: int) -> list[int]:
@@ -42,14 +43,23 @@ def _places(cores: int) -> list[int]:
     return sorted(os.sched_getaffinity(0))[-cores:]
 
 
-def _counted(places: list[int]) -> int:
-    begin = time.time() + _STARTING
+def _rate(places: Sequence[int]) -> float:
+    """Counts a second of a process on each of these cores, all together."""
     counting = [
         subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _COUNT, str(place), str(begin), str(SECONDS)],
+            [sys.executable, "-I", "-S", "-c", _COUNT, str(place), str(SECONDS)],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
             text=True,
         )
         for place in places
     ]
-    return sum(int(one.communicate()[0]) for one in counting)
+    for one in counting:  # none counts while another still starts
+        if one.stdout is not None:
+            one.stdout.readline()
+    for one in counting:
+        if one.stdin is not None:
+            one.stdin.write("\n")
+            one.stdin.flush()
+    return sum(float(one.communicate()[0]) for one in counting)

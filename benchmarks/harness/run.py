@@ -212,11 +212,10 @@ def measure(
 
 def _run(case: Case, *, python: str, here: pathlib.Path, repetition: int) -> Sample:
     """`run_case`, and how many of its cores were there, before and after it."""
-    before = cores_there(case.cores) if case.cores > 1 else 1.0
+    before = cores_there(case.cores) if case.cores > 1 else None
     sample = run_case(case, python=python, here=here, repetition=repetition)
-    if case.cores > 1:
-        sample[CORES] = (before + cores_there(case.cores)) / 2
-    return sample
+    after = None if before is None else cores_there(case.cores)
+    return sample if before is None or after is None else {CORES: (before + after) / 2, **sample}
 
 
 def _interpreters(

@@ -73,7 +73,8 @@ def test_hooks_run_once_a_step_and_before_it_changes_anything() -> None:
     optimizer.step()
     assert [name for name, _ in seen] == ["before", "after"]
     assert torch.equal(seen[0][1], first)
-    assert torch.equal(seen[1][1], bias) and not torch.equal(bias, first)
+    assert torch.equal(seen[1][1], bias)
+    assert not torch.equal(bias, first)
 
 
 def test_a_closure_is_refused() -> None:

@@ -174,4 +174,11 @@ def test_a_case_on_several_cores_says_how_many_were_there(
 
 @pytest.mark.parametrize("cores", [1, 2])
 def test_cores_are_counted_by_processes_of_their_own(cores: int) -> None:
-    assert 0.0 < cores_there(cores) < math.inf
+    assert 0.0 < (cores_there(cores) or 0.0) < math.inf
+
+
+def test_cores_that_cannot_be_counted_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.harness.cores.sys.executable", "/there/is/no/python")
+    assert cores_there(2) is None
+    monkeypatch.setattr("benchmarks.harness.cores.sys.executable", "/bin/true")
+    assert cores_there(2) is None

@@ -133,12 +133,11 @@ async def test_a_question_waits_for_its_weights_whatever_ends_meanwhile() -> Non
         await channels.issue(tickets(4, min_version=1))
         await wait_all_blocked()
         plan = EvaluationPlan(episodes=2, min_version=0)
-        [episodes] = await envs.call(
-            CollocatedEnvWorker.evaluate, plan, channels.weights.receiver
-        )
+        [episodes] = await envs.call(CollocatedEnvWorker.evaluate, plan, channels.weights.receiver)
         assert [one.version for one in episodes] == [0, 0]
         await wait_all_blocked()
-        assert not collecting.done() and not channels.collected()
+        assert not collecting.done()
+        assert not channels.collected()
         await channels.weights.sender.publish(weights(1))
         await collecting
         [trajectory] = channels.collected()
@@ -189,3 +188,48 @@ async def test_a_damaged_update_ends_a_collection_that_waits_for_tickets() -> No
             with pytest.raises(ra.WorkerError, match="checksum") as got:
                 await collecting
         assert type(got.value.__cause__).__name__ == "WeightsDamaged"
+
+
+async def test_an_evaluation_of_nothing_does_not_hide_that_no_weights_will_come() -> None:
+    """It follows the weights for a moment that is too short for its task to begin."""
+    async with ra.Cluster.local() as cluster:
+        channels = Channels(cluster)
+        envs = await cluster.launch(Toy, counting(envs=2, stages=1), None)
+        await channels.weights.sender.publish(weights(0))
+        collecting = start(envs, channels)
+        await wait_all_blocked()
+        channels.weights.sender.close()
+        await wait_all_blocked()
+        plan = EvaluationPlan(episodes=0)
+        assert await envs.call(CollocatedEnvWorker.evaluate, plan, channels.weights.receiver) == [
+            []
+        ]
+        await channels.issue(tickets(4, min_version=1))
+        with pytest.raises(ra.WorkerError, match="version 1 are asked for"):
+            await collecting
+
+
+def test_a_cancelled_collection_says_nothing_to_an_evaluation_under_any_schedule() -> None:
+    async def body() -> None:
+        async with ra.Cluster.local() as cluster:
+            channels = Channels(cluster)
+            envs = await cluster.launch(Toy, counting(envs=2, stages=2), None)
+            await channels.weights.sender.publish(weights(0))
+            with channels.tickets.receiver, channels.trajectories.sender:
+                collecting = start(envs, channels)
+                await channels.issue(tickets(4, min_version=1))
+                plan = EvaluationPlan(episodes=2, min_version=1)
+                evaluating = envs.call(
+                    CollocatedEnvWorker.evaluate, plan, channels.weights.receiver
+                )
+                collecting.cancel()
+                await collecting.finished(within=9)
+                again = start(envs, channels)
+                await channels.weights.sender.publish(weights(1))
+                [episodes] = await evaluating
+                [report] = await again
+            assert [one.version for one in episodes] == [1, 1]
+            assert report.tickets == 1
+            assert [one.stage for one in channels.collected()] == [0, 1]
+
+    explore(body, seeds=range(40))

@@ -3,7 +3,7 @@
 A policy in another process is asked over channels, one in the same process by a call::
 
     OverChannels(observations, actions)     Observations ---> rollout workers ---> Actions, own key
-    RolloutWorker.answer                    a call: nothing is queued, no task changes
+    RolloutWorker.answering(weights)        a call: nothing is queued, no task changes
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class OverChannels:
             self.dropped += 1
         return answer
 
-    async def _next(self, key: int) -> Actions:
+    async def _next(self, key: str) -> Actions:
         try:
             return await self._actions.get(key=key)
         except EndOfChannel as error:
@@ -80,7 +80,7 @@ class Conversation:
         memory: Floats | None = None,
         final_memory: Floats | None = None,
     ) -> Actions:
-        """Ask about ``observation [E, D]`` and return the answer. Raises what ``answering`` does."""
+        """Ask about ``observation [E, D]``, return the answer; raises what ``answering`` does."""
         self._sequence += 1
         return await answering(
             Observations(

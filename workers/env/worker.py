@@ -357,9 +357,7 @@ class EnvWorker(Worker):
             RolloutGone: the answers ended before the tickets.
         """
         answering = OverChannels(observations, actions)
-        report = await self.collect_with(
-            answering, tickets, trajectories, proposals, interventions
-        )
+        report = await self.collect_with(answering, tickets, trajectories, proposals, interventions)
         report.dropped_answers = answering.dropped
         return report
 
@@ -500,9 +498,7 @@ class EnvWorker(Worker):
                 "a person may act only where transitions are collected: an algorithm on the "
                 "policy's own actions would take those of the person for draws of the policy"
             )
-        ask = partial(
-            self._conversations[number].ask, answering, min_version=ticket.min_version
-        )
+        ask = partial(self._conversations[number].ask, answering, min_version=ticket.min_version)
         if ticket.level is not None:
             stage.take_level(ticket.level)
         if self.config.group_size > 1 and isinstance(stage, (Stage, AsyncStage)):

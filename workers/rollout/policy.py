@@ -33,6 +33,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from itertools import groupby
 from typing import Any, Final, TypeGuard
 
@@ -62,7 +63,7 @@ from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.workers.base import Worker, task_group
 from rlinf_async.workers.host import Pace
 
-TURN: Final = 8
+TURN: Final = 4
 """questions of the same process after which all else in it has a turn: some milliseconds"""
 
 Answered = list[tuple[Observations, Actions]]
@@ -247,8 +248,6 @@ class FollowedWeights:
         self._askers = askers
         self._waiting: list[WaitFuture] = []
         self._ended = False
-        self._following = 0
-        """how many `follow` are under way: those of a collection and an evaluation may be at once"""
         self.loads = 0
         """weight updates that were applied"""
         self.interrupted: frozenset[str] = frozenset()
@@ -268,7 +267,6 @@ class FollowedWeights:
         Raises what ``load`` raises: `WeightsError` for a damaged update.
         """
         self.begin()
-        self._following += 1
         seen = 0  # not what the receiver has seen: another rank of this process may hold it too
         try:
             while True:
@@ -278,10 +276,8 @@ class FollowedWeights:
         except EndOfChannel:
             pass  # the loaded weights still serve
         finally:
-            self._following -= 1
-            if not self._following:
-                self._ended = True
-                self.wake()
+            self._ended = True
+            self.wake()
 
     def loaded(self) -> None:
         """Count an update that was applied, and wake those that wait for its version."""
@@ -363,11 +359,10 @@ class RolloutWorker(Worker):
 
     async def setup(self) -> None:
         """Build the policy; its weights come with the first update."""
-        policy = self._policy = await self.compute(self.make_policy)
+        self._policy = await self.compute(self.make_policy)
         # OpenMP keeps this per thread, and either of the two may run the policy.
         await self.compute(self._limit_threads)
         self._limit_threads()
-        self._weights = FollowedWeights(lambda: policy.version, askers="env workers")
 
     def make_policy(self) -> PolicyBackend:
         """Build the policy. Runs in the compute thread; override it to bring your own."""
@@ -395,50 +390,58 @@ class RolloutWorker(Worker):
             WeightsEnded: the weights that a question asks for will not come.
         """
         report = RolloutReport()
-        loads = self._weights.loads
-        async with self.following(weights), asyncio.TaskGroup() as aside:
-            while await self._serve_next(observations, actions, aside, report):
+        async with self._following(weights) as followed, asyncio.TaskGroup() as aside:
+            while await self._serve_next(observations, actions, followed, aside, report):
                 pass
-        report.weight_updates = self._weights.loads - loads
+        report.weight_updates = followed.loads
         report.version = self._policy.version
         return report
 
     @asynccontextmanager
-    async def following(self, weights: LatestReceiver[WeightUpdate]) -> AsyncIterator[None]:
-        """Load newer weights while the block runs.
+    async def answering(
+        self, weights: LatestReceiver[WeightUpdate]
+    ) -> AsyncIterator[Callable[[Observations], Awaitable[Actions]]]:
+        """What answers questions of this process, while the block runs; it loads newer weights.
 
-        Raises:
-            WeightsError: an update was damaged or does not fit the policy.
+        Raises: as `serve`, what fits a question to whoever asks it.
         """
-        async with task_group() as group:
-            self._weights.begin()  # a question may be there before the task has begun
-            following = group.create_task(self._weights.follow(weights, self._load))
-            yield
-            following.cancel()
+        async with self._following(weights) as followed:
+            yield partial(self._answer_here, followed)
 
-    async def answer(self, question: Observations) -> Actions:
-        """Answer a question of this process, within `following`.
-
-        Raises:
-            PolicyOutputError: the policy returned NaN or infinity.
-            WeightsEnded: the weights that the question asks for will not come.
-        """
-        await self._weights.reach(question.min_version)
+    async def _answer_here(self, followed: FollowedWeights, question: Observations) -> Actions:
+        await followed.reach(question.min_version)
         [(_, answer)] = await self._forward([question])
         self._until_turn -= 1
-        if not self._until_turn:  # what else is due in this process: so far nothing need have waited
+        if not self._until_turn:  # so far nothing need have waited: all else is due now
             self._until_turn = TURN
             await asyncio.sleep(0)
         return answer
 
-    async def _load(self, update: WeightUpdate) -> None:
-        await self._pace.run("load weights", self._policy.load, update)
-        self._weights.loaded()
+    @asynccontextmanager
+    async def _following(
+        self, weights: LatestReceiver[WeightUpdate]
+    ) -> AsyncIterator[FollowedWeights]:
+        """Load newer weights while the block runs.
+
+        Each block has weights of its own to wait for: the end of one, as of an evaluation, says
+        nothing to another.
+        """
+        followed = FollowedWeights(lambda: self._policy.version, askers="env workers")
+
+        async def load(update: WeightUpdate) -> None:
+            await self._pace.run("load weights", self._policy.load, update)
+            followed.loaded()
+
+        async with task_group() as group:
+            following = group.create_task(followed.follow(weights, load))
+            yield followed
+            following.cancel()
 
     async def _serve_next(
         self,
         observations: Receiver[Observations],
         actions: Sender[Actions],
+        followed: FollowedWeights,
         aside: asyncio.TaskGroup,
         report: RolloutReport,
     ) -> bool:
@@ -457,7 +460,8 @@ class RolloutWorker(Worker):
                 await self._answer(ready, actions, report)
             if late:
                 report.set_aside += len(late)
-                aside.create_task(self._answer_later(late, lease.pop_all(), actions, report))
+                later = self._answer_later(late, lease.pop_all(), actions, followed, report)
+                aside.create_task(later)
         return True
 
     async def _answer_later(
@@ -465,13 +469,14 @@ class RolloutWorker(Worker):
         questions: Iterable[Observations],
         lease: AsyncExitStack,
         actions: Sender[Actions],
+        followed: FollowedWeights,
         report: RolloutReport,
     ) -> None:
         """Answer questions, each as soon as its weights are there, and then end their lease."""
         async with lease:
             by_need = sorted(questions, key=_need)
             for version, group in groupby(by_need, key=_need):
-                await self._weights.reach(version)
+                await followed.reach(version)
                 await self._answer(list(group), actions, report)
 
     async def _answer(

@@ -174,7 +174,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 def full_model_state(model: nn.Module) -> dict[str, Tensor]:
     """Return whole parameters and buffers, on every rank. Collective where sharded."""
-    if not any(isinstance(one, FSDPModule | FullyShardedDataParallel) for one in model.modules()):
+    if not any(map(_renames, model.modules())):
         return _tensors(model.state_dict())  # the same, in a twentieth of the time
     return _tensors(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))
 
@@ -318,6 +318,12 @@ def _load_moments_fsdp1(
     for name, tensor in _tensors(flat).items():
         _fill(tensor, moments[name.removeprefix("state.")])
     set_optimizer_state_dict(model, optimizer, flat, options=FLAT)
+
+
+def _renames(module: nn.Module) -> bool:
+    """Whether a module's own state dict has shards, or other names than those of its model."""
+    compiled = hasattr(module, "_orig_mod")  # by torch.compile
+    return compiled or isinstance(module, FSDPModule | FullyShardedDataParallel)
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
