@@ -101,9 +101,12 @@ class Transaction:
         results: dict[int, StageResult] = {}
         began = time.monotonic()
         while len(results) < self._ranks:
+            # Before the results: a rank that gives up has written first at which stage, and why.
+            refusal = self._refused()
             self._collect(stage, results)
             self._check_done(stage, results)
-            self._check_not_aborted()
+            if refusal is not None:
+                raise refusal
             if len(results) == self._ranks:
                 break
             if time.monotonic() > self._deadline:
@@ -156,11 +159,11 @@ class Transaction:
             rank, result = with_lost_peer.popitem()
             raise PeerLost(f"rank {rank} lost another at stage {stage!r}: {result.reason}")
 
-    def _check_not_aborted(self) -> None:
-        if self._store.check([self._decision]):
-            decided: bytes = self._store.get(self._decision)
-            if decided != GO_ON:
-                raise _refusal(decided)
+    def _refused(self) -> Exception | None:
+        if not self._store.check([self._decision]):
+            return None
+        decided: bytes = self._store.get(self._decision)
+        return None if decided == GO_ON else _refusal(decided)
 
     def _missing(self, results: dict[int, StageResult]) -> str:
         missing = [rank for rank in range(self._ranks) if rank not in results]

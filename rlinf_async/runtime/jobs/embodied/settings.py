@@ -5,6 +5,7 @@ settings, sizes, devices, seeds.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -47,6 +48,9 @@ from rlinf_async.workers.env.goals import Goals, describe_goals
 from rlinf_async.workers.env.trial import Stepped, try_env
 from rlinf_async.workers.intervention import InterventionConfig
 from rlinf_async.workers.rollout.policy import RolloutConfig
+
+TUNABLES = "GLIBC_TUNABLES"
+"""variable with settings of the C library; other libraries do not read it"""
 
 ALWAYS_MAY_DIFFER = (
     "name",
@@ -189,6 +193,14 @@ class EmbodiedClusterConfig(HostConfig, frozen=True, kw_only=True, forbid_unknow
         check_bounds(self, "env_workers", "actors", least=1, most=MOST_WORKERS)
         if self.rollout_workers != "auto":
             check_bounds(self, "rollout_workers", least=0, most=MOST_WORKERS)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables of every worker's process."""
+        # A simulator goes through megabytes in each step. In small pages, which lie anywhere, some
+        # processes have theirs displace one another in the caches, and are slower for life.
+        large = {} if TUNABLES in os.environ else {TUNABLES: "glibc.malloc.hugetlb=1"}
+        return super().environment | large
 
     @property
     def rollout_count(self) -> int:
