@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -45,21 +46,23 @@ def _places(cores: int) -> list[int]:
 
 def _rate(places: Sequence[int]) -> float:
     """Counts a second of a process on each of these cores, all together."""
-    counting = [
-        subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _COUNT, str(place), str(SECONDS)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        for place in places
-    ]
-    for one in counting:  # none counts while another still starts
-        if one.stdout is not None:
+    with contextlib.ExitStack() as ended:  # all of them, where one fails
+        counting = [ended.enter_context(_counter(place)) for place in places]
+        for one in counting:  # none counts while another still starts
+            assert one.stdout
             one.stdout.readline()
-    for one in counting:
-        if one.stdin is not None:
+        for one in counting:
+            assert one.stdin
             one.stdin.write("\n")
             one.stdin.flush()
-    return sum(float(one.communicate()[0]) for one in counting)
+        return sum(float(one.communicate()[0]) for one in counting)
+
+
+def _counter(place: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _COUNT, str(place), str(SECONDS)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
@@ -12,9 +14,10 @@ import rlinf_async as ra
 from rlinf_async.backends.base import PolicyAnswer, PolicyBackend, PolicyOutputError
 from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.messages.embodied import Collect
+from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.testing import explore, nothing_left_waiting, wait_all_blocked
 from rlinf_async.workers.collocated import CollocatedEnvWorker
-from rlinf_async.workers.env import EnvConfig, EnvReport
+from rlinf_async.workers.env import EnvConfig, EnvReport, EvaluatedEpisode
 from rlinf_async.workers.env.worker import EvaluationPlan
 from rlinf_async.workers.rollout.policy import WeightsEnded
 from tests.workers.env.toy import (
@@ -95,6 +98,33 @@ def start(
     )
 
 
+class Running(NamedTuple):
+    """A collection under way."""
+
+    channels: Channels
+    envs: ra.WorkerGroup[CollocatedEnvWorker]
+    collecting: ra.GroupCall[list[EnvReport]]
+
+    def evaluate(self, plan: EvaluationPlan) -> ra.GroupCall[list[list[EvaluatedEpisode]]]:
+        return self.envs.call(CollocatedEnvWorker.evaluate, plan, self.channels.weights.receiver)
+
+
+@asynccontextmanager
+async def running(
+    kind: type[CollocatedEnvWorker],
+    first: WeightUpdate,
+    policy: PolicyConfig | None = None,
+    *,
+    stages: int = 1,
+) -> AsyncIterator[Running]:
+    """Two environments that are collected in, once the first weights are published."""
+    async with ra.Cluster.local() as cluster:
+        channels = Channels(cluster)
+        envs = await cluster.launch(kind, counting(envs=2, stages=stages), policy)
+        await channels.weights.sender.publish(first)
+        yield Running(channels, envs, start(envs, channels))
+
+
 def tickets(*steps: int, min_version: int = 0) -> list[Collect]:
     return [Collect(iteration=n, steps=s, min_version=min_version) for n, s in enumerate(steps)]
 
@@ -125,15 +155,12 @@ def test_a_trajectory_is_what_stepping_by_hand_gives_under_every_schedule() -> N
 
 async def test_a_question_waits_for_its_weights_whatever_ends_meanwhile() -> None:
     """An evaluation follows the weights too, and its end is not theirs."""
-    async with ra.Cluster.local() as cluster:
-        channels = Channels(cluster)
-        envs = await cluster.launch(Toy, counting(envs=2, stages=1), None)
-        await channels.weights.sender.publish(weights(0))
-        collecting = start(envs, channels)
+    async with running(Toy, weights(0)) as run:
+        channels, collecting = run.channels, run.collecting
         await channels.issue(tickets(4, min_version=1))
         await wait_all_blocked()
         plan = EvaluationPlan(episodes=2, min_version=0)
-        [episodes] = await envs.call(CollocatedEnvWorker.evaluate, plan, channels.weights.receiver)
+        [episodes] = await run.evaluate(plan)
         assert [one.version for one in episodes] == [0, 0]
         await wait_all_blocked()
         assert not collecting.done()
@@ -145,11 +172,8 @@ async def test_a_question_waits_for_its_weights_whatever_ends_meanwhile() -> Non
 
 
 async def test_weights_that_will_not_come_are_an_error() -> None:
-    async with ra.Cluster.local() as cluster:
-        channels = Channels(cluster)
-        envs = await cluster.launch(Toy, counting(envs=2, stages=1), None)
-        await channels.weights.sender.publish(weights(0))
-        collecting = start(envs, channels)
+    async with running(Toy, weights(0)) as run:
+        channels, collecting = run.channels, run.collecting
         await channels.issue(tickets(4, min_version=1))
         channels.weights.sender.close()
         with pytest.raises(ra.WorkerError, match="version 1 are asked for") as got:
@@ -158,11 +182,8 @@ async def test_weights_that_will_not_come_are_an_error() -> None:
 
 
 async def test_a_policy_that_returns_nan_is_named_with_its_version() -> None:
-    async with ra.Cluster.local() as cluster:
-        channels = Channels(cluster)
-        envs = await cluster.launch(BrokenToy, counting(envs=2, stages=1), None)
-        await channels.weights.sender.publish(weights(4))
-        collecting = start(envs, channels)
+    async with running(BrokenToy, weights(4)) as run:
+        channels, collecting = run.channels, run.collecting
         await channels.issue(tickets(4))
         with pytest.raises(ra.WorkerError, match="version 4, returned 'value'") as got:
             await collecting
@@ -175,11 +196,8 @@ async def test_a_damaged_update_ends_a_collection_that_waits_for_tickets() -> No
 
     config = PolicyConfig(observation_size=2, action_size=1)
     update = pack(dict(MlpGaussianPolicy(config).state_dict()), 0, 1 << 20)
-    async with ra.Cluster.local() as cluster:
-        channels = Channels(cluster)
-        envs = await cluster.launch(CollocatedEnvWorker, counting(envs=2, stages=1), config)
-        await channels.weights.sender.publish(update)
-        collecting = start(envs, channels)
+    async with running(CollocatedEnvWorker, update, config) as run:
+        channels, collecting = run.channels, run.collecting
         with channels.tickets.sender as sender:
             await sender.put(tickets(3)[0], key=0)
             await channels.trajectories.receiver.get(key=0)
@@ -192,18 +210,13 @@ async def test_a_damaged_update_ends_a_collection_that_waits_for_tickets() -> No
 
 async def test_an_evaluation_of_nothing_does_not_hide_that_no_weights_will_come() -> None:
     """It follows the weights for a moment that is too short for its task to begin."""
-    async with ra.Cluster.local() as cluster:
-        channels = Channels(cluster)
-        envs = await cluster.launch(Toy, counting(envs=2, stages=1), None)
-        await channels.weights.sender.publish(weights(0))
-        collecting = start(envs, channels)
+    async with running(Toy, weights(0)) as run:
+        channels, collecting = run.channels, run.collecting
         await wait_all_blocked()
         channels.weights.sender.close()
         await wait_all_blocked()
         plan = EvaluationPlan(episodes=0)
-        assert await envs.call(CollocatedEnvWorker.evaluate, plan, channels.weights.receiver) == [
-            []
-        ]
+        assert await run.evaluate(plan) == [[]]
         await channels.issue(tickets(4, min_version=1))
         with pytest.raises(ra.WorkerError, match="version 1 are asked for"):
             await collecting
@@ -211,20 +224,15 @@ async def test_an_evaluation_of_nothing_does_not_hide_that_no_weights_will_come(
 
 def test_a_cancelled_collection_says_nothing_to_an_evaluation_under_any_schedule() -> None:
     async def body() -> None:
-        async with ra.Cluster.local() as cluster:
-            channels = Channels(cluster)
-            envs = await cluster.launch(Toy, counting(envs=2, stages=2), None)
-            await channels.weights.sender.publish(weights(0))
+        async with running(Toy, weights(0), stages=2) as run:
+            channels, collecting = run.channels, run.collecting
             with channels.tickets.receiver, channels.trajectories.sender:
-                collecting = start(envs, channels)
                 await channels.issue(tickets(4, min_version=1))
                 plan = EvaluationPlan(episodes=2, min_version=1)
-                evaluating = envs.call(
-                    CollocatedEnvWorker.evaluate, plan, channels.weights.receiver
-                )
+                evaluating = run.evaluate(plan)
                 collecting.cancel()
                 await collecting.finished(within=9)
-                again = start(envs, channels)
+                again = start(run.envs, channels)
                 await channels.weights.sender.publish(weights(1))
                 [episodes] = await evaluating
                 [report] = await again

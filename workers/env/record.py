@@ -65,6 +65,7 @@ class Record:
         self._steps = np.zeros(envs, np.int64)
         """``[E]``: steps that each has taken, where some get ready before others"""
         self._apart = False
+        """whether some have got ready before others"""
         self._cut: list[_Cut] = []
         self._terminal: list[_Cut] = []
         """those that terminated"""

@@ -64,4 +64,5 @@ class PlainAdamW(torch.optim.AdamW):
         for after in self._optimizer_step_post_hooks.values():
             after(self, (), {})
 
-    step.hooked = True  # type: ignore[attr-defined]  # so says torch of a step that calls the hooks itself
+    # So says torch of a step that calls the hooks itself.
+    step.hooked = True  # type: ignore[attr-defined]

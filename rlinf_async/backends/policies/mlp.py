@@ -221,6 +221,7 @@ class ArrayGaussian:
         self._policy = policy
         self._actor, self._critic = ArrayMlp(policy.actor), ArrayMlp(policy.critic)
         self._log_std: Floats = policy.log_std.detach().numpy()
+        # Kept between steps: making a tensor takes as long as filling it.
         self._noise = torch.empty(0, self._log_std.size)
         self._drawn: Floats = self._noise.numpy()
 
