@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
 import gymnasium as gym
+import msgspec
 import pytest
 
+from rlinf_async.config import ConfigError
 from rlinf_async.messages.spaces import flat_spec
 from rlinf_async.runtime.jobs.embodied import (
     EmbodiedClusterConfig,
@@ -23,6 +26,7 @@ from rlinf_async.runtime.jobs.embodied.choosing import (
     foreseen,
     seconds_to_measure,
 )
+from rlinf_async.runtime.jobs.embodied.settings import tried
 from rlinf_async.workers.base import Device
 from rlinf_async.workers.env import EnvConfig
 from rlinf_async.workers.env.trial import try_env
@@ -112,6 +116,21 @@ def test_measuring_counts_all_environments_of_a_stage() -> None:
     assert found is not None
     assert found.seconds >= 0.01  # two environments of a stage
     assert found.rows(flat_spec(4)).shape == (2, 4)
+
+
+def with_two_threads() -> Any:
+    if os.environ.get("OMP_NUM_THREADS") != "2":
+        raise RuntimeError("another number of threads than its worker's")
+    return gym.make("CartPole-v1")
+
+
+def test_what_is_measured_has_the_environment_variables_of_env_workers() -> None:
+    env = EnvConfig(entry_point="tests.jobs.embodied.test_choosing:with_two_threads")
+    fitting = msgspec.structs.replace(config(backend="process", threads=2), env=env)
+    assert tried(fitting, 0.05) is not None
+    other = msgspec.structs.replace(fitting, cluster=EmbodiedClusterConfig(backend="process"))
+    with pytest.raises(ConfigError, match="another number of threads"):
+        tried(other, 0.05)
 
 
 def carts(num_envs: int, mode: str) -> Any:

@@ -536,7 +536,7 @@ def env_process(config: EnvironmentSettings) -> dict[str, Any]:
     placement = config.cluster.placement
     env = "" if isinstance(placement, str) else placement.env
     role = RolePlacement() if isinstance(env, str) else env
-    return {"python": role.python, "env_vars": role.env_vars}
+    return {"python": role.python, "env_vars": {**config.cluster.environment, **role.env_vars}}
 
 
 def ended_in(env: EnvConfig, death: WorkerDied) -> str:
