@@ -267,8 +267,16 @@ class LossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     value_coefficient: float = 1.0
     """coefficient of the value loss, half the mean squared error"""
     entropy_coefficient: float = 0.0
+    proximal: Literal["step", "behaviour"] = "step"
+    """denominator of the ratio: log-probs of the policy that the iteration begins with, computed by
+    the trainer where an older one acted; or those of the policy that acted, however old it is"""
+    off_policy: Literal["truncated", "none"] = "truncated"
+    """weight of samples that an older policy acted for, with ``proximal = "step"``: ``proximal /
+    behaviour``, at most ``off_policy_cap``; or 1"""
+    off_policy_cap: float = 2.0
 
     def __post_init__(self) -> None:
+        check_bounds(self, "off_policy_cap", least=1, below=math.inf)
         check_bounds(self, "clip_low", above=0, below=1)
         check_bounds(self, "clip_high", above=0)
         check_bounds(self, "dual_clip", above=1)

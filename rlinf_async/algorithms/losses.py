@@ -19,14 +19,17 @@ from rlinf_async.config.registry import Registry
 
 
 class LossInputs(NamedTuple):
-    """One micro-batch: outputs of the current policy, and of the one that acted. All ``[B]``."""
+    """One micro-batch: outputs of the current policy, and of earlier ones. All ``[B]``."""
 
     log_prob: Tensor
     entropy: Tensor
     value: Tensor
     old_log_prob: Tensor
+    """of the proximal policy: see `LossConfig.proximal`"""
     old_value: Tensor
+    """of the policy that acted"""
     advantage: Tensor
+    """normalised, and weighted where an older policy acted: see `LossConfig.off_policy`"""
     returns: Tensor
     weight: Tensor | None = None
     """weight of each log-prob in means: 0 where it is masked; None: all count the same. ``value``

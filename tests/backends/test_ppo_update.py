@@ -156,7 +156,7 @@ def test_metrics_of_a_loss_are_means_over_samples_whatever_they_are_cut_into(
     ("metrics", "target_kl", "said"),
     [
         (({"x": 1.0}, {}), None, r"returned the metrics \[\], and before \['x'\]"),
-        (({"lr": 1.0},), None, "returned a metric 'lr', which every iteration has already"),
+        (({"lr": 1.0},), None, "returned a metric 'lr', which an iteration has already"),
         (({"x": torch.zeros(2)},), None, r"returned \[2\] numbers as 'x': a metric is a single"),
         (({"x": 1.0},), 0.1, "target_kl is 0.1, but the loss returns no metric 'approx_kl'"),
     ],

@@ -3,7 +3,7 @@
 ::
 
     trajectories -> rewards scaled -> advantages -> one flat batch -> PPO -> normalisers updated
-                                                                          -> version + 1 -> weights
+                    (older policy acted: log-probs, weights) --^          -> version + 1 -> weights
 
 Invariant: everything of one iteration (observations, rewards) is normalised by the statistics of
 the version that is being trained, and the statistics change together with the version.
@@ -28,6 +28,7 @@ from rlinf_async.backends.building import building
 from rlinf_async.backends.checkpoint import collectives
 from rlinf_async.backends.fsdp.config import CloningConfig, EmbodiedTrainerConfig, PPOConfig
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
+from rlinf_async.backends.fsdp.off_policy import behind, corrected
 from rlinf_async.backends.fsdp.ppo import FlatBatch, ppo_epochs
 from rlinf_async.backends.fsdp.rescale import check_strategy, rescale
 from rlinf_async.backends.fsdp.rollout_batch import (
@@ -193,8 +194,11 @@ class EmbodiedTrainer:
         sizes = self.ppo
         if isinstance(self._policy, RecurrentPolicy):
             sizes = of_sequences(sizes, len(ordered[0].reward))
+        of_older: Mapping[str, float] = {}
+        if sizes.loss.proximal == "step" and behind(self.manager, ordered, self.version):
+            batch, of_older = corrected(self.manager, batch, sizes)
         metrics = ppo_epochs(self.manager, batch, sizes, self._generator)
-        metrics |= _value_fit(batch)
+        metrics |= {**of_older, **_value_fit(batch)}
         self._update_normalizers(ordered)
         self.version += 1
         return metrics

@@ -43,7 +43,7 @@ from rlinf_async.algorithms.config import AdvantageConfig, LossConfig
 from rlinf_async.algorithms.losses import LossInputs, loss_functions, ppo_loss
 from rlinf_async.backends.base import TrainingDiverged
 from rlinf_async.backends.checkpoint import collectives
-from rlinf_async.backends.fsdp.config import OF_LOSS, OF_UPDATES, PPOConfig
+from rlinf_async.backends.fsdp.config import OF_CORRECTION, OF_LOSS, OF_UPDATES, PPOConfig
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.policies.base import HALF_LOG_TWO_PI, Evaluation, ObservationTensors, each
 from rlinf_async.backends.policies.mlp import MlpGaussianPolicy
@@ -61,7 +61,7 @@ class FlatBatch(NamedTuple):
     action: Tensor
     """``[N, A]``, or ``[N]``; of a flow policy the chains by which actions came about"""
     log_prob: Tensor
-    """log-prob of the action when it was sampled"""
+    """log-prob of the action when it was sampled, or of the proximal policy: see `off_policy`"""
     value: Tensor
     """value of the state when the action was sampled"""
     advantage: Tensor
@@ -73,6 +73,8 @@ class FlatBatch(NamedTuple):
     """``[N, parts]``, of log-probs in means"""
     value_weight: Tensor | None = None
     """weight of values in means"""
+    correction: Tensor | None = None
+    """as ``log_prob``: factor of advantages, once they are normalised; see `off_policy`"""
 
     @property
     def vectors(self) -> Tensor:
@@ -267,6 +269,10 @@ def ppo_epochs(
             if config.normalize_advantage == "minibatch":
                 advantage = standardized(minibatch.advantage, minibatch.weight)
                 minibatch = minibatch._replace(advantage=advantage)
+            if minibatch.correction is not None:
+                # A positive factor of the advantage is one of the clipped surrogate.
+                advantage = minibatch.advantage * minibatch.correction
+                minibatch = minibatch._replace(advantage=advantage)
             totals.metrics.append(_accumulate(manager, gradient, minibatch, config))
             totals.samples.append(len(minibatch.action))
             grad_norm, lrs = manager.optimizer_step()
@@ -349,9 +355,9 @@ class AutogradLoss:
         return torch.stack(found) if found else torch.zeros(0, device=device)
 
     def _check_names(self, metrics: Mapping[str, Tensor | float]) -> None:
-        if taken := [name for name in metrics if name in OF_UPDATES]:
+        if taken := [name for name in metrics if name in (*OF_UPDATES, *OF_CORRECTION)]:
             raise ValueError(
-                f"loss {self._config.name!r} returned a metric {taken[0]!r}, which every iteration "
+                f"loss {self._config.name!r} returned a metric {taken[0]!r}, which an iteration "
                 "has already: give it another name"
             )
 

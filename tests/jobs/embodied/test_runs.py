@@ -85,6 +85,8 @@ def test_every_step_is_acted_by_a_version_that_is_allowed(
     assert summary.staleness is not None
     assert summary.staleness.max <= summary.staleness.allowed == staleness
     job.check_records(6, 128)
+    for row in job.iterations:
+        assert bool(row.get("off_policy_weight")) is (float(row["staleness_max"]) > 0)
 
 
 def test_epochs_of_an_iteration_are_trained_together_with_one_version(

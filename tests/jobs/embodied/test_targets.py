@@ -295,9 +295,17 @@ def bare(inputs, config):
 def taken(inputs, config):
     return LossOutput(ppo_loss(inputs, config).loss, {"version": 7.0})
 
+def corrected(inputs, config):
+    return LossOutput(ppo_loss(inputs, config).loss, {"off_policy_weight": 7.0})
+
 def fails(inputs, config):
     raise RuntimeError("needs more")
 """
+
+
+CORRECTED = (f"{STOP}metric", "off_policy_weight", f"{STOP}most", 0.5)
+STALE = ("--training.max_staleness", 1)
+BEHAVIOUR = ("--actor.ppo.loss.proximal", "behaviour")
 
 
 def test_metrics_of_a_loss_are_columns_that_end_training(job: Job) -> None:
@@ -316,12 +324,16 @@ def test_metrics_of_a_loss_are_columns_that_end_training(job: Job) -> None:
     for refused, said in (
         ((*loss("bare"), f"{BEST}metric", "entropy"), "no iteration writes a column 'entropy'"),
         ((*loss("bare"), "--actor.ppo.target_kl", 0.1), "actor.ppo.target_kl: 0.1 is a limit of"),
-        (loss("taken"), "a metric 'version', which every iteration has already"),
+        (loss("taken"), "a metric 'version', which an iteration has already"),
+        (loss("corrected"), "a metric 'off_policy_weight', which an iteration has already"),
+        (CORRECTED, "no iteration writes a column 'off_policy_weight'"),
+        ((*CORRECTED, *STALE, *BEHAVIOUR), "no iteration writes a column 'off_policy_weight'"),
         ((*loss("fails"), *until_7), "for a small batch it raised RuntimeError: needs more"),
     ):
         ended = job.command("check", job.file, *refused)
         assert ended.code == 2
         assert said in ended.err
+    assert job.command("check", job.file, *CORRECTED, *STALE).code == 0
 
 
 def test_ranks_whose_losses_have_other_metrics_are_an_error() -> None:

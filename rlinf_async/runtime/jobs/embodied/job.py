@@ -8,7 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlinf_async.algorithms.config import LossConfig
-from rlinf_async.backends.fsdp.config import OF_LOSS, OF_UPDATES, EmbodiedTrainerConfig
+from rlinf_async.backends.fsdp.config import (
+    OF_CORRECTION,
+    OF_LOSS,
+    OF_UPDATES,
+    EmbodiedTrainerConfig,
+)
 from rlinf_async.backends.policies.config import MLPS, ignored
 from rlinf_async.config import ConfigError
 from rlinf_async.config.registry import raised
@@ -93,7 +98,7 @@ class EmbodiedPPO(EnvironmentJob[EmbodiedConfig, EmbodiedConfig]):
         _check_fit(full)
         check_judging_env(config, spec)
         _check_demonstrations(full, spec)
-        check_judged(full, (*OF_TRAINING, *_columns_of_loss(full)))
+        check_judged(full, (*OF_TRAINING, *_columns_of_loss(full), *_columns_of_correction(full)))
         return full
 
     def begins_with(self, full: EmbodiedConfig, *, starts: bool = False) -> Beginning | None:
@@ -179,9 +184,10 @@ def _columns_of_loss(config: EmbodiedConfig) -> Sequence[str]:
                     path=("training", section, "metric"),
                 ) from error
         return ()
-    if taken := [name for name in found if name in (*COLUMNS, *OF_TRAINING)]:
+    reserved = (*COLUMNS, *OF_TRAINING, *OF_CORRECTION)
+    if taken := [name for name in found if name in reserved]:
         raise ConfigError(
-            f"{ppo.loss.name!r} returns a metric {taken[0]!r}, which every iteration has already: "
+            f"{ppo.loss.name!r} returns a metric {taken[0]!r}, which an iteration has already: "
             "give it another name",
             path=path,
         )
@@ -192,6 +198,13 @@ def _columns_of_loss(config: EmbodiedConfig) -> Sequence[str]:
             path=("actor", "ppo", "target_kl"),
         )
     return found
+
+
+def _columns_of_correction(config: EmbodiedConfig) -> Sequence[str]:
+    """The columns of iterations for which an older policy acted, where there are such."""
+    loss = config.actor.ppo.loss
+    weighted = loss.proximal == "step" and loss.off_policy != "none"
+    return OF_CORRECTION if weighted and config.training.max_staleness else ()
 
 
 def _check_entropy(config: EmbodiedConfig, found: Any) -> None:
