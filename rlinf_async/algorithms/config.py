@@ -19,6 +19,8 @@ MASKS = ("off_policy_geometric", "off_policy_product", "off_policy_veto")
 """settings that leave out whole samples"""
 Aggregation = Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum"]
 
+OFF_POLICY_CAP = 2.0
+"""default upper limit of the weight of what an older policy, or an engine, has sampled"""
 LOG_RATIO_LIMIT = 20.0
 """default limit of log-ratios, as in verl: ``exp(20)`` is 4.9e8"""
 LARGEST_LOG_RATIO = 80.0
@@ -95,7 +97,7 @@ class LanguageLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     off_policy: OffPolicyCorrection = "none"
     """weight of tokens that another policy than the proximal one sampled; ``proximal`` is then
     ``step`` or ``current``, or samples bring log-probs of the trainer's"""
-    off_policy_cap: float = 2.0
+    off_policy_cap: float = OFF_POLICY_CAP
     """``truncated``, ``truncated_sequence``: upper limit of the weight; ``decoupled``, ``icepop``:
     tokens above it are left out"""
     off_policy_floor: float = 0.5
@@ -273,10 +275,16 @@ class LossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     off_policy: Literal["truncated", "none"] = "truncated"
     """weight of samples that an older policy acted for, with ``proximal = "step"``: ``proximal /
     behaviour``, at most ``off_policy_cap``; or 1"""
-    off_policy_cap: float = 2.0
+    off_policy_cap: float = OFF_POLICY_CAP
 
     def __post_init__(self) -> None:
         check_bounds(self, "off_policy_cap", least=1, below=math.inf)
+        weighted = self.proximal == "step" and self.off_policy != "none"
+        if self.off_policy_cap != OFF_POLICY_CAP and not weighted:
+            raise ValueError(
+                f"off_policy_cap is {self.off_policy_cap}, but no sample is weighted: it needs "
+                "proximal = 'step' and off_policy = 'truncated'"
+            )
         check_bounds(self, "clip_low", above=0, below=1)
         check_bounds(self, "clip_high", above=0)
         check_bounds(self, "dual_clip", above=1)

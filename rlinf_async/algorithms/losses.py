@@ -27,7 +27,7 @@ class LossInputs(NamedTuple):
     old_log_prob: Tensor
     """of the proximal policy: see `LossConfig.proximal`"""
     old_value: Tensor
-    """of the policy that acted"""
+    """of the same"""
     advantage: Tensor
     """normalised, and weighted where an older policy acted: see `LossConfig.off_policy`"""
     returns: Tensor

@@ -35,28 +35,30 @@ from tests.backends.vision_language import kit as vision_language
 FSDP = FSDPConfig(policy=POLICY, optimizer=OptimizerConfig(lr=1e-2))
 
 
-def older(manager: FSDPModelManager, spread: float = 0.5) -> FlatBatch:
-    """A batch whose log-probs are of another policy, not far from the present one."""
+def older(manager: FSDPModelManager) -> FlatBatch:
+    """A batch whose log-probs and values are of another policy: weights from 0.1 to 10."""
     batch = samples(0)
     with torch.no_grad():
-        now = manager.model(batch.observation, batch.action).log_prob
-    return batch._replace(log_prob=now + spread * batch.advantage.flip(0))
+        now = manager.model(batch.observation, batch.action)
+    spread = torch.linspace(-2.3, 2.3, len(batch.action))
+    return batch._replace(log_prob=now.log_prob + spread, value=now.value + spread)
 
 
-def decoupled(
-    model: Any, batch: FlatBatch, proximal: Tensor, behaviour: Tensor, loss: LossConfig
-) -> Tensor:
+def decoupled(model: Any, batch: FlatBatch, proximal: Any, loss: LossConfig) -> Tensor:
     """Decoupled PPO (Hilton et al. 2022, equation 3 with a limit of the first factor), written out;
     and the value loss."""
     now = model(batch.observation, batch.action)
-    weight = torch.exp(proximal - behaviour).clamp(max=loss.off_policy_cap)
-    ratio = torch.exp(now.log_prob - proximal)
+    weight = torch.exp(proximal.log_prob - batch.log_prob).clamp(max=loss.off_policy_cap)
+    ratio = torch.exp(now.log_prob - proximal.log_prob)
     advantage = standardized(batch.advantage)
     clipped = ratio.clamp(1.0 - loss.clip_low, 1.0 + loss.clip_high)
     gain = torch.minimum(ratio * advantage, clipped * advantage)
     if loss.dual_clip is not None:
         gain = torch.where(advantage < 0, torch.maximum(gain, loss.dual_clip * advantage), gain)
     error = (now.value - batch.returns).square()
+    if loss.value_clip is not None:
+        moved = (now.value - proximal.value).clamp(-loss.value_clip, loss.value_clip)
+        error = torch.maximum(error, (proximal.value + moved - batch.returns).square())
     total: Tensor = -(weight * gain).mean() + 0.5 * loss.value_coefficient * error.mean()
     return total
 
@@ -65,22 +67,23 @@ def decoupled(
 @given(
     cap=st.sampled_from([1.0, 1.2, 2.0, 10.0]),
     dual_clip=st.sampled_from([None, 1.5]),
+    value_clip=st.sampled_from([None, 0.01]),
     micro=st.sampled_from([None, 4]),
     fused=st.booleans(),
 )
 def test_updates_are_those_of_decoupled_ppo(
-    cap: float, dual_clip: float | None, micro: int | None, fused: bool
+    cap: float, dual_clip: float | None, value_clip: float | None, micro: int | None, fused: bool
 ) -> None:
     ours, plain = set_up(FSDP), set_up(FSDP)
-    loss = LossConfig(off_policy_cap=cap, dual_clip=dual_clip)
+    loss = LossConfig(off_policy_cap=cap, dual_clip=dual_clip, value_clip=value_clip)
     ppo = PPOConfig(epochs=3, minibatch_size=12, micro_batch_size=micro, loss=loss, fused=fused)
     batch = older(ours)
     found, _ = corrected(ours, batch, ppo)
     ppo_epochs(ours, found, ppo)
     with torch.no_grad():
-        proximal = plain.model(batch.observation, batch.action).log_prob
+        proximal = plain.model(batch.observation, batch.action)
     for _ in range(3):  # from the second on, the policy is another than the proximal one
-        plain.backward(decoupled(plain.model, batch, proximal, batch.log_prob, loss))
+        plain.backward(decoupled(plain.model, batch, proximal, loss))
         plain.optimizer_step()
     expected = plain.get_model_state_dict()
     for name, tensor in ours.get_model_state_dict().items():
@@ -142,8 +145,11 @@ def acted(trainer: EmbodiedTrainer, batch: list[Trajectory], version: int) -> li
             policy: Any = trainer.manager.model
             found = policy(policy.normalized(seen), torch.from_numpy(one.action).flatten(0, 1))
         log_prob = found.log_prob.numpy().reshape(one.log_prob.shape)
+        value = np.concatenate([found.value.numpy().reshape(one.reward.shape), one.value[-1:]])
         versions = np.full(len(one.version), version)
-        stamped.append(msgspec.structs.replace(one, log_prob=log_prob, version=versions))
+        stamped.append(
+            msgspec.structs.replace(one, log_prob=log_prob, value=value, version=versions)
+        )
     return stamped
 
 
@@ -159,20 +165,49 @@ def test_an_iteration_of_the_present_policy_is_left_as_it_is() -> None:
         torch.testing.assert_close(weights(stamped)[name], tensor, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("proximal", "near"), [("step", True), ("behaviour", False)])
 def test_the_ratio_begins_at_one_however_old_the_policy_is_that_acted(
-    proximal: Any, near: bool
+    proximal: Any, near: bool, precision: Any
 ) -> None:
     ppo = PPOConfig(epochs=1, minibatch_size=48, loss=LossConfig(proximal=proximal))
-    trainer = EmbodiedTrainer(msgspec.structs.replace(CONFIG, ppo=ppo), 1, 0)
+    fsdp = msgspec.structs.replace(CONFIG.fsdp, precision=precision)
+    trainer = EmbodiedTrainer(msgspec.structs.replace(CONFIG, ppo=ppo, fsdp=fsdp), 1, 0)
     old = acted(trainer, iteration(1), version=0)
     for _ in range(5):
         trainer.train(acted(trainer, iteration(0), version=trainer.version))
     metrics = trainer.train(old)  # one update: its metrics are of before it
-    assert (abs(metrics["approx_kl"]) < 1e-6) is near
+    assert (abs(metrics["approx_kl"]) < 1e-9) is near
     assert (metrics["clip_fraction"] == 0.0) is near
     assert (OF_CORRECTION[0] in metrics) is near
     assert math.isfinite(metrics["grad_norm"])
+
+
+class Dropping(torch.nn.Module):
+    """A policy with dropout, and statistics of its batches."""
+
+    def __init__(self, policy: Any) -> None:
+        super().__init__()
+        self.policy = policy
+        self.norm = torch.nn.BatchNorm1d(5)
+        self.fixed = torch.nn.Dropout(0.5).eval()
+
+    def forward(self, observation: Tensor, action: Tensor) -> Any:
+        seen = torch.nn.functional.dropout(self.norm(observation), 0.5, self.training)
+        return self.policy(self.fixed(seen), action)
+
+
+def test_the_proximal_policy_is_evaluated_as_one_that_acts() -> None:
+    manager = set_up(FSDP)
+    manager.model = model = Dropping(manager.model)
+    modes = {name: module.training for name, module in model.named_modules()}
+    batch = samples(0)
+    first, _ = corrected(manager, batch, PPOConfig())
+    again, _ = corrected(manager, batch, PPOConfig(minibatch_size=5))
+    torch.testing.assert_close(first.log_prob, again.log_prob)
+    assert int(model.norm.num_batches_tracked or 0) == 0
+    assert {name: module.training for name, module in model.named_modules()} == modes
+    assert not modes["fixed"]
 
 
 def test_one_step_of_an_older_policy_is_enough() -> None:
@@ -199,25 +234,35 @@ def test_every_level_of_a_chunk_is_corrected(advantage: Any, log_prob: Any) -> N
         advantage=msgspec.structs.replace(config.advantage, level=advantage),
         ppo=msgspec.structs.replace(config.ppo, log_prob_level=log_prob, epochs=1),
     )
-    trainer = EmbodiedTrainer(config, 1, 0)
     ordered = [vision_language.trajectory(0), vision_language.trajectory(1)]
     for one in ordered:
         one.version = one.version - 1
         if by_token:
             one.value = one.value.repeat(vision_language.NUMBERS, axis=-1)
-    metrics = trainer.train(ordered)
-    assert metrics["skipped_updates"] == 0.0
-    assert 0.0 < metrics["off_policy_weight"] <= 2.0
+    assert_weighted(config, [ordered])
+
+
+def assert_weighted(config: EmbodiedTrainerConfig, iterations: list[list[Trajectory]]) -> None:
+    """Weights change what is learnt in the last iteration."""
+    learnt = []
+    for off_policy in ("truncated", "none"):
+        loss = msgspec.structs.replace(config.ppo.loss, off_policy=off_policy)
+        ppo = msgspec.structs.replace(config.ppo, loss=loss)
+        trainer = EmbodiedTrainer(msgspec.structs.replace(config, ppo=ppo), 1, 0)
+        metrics = [trainer.train(one) for one in iterations][-1]
+        assert metrics["skipped_updates"] == 0.0
+        if off_policy == "truncated":
+            assert 0.0 < metrics["off_policy_weight"] <= 2.0
+            assert metrics["off_policy_change"] > 0.0
+        learnt.append(weights(trainer))
+    assert any(not torch.equal(one, learnt[1][name]) for name, one in learnt[0].items())
 
 
 @pytest.mark.parametrize("noise", flow.NOISES)
 def test_chains_of_a_flow_policy_are_corrected(noise: str) -> None:
-    trainer = EmbodiedTrainer(flow.trainer_config(noise), 1, 0)
-    one = flow.trajectory(trainer.config.fsdp.policy, 0)
-    trainer.train([one])
-    metrics = trainer.train([one])
-    assert metrics["skipped_updates"] == 0.0
-    assert 0.0 < metrics["off_policy_weight"] <= 2.0
+    config = flow.trainer_config(noise)
+    one = flow.trajectory(config.fsdp.policy, 0)
+    assert_weighted(config, [[one], [one]])
 
 
 def train_share(rank: int, world_size: int, folder: Path, strategy: str) -> None:
@@ -271,6 +316,22 @@ def test_ranks_with_unequal_shares_are_told_so(tmp_path: Path) -> None:
     errors = in_processes(old_and_uneven, 2, tmp_path)
     assert errors[0] == errors[1]
     assert "the number of samples differs between the ranks" in errors[0]
+
+
+def test_no_samples_are_no_other_error_than_on_policy() -> None:
+    manager = set_up(FSDP)
+    batch = samples(0).take(torch.arange(0))
+    found, metrics = corrected(manager, batch, PPOConfig())
+    assert metrics == {}
+    with pytest.raises(ValueError, match="the batch is empty"):
+        ppo_epochs(manager, found, PPOConfig())
+
+
+@pytest.mark.parametrize("unweighted", [{"proximal": "behaviour"}, {"off_policy": "none"}])
+def test_a_cap_of_no_weights_is_refused(unweighted: dict[str, Any]) -> None:
+    assert LossConfig(**unweighted).off_policy_cap == 2.0
+    with pytest.raises(ValueError, match="no sample is weighted"):
+        LossConfig(off_policy_cap=3.0, **unweighted)
 
 
 @pytest.mark.parametrize("cap", [0.5, math.inf, math.nan])

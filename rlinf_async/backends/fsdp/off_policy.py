@@ -15,11 +15,13 @@ one, so is the loss.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from rlinf_async.algorithms.losses import weighted_mean
 from rlinf_async.backends.checkpoint import collectives
 from rlinf_async.backends.fsdp.config import OF_CORRECTION, PPOConfig
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
@@ -38,35 +40,50 @@ def corrected(
 ) -> tuple[FlatBatch, Mapping[str, float]]:
     """Return the batch as the present policy trains on it, and metrics. Collective.
 
-    ``log_prob`` becomes that of the present policy; `FlatBatch.correction` are the weights. The
-    metrics are over this rank's samples that count: mean weight, mean distance of the weights from
-    1, and the share of them at the cap.
+    ``log_prob`` and ``value`` become those of the present policy; `FlatBatch.correction` are the
+    weights. The metrics are means over what counts: of the weights, of their distance from 1, and
+    the share of them that was above the cap.
 
     Raises:
         ValueError: ranks have different numbers of samples.
     """
-    collectives.require_equal(manager, len(batch.action), "the number of samples")
-    proximal = _log_probs(manager, batch, config.micro_batch_size or config.minibatch_size)
-    batch, behaviour = batch._replace(log_prob=proximal), batch.log_prob
+    samples = len(batch.action)
+    collectives.require_equal(manager, samples, "the number of samples")
+    if not samples:
+        return batch, {}
+    behaviour = batch.log_prob
+    size = config.micro_batch_size or config.minibatch_size
+    batch = batch._replace(**_of_present(manager, batch, size))
     if config.loss.off_policy == "none":
         return batch, {}
-    log_ratio, limit = proximal - behaviour, math.log(config.loss.off_policy_cap)
+    log_ratio, limit = batch.log_prob - behaviour, math.log(config.loss.off_policy_cap)
     weight = log_ratio.clamp(max=limit).exp()
-    counts = torch.ones_like(weight) if batch.weight is None else batch.weight
-    found = (
-        one[counts > 0] for one in (weight, (weight - 1.0).abs(), (log_ratio >= limit).float())
-    )
-    metrics = {name: float(one.mean()) for name, one in zip(OF_CORRECTION, found, strict=True)}
-    return batch._replace(correction=weight), metrics
+    columns = (weight, (weight - 1.0).abs(), (log_ratio > limit).float())
+    means = (float(weighted_mean(column, batch.weight)) for column in columns)
+    return batch._replace(correction=weight), dict(zip(OF_CORRECTION, means, strict=True))
 
 
 @torch.no_grad()
-def _log_probs(manager: FSDPModelManager, batch: FlatBatch, size: int) -> Tensor:
-    """Those of the present policy, as many for a sample as ``batch`` has."""
-    found: list[Tensor] = []
-    for piece in batch.split(size):
-        with manager.autocast():
-            evaluation = manager.model(piece.observation, piece.action)
-        log_prob, *_ = at_level(evaluation, piece)
-        found.append(log_prob)
-    return torch.cat(found)
+def _of_present(manager: FSDPModelManager, batch: FlatBatch, size: int) -> dict[str, Tensor]:
+    """Log-probs and values of the present policy, as many for a sample as ``batch`` has."""
+    log_probs, values = list[Tensor](), list[Tensor]()
+    with _acting(manager.model):
+        for piece in batch.split(size):
+            with manager.autocast():
+                evaluation = manager.model(piece.observation, piece.action)
+            log_prob, _, value = at_level(evaluation, piece)
+            log_probs.append(log_prob)
+            values.append(value)
+    return {"log_prob": torch.cat(log_probs), "value": torch.cat(values)}
+
+
+@contextmanager
+def _acting(model: nn.Module) -> Iterator[None]:
+    """Let dropout and statistics of batches be as they are where a policy acts."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -63,7 +63,7 @@ class FlatBatch(NamedTuple):
     log_prob: Tensor
     """log-prob of the action when it was sampled, or of the proximal policy: see `off_policy`"""
     value: Tensor
-    """value of the state when the action was sampled"""
+    """value of the state then, or of the proximal policy"""
     advantage: Tensor
     returns: Tensor
     executed: Tensor | None = None

@@ -3,8 +3,8 @@
 A batch has a row for each step; of a recurrent policy, one for each sequence: what one environment
 did in the iteration, ``T`` steps, so that all columns are ``[N, T]`` and minibatches are of whole
 sequences. It begins with the memory that the acting policy had there, and forgets at the steps that
-begin an episode, as that one did: before the first update the log-probs are those of the acting
-policy.
+begin an episode, as that one did: for the policy that acted, before the first update, the log-probs
+are those with which it did.
 """
 
 from __future__ import annotations
