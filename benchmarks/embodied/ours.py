@@ -1,4 +1,4 @@
-"""One training of ours: prints speed, return, and seconds to success as one line of JSON.
+"""One training of ours: prints speed, returns, and seconds to success as one line of JSON.
 
     python ours.py CONFIG.toml OUT [--section.field VALUE]...
 
@@ -38,14 +38,19 @@ def missing(file: str) -> str:
     return ""
 
 
-def seconds_to_success(metrics: Path) -> float | None:
-    """Seconds of training until so many episodes succeed, inf if never; None: none reported."""
+def of_training(metrics: Path) -> dict[str, float]:
+    """What the iterations' rows say: the last return, where an episode ended; and the seconds until
+    so many episodes succeeded, inf for never, where they report success."""
     with metrics.open(encoding="utf-8", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row.get("success_rate")]
-    if not rows:
-        return None
-    reached = (float(row["train_seconds"]) for row in rows if float(row["success_rate"]) >= WANTED)
-    return next(reached, math.inf)
+        rows = list(csv.DictReader(file))
+    found: dict[str, float] = {}
+    if returns := [row["return"] for row in rows if row.get("return")]:
+        found["train_return"] = float(returns[-1])
+    if judged := [row for row in rows if row.get("success_rate")]:
+        reached = (row for row in judged if float(row["success_rate"]) >= WANTED)
+        first = next(reached, None)
+        found["seconds_to_success"] = float(first["train_seconds"]) if first else math.inf
+    return found
 
 
 def main(file: str, out: str, overrides: list[str]) -> int:
@@ -61,10 +66,7 @@ def main(file: str, out: str, overrides: list[str]) -> int:
     if summary["outcome"] not in ("finished", "succeeded", "fell short"):
         return 1
     measured = {"steps_per_second": summary["steps_per_second"], "return": summary["return"]}
-    seconds = seconds_to_success(Path(out, "metrics.csv"))
-    if seconds is not None:
-        measured["seconds_to_success"] = seconds
-    print("\n" + json.dumps(measured))
+    print("\n" + json.dumps(measured | of_training(Path(out, "metrics.csv"))))
     return 0
 
 
