@@ -54,6 +54,12 @@ class SeeingJob(Job):
             records.append({"prompt": asked, "images": images, "answer": str(at % 5)})
         write(folder / "sums.jsonl", records)
 
+    def vary(self) -> None:
+        """Reward answers differently, so that there is something to learn."""
+        score = self.file.with_name("score.py")
+        score.write_text(VARIED)
+        self.file.write_text(self.file.read_text().replace('"exact"', f'"{score}:score"'))
+
 
 def write(file: pathlib.Path, records: list[dict[str, Any]]) -> None:
     file.write_text("".join(f"{json.dumps(one)}\n" for one in records))
@@ -66,6 +72,7 @@ def seeing(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> Seeing
 
 def test_a_run_learns_from_images_goes_on_and_is_evaluated_again(seeing: SeeingJob) -> None:
     """With a warm start, log-probs of an inference worker, a recording, and a resume."""
+    seeing.vary()
     options = (*WARM, *INFERENCE, "--record", "scored,groups")
     seeing.succeed(*options, "--training.iterations", 2)
     assert all(float(row["engine_actor_difference"]) < 1e-5 for row in seeing.iterations)
@@ -98,8 +105,7 @@ def test_a_model_with_positions_in_grids_learns_goes_on_and_is_loaded_again(
 ) -> None:
     """Two mini-batches, two epochs, a resume; then a run that begins in the exported folder."""
     job = SeeingJob(tmp_path, capsys, "qwen2_5_vl")
-    (tmp_path / "score.py").write_text(VARIED)
-    job.file.write_text(job.file.read_text().replace('"exact"', f'"{tmp_path}/score.py:score"'))
+    job.vary()
     options = (*INFERENCE, "--actor.global_batches", 2, "--actor.epochs", 2)
     job.succeed(*options, "--training.iterations", 1)
     job.succeed(*options, "--training.iterations", 2, "--resume")
