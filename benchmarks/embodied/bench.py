@@ -112,6 +112,8 @@ def _cleanrl(name: str, threads: int) -> Case:
 
 
 _SEED = ("--seed", "{repetition}")
+_MEANWHILE = ("--training.max_staleness", "1")
+"""the next iteration is collected while one is trained"""
 
 BENCH = Bench(
     name="embodied",
@@ -122,7 +124,7 @@ BENCH = Bench(
             OVERLAPPED,
             "../half_cheetah_ppo.toml",
             *_SEED,
-            *("--training.max_staleness", "1"),
+            *_MEANWHILE,
             needs=("mujoco",),
         ),
         _sb3(CHEETAH_SB3[0], "sb3_ppo.py", 1),
@@ -139,7 +141,7 @@ BENCH = Bench(
             ENVPOOL_OVERLAPPED,
             "half_cheetah_envpool.toml",
             *_SEED,
-            *("--training.max_staleness", "1"),
+            *_MEANWHILE,
         ),
         _cleanrl(ENVPOOL_CLEANRL[0], 1),
         _cleanrl(ENVPOOL_CLEANRL[1], 2),

@@ -21,6 +21,8 @@ Aggregation = Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-t
 
 OFF_POLICY_CAP = 2.0
 """default upper limit of the weight of what an older policy, or an engine, has sampled"""
+OF_CORRECTION = ("off_policy_weight", "off_policy_change", "off_policy_capped")
+"""metrics of those weights; no loss of a robot policy may return them"""
 LOG_RATIO_LIMIT = 20.0
 """default limit of log-ratios, as in verl: ``exp(20)`` is 4.9e8"""
 LARGEST_LOG_RATIO = 80.0

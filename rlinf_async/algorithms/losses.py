@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rlinf_async.algorithms.config import LanguageLossConfig, LossConfig
+from rlinf_async.algorithms.config import OF_CORRECTION, LanguageLossConfig, LossConfig
 from rlinf_async.config.registry import Registry
 
 
@@ -162,6 +162,27 @@ def squared_error(
         near = old_value + (value - old_value).clamp(-clip, clip)
         error = torch.maximum(error, (near - returns).square())
     return error
+
+
+class OffPolicyWeights(NamedTuple):
+    """Weights of what another policy has sampled, of any shape."""
+
+    weight: Tensor
+    capped: Tensor
+    """1 where a limit was passed, else 0"""
+
+    @property
+    def columns(self) -> dict[str, Tensor]:
+        """By name of the metric, what its mean is taken of."""
+        found = (self.weight, (self.weight - 1.0).abs(), self.capped)
+        return dict(zip(OF_CORRECTION, found, strict=True))
+
+
+def truncated_weights(log_ratio: Tensor, cap: float) -> OffPolicyWeights:
+    """Return ``min(exp(log_ratio), cap)``: truncated importance sampling (Ionides 2008)."""
+    weight = log_ratio.exp()
+    capped = weight > cap
+    return OffPolicyWeights(weight.masked_fill(capped, cap), capped.to(weight.dtype))
 
 
 @register_loss("ppo")

@@ -203,10 +203,14 @@ def test_two_actors_with_half_of_the_envs_each_train_like_one(
     assert grad_norms == pytest.approx([metrics["grad_norm"]] * 2, rel=1e-5)
 
 
-def uneven(rank: int, world_size: int, folder: Path) -> None:
+def uneven(rank: int, world_size: int, folder: Path, behind: int = 0) -> None:
+    """Train on shares of unequal size, for which a policy acted that is so many versions old."""
     trainer = EmbodiedTrainer(CONFIG, world_size, rank)
+    shares = iteration(0)[: rank + 1]
+    for one in shares:
+        one.version = one.version - behind
     try:
-        trainer.train(iteration(0)[: rank + 1])
+        trainer.train(shares)
     except ValueError as error:
         save_result(folder, rank, str(error))
 

@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlinf_async.algorithms.config import LossConfig
+from rlinf_async.algorithms.config import OF_CORRECTION, LossConfig
 from rlinf_async.backends.base import OptimizerConfig
 from rlinf_async.backends.fsdp.config import (
-    OF_CORRECTION,
     EmbodiedTrainerConfig,
     FSDPConfig,
     PPOConfig,
@@ -29,7 +28,7 @@ from rlinf_async.backends.fsdp.ppo import FlatBatch, ppo_epochs, standardized
 from rlinf_async.messages.embodied import Trajectory
 from tests.backends.flow_action import kit as flow
 from tests.backends.fsdp_helpers import POLICY, in_processes, samples, save_result, set_up
-from tests.backends.test_embodied_trainer import CONFIG, collected, iteration, weights
+from tests.backends.test_embodied_trainer import CONFIG, iteration, uneven, weights
 from tests.backends.vision_language import kit as vision_language
 
 FSDP = FSDPConfig(policy=POLICY, optimizer=OptimizerConfig(lr=1e-2))
@@ -301,19 +300,8 @@ def test_ranks_of_which_one_has_an_older_policys_share_train_like_one(
         assert np.mean(shares) == pytest.approx(metrics[name], rel=1e-4)
 
 
-def old_and_uneven(rank: int, world_size: int, folder: Path) -> None:
-    trainer = EmbodiedTrainer(CONFIG, world_size, rank)
-    try:
-        shares = [collected(0, 0, stage) for stage in range(rank + 1)]
-        for one in shares:
-            one.version = one.version - 1
-        trainer.train(shares)
-    except ValueError as error:
-        save_result(folder, rank, str(error))
-
-
 def test_ranks_with_unequal_shares_are_told_so(tmp_path: Path) -> None:
-    errors = in_processes(old_and_uneven, 2, tmp_path)
+    errors = in_processes(uneven, 2, tmp_path, 1)
     assert errors[0] == errors[1]
     assert "the number of samples differs between the ranks" in errors[0]
 

@@ -27,22 +27,19 @@ from rlinf_async.algorithms.config import (
     PairLossConfig,
 )
 from rlinf_async.algorithms.language.distillation import divergence
-from rlinf_async.algorithms.losses import clipped_surrogate, squared_error
+from rlinf_async.algorithms.losses import (
+    OffPolicyWeights,
+    clipped_surrogate,
+    squared_error,
+    truncated_weights,
+)
 from rlinf_async.config.registry import Registry
-
-
-class OffPolicyWeights(NamedTuple):
-    """Weights of tokens of another policy, and which of them were capped, both ``[N]``."""
-
-    weight: Tensor
-    capped: Tensor
-    """1 where the cap was reached, else 0"""
 
 
 def off_policy_weights(
     inputs: TokenLossInputs, config: LanguageLossConfig
 ) -> OffPolicyWeights | None:
-    """Return the weights of the tokens, without gradients; None for ``off_policy = "none"``.
+    """Return the weights ``[N]``, without gradients; None for ``off_policy = "none"``.
 
     The ratio's denominator is the *proximal* policy; with ``proximal = "step"`` the weights that
     the iteration begins with. Tokens were sampled by the *behaviour* policy: an engine with its own
@@ -64,12 +61,13 @@ def off_policy_weights(
         if config.off_policy == "truncated_sequence":
             difference = _sample_sum(difference, inputs)
             difference = difference.clamp(max=LARGEST_LOG_RATIO)  # finite, and above any cap
+        if config.off_policy.startswith("truncated"):
+            return truncated_weights(difference, config.off_policy_cap)
         weight = difference.exp()
         capped = weight > config.off_policy_cap
-        left = config.off_policy_cap if config.off_policy.startswith("truncated") else 0.0
         if config.off_policy == "icepop":
             capped |= weight < config.off_policy_floor
-        return OffPolicyWeights(weight.masked_fill(capped, left), capped.to(weight.dtype))
+        return OffPolicyWeights(weight.masked_fill(capped, 0.0), capped.to(weight.dtype))
 
 
 def kl_estimate(
@@ -314,11 +312,7 @@ def token_loss(inputs: TokenLossInputs, config: LanguageLossConfig) -> TokenLoss
     weights = off_policy_weights(inputs, config)
     if weights is not None:
         loss = loss * weights.weight
-        metrics |= {
-            "off_policy_weight": weights.weight,
-            "off_policy_change": (weights.weight - 1.0).abs(),
-            "off_policy_capped": weights.capped,
-        }
+        metrics |= weights.columns
     if config.kl_coefficient:
         if inputs.ref_log_prob is None:
             raise ValueError(

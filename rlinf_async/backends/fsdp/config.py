@@ -47,8 +47,6 @@ OF_LOSS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
 """metrics of the loss ``ppo``, in this order"""
 OF_UPDATES = ("grad_norm", "lr", "updates", "skipped_updates")
 """further metrics of an iteration's updates, which no loss may return"""
-OF_CORRECTION = ("off_policy_weight", "off_policy_change", "off_policy_capped")
-"""metrics of an iteration for which an older policy acted; the same"""
 
 
 class PPOConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -14,16 +14,15 @@ one, so is the loss.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from rlinf_async.algorithms.losses import weighted_mean
+from rlinf_async.algorithms.losses import truncated_weights, weighted_mean
 from rlinf_async.backends.checkpoint import collectives
-from rlinf_async.backends.fsdp.config import OF_CORRECTION, PPOConfig
+from rlinf_async.backends.fsdp.config import PPOConfig
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.fsdp.ppo import FlatBatch, at_level
 from rlinf_async.messages.embodied import Trajectory
@@ -56,11 +55,11 @@ def corrected(
     batch = batch._replace(**_of_present(manager, batch, size))
     if config.loss.off_policy == "none":
         return batch, {}
-    log_ratio, limit = batch.log_prob - behaviour, math.log(config.loss.off_policy_cap)
-    weight = log_ratio.clamp(max=limit).exp()
-    columns = (weight, (weight - 1.0).abs(), (log_ratio > limit).float())
-    means = (float(weighted_mean(column, batch.weight)) for column in columns)
-    return batch._replace(correction=weight), dict(zip(OF_CORRECTION, means, strict=True))
+    weights = truncated_weights(batch.log_prob - behaviour, config.loss.off_policy_cap)
+    means = {
+        name: float(weighted_mean(column, batch.weight)) for name, column in weights.columns.items()
+    }
+    return batch._replace(correction=weights.weight), means
 
 
 @torch.no_grad()

@@ -39,11 +39,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rlinf_async.algorithms.advantages import AdvantageInputs, Advantages, compute_advantages
-from rlinf_async.algorithms.config import AdvantageConfig, LossConfig
+from rlinf_async.algorithms.config import OF_CORRECTION, AdvantageConfig, LossConfig
 from rlinf_async.algorithms.losses import LossInputs, loss_functions, ppo_loss
 from rlinf_async.backends.base import TrainingDiverged
 from rlinf_async.backends.checkpoint import collectives
-from rlinf_async.backends.fsdp.config import OF_CORRECTION, OF_LOSS, OF_UPDATES, PPOConfig
+from rlinf_async.backends.fsdp.config import OF_LOSS, OF_UPDATES, PPOConfig
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.policies.base import HALF_LOG_TWO_PI, Evaluation, ObservationTensors, each
 from rlinf_async.backends.policies.mlp import MlpGaussianPolicy

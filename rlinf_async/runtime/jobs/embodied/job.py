@@ -7,13 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlinf_async.algorithms.config import LossConfig
-from rlinf_async.backends.fsdp.config import (
-    OF_CORRECTION,
-    OF_LOSS,
-    OF_UPDATES,
-    EmbodiedTrainerConfig,
-)
+from rlinf_async.algorithms.config import OF_CORRECTION, LossConfig
+from rlinf_async.backends.fsdp.config import OF_LOSS, OF_UPDATES, EmbodiedTrainerConfig
 from rlinf_async.backends.policies.config import MLPS, ignored
 from rlinf_async.config import ConfigError
 from rlinf_async.config.registry import raised
