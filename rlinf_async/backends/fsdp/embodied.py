@@ -28,10 +28,11 @@ from rlinf_async.backends.building import building
 from rlinf_async.backends.checkpoint import collectives
 from rlinf_async.backends.fsdp.config import CloningConfig, EmbodiedTrainerConfig, PPOConfig
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
-from rlinf_async.backends.fsdp.off_policy import behind, corrected
+from rlinf_async.backends.fsdp.off_policy import corrected
 from rlinf_async.backends.fsdp.ppo import FlatBatch, ppo_epochs
 from rlinf_async.backends.fsdp.rescale import check_strategy, rescale
 from rlinf_async.backends.fsdp.rollout_batch import (
+    behind,
     flat_batch,
     merged_moments,
     of_sequences,

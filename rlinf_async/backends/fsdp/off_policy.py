@@ -14,7 +14,7 @@ one, so is the loss.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -25,13 +25,6 @@ from rlinf_async.backends.checkpoint import collectives
 from rlinf_async.backends.fsdp.config import PPOConfig
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.fsdp.ppo import FlatBatch, at_level
-from rlinf_async.messages.embodied import Trajectory
-
-
-def behind(member: collectives.Rank, trajectories: Sequence[Trajectory], version: int) -> bool:
-    """Whether older weights than ``version`` acted in a step, on any rank. Collective."""
-    mine = any(bool((one.version < version).any()) for one in trajectories)
-    return any(bool(one) for one in collectives.all_gather(member, torch.tensor([mine])))
 
 
 def corrected(

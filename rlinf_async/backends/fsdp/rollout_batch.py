@@ -40,6 +40,12 @@ def _acted(ordered: Sequence[Trajectory]) -> NDArray[Any]:
     return side_by_side(ordered, "action" if ordered[0].chain is None else "chain")
 
 
+def behind(member: collectives.Rank, trajectories: Sequence[Trajectory], version: int) -> bool:
+    """Whether older weights than ``version`` acted in a step, on any rank. Collective."""
+    mine = any(bool((one.version < version).any()) for one in trajectories)
+    return any(bool(one) for one in collectives.all_gather(member, torch.tensor([mine])))
+
+
 def valid_steps(ordered: Sequence[Trajectory]) -> Bools | None:
     """``[T, E]``: which steps are samples; None where all are."""
     if all(one.valid is None for one in ordered):
